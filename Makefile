@@ -1,0 +1,45 @@
+# Everything builds its own environment; only Python 3.11+ and GNU make are needed.
+#   make test | lint | check | demo | clean        PYTHON=python3.12 chooses the interpreter
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST_ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help test lint check demo clean
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
+
+# pip learned --group in 25.1.
+$(VENV)/.pip:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "celery_leases needs Python 3.11 or newer, and this is %d.%d: try make PYTHON=python3.12" % v[:2])'
+	@echo "== building $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade "pip>=25.1"
+	@touch $@
+
+# One stamp per dependency group, renewed when pyproject.toml changes.
+$(VENV)/.group-%: $(VENV)/.pip pyproject.toml
+	@echo "== installing the group '$*'"
+	@$(PIP) install --editable . --group $*
+	@touch $@
+
+test: $(VENV)/.group-test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.group-dev
+	@echo "== ruff check"   && $(BIN)/ruff check --quiet .
+	@echo "== ruff format"  && $(BIN)/ruff format --quiet --check .
+	@echo "== mypy"         && $(BIN)/mypy
+	@echo "== lint-imports" && $(BIN)/lint-imports --no-logo
+
+check: lint test
+
+demo: $(VENV)/.group-demo
+	@$(BIN)/python -m example_project.demo
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
