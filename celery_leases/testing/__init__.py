@@ -1,0 +1,1 @@
+"""Test tools: private servers, real worker processes, store contracts and a pytest plugin."""

@@ -1,0 +1,16 @@
+"""Private servers for tests and demos: child processes on free ports of 127.0.0.1, data in temporary directories."""
+
+from celery_leases.testing.servers.local import LocalServer, ServerMissing
+from celery_leases.testing.servers.postgres import PostgresServer
+from celery_leases.testing.servers.rabbit import RabbitServer, RunningRabbit, find_running_rabbit
+from celery_leases.testing.servers.redis import RedisServer
+
+__all__ = [
+    "LocalServer",
+    "PostgresServer",
+    "RabbitServer",
+    "RedisServer",
+    "RunningRabbit",
+    "ServerMissing",
+    "find_running_rabbit",
+]
