@@ -1,0 +1,1 @@
+"""The rules and the words: pure values and functions, without I/O, clock, randomness or framework."""

@@ -1,0 +1,419 @@
+"""What to do with one delivery: pure functions of facts, no clock, no I/O, no randomness.
+
+Before the run (first row that matches)
+
+===========================================  =======================================================
+the record says                              verdict
+===========================================  =======================================================
+this call has finished                       ``Drop`` if its callbacks are out, else ``Replay``
+this call was ended by the user's ``Ignore``,
+``Reject`` or ``replace()``                  ``Drop``
+failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
+another fingerprint, another call            ``Refuse(KeyReused)``
+done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``
+running under a live lease, or lease held    this call: ``PutBack`` until the lease ends;
+                                             another: ``lease_on_held``: ``PutBack``, ``Wait``, ``Drop``, ``Refuse``
+waiting for ``retry_at``                     ``PutBack`` until then
+claimed, and crashed too often in a row      ``GiveUp``
+claimed, second crash in a row or later      ``StandBack`` 5 s, then 30 s
+anything else                                ``Run``
+===========================================  =======================================================
+
+After the run
+
+===========================================  =======================================================
+the body                                     how the attempt is closed, and what Celery gets
+===========================================  =======================================================
+returned                                     ``done``; the value as it was stored
+raised                                       ``pending``, a failure; the exception
+lost its lease                               ``pending``, attempt given back; put back
+was interrupted by a shutdown or revoke      ``pending``, attempt given back; the interruption goes on
+ran into the hard limit, or exited           ``pending``, a crash; the interruption goes on
+``Retry``, ``Reject(requeue=True)``          ``pending``, until the countdown is over; passed through
+``Ignore``, ``Reject``, ``replace()``        ``done`` without a result; passed through
+===========================================  =======================================================
+
+When a store fails: before the body has run the delivery is put back; an outcome is tried again
+for ``lease_settle_timeout``, then the lease is left to expire and the delivery is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
+from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, LeasesError, PermanentFailure, ResultMissing
+from celery_leases.core.keys import CallKey, differing
+from celery_leases.core.options import LeaseOptions
+from celery_leases.core.ports import Holder
+from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+
+CRASH_LOOP = "crash_loop"
+RESULT_TOO_LARGE = "result_too_large"
+RESULT_NOT_JSON = "result_not_json"
+REMEMBERED_CALLS = 16
+REMEMBERED_RESULT_MAX = 4096
+RETRY_GRACE = 1.0
+SHORTEST_DELAY = 0.05
+LONGEST_HOP = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One delivery of one call, as far as decisions look at it."""
+
+    task: str
+    call_id: str
+    key: CallKey
+    options: LeaseOptions
+    #: It was delivered before: redelivered by the broker, put back, or retried. Reading the record first is cheaper.
+    repeat: bool = False
+    #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
+    canvas: bool = False
+    #: How often this call was put back before.
+    tries: int = 0
+    #: The token of an earlier attempt of this call which we may have left open.
+    prior: str | None = None
+    #: The owner token made for this delivery.
+    token: str = ""
+    #: The longest countdown the broker can be trusted with, in seconds.
+    longest_hop: float = LONGEST_HOP
+    #: The hard time limit of this call in seconds, if it has one.
+    time_limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Go on: acquire, claim, or run the body, whichever is next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Answer with the saved result (JSON text; ``None``: it has none), first returned to ``first_call_id``."""
+
+    result: str | None
+    first_call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """Publish a fresh message that comes in ``delay`` seconds, then end this delivery."""
+
+    delay: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Try again in this process after ``delay`` seconds."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """End this delivery without a result; another message or an earlier answer stands for it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Raise ``error`` to the caller."""
+
+    error: LeasesError
+
+
+@dataclass(frozen=True, slots=True)
+class StandBack:
+    """Give the claimed attempt back and wait ``delay`` seconds: the key has crashed repeatedly."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Close the claimed attempt as failed for good, and raise ``error`` to the caller."""
+
+    error: PermanentFailure
+
+
+Verdict = Run | Replay | PutBack | Wait | Drop | Refuse | StandBack | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known before the run: of the lease, of the record, and of this delivery's past."""
+
+    record: Record | None = None
+    holder: Holder | None = None
+    #: The record was claimed by this delivery.
+    claimed: bool = False
+    #: The callbacks of this very call are known to have been sent.
+    callbacks_out: bool = False
+    #: Seconds this delivery has been waiting in this process (``lease_on_held="wait"``).
+    waited: float = 0.0
+    #: A random number in [0, 1) for jitter.
+    chance: float = 0.0
+
+
+def before_run(call: Call, facts: Facts) -> Verdict:
+    """Decide what the delivery does next; see the table above."""
+    record = facts.record
+    if record is not None and record.expired:
+        record = None
+    if facts.claimed:
+        assert record is not None
+        return _after_claim(call, record)
+    if record is not None:
+        answer = _answered(call, record, facts)
+        if answer is not None:
+            return answer
+    holder = facts.holder or (_holder(record) if record is not None else None)
+    if holder is not None:
+        return _held(call, holder, facts)
+    if record is not None and record.state in (State.PENDING, State.COOLING) and may_run_in(call, record) > 0:
+        return PutBack(_hop(call, record.waits + _jitter(facts)), "waiting for its retry time")
+    return Run()
+
+
+def store_came_up_empty(call: Call, record: Record | None, age: float, chance: float) -> PutBack | Run:
+    """Whether a key may be claimed under a lease store that lost its data *age* seconds ago.
+
+    Its live holders re-assert their leases with the next renewal; until their ttl is over nobody takes over from them.
+    """
+    if record is None or record.state is not State.RUNNING:
+        return Run()
+    wait = record.lease_ttl - age
+    return PutBack(_hop(call, wait + 0.4 * chance), "the lease store came up empty") if wait > 0 else Run()
+
+
+def finished_by(call: Call, record: Record) -> bool:
+    """Whether this very call is known to have finished the key."""
+    return call.call_id in record.finished_calls or (record.state is State.DONE and record.call_id == call.call_id)
+
+
+def may_run_in(call: Call, record: Record) -> float:
+    """Seconds until this call may run the key; the call that waits is granted the travel time of its message."""
+    grace = RETRY_GRACE if record.call_id == call.call_id else 0.0
+    return max(0.0, record.waits - grace)
+
+
+def crash_pause(crashes: int) -> float:
+    """Seconds to wait before the next attempt after so many crashes in a row."""
+    return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
+
+
+def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
+    """The verdict where the record has an answer for this delivery, whoever holds the lease."""
+    if finished_by(call, record):
+        return _own_answer(call, record, facts)
+    ours = record.call_id == call.call_id
+    if record.state is State.FAILED and (ours or not call.options.rerun):
+        return Refuse(_remembered(record))
+    if not ours and not call.options.rerun and not _agree(record.fingerprint, call.key.fingerprint):
+        return Refuse(_reused(call, record))
+    if record.state is State.DONE:
+        return _done_by_other(call, record)
+    return None
+
+
+def _agree(ours: str | None, theirs: str | None) -> bool:
+    return ours is None or theirs is None or ours == theirs
+
+
+def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
+    if facts.callbacks_out:
+        return Drop("its result and callbacks are out")
+    results = record.finished_results or {}
+    if record.state is State.DONE and record.call_id == call.call_id:
+        if record.reason in (Ended.IGNORED, Ended.REJECTED):
+            return Drop(f"it was {record.reason} by the task itself")
+        return _saved(record)
+    if results.get(call.call_id) is not None:
+        return Replay(results[call.call_id], call.call_id)
+    return Refuse(
+        ResultMissing(f"{record.key}: this call is done, but its result was not kept", record.key, "overwritten")
+    )
+
+
+def _done_by_other(call: Call, record: Record) -> Verdict:
+    match call.options.on_done:
+        case "rerun":
+            return Run()
+        case "fail":
+            return Refuse(AlreadyDone(f"{record.key} was done by call {record.call_id}", record.key, record.call_id))
+        case "ignore" if not call.canvas:
+            return Drop("another call has done it")
+        case "replay" | "ignore":
+            return _saved(record)
+        case _ as never:
+            assert_never(never)
+
+
+def _saved(record: Record) -> Verdict:
+    if record.reason in (RESULT_TOO_LARGE, RESULT_NOT_JSON):
+        message = f"{record.key} is done, but its result was not kept ({record.reason})"
+        return Refuse(ResultMissing(message, record.key, record.reason))
+    return Replay(record.result, record.call_id)
+
+
+def _holder(record: Record) -> Holder | None:
+    if record.state is not State.RUNNING or record.lease_remaining <= 0:
+        return None
+    return Holder(record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining)
+
+
+def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
+    if holder.call_id == call.call_id:
+        return PutBack(_hop(call, holder.remaining + _jitter(facts)), "a copy of this call is running")
+    longest = max(1.0, holder.remaining)
+    put_back = PutBack(
+        _hop(call, min(2.0 ** min(call.tries, 20), longest) + _jitter(facts)), "another call holds the key"
+    )
+    match call.options.on_held:
+        case "put_back":
+            return put_back
+        case "wait":
+            left = call.options.wait - facts.waited
+            return Wait(min(left, 0.2 + 0.3 * facts.chance)) if left > 0 else put_back
+        case "ignore":
+            return put_back if call.canvas else Drop("another call holds the key")
+        case "fail":
+            message = (
+                f"{call.key.key} is held by call {holder.call_id} on {holder.host} for another {holder.remaining:.1f} s"
+            )
+            return Refuse(LeaseHeld(message, call.key.key, holder.remaining, holder.host))
+        case _ as never:
+            assert_never(never)
+
+
+def _after_claim(call: Call, record: Record) -> Verdict:
+    if not record.just_crashed:
+        return Run()
+    if record.crashes >= call.options.max_crashes:
+        return GiveUp(crash_loop(record))
+    pause = crash_pause(record.crashes)
+    return StandBack(pause) if pause else Run()
+
+
+def _remembered(record: Record) -> PermanentFailure:
+    failure = record.failure or Failure("", f"{record.key} has failed for good")
+    return PermanentFailure(failure.message, failure.rule, failure.type or None)
+
+
+def _reused(call: Call, record: Record) -> KeyReused:
+    names = differing(call.key.digests, record.digests)
+    listed = ", ".join(names) or "their fingerprint"
+    return KeyReused(f"{record.key} stands for a call with other arguments; they differ in {listed}", record.key, names)
+
+
+def _hop(call: Call, delay: float) -> float:
+    return max(SHORTEST_DELAY, min(delay, call.longest_hop))
+
+
+def _jitter(facts: Facts) -> float:
+    return 0.1 + 0.4 * facts.chance
+
+
+# -- when a store fails ------------------------------------------------------------------------------------
+
+
+def store_pause(tries: int, chance: float) -> float:
+    """How long a delivery stays away while a store does not answer: 5 s doubling to 60 s, with jitter below it."""
+    return float(min(60.0, 5.0 * 2.0 ** min(tries, 10)) * (0.8 + 0.2 * chance))
+
+
+def settle_pause(tries: int) -> float:
+    """How long to wait before the outcome is written again."""
+    return float(min(2.0, 0.05 * 2.0 ** min(tries, 10)))
+
+
+def settle_until(options: LeaseOptions, call: Call, now: float, body_began: float) -> float:
+    """Until when to keep trying to write an outcome: ``lease_settle_timeout``, cut to what the hard limit leaves."""
+    until = now + options.settle_timeout
+    return min(until, body_began + call.time_limit - 1.0) if call.time_limit else until
+
+
+# -- after the run -----------------------------------------------------------------------------------------
+
+
+def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
+    """How the attempt that ran on *record* is closed; see the table above."""
+    closed = Outcome(
+        State.PENDING, Ended.RETURNED, record.attempt, record.failures, record.crashes, call.options.retention
+    )
+    unspent = replace(closed, attempt=record.attempt - 1)
+    match ending:
+        case Returned(_, result, missing):
+            finished = _finished(call, record, result)
+            done = replace(closed, state=State.DONE, failures=0, crashes=0)
+            return replace(done, result=result, reason=missing, finished=finished)
+        case Raised(_, failure):
+            failures = record.failures + 1
+            return replace(closed, ended=Ended.FAILED, failure=failure, failures=failures, crashes=0)
+        case Lost(reason):
+            return replace(unspent, ended=Ended.LOST, reason=reason)
+        case Interrupted():
+            return replace(unspent, ended=Ended.INTERRUPTED)
+        case Terminated(_, reason):
+            return _crashed(call, replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=record.crashes + 1))
+        case Passed(_, again, delay, ended):
+            passed = replace(closed, ended=ended, crashes=0)
+            if again:
+                return replace(passed, retry_after=delay)
+            finished = _finished(call, record, None)
+            return replace(passed, state=State.DONE, reason=ended.value, failures=0, finished=finished)
+        case _ as never:
+            assert_never(never)
+
+
+def gave_up(call: Call, record: Record) -> Outcome:
+    """How a claimed attempt is closed that must not run any more."""
+    unrun = Outcome(
+        State.PENDING, Ended.CRASHED, record.attempt - 1, record.failures, record.crashes, call.options.retention
+    )
+    return _crashed(call, unrun)
+
+
+def stood_back(call: Call, record: Record, delay: float) -> Outcome:
+    """How a claimed attempt is given back unrun; how the one before it ended is kept."""
+    before = record.previous or Attempt(Ended.WAITING)
+    attempt, keep = record.attempt - 1, call.options.retention
+    return Outcome(
+        State.PENDING,
+        before.ended,
+        attempt,
+        record.failures,
+        record.crashes,
+        keep,
+        retry_after=delay or None,
+        failure=before.error,
+    )
+
+
+def crash_loop(record: Record) -> PermanentFailure:
+    """What a caller is told of a key that keeps killing its process."""
+    message = (
+        f"{record.key}: its process died {record.crashes} times in a row; not tried again until an operator frees it"
+    )
+    return PermanentFailure(message, CRASH_LOOP)
+
+
+def _crashed(call: Call, outcome: Outcome) -> Outcome:
+    if outcome.crashes < call.options.max_crashes:
+        return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
+    message = f"{call.key.key}: its process died {outcome.crashes} times in a row"
+    failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP)
+    return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
+
+
+def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
+    if not call.options.rerun:
+        return None
+    results = record.finished_results or {}
+    kept = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
+    small = result if result is not None and len(result) <= REMEMBERED_RESULT_MAX else None
+    return dict([*kept, (call.call_id, small)][-REMEMBERED_CALLS:])

@@ -1,0 +1,115 @@
+"""What can happen to a leased call, as frozen values for signals, logs and metrics. Times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from celery_leases.core.records import Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something happened to a key; ``call_id`` is Celery's task id."""
+
+    task: str
+    key: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAcquired(Event):
+    """An attempt begins."""
+
+    fence: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHeldElsewhere(Event):
+    """The key is held: by another copy of the same call, or by another call."""
+
+    holder: str
+    holder_call_id: str
+    remaining: float
+    same_call: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPutBack(Event):
+    """A fresh message of the call was published, or (``confirmed=False``) the old one given back to the broker."""
+
+    delay: float
+    reason: str
+    confirmed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDropped(Event):
+    """The delivery was superfluous and ended without a run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReplayed(Event):
+    """The delivery got the saved result of ``first_call_id``."""
+
+    first_call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRefused(Event):
+    """The delivery got an error instead of a run."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed(Event):
+    """A renewal succeeded; ``reasserted`` when the store had forgotten the lease."""
+
+    remaining: float
+    reasserted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewalFailed(Event):
+    """A renewal failed and will be tried again; the lease still counts for ``remaining`` seconds."""
+
+    error: str
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGone(Event):
+    """The lease is lost: ``taken`` by another owner, past its ``deadline``, ``forgotten`` by the store, or held too long."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeRefused(Event):
+    """What an attempt said about its outcome was not accepted: a later attempt owns the key, or the row is gone."""
+
+    fence: int
+    state: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSettled(Event):
+    """An attempt was closed; ``state`` is where the key stands now, ``runtime`` how long the body took."""
+
+    state: str
+    ended: str
+    attempt: int
+    runtime: float
+    failure: Failure | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashSeen(Event):
+    """The attempt before this one never ended in our hands: its process died."""
+
+    crashes: int
+    host: str | None

@@ -1,0 +1,166 @@
+"""The options of one leased task, gathered once, validated, and frozen."""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Final, Literal, NoReturn, cast
+
+from celery_leases.core.errors import LeaseConfigurationError
+
+DAY: Final = 86_400.0
+MINIMUM_TTL: Final = 1.0
+ADVISED_TTL: Final = 10.0
+
+OnLost = Literal["interrupt", "flag"]
+OnHeld = Literal["put_back", "wait", "ignore", "fail"]
+OnDone = Literal["replay", "ignore", "fail", "rerun"]
+Scope = Literal["task", "global"]
+KeyMaker = str | Callable[..., str] | None
+FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "on_lost": ("interrupt", "flag"),
+    "on_held": ("put_back", "wait", "ignore", "fail"),
+    "on_done": ("replay", "ignore", "fail", "rerun"),
+    "scope": ("task", "global"),
+}
+_SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOptions:
+    """What ``lease_*`` attributes and ``leases_*`` settings say about one task. Times are seconds, sizes bytes."""
+
+    key: KeyMaker = None
+    scope: Scope = "task"
+    fingerprint: FingerprintMaker = None
+    ttl: float = 15.0
+    renew: bool = True
+    max_hold: float = DAY
+    on_lost: OnLost = "interrupt"
+    on_held: OnHeld = "put_back"
+    wait: float = 30.0
+    on_done: OnDone = "replay"
+    max_crashes: int = 3
+    retention: float = 7 * DAY
+    result_max: int = 256 * 1024
+    settle_timeout: float = 60.0
+    allow_loss: bool = False
+
+    @property
+    def rerun(self) -> bool:
+        """Whether each call runs anew once the one before it has ended."""
+        return self.on_done == "rerun"
+
+
+_DEFAULTS: Final = LeaseOptions()
+OPTION_NAMES: Final = tuple(field.name for field in fields(LeaseOptions))
+
+
+def gather(
+    task: str, given: Mapping[str, Any], defaults: Mapping[str, Any], parameters: Sequence[str] | None
+) -> LeaseOptions:
+    """Make the options of *task* out of what it gives and the app's defaults.
+
+    *parameters* are the names of the body's parameters (``None``: it takes any keyword). Raises
+    :class:`LeaseConfigurationError` for a wrong value, an unknown name, or options that contradict one another.
+    """
+    for name in given:
+        if name not in OPTION_NAMES:
+            raise LeaseConfigurationError(_unknown(task, name))
+    chosen = dict(defaults) | dict(given)
+    options = LeaseOptions(**{name: _checked(task, name, value) for name, value in chosen.items()})
+    _check_together(task, options, given.keys(), parameters)
+    return options
+
+
+def _unknown(task: str, name: str) -> str:
+    near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+    hint = f"did you mean lease_{near[0]}?" if near else "known are " + ", ".join(f"lease_{n}" for n in OPTION_NAMES)
+    return f"task {task}: unknown option lease_{name}; {hint}"
+
+
+def _wrong(task: str, name: str, value: object, write: str) -> LeaseConfigurationError:
+    return LeaseConfigurationError(f"task {task}: lease_{name}={value!r} is not usable; write {write}")
+
+
+def _checked(task: str, name: str, value: Any) -> Any:
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise _wrong(task, name, value, " or ".join(repr(choice) for choice in _CHOICES[name]))
+        return value
+    if name in _SECONDS:
+        return _seconds(task, name, value)
+    if name in ("renew", "allow_loss"):
+        if not isinstance(value, bool):
+            raise _wrong(task, name, value, "True or False")
+        return value
+    if name in ("max_crashes", "result_max"):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _wrong(task, name, value, "a whole number of at least 1")
+        return value
+    if name == "fingerprint":
+        return _fingerprint(task, value)
+    if value is not None and not (isinstance(value, str) and value) and not callable(value):
+        raise _wrong(task, name, value, 'a template such as "invoice:{customer_id}", or a callable of the arguments')
+    return value
+
+
+def _seconds(task: str, name: str, value: Any) -> float:
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 10 * 365 * DAY:
+        raise _wrong(task, name, value, "a number of seconds above 0, or a timedelta")
+    if name == "ttl" and value < MINIMUM_TTL:
+        raise _wrong(task, name, value, f"at least {MINIMUM_TTL:.0f} (seconds); {ADVISED_TTL:.0f} or more is advised")
+    return float(value)
+
+
+def _fingerprint(task: str, value: Any) -> FingerprintMaker:
+    if value is None or value is False or callable(value):
+        return cast(FingerprintMaker, value)
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise _wrong(task, "fingerprint", value, "a list of argument names, a callable of the arguments, or False")
+
+
+def _check_together(task: str, options: LeaseOptions, given: Set[str], parameters: Sequence[str] | None) -> None:
+    def refuse(name: str, why: str) -> NoReturn:
+        value = getattr(options, name)
+        raise LeaseConfigurationError(f"task {task}: lease_{name}={value!r} {why}")
+
+    if options.key is None:
+        for name in ("scope", "fingerprint", "on_held", "wait"):
+            if name in given and getattr(options, name) != getattr(_DEFAULTS, name):
+                refuse(name, "needs a lease_key: without one, only copies of one call share a key; add lease_key")
+        if "on_done" in given and options.on_done in ("ignore", "fail"):
+            refuse("on_done", "needs a lease_key: without one, no other call can have finished the work; add lease_key")
+    if "wait" in given and options.on_held != "wait":
+        refuse("wait", 'goes with lease_on_held="wait" only; add that, or leave lease_wait out')
+    if options.rerun and options.fingerprint is not None and given & {"on_done", "fingerprint"}:
+        refuse("fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out')
+    if options.max_hold < options.ttl:
+        refuse("max_hold", f"is below lease_ttl={options.ttl:g}; raise lease_max_hold or shorten lease_ttl")
+    if isinstance(options.key, str):
+        _check_template(task, options.key, parameters)
+    if isinstance(options.fingerprint, tuple) and parameters is not None:
+        for name in sorted(set(options.fingerprint) - set(parameters)):
+            refuse("fingerprint", f"names {name!r}, which is not a parameter of the task; name its parameters")
+
+
+def _check_template(task: str, template: str, parameters: Sequence[str] | None) -> None:
+    try:
+        parsed = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise _wrong(task, "key", template, f"a template with balanced braces ({error})") from None
+    for name in parsed:
+        root = name.split(".")[0].split("[")[0]
+        if not root or root.isdigit():
+            raise _wrong(task, "key", template, "the names of parameters in the braces, not positions")
+        if parameters is not None and root not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise _wrong(task, "key", template, f"names of the task's parameters ({known}); {root!r} is none of them")

@@ -1,0 +1,168 @@
+"""What the inside asks of the outside: lease stores, record stores, clocks, and somebody who listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from celery_leases.core.events import Event
+from celery_leases.core.records import Bid, Outcome, Record, Refused, Won
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease: ``remaining`` seconds by the store's clock; ``host`` is ``hostname/pid``."""
+
+    token: str
+    call_id: str
+    host: str
+    ttl: float
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """The lease is ours; the record must still be claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Somebody else holds the lease."""
+
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """The store came up empty ``age`` seconds ago: a live holder may not have re-asserted its lease yet.
+
+    A *running* row must be left alone until its ttl has passed since; any other row may be claimed at once.
+    """
+
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Lease and claim in one: where the claimed row is the lease, this is its answer."""
+
+    claim: Won | Refused
+
+
+class Kept(Enum):
+    """What became of one lease in a renewal."""
+
+    OURS = "ours"
+    OTHER = "other"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """One lease to renew, for *ttl* seconds from now; a longer remaining time is never cut."""
+
+    stored_key: str
+    token: str
+    ttl: float
+
+
+class LeaseStore(Protocol):
+    """Says who may try the work of a key right now. Every call raises ``StoreUnavailable`` when the store fails."""
+
+    #: Written into the rows claimed under it, so that two stores over one records database are noticed.
+    name: str
+    #: Whether the claimed row is the lease, so that acquiring claims and settling releases.
+    in_records: bool
+
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled | Claimed:
+        """Take the lease in one round trip; a lease found under the bid's own token counts as taken.
+
+        *settled*: the caller has looked at the record, so a store that just came up empty grants it all the same.
+        """
+        ...
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+        """Renew many leases in one call, with a result for each."""
+        ...
+
+    def reassert(self, bid: Bid) -> bool:
+        """Set a lease again that the store forgot, unless somebody else holds the key now."""
+        ...
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Free the lease if *token* still holds it."""
+        ...
+
+    def holder(self, stored_key: str) -> Holder | None:
+        """Who holds the key."""
+        ...
+
+    def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
+        """The live leases, as pairs of stored key and holder."""
+        ...
+
+
+class MarkStore(Protocol):
+    """Short notes beside a key that end by themselves: waiters, and callbacks that are out."""
+
+    def mark(self, stored_key: str, name: str) -> str | None:
+        """Read a mark."""
+        ...
+
+    def swap_mark(self, stored_key: str, name: str, expected: str | None, value: str, ttl: float) -> bool:
+        """Set a mark for *ttl* seconds if it is absent or equals *expected*."""
+        ...
+
+
+class RecordStore(Protocol):
+    """One durable row per key. Every call raises ``StoreUnavailable`` when the database fails."""
+
+    def claim(self, bid: Bid, lease_store: str) -> Won | Refused:
+        """Make the row ours, in one statement; a refused claim writes nothing. Repeating it is harmless."""
+        ...
+
+    def read(self, stored_key: str) -> Record | None:
+        """The row, if there is one."""
+        ...
+
+    def settle(self, record: Record, outcome: Outcome) -> bool:
+        """Write the outcome if the row is still running under the record's fence and owner."""
+        ...
+
+    def search(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[Record]:
+        """Rows, the latest started first."""
+        ...
+
+    def reset(self, stored_key: str, *, keep: bool, retention: float = 7 * 86_400) -> Record | None:
+        """Take the row away from whoever has it: a new fence, ``pending``.
+
+        *keep* keeps its counts and history; else it becomes an empty row of the next generation. Either way
+        it counts as absent after *retention* seconds. Returns the row as it is afterwards, ``None`` if there is none.
+        """
+        ...
+
+    def purge(self, limit: int) -> int:
+        """Delete at most *limit* rows whose retention is over; how many were deleted."""
+        ...
+
+
+class Clock(Protocol):
+    """The local clock all deadlines are counted on: it never steps, and runs on while the machine sleeps."""
+
+    def now(self) -> float:
+        """Seconds since some fixed point."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class Observer(Protocol):
+    """Is told what happened. It must not raise, and must not block for long."""
+
+    def observe(self, event: Event) -> None:
+        """Take note of *event*."""
+        ...

@@ -1,0 +1,166 @@
+"""The durable record of one key: its states, its row, and what one attempt may write into it.
+
+Times inside a record are whole microseconds since the epoch by the *database's* clock; spans are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where the work of a key stands."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    COOLING = "cooling"
+    FAILED = "failed"
+    UNCERTAIN = "uncertain"
+
+
+class Ended(StrEnum):
+    """How an attempt ended."""
+
+    RETURNED = "returned"
+    FAILED = "failed"
+    CRASHED = "crashed"
+    TERMINATED = "terminated"
+    LOST = "lost"
+    INTERRUPTED = "interrupted"
+    RETRIED = "retried"
+    REJECTED = "rejected"
+    IGNORED = "ignored"
+    RELEASED = "released"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as it is remembered: the class's dotted name and the truncated message, never the object."""
+
+    type: str
+    message: str
+    rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How an earlier attempt ended, with its error and the host and process it ran in."""
+
+    ended: Ended
+    error: Failure | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of ``celery_leases_records``, as it was at ``now``."""
+
+    stored_key: str
+    task: str
+    key: str
+    state: State
+    fence: int
+    owner: str
+    call_id: str
+    holder: str
+    attempt: int
+    generation: int
+    failures: int
+    crashes: int
+    lease_store: str
+    lease_ttl: float
+    created_at: int
+    started_at: int
+    now: int
+    fingerprint: str | None = None
+    digests: Mapping[str, str] | None = None
+    lease_until: int | None = None
+    retry_at: int | None = None
+    result: str | None = None
+    reason: str | None = None
+    ended: Ended | None = None
+    failure: Failure | None = None
+    previous: Attempt | None = None
+    crashed_at: int | None = None
+    finished_at: int | None = None
+    expires_at: int | None = None
+    finished_calls: tuple[str, ...] = ()
+    finished_results: Mapping[str, str | None] | None = None
+
+    @property
+    def waits(self) -> float:
+        """Seconds until ``retry_at``; 0 when nothing is to be waited for."""
+        return max(0.0, (self.retry_at - self.now) / 1e6) if self.retry_at is not None else 0.0
+
+    @property
+    def lease_remaining(self) -> float:
+        """Seconds the lease in this row lasts; 0 where the lease is kept elsewhere or has ended."""
+        return max(0.0, (self.lease_until - self.now) / 1e6) if self.lease_until is not None else 0.0
+
+    @property
+    def expired(self) -> bool:
+        """Whether its retention is over, so that it counts as absent."""
+        return self.expires_at is not None and self.expires_at <= self.now
+
+    @property
+    def just_crashed(self) -> bool:
+        """Whether the claim that returned this row counted the attempt before it as a crash."""
+        return self.crashed_at is not None and self.crashed_at == self.started_at
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """What one attempt asks for: the lease and the claim of a key under its own token."""
+
+    stored_key: str
+    task: str
+    key: str
+    token: str
+    call_id: str
+    ttl: float
+    holder: str
+    fingerprint: str | None = None
+    digests: Mapping[str, str] | None = None
+    rerun: bool = False
+    #: The token of an earlier attempt of this call whose row may stand open through our own fault: not a crash.
+    prior: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Won:
+    """The row is ours: running under our token."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The row was left as it is; ``None``: it could not be seen in the statement's snapshot."""
+
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What closes an attempt. Written only while the row is running under the attempt's fence and token.
+
+    ``attempt``, ``failures`` and ``crashes`` are the counts the row has afterwards. ``retry_after`` and
+    ``retention`` are seconds from the moment of writing: until the row may run again, and until it counts as absent.
+    """
+
+    state: State
+    ended: Ended
+    attempt: int
+    failures: int
+    crashes: int
+    retention: float
+    retry_after: float | None = None
+    result: str | None = None
+    reason: str | None = None
+    failure: Failure | None = None
+    #: The calls finished under this key with their results, newest last; ``None``: not kept for this task.
+    finished: Mapping[str, str | None] | None = None

@@ -1,0 +1,106 @@
+"""One SQL database: its engine, its clock, and single statements that are each committed by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import CursorResult, Engine, Executable, RowMapping, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import StaticPool
+
+from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.stores.claims import database_now
+
+T = TypeVar("T")
+SUPPORTED = ("sqlite", "postgresql")
+BUSY_TIMEOUT = 5.0
+
+
+def engine_for(url: str) -> Engine:
+    """An engine for *url*: autocommit, and no chatter when a connection goes back to the pool.
+
+    Raises :class:`LeaseConfigurationError` for a database that is not supported, or a driver that is missing.
+    """
+    try:
+        parsed = make_url(url)
+        backend = parsed.get_backend_name()
+    except SQLAlchemyError as error:
+        raise LeaseConfigurationError(f"leases_database_url is not a database URL: {error}") from None
+    if backend not in SUPPORTED:
+        raise LeaseConfigurationError(
+            f"leases_database_url={str(parsed)!r}: records are kept in {' or '.join(SUPPORTED)}; "
+            'write "postgresql+psycopg://host/database" or "sqlite:///file.db"'
+        )
+    options: dict[str, Any] = {"pool_size": 0}
+    if backend == "sqlite":
+        options["connect_args"] = {"timeout": BUSY_TIMEOUT, "check_same_thread": False}
+        if parsed.database in (None, "", ":memory:"):
+            options = {"connect_args": options["connect_args"], "poolclass": StaticPool}
+    try:
+        engine = create_engine(parsed, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, **options)
+    except (ModuleNotFoundError, SQLAlchemyError) as error:
+        raise LeaseConfigurationError(
+            f"leases_database_url={str(parsed)!r} has no driver here ({error}); pip install 'celery-leases[{backend}]'"
+        ) from None
+    if backend == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    # FULL: a done record must outlive a power cut; NORMAL may lose the last commits of a WAL database.
+    for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+class Database:
+    """Runs statements. A connection found dead is replaced and the statement repeated once, so all must bear that."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.now = database_now(engine.dialect)
+        self.host_clock = engine.dialect.name == "sqlite"
+
+    def first(self, statement: Executable, values: Mapping[str, Any]) -> RowMapping | None:
+        """Run *statement*; its first row. Raises :class:`StoreUnavailable`, as the other two do."""
+        return self._run(statement, values, lambda result: result.mappings().first())
+
+    def all(self, statement: Executable, values: Mapping[str, Any]) -> Sequence[RowMapping]:
+        """Run *statement*; all its rows."""
+        return self._run(statement, values, lambda result: result.mappings().all())
+
+    def count(self, statement: Executable, values: Mapping[str, Any]) -> int:
+        """Run *statement*; how many rows it touched."""
+        return self._run(statement, values, lambda result: result.rowcount)
+
+    def close(self, *, inherited: bool = False) -> None:
+        """Let the connections go; *inherited*: without a word to the server, as they are the parent's."""
+        self.engine.dispose(close=not inherited)
+
+    def _run(self, statement: Executable, values: Mapping[str, Any], take: Callable[[CursorResult[Any]], T]) -> T:
+        if self.host_clock:
+            values = {**values, "now": time.time_ns() // 1000}
+        try:
+            return self._once(statement, values, take)
+        except DBAPIError as error:
+            if not error.connection_invalidated:
+                raise self._unavailable(error) from error
+        except (SQLAlchemyError, OSError) as error:
+            raise self._unavailable(error) from error
+        try:
+            return self._once(statement, values, take)
+        except (SQLAlchemyError, OSError) as error:
+            raise self._unavailable(error) from error
+
+    def _once(self, statement: Executable, values: Mapping[str, Any], take: Callable[[CursorResult[Any]], T]) -> T:
+        with self.engine.connect() as connection:
+            return take(connection.execute(statement, values))
+
+    def _unavailable(self, error: Exception) -> StoreUnavailable:
+        cause = getattr(error, "orig", None) or error
+        executed = False if isinstance(error, PoolTimeout) else None
+        text = " ".join(str(cause).split())
+        return StoreUnavailable(f"{self.engine.url!r}: {type(cause).__name__}: {text}", executed)

@@ -1,0 +1,109 @@
+"""Between rows of the records table and the values of the core."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import RowMapping
+
+from celery_leases.core.records import Attempt, Bid, Ended, Failure, Outcome, Record, State
+from celery_leases.stores.claims import LISTED
+
+MICROSECONDS = 1e6
+
+
+def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
+    """The parameters of the claim statement."""
+    return {
+        "stored_key": bid.stored_key,
+        "task": bid.task,
+        "key": bid.key,
+        "owner": bid.token,
+        "call_id": bid.call_id,
+        "holder": bid.holder,
+        "fingerprint": bid.fingerprint,
+        "digests": json.dumps(dict(bid.digests)) if bid.digests is not None else None,
+        "lease_store": lease_store,
+        "lease_ttl": int(bid.ttl * MICROSECONDS),
+        "rerun": int(bid.rerun),
+        "prior": bid.prior,
+        "listed": f"{LISTED}{bid.call_id}{LISTED}",
+    }
+
+
+def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
+    """The parameters of the settle statement."""
+    failure = outcome.failure
+    finished = outcome.finished
+    results = finished if finished is not None else record.finished_results
+    wait = outcome.retry_after or 0.0
+    return {
+        "for_key": record.stored_key,
+        "for_fence": record.fence,
+        "for_owner": record.owner,
+        "new_state": outcome.state,
+        "new_ended": outcome.ended,
+        "new_attempt": outcome.attempt,
+        "new_failures": outcome.failures,
+        "new_crashes": outcome.crashes,
+        "new_result": outcome.result,
+        "new_reason": outcome.reason[:255] if outcome.reason else None,
+        "new_error_type": failure.type[:255] if failure else None,
+        "new_error_message": failure.message if failure else None,
+        "new_error_rule": failure.rule if failure else None,
+        "new_finished_calls": "".join(f"{LISTED}{name}{LISTED}" for name in finished or record.finished_calls),
+        "new_finished_results": json.dumps(dict(results)) if results is not None else None,
+        "wait": int(wait * MICROSECONDS) if wait else None,
+        "keep": int((outcome.retention + wait) * MICROSECONDS),
+    }
+
+
+def to_record(row: RowMapping) -> Record:
+    """A record from a row that has all columns of the table and ``now``."""
+    ended = row["previous_ended"]
+    before = Attempt(Ended(ended), _failure(row, "previous_"), row["previous_host"]) if ended else None
+    listed = row["finished_calls"]
+    return Record(
+        stored_key=row["stored_key"],
+        task=row["task"],
+        key=row["key"],
+        state=State(row["state"]),
+        fence=row["fence"],
+        owner=row["owner"],
+        call_id=row["call_id"],
+        holder=row["holder"],
+        attempt=row["attempt"],
+        generation=row["generation"],
+        failures=row["failures"],
+        crashes=row["crashes"],
+        lease_store=row["lease_store"],
+        lease_ttl=row["lease_ttl"] / MICROSECONDS,
+        created_at=row["created_at"],
+        started_at=row["started_at"],
+        now=int(row["now"]),
+        fingerprint=row["fingerprint"],
+        digests=_json(row["digests"]),
+        lease_until=row["lease_until"],
+        retry_at=row["retry_at"],
+        result=row["result"],
+        reason=row["reason"],
+        ended=Ended(row["ended"]) if row["ended"] else None,
+        failure=_failure(row, ""),
+        previous=before,
+        crashed_at=row["crashed_at"],
+        finished_at=row["finished_at"],
+        expires_at=row["expires_at"],
+        finished_calls=tuple(listed.strip(LISTED).split(LISTED * 2)) if listed else (),
+        finished_results=_json(row["finished_results"]),
+    )
+
+
+def _failure(row: RowMapping, prefix: str) -> Failure | None:
+    kind = row[f"{prefix}error_type"]
+    return Failure(kind, row[f"{prefix}error_message"] or "", row[f"{prefix}error_rule"]) if kind else None
+
+
+def _json(text: str | None) -> Mapping[str, Any] | None:
+    return json.loads(text) if text is not None else None

@@ -1,0 +1,133 @@
+"""The tables of the records database, their version, and how they come to be."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Engine,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    create_mock_engine,
+    inspect,
+)
+from sqlalchemy.dialects import mysql
+from sqlalchemy.exc import DBAPIError
+
+from celery_leases.core.errors import SchemaOutdated
+
+VERSION: Final = 1
+MIGRATE: Final = "celery -A <your app> leases migrate"
+
+_BIG: Final = BigInteger().with_variant(mysql.BIGINT(), "mysql")
+_LONG: Final = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+
+
+class Tables:
+    """The tables, in one schema of the database or its default one. Times are microseconds since the epoch."""
+
+    def __init__(self, schema: str | None = None) -> None:
+        self.metadata = MetaData(
+            schema=schema,
+            naming_convention={"pk": "pk_%(table_name)s", "ix": "ix_%(table_name)s_%(column_0_N_name)s"},
+        )
+        self.records = Table(
+            "celery_leases_records",
+            self.metadata,
+            Column("stored_key", String(255), primary_key=True),
+            Column("task", String(255), nullable=False),
+            Column("key", Text, nullable=False),
+            Column("state", String(16), nullable=False),
+            Column("fence", _BIG, nullable=False),
+            Column("owner", String(64), nullable=False),
+            Column("call_id", String(255), nullable=False),
+            Column("holder", String(255), nullable=False),
+            Column("attempt", Integer, nullable=False),
+            Column("generation", Integer, nullable=False),
+            Column("failures", Integer, nullable=False),
+            Column("crashes", Integer, nullable=False),
+            Column("fingerprint", String(80)),
+            Column("digests", Text),
+            Column("lease_store", String(255), nullable=False),
+            Column("lease_ttl", _BIG, nullable=False),
+            Column("lease_until", _BIG),
+            Column("retry_at", _BIG),
+            Column("result", _LONG),
+            Column("reason", String(255)),
+            Column("ended", String(16)),
+            Column("error_type", String(255)),
+            Column("error_message", Text),
+            Column("error_rule", String(80)),
+            Column("previous_ended", String(16)),
+            Column("previous_error_type", String(255)),
+            Column("previous_error_message", Text),
+            Column("previous_error_rule", String(80)),
+            Column("previous_host", String(255)),
+            Column("finished_calls", Text, nullable=False),
+            Column("finished_results", _LONG),
+            Column("created_at", _BIG, nullable=False),
+            Column("started_at", _BIG, nullable=False),
+            Column("finished_at", _BIG),
+            Column("crashed_at", _BIG),
+            Column("expires_at", _BIG),
+        )
+        self.marks = Table(
+            "celery_leases_marks",
+            self.metadata,
+            Column("stored_key", String(255), primary_key=True),
+            Column("name", String(255), primary_key=True),
+            Column("value", String(255), nullable=False),
+            Column("expires_at", _BIG, nullable=False),
+        )
+        self.version = Table("celery_leases_version", self.metadata, Column("version", Integer, primary_key=True))
+        Index(None, self.records.c.expires_at)
+        Index(None, self.records.c.state, self.records.c.started_at)
+        Index(None, self.marks.c.expires_at)
+
+    def check(self, engine: Engine) -> None:
+        """Raise :class:`SchemaOutdated` unless the tables are there in this version; SQLite gets them made."""
+        if engine.dialect.name == "sqlite":
+            self.create(engine)
+        found = self._found(engine)
+        if found != VERSION:
+            what = "are missing" if found is None else f"have version {found}, this release needs {VERSION}"
+            raise SchemaOutdated(f"the tables of celery_leases {what} in {engine.url!r}; run: {MIGRATE}")
+
+    def create(self, engine: Engine) -> None:
+        """Create what is missing. Safe to run at once from many processes, and again."""
+        try:
+            self._create(engine)
+        except DBAPIError:
+            # Another process was creating the same tables; what it left unfinished is made now, or the error is real.
+            self._create(engine)
+
+    def ddl(self, engine: Engine) -> str:
+        """The SQL that :meth:`create` would run on an empty database."""
+        out = StringIO()
+
+        def write(statement: Any, *_: Any, **__: Any) -> None:
+            out.write(str(statement.compile(dialect=engine.dialect)).strip() + ";\n\n")
+
+        mock = create_mock_engine(engine.url, write)
+        self.metadata.create_all(mock, checkfirst=False)
+        return out.getvalue() + f"INSERT INTO {self.version} (version) VALUES ({VERSION});\n"
+
+    def _create(self, engine: Engine) -> None:
+        self.metadata.create_all(engine)
+        with engine.connect() as connection:
+            if connection.execute(self.version.select()).first() is None:
+                connection.execute(self.version.insert().values(version=VERSION))
+
+    def _found(self, engine: Engine) -> int | None:
+        if not inspect(engine).has_table(self.version.name, schema=self.metadata.schema):
+            return None
+        with engine.connect() as connection:
+            row = connection.execute(self.version.select()).first()
+        return int(row[0]) if row else None

@@ -1,0 +1,137 @@
+"""Records in a SQL database, through SQLAlchemy Core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import BigInteger, BindParameter, Engine, Update, bindparam, case, delete, null, select, update
+
+from celery_leases.core.errors import LeaseStoreMismatch
+from celery_leases.core.records import Bid, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.stores import rows
+from celery_leases.stores.claims import claim_statement
+from celery_leases.stores.database import Database
+from celery_leases.stores.schema import Tables
+
+
+class SqlRecordStore:
+    """A :class:`~celery_leases.core.ports.RecordStore` in one database."""
+
+    def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
+        self.database = Database(engine)
+        self.tables = tables or Tables()
+        records = self.tables.records
+        self._reading = select(*records.c, self.database.now.label("now"))
+        self._read = self._reading.where(records.c.stored_key == bindparam("stored_key"))
+        self._claim = claim_statement(records, engine.dialect)
+        self._settle = self._settling()
+
+    def check(self) -> None:
+        """Raise :class:`SchemaOutdated` unless the tables are there in this version; SQLite gets them made."""
+        self.tables.check(self.database.engine)
+
+    def claim(self, bid: Bid, lease_store: str) -> Won | Refused:
+        """Make the row ours; see :class:`~celery_leases.core.ports.RecordStore`.
+
+        Raises :class:`LeaseStoreMismatch` when the key runs under another lease store.
+        """
+        values = rows.of_bid(bid, lease_store)
+        row = self.database.first(self._claim, values)
+        if row is not None and row["won"]:
+            return Won(rows.to_record(row))
+        record = rows.to_record(row) if row is not None else None
+        if record is None and self.database.host_clock:
+            record = self.read(bid.stored_key)
+        if record and record.state is State.RUNNING and record.lease_store != lease_store and not record.expired:
+            raise LeaseStoreMismatch(
+                f"{record.key} is running under the lease store {record.lease_store}, this worker uses {lease_store}; "
+                f"give all workers of this database one leases_url (or, if the other is retired: leases release)",
+                record.key,
+                lease_store,
+                record.lease_store,
+            )
+        return Refused(record)
+
+    def read(self, stored_key: str) -> Record | None:
+        """The row of a key."""
+        row = self.database.first(self._read, {"stored_key": stored_key})
+        return rows.to_record(row) if row is not None else None
+
+    def settle(self, record: Record, outcome: Outcome) -> bool:
+        """Write *outcome* if the row is still running under the record's fence and owner.
+
+        When nothing matched, the row is read: an earlier try may have been carried out without its reply coming back.
+        """
+        if self.database.count(self._settle, rows.of_outcome(record, outcome)):
+            return True
+        row = self.read(record.stored_key)
+        return (
+            row is not None
+            and row.state is not State.RUNNING
+            and (row.fence, row.owner) == (record.fence, record.owner)
+        )
+
+    def search(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[Record]:
+        """Rows, the latest started first."""
+        records = self.tables.records
+        query = self._reading.order_by(records.c.started_at.desc()).limit(limit)
+        if states:
+            query = query.where(records.c.state.in_(states))
+        if task is not None:
+            query = query.where(records.c.task == task)
+        return [rows.to_record(row) for row in self.database.all(query, {})]
+
+    def reset(self, stored_key: str, *, keep: bool, retention: float = 7 * 86_400) -> Record | None:
+        """Take the row away from whoever has it; see :class:`~celery_leases.core.ports.RecordStore`."""
+        records = self.tables.records
+        after = records.c.fence + 1
+        values: dict[str, Any] = {
+            "fence": case((after > self.database.now, after), else_=self.database.now),
+            "owner": "",
+            "state": State.PENDING,
+            "ended": Ended.RELEASED,
+            "retry_at": None,
+            "lease_until": None,
+            "expires_at": self.database.now + int(retention * 1e6),
+        }
+        if not keep:
+            empty = ("fingerprint", "digests", "result", "reason", "error_type", "error_message", "error_rule")
+            values |= dict.fromkeys((*empty, "finished_results", "finished_at"))
+            values |= {"attempt": 0, "failures": 0, "crashes": 0, "generation": records.c.generation + 1}
+            values |= {"finished_calls": "", "call_id": "", "ended": None}
+        self.database.count(update(records).where(records.c.stored_key == stored_key).values(values), {})
+        return self.read(stored_key)
+
+    def purge(self, limit: int) -> int:
+        """Delete at most *limit* rows whose retention is over, and as many marks; how many rows were deleted."""
+        records, marks = self.tables.records, self.tables.marks
+        old = select(records.c.stored_key).where(records.c.expires_at <= self.database.now).limit(limit)
+        self.database.count(delete(marks).where(marks.c.expires_at <= self.database.now), {})
+        return self.database.count(
+            delete(records).where(records.c.stored_key.in_(old), records.c.expires_at <= self.database.now), {}
+        )
+
+    def _settling(self) -> Update:
+        records = self.tables.records
+        now = self.database.now
+        wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
+        keep: BindParameter[int] = bindparam("keep", type_=BigInteger)
+        ended = (
+            *("state", "ended", "attempt", "failures", "crashes", "result", "reason"),
+            *("error_type", "error_message", "error_rule", "finished_calls", "finished_results"),
+        )
+        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ended}
+        values |= {
+            "retry_at": case((wait.is_not(None), now + wait), else_=null()),
+            "expires_at": now + keep,
+            "finished_at": now,
+            "lease_until": None,
+        }
+        fenced = records.update().where(
+            records.c.stored_key == bindparam("for_key"),
+            records.c.state == State.RUNNING,
+            records.c.fence == bindparam("for_fence"),
+            records.c.owner == bindparam("for_owner"),
+        )
+        return fenced.values(values)
