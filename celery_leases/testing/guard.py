@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,36 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2) where there is one (Linux); elsewhere the pipe alone tells that the owner is gone."""
+    """Set an attribute of this process on Linux; elsewhere the pipe alone tells that the owner is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def parents() -> dict[int, int]:
-    """Every living process id of this machine with its parent's id; zombies count as dead."""
+def process_table() -> dict[int, tuple[int, str]]:
+    """Every process id of this machine with its parent's id and one letter of state (T: stopped, Z: dead)."""
     if not Path("/proc/self/stat").exists():
         table = subprocess.run(["ps", "-axo", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
         rows = [line.split() for line in table.stdout.splitlines()]
-        return {int(row[0]): int(row[1]) for row in rows if not row[2].startswith("Z")}
+        return {int(pid): (int(ppid), state[0]) for pid, ppid, state in rows}
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 - this runs at every poll, names are all it needs
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 # The command name stands in parentheses and may itself hold spaces and parentheses.
                 state, ppid = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    found[int(entry)] = int(ppid)
+                found[int(entry)] = (int(ppid), state)
     return found
+
+
+def parents() -> dict[int, int]:
+    """Every living process id with its parent's id; zombies count as dead."""
+    return {pid: parent for pid, (parent, state) in process_table().items() if state != "Z"}
+
+
+def stopped(pids: Iterable[int]) -> bool:
+    """Whether all of these processes that still live are stopped: SIGSTOP takes effect a little after kill()."""
+    table = process_table()
+    return all(table[pid][1] in "TtZ" for pid in pids if pid in table)
 
 
 def descendants(root: int) -> list[int]:

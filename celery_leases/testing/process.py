@@ -128,6 +128,23 @@ class GuardedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def pause(self, pid: int | None = None) -> None:
+        """SIGSTOP the whole tree, or one process, and return when it stands still."""
+        if pid is not None:
+            os.kill(pid, signal.SIGSTOP)
+            pids = [pid]
+        else:
+            self.send(signal.SIGSTOP, tree=True)
+            pids = [self.pid, *self.children()]
+        wait_until(lambda: guard.stopped(pids), 10, f"the stop of {pids}")
+
+    def resume(self, pid: int | None = None) -> None:
+        """SIGCONT the whole tree, or one process."""
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
+        else:
+            self.send(signal.SIGCONT, tree=True)
+
     def end(self) -> None:
         """SIGKILL whatever is left of the tree and return when it is gone; safe to call twice."""
         if self._guard.stdin is None or self._guard.stdin.closed:
@@ -164,9 +181,7 @@ class GuardedProcess:
             if match := re.search(pattern, self.logs(), re.MULTILINE):
                 return match
             if not alive or time.monotonic() > deadline:
-                why = (
-                    f"no log line {pattern!r} after {timeout:g} s" if alive else f"ended with {self.wait(0)}"
-                )
+                why = f"no log line {pattern!r} after {timeout:g} s" if alive else f"ended with {self.wait(0)}"
                 tail = "\n".join(self.logs().splitlines()[-25:])
                 raise NotReady(f"process {self.pid}: {why}; its log ends:\n{tail}")
             time.sleep(POLL)

@@ -106,12 +106,7 @@ class LocalServer(abc.ABC):
                 if not chosen:
                     self._remove_home()
                 # Between free_port() and the bind somebody else may have taken it.
-                if (
-                    not chosen
-                    and isinstance(error, NotReady)
-                    and self._port_taken(error)
-                    and attempt < _TRIES - 1
-                ):
+                if not chosen and isinstance(error, NotReady) and self._port_taken(error) and attempt < _TRIES - 1:
                     continue
                 raise
             self._port = port
@@ -136,11 +131,11 @@ class LocalServer(abc.ABC):
 
     def pause(self) -> None:
         """SIGSTOP every process of the server: connections stay open and nobody answers."""
-        self.process.send(signal.SIGSTOP, tree=True)
+        self.process.pause()
 
     def resume(self) -> None:
         """SIGCONT every process of the server."""
-        self.process.send(signal.SIGCONT, tree=True)
+        self.process.resume()
 
     def restart(self, mode: RestartMode = "fast", timeout: float = 30.0) -> Self:
         """Stop in the given mode and start again on the same port with the same data."""
@@ -154,7 +149,7 @@ class LocalServer(abc.ABC):
     def _shut_down(self, mode: RestartMode, timeout: float) -> None:
         process = self._process
         if process is not None and (number := self.stop_signals.get(mode)) is not None:
-            process.send(signal.SIGCONT, tree=True)
+            process.resume()
             process.send(number)
             with contextlib.suppress(TimeoutError):
                 process.wait(timeout)

@@ -26,9 +26,7 @@ def find_postgres_binaries() -> Path:
         candidates.append(Path(found).resolve().parent)
     for place in _PLACES:
         versions = Path("/").glob(place.lstrip("/"))
-        candidates += sorted(
-            versions, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], reverse=True
-        )
+        candidates += sorted(versions, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], reverse=True)
     for candidate in candidates:
         if (candidate / "initdb").exists() and (candidate / "postgres").exists():
             return candidate
@@ -45,9 +43,7 @@ def _unprivileged() -> tuple[int, int] | None:
         except KeyError:
             continue
         return entry.pw_uid, entry.pw_gid
-    raise ServerMissing(
-        "PostgreSQL does not run as root, and there is no user 'postgres' or 'nobody' to run it as"
-    )
+    raise ServerMissing("PostgreSQL does not run as root, and there is no user 'postgres' or 'nobody' to run it as")
 
 
 class PostgresServer(LocalServer):
@@ -108,20 +104,21 @@ class PostgresServer(LocalServer):
 
     @staticmethod
     def _initdb(binaries: Path, data: Path, user: tuple[int, int] | None) -> None:
-        as_user = {"user": user[0], "group": user[1]} if user else {}
-        done = subprocess.run(
-            [binaries / "initdb", "--pgdata", data, "--username=postgres", "--auth=trust", "--no-sync"]
-            + ["--encoding=UTF8", "--locale=C"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            cwd=data.parent,
-            extra_groups=[] if user else None,
-            **as_user,
+        options = ["--username=postgres", "--auth=trust", "--no-sync", "--encoding=UTF8", "--locale=C"]
+        home = data.parent
+        initdb = GuardedProcess(
+            [binaries / "initdb", "--pgdata", data, *options],
+            log=home / "initdb.log",
+            cwd=home,
+            user=user,
+            homes=[home],
         )
-        if done.returncode:
-            raise NotReady(f"initdb failed with {done.returncode}:\n{done.stdout}{done.stderr}")
+        try:
+            code = initdb.wait(120)
+        finally:
+            initdb.end()
+        if code:
+            raise NotReady(f"initdb failed with {code}:\n{initdb.logs()}")
 
     def _await_ready(self, process: GuardedProcess) -> None:
         process.wait_for_log("database system is ready to accept connections", self.start_timeout)

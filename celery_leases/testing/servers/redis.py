@@ -51,12 +51,10 @@ class RedisServer(LocalServer):
         return f"redis://127.0.0.1:{self.port}/0"
 
     def _launch(self, home: Path, port: int) -> GuardedProcess:
-        return GuardedProcess(
-            [self._binary or find_redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", home]
-            + ["--save", "", "--appendonly", "no", "--daemonize", "no", *self._options],
-            log=home / "server.log",
-            homes=[home],
-        )
+        binary = self._binary or find_redis_binary()
+        where = ("--port", str(port), "--bind", "127.0.0.1", "--dir", home)
+        nothing_on_disk = ("--save", "", "--appendonly", "no", "--daemonize", "no")
+        return GuardedProcess([binary, *where, *nothing_on_disk, *self._options], log=home / "server.log", homes=[home])
 
     def _await_ready(self, process: GuardedProcess) -> None:
         # The log's own "ready" line is worded differently by Redis and Valkey and vanishes at higher log levels.

