@@ -1,0 +1,1 @@
+"""Lease and record stores, one technology per group of modules."""

@@ -1,0 +1,111 @@
+"""The Lua scripts of the Redis lease store, each one atomic step on the keys of one task key.
+
+They run on everything from Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and ``DELEX``.
+A lease value is the owner token, a blank, and the holder as JSON; scripts compare token and blank, and never
+parse the JSON. A key of another type than string, put there by somebody else, counts as held: ``pcall`` turns the
+WRONGTYPE error into a table. All times are milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+EPOCH_MS: Final = 30 * 86_400_000
+"""How long a store remembers when it came up; after that it looks newly born for the length of one ttl."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script, the number of its keys, and the name the server caches it under."""
+
+    text: str
+    keys: int
+
+    @property
+    def sha(self) -> str:
+        """The SHA-1 of the text, which is how ``EVALSHA`` finds it."""
+        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+_OURS = """
+local found = redis.pcall('GET', KEYS[1])
+local ours = type(found) == 'string' and string.sub(found, 1, #ARGV[1]) == ARGV[1]
+"""
+
+ACQUIRE: Final = Script(
+    _OURS
+    + f"""
+local ttl = tonumber(ARGV[3])
+if ours then
+    local left = redis.call('PTTL', KEYS[1])
+    redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, left))
+    return {{'acquired'}}
+end
+if found then
+    if type(found) ~= 'string' then found = '' end
+    return {{'held', found, redis.call('PTTL', KEYS[1])}}
+end
+if ARGV[4] == '0' then
+    local left = redis.call('PTTL', KEYS[2])
+    if left == -2 then
+        redis.call('SET', KEYS[2], '1', 'PX', {EPOCH_MS})
+        return {{'unsettled', '', 0}}
+    end
+    if left >= 0 and {EPOCH_MS} - left < ttl then return {{'unsettled', '', {EPOCH_MS} - left}} end
+end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
+return {{'acquired'}}
+""",
+    keys=2,
+)
+"""KEYS: lease, epoch. ARGV: token and blank, value, ttl, 1 if settled. Returns a word, a value, milliseconds."""
+
+RENEW: Final = Script(
+    _OURS
+    + """
+if not found then return 'missing' end
+if not ours then return 'other' end
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 'ours'
+""",
+    keys=1,
+)
+"""KEYS: lease. ARGV: token and blank, ttl. Returns a value of ``Kept``."""
+
+REASSERT: Final = Script(
+    _OURS
+    + """
+if ours then
+    if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
+    return 1
+end
+if found then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+""",
+    keys=1,
+)
+"""KEYS: lease. ARGV: token and blank, value, ttl. Returns 1 when the lease is ours."""
+
+RELEASE: Final = Script(
+    _OURS
+    + """
+if ours then return redis.call('DEL', KEYS[1]) end
+return 0
+""",
+    keys=1,
+)
+"""KEYS: lease. ARGV: token and blank. Returns 1 when it was deleted."""
+
+SWAP_MARK: Final = Script(
+    """
+local found = redis.pcall('GET', KEYS[1])
+if found and found ~= ARGV[3] and not (ARGV[1] == '1' and found == ARGV[2]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+return 1
+""",
+    keys=1,
+)
+"""KEYS: mark. ARGV: 1 if a value is expected, that value, the new value, ttl. Returns 1 when it was set."""

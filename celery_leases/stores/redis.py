@@ -1,0 +1,201 @@
+"""Leases and marks in Redis or Valkey, 6.2 or later: one Lua script per step, loaded by its SHA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from redis.exceptions import NoScriptError, ResponseError
+
+from celery_leases.core.ports import Acquired, Held, Holder, Kept, Renewal, Unsettled
+from celery_leases.core.records import Bid
+from celery_leases.stores import lua
+from celery_leases.stores.redis_errors import REDIS_ERRORS, unavailable
+from celery_leases.stores.redis_url import redis_address
+from celery_leases.stores.redis_values import Keys, as_text, begin, holder_of, milliseconds, value_of
+
+_SCAN_COUNT = 500
+
+
+class RedisLeaseStore:
+    """A :class:`~celery_leases.core.ports.LeaseStore` and ``MarkStore`` on one Redis server.
+
+    *client* is a redis-py client, or something like it, that must not repeat commands by itself: a repeated
+    command makes ``StoreUnavailable.executed`` wrong. *prefix* begins every key, *name* is the store's identity in
+    rows and messages. *reopen* makes a client over connections of its own with another timeout in seconds.
+    Every method raises ``StoreUnavailable`` when Redis does not answer or refuses.
+    """
+
+    in_records = False
+
+    def __init__(self, client: Any, prefix: str, name: str, *, reopen: Callable[[float], Any] | None = None) -> None:
+        self.name = name
+        self.prefix = prefix
+        self._client = client
+        self._reopen = reopen
+        self._keys = Keys(prefix)
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        *,
+        prefix: str = "celery_leases",
+        timeout: float = 2.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The store at *url*; connecting and reading take at most *timeout* seconds each, nothing is retried.
+
+        *url* takes the forms of redis-py and kombu, *options* are kombu's transport options, of which
+        ``global_keyprefix``, ``socket_keepalive``, ``socket_keepalive_options``, ``client_name``,
+        ``credential_provider`` and ``ssl`` are followed. Raises ``LeaseConfigurationError`` for any other URL.
+        No connection is made before the first call.
+        """
+        address = redis_address(url, options)
+        prefix = f"{(options or {}).get('global_keyprefix') or ''}{prefix}"
+        return cls(address.client(timeout), prefix, f"{address.name}/{prefix}", reopen=address.client)
+
+    def bounded(self, timeout: float) -> Self:
+        """The same store over connections of its own that connect and read for at most *timeout* seconds.
+
+        A store made around a given client without *reopen* cannot do that, and returns itself.
+        """
+        if self._reopen is None:
+            return self
+        return type(self)(self._reopen(timeout), self.prefix, self.name, reopen=self._reopen)
+
+    def close(self) -> None:
+        """Close all connections, those in use by other threads too; the next call would open new ones."""
+        self._client.connection_pool.disconnect()
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled:
+        """Take the lease in one round trip; a lease found under the bid's own token counts as taken."""
+        reply = self._run(
+            lua.ACQUIRE,
+            self._keys.lease(bid.stored_key),
+            self._keys.epoch,
+            begin(bid.token),
+            value_of(bid),
+            milliseconds(bid.ttl),
+            int(settled),
+        )
+        match as_text(reply[0]):
+            case "acquired":
+                return Acquired()
+            case "unsettled":
+                return Unsettled(reply[2] / 1000)
+            case _:
+                return Held(holder_of(reply[1], reply[2]))
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+        """Renew many leases in one round trip, with a result for each; a longer remaining time is never cut.
+
+        A lease whose renewal alone was refused by the server (an ACL, say) is reported ``MISSING``: nothing
+        is known of it, and asserting it again is safe. When all were refused, that is ``StoreUnavailable``.
+        """
+        calls = [
+            (self._keys.lease(renewal.stored_key), begin(renewal.token), milliseconds(renewal.ttl))
+            for renewal in renewals
+        ]
+        replies = self._run_many(lua.RENEW, calls)
+        errors = [reply for reply in replies if isinstance(reply, Exception)]
+        if errors and len(errors) == len(replies):
+            raise self._unavailable(errors[0]) from None
+        return [Kept.MISSING if isinstance(reply, Exception) else Kept(as_text(reply)) for reply in replies]
+
+    def reassert(self, bid: Bid) -> bool:
+        """Set a lease again that the store forgot, unless somebody else holds the key now."""
+        key = self._keys.lease(bid.stored_key)
+        return bool(self._run(lua.REASSERT, key, begin(bid.token), value_of(bid), milliseconds(bid.ttl)))
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Free the lease if *token* still holds it."""
+        return bool(self._run(lua.RELEASE, self._keys.lease(stored_key), begin(token)))
+
+    def holder(self, stored_key: str) -> Holder | None:
+        """Who holds the key; a value that is not of our making gives a holder without ``call_id``."""
+        return self._look([self._keys.lease(stored_key)])[0]
+
+    def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
+        """The live leases, at most *limit*, as pairs of stored key and holder. Walks the database with ``SCAN``."""
+        seen: set[str] = set()
+        cursor = 0
+        while True:
+            try:
+                cursor, found = self._client.scan(cursor, match=self._keys.every_lease, count=_SCAN_COUNT)
+            except REDIS_ERRORS as error:
+                raise self._unavailable(error) from None
+            keys = list(dict.fromkeys(name for name in map(as_text, found) if name not in seen))
+            for key, holder in zip(keys, self._look(keys), strict=True):
+                if len(seen) >= limit:
+                    return
+                if holder is not None:
+                    seen.add(key)
+                    yield self._keys.stored_key(key), holder
+            if not int(cursor) or len(seen) >= limit:
+                return
+
+    # -- marks ---------------------------------------------------------------------------------------------
+
+    def mark(self, stored_key: str, name: str) -> str | None:
+        """Read a mark."""
+        try:
+            found = self._client.get(self._keys.mark(stored_key, name))
+        except REDIS_ERRORS as error:
+            raise self._unavailable(error) from None
+        return None if found is None else as_text(found)
+
+    def swap_mark(self, stored_key: str, name: str, expected: str | None, value: str, ttl: float) -> bool:
+        """Set a mark for *ttl* seconds if it is absent or equals *expected*; having that value already counts."""
+        key = self._keys.mark(stored_key, name)
+        given = int(expected is not None), expected or ""
+        return bool(self._run(lua.SWAP_MARK, key, *given, value, milliseconds(ttl)))
+
+    # -- talking to the server -----------------------------------------------------------------------------
+
+    def _run(self, script: lua.Script, *keys_and_args: Any) -> Any:
+        try:
+            try:
+                return self._client.evalsha(script.sha, script.keys, *keys_and_args)
+            except NoScriptError:
+                return self._client.eval(script.text, script.keys, *keys_and_args)
+        except REDIS_ERRORS as error:
+            raise self._unavailable(error) from None
+
+    def _run_many(self, script: lua.Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """One reply or ``ResponseError`` per call; a second round trip only when the server lost the script."""
+        replies = self._pipelined([("EVALSHA", script.sha, script.keys, *call) for call in calls])
+        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:
+            again = self._pipelined([("EVAL", script.text, script.keys, *calls[place]) for place in unknown])
+            for place, reply in zip(unknown, again, strict=True):
+                replies[place] = reply
+        return replies
+
+    def _look(self, keys: Sequence[str]) -> list[Holder | None]:
+        replies = self._pipelined([command for key in keys for command in (("GET", key), ("PTTL", key))])
+        holders: list[Holder | None] = []
+        for value, left in zip(replies[::2], replies[1::2], strict=True):
+            foreign = isinstance(value, ResponseError) and "WRONGTYPE" in str(value)
+            for reply in (left, None if foreign else value):
+                if isinstance(reply, Exception):
+                    raise self._unavailable(reply) from None
+            gone = value is None or left == -2
+            holders.append(None if gone else holder_of("" if foreign else value, left))
+        return holders
+
+    def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if not commands:
+            return []
+        try:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return list(pipeline.execute(raise_on_error=False))
+        except REDIS_ERRORS as error:
+            raise self._unavailable(error) from None
+
+    def _unavailable(self, error: Exception) -> Exception:
+        return unavailable(self.name, error, self._client.connection_pool.connection_kwargs.get("password"))
