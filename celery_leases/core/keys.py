@@ -37,8 +37,8 @@ class CallKey:
 def canonical(value: Any) -> str:
     """Write *value* in the canonical form ``v1``; raises :class:`KeyUnusable` when it has no JSON form."""
     try:
-        plain = json.loads(wire.dumps(value))  # type: ignore[no-untyped-call]
-    except (TypeError, ValueError, OverflowError) as error:
+        plain = json.loads(wire.dumps(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise KeyUnusable(
             f"{type(value).__name__} has no JSON form, so no key or fingerprint can be made of it ({error}); "
             "give lease_key and lease_fingerprint as callables that return plain values"
@@ -69,24 +69,16 @@ def call_key(
     """
     if options.key is None:
         return CallKey(call_id, stored_key(task, call_id, "task"))
-    arguments = bind(task, signature, args, kwargs)
-    key = _make_key(task, options, arguments, args, kwargs)
-    fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, signature, arguments, args, kwargs)
+    bound = _bound(task, signature, args, kwargs)
+    arguments = _by_name(signature, bound)
+    key = _make_key(task, options, arguments, bound)
+    fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, signature, arguments, bound)
     return CallKey(key, stored_key(task, key, options.scope), fingerprint, digests)
 
 
 def bind(task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by parameter name, defaults applied, tuples made lists."""
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise KeyUnusable(f"task {task}: the arguments do not fit its signature, so it has no key: {error}") from None
-    bound.apply_defaults()
-    arguments = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return {name: _listed(value) for name, value in arguments.items()}
+    """The arguments by parameter name, defaults applied, as the wire would deliver them: tuples come as lists."""
+    return _by_name(signature, _bound(task, signature, args, kwargs))
 
 
 def differing(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> list[str]:
@@ -95,9 +87,40 @@ def differing(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) 
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
-def _make_key(
-    task: str, options: LeaseOptions, arguments: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
+def _bound(
+    task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise KeyUnusable(f"task {task}: the arguments do not fit its signature, so it has no key: {error}") from None
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                bound.arguments[name] = tuple(_delivered(item) for item in value)
+            case inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {keyword: _delivered(item) for keyword, item in value.items()}
+            case _:
+                bound.arguments[name] = _delivered(value)
+    return bound
+
+
+def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                arguments[name] = list(value)
+            case inspect.Parameter.VAR_KEYWORD:
+                # A keyword may bear the name of a positional-only parameter; neither may hide the other.
+                arguments |= {f"**{keyword}" if keyword in arguments else keyword: value[keyword] for keyword in value}
+            case _:
+                arguments[name] = value
+    return arguments
+
+
+def _make_key(task: str, options: LeaseOptions, arguments: Mapping[str, Any], bound: inspect.BoundArguments) -> str:
     if isinstance(options.key, str):
         try:
             key = _CanonicalFormatter().vformat(options.key, (), arguments)
@@ -105,13 +128,15 @@ def _make_key(
             raise KeyUnusable(f"task {task}: lease_key={options.key!r} cannot be filled: {error!r}") from None
     else:
         assert options.key is not None
-        key = options.key(*args, **kwargs)
+        key = options.key(*bound.args, **bound.kwargs)
         if not isinstance(key, str):
             raise KeyUnusable(f"task {task}: lease_key returned {type(key).__name__}; return a str")
     if not key.strip():
         raise KeyUnusable(f"task {task}: lease_key came out empty; every call would share it")
     if "\x00" in key:
         raise KeyUnusable(f"task {task}: the key has a NUL character, which SQL text cannot hold")
+    if any("\ud800" <= character <= "\udfff" for character in key):
+        raise KeyUnusable(f"task {task}: the key {key!r} has half a surrogate pair, which no store can hold")
     return key
 
 
@@ -119,8 +144,7 @@ def _fingerprint(
     options: LeaseOptions,
     signature: inspect.Signature,
     arguments: Mapping[str, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    bound: inspect.BoundArguments,
 ) -> tuple[str | None, dict[str, str] | None]:
     chosen = options.fingerprint
     if chosen is False:
@@ -132,22 +156,38 @@ def _fingerprint(
     elif isinstance(chosen, tuple):
         compared = {name: arguments.get(name) for name in chosen}
     else:
-        made = chosen(*args, **kwargs)
-        compared = made if isinstance(made, Mapping) else {"fingerprint": made}
+        made = chosen(*bound.args, **bound.kwargs)
+        compared = dict(made) if isinstance(made, Mapping) else {"fingerprint": made}
     digests = {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
-    whole = "\n".join(f"{name}={canonical(compared[name])}" for name in sorted(compared))
-    return f"{VERSION}:{_digest(whole)}", digests
+    return f"{VERSION}:{_digest(canonical(compared))}", digests
 
 
 def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
     parameter = signature.parameters.get(name)
-    if parameter is None or parameter.default is parameter.empty:
+    if parameter is None:
         return False
-    return canonical(parameter.default) == canonical(value)
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return not value
+    if parameter.default is parameter.empty:
+        return False
+    if value is parameter.default:
+        return True
+    try:
+        return canonical(parameter.default) == canonical(value)
+    except KeyUnusable:
+        return False
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _delivered(value: Any) -> Any:
+    """The value as a worker gets it from kombu's JSON serializer, so that client and worker agree on keys."""
+    try:
+        return wire.loads(wire.dumps(value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return _listed(value)
 
 
 def _listed(value: Any) -> Any:
