@@ -72,8 +72,9 @@ def gather(
     for name in given:
         if name not in OPTION_NAMES:
             raise LeaseConfigurationError(_unknown(task, name))
-    chosen = dict(defaults) | dict(given)
-    options = LeaseOptions(**{name: _checked(task, name, value) for name, value in chosen.items()})
+    chosen = {name: _checked(_default_named(name), name, value) for name, value in defaults.items()}
+    chosen |= {name: _checked(_named(task, name), name, value) for name, value in given.items()}
+    options = LeaseOptions(**chosen)
     _check_together(task, options, given.keys(), parameters)
     return options
 
@@ -84,54 +85,64 @@ def _unknown(task: str, name: str) -> str:
     return f"task {task}: unknown option lease_{name}; {hint}"
 
 
-def _wrong(task: str, name: str, value: object, write: str) -> LeaseConfigurationError:
-    return LeaseConfigurationError(f"task {task}: lease_{name}={value!r} is not usable; write {write}")
+def _named(task: str, name: str) -> str:
+    return f"task {task}: lease_{name}"
 
 
-def _checked(task: str, name: str, value: Any) -> Any:
+def _default_named(name: str) -> str:
+    if name == "key" or name not in OPTION_NAMES:
+        raise LeaseConfigurationError(f"app.conf: leases_{name} is no default of the task options; leave it out")
+    return f"app.conf: leases_{name}"
+
+
+def _wrong(option: str, value: object, write: str) -> LeaseConfigurationError:
+    return LeaseConfigurationError(f"{option}={value!r} is not usable; write {write}")
+
+
+def _checked(option: str, name: str, value: Any) -> Any:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise _wrong(task, name, value, " or ".join(repr(choice) for choice in _CHOICES[name]))
+            raise _wrong(option, value, " or ".join(repr(choice) for choice in _CHOICES[name]))
         return value
     if name in _SECONDS:
-        return _seconds(task, name, value)
+        return _seconds(option, name, value)
     if name in ("renew", "allow_loss"):
         if not isinstance(value, bool):
-            raise _wrong(task, name, value, "True or False")
+            raise _wrong(option, value, "True or False")
         return value
     if name in ("max_crashes", "result_max"):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _wrong(task, name, value, "a whole number of at least 1")
+            raise _wrong(option, value, "a whole number of at least 1")
         return value
     if name == "fingerprint":
-        return _fingerprint(task, value)
+        return _fingerprint(option, value)
     if value is not None and not (isinstance(value, str) and value) and not callable(value):
-        raise _wrong(task, name, value, 'a template such as "invoice:{customer_id}", or a callable of the arguments')
+        raise _wrong(option, value, 'a template such as "invoice:{customer_id}", or a callable of the arguments')
     return value
 
 
-def _seconds(task: str, name: str, value: Any) -> float:
+def _seconds(option: str, name: str, value: Any) -> float:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 10 * 365 * DAY:
-        raise _wrong(task, name, value, "a number of seconds above 0, or a timedelta")
+        raise _wrong(option, value, "a number of seconds above 0, or a timedelta")
     if name == "ttl" and value < MINIMUM_TTL:
-        raise _wrong(task, name, value, f"at least {MINIMUM_TTL:.0f} (seconds); {ADVISED_TTL:.0f} or more is advised")
+        raise _wrong(option, value, f"at least {MINIMUM_TTL:.0f} (seconds); {ADVISED_TTL:.0f} or more is advised")
     return float(value)
 
 
-def _fingerprint(task: str, value: Any) -> FingerprintMaker:
+def _fingerprint(option: str, value: Any) -> FingerprintMaker:
     if value is None or value is False or callable(value):
         return cast(FingerprintMaker, value)
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         return tuple(value)
-    raise _wrong(task, "fingerprint", value, "a list of argument names, a callable of the arguments, or False")
+    raise _wrong(option, value, "a list of argument names, a callable of the arguments, or False")
 
 
 def _check_together(task: str, options: LeaseOptions, given: Set[str], parameters: Sequence[str] | None) -> None:
     def refuse(name: str, why: str) -> NoReturn:
         value = getattr(options, name)
-        raise LeaseConfigurationError(f"task {task}: lease_{name}={value!r} {why}")
+        raise LeaseConfigurationError(f"{_named(task, name)}={value!r} {why}")
 
     if options.key is None:
         for name in ("scope", "fingerprint", "on_held", "wait"):
@@ -141,26 +152,32 @@ def _check_together(task: str, options: LeaseOptions, given: Set[str], parameter
             refuse("on_done", "needs a lease_key: without one, no other call can have finished the work; add lease_key")
     if "wait" in given and options.on_held != "wait":
         refuse("wait", 'goes with lease_on_held="wait" only; add that, or leave lease_wait out')
-    if options.rerun and options.fingerprint is not None and given & {"on_done", "fingerprint"}:
+    if options.rerun and options.fingerprint is not None and "fingerprint" in given:
         refuse("fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out')
-    if options.max_hold < options.ttl:
+    if options.max_hold < options.ttl and "max_hold" in given:
         refuse("max_hold", f"is below lease_ttl={options.ttl:g}; raise lease_max_hold or shorten lease_ttl")
     if isinstance(options.key, str):
         _check_template(task, options.key, parameters)
-    if isinstance(options.fingerprint, tuple) and parameters is not None:
+    if isinstance(options.fingerprint, tuple) and parameters is not None and "fingerprint" in given:
         for name in sorted(set(options.fingerprint) - set(parameters)):
             refuse("fingerprint", f"names {name!r}, which is not a parameter of the task; name its parameters")
 
 
 def _check_template(task: str, template: str, parameters: Sequence[str] | None) -> None:
     try:
-        parsed = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        fields_found = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise _wrong(task, "key", template, f"a template with balanced braces ({error})") from None
-    for name in parsed:
-        root = name.split(".")[0].split("[")[0]
+        raise _wrong(_named(task, "key"), template, f"a template with balanced braces ({error})") from None
+    for _, name, _, conversion in fields_found:
+        if conversion not in (None, "r", "s", "a"):
+            raise _wrong(
+                _named(task, "key"), template, f"no conversion, or one of !r, !s, !a; {conversion!r} is none of them"
+            )
+        root = (name or "").split(".")[0].split("[")[0]
         if not root or root.isdigit():
-            raise _wrong(task, "key", template, "the names of parameters in the braces, not positions")
+            raise _wrong(_named(task, "key"), template, "the names of parameters in the braces, not positions")
         if parameters is not None and root not in parameters:
             known = ", ".join(parameters) or "none"
-            raise _wrong(task, "key", template, f"names of the task's parameters ({known}); {root!r} is none of them")
+            raise _wrong(
+                _named(task, "key"), template, f"names of the task's parameters ({known}); {root!r} is none of them"
+            )
