@@ -1,0 +1,376 @@
+"""From the arguments of a call to its key and fingerprint: the published form, and the traps beside it."""
+
+# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.utils import json as wire
+
+from celery_leases.core.errors import KeyUnusable
+from celery_leases.core.keys import STORED_KEY_MAX, CallKey, bind, call_key, canonical, differing, stored_key
+from celery_leases.core.options import LeaseOptions
+
+PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
+
+
+def _published() -> list[dict[str, Any]]:
+    block = re.search(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None, "docs/keys.md has lost its vectors"
+    vectors: list[dict[str, Any]] = json.loads(block[1])
+    return vectors
+
+
+def signature(parameters: str) -> inspect.Signature:
+    made: dict[str, Any] = {}
+    exec(f"def body({parameters}): ...", made)  # noqa: S102 - a signature from its text, as the docs write it
+    return inspect.signature(made["body"])
+
+
+def key_of(parameters: str, *args: Any, _options: dict[str, Any], **kwargs: Any) -> CallKey:
+    return call_key("shop.work", LeaseOptions(**_options), signature(parameters), "call-1", args, kwargs)
+
+
+def templated(parameters: str, template: str, *args: Any, **kwargs: Any) -> str:
+    return key_of(parameters, *args, _options={"key": template}, **kwargs).key
+
+
+class TestPublishedForm:
+    """docs/keys.md is a promise: these may never change under ``v1``."""
+
+    @pytest.mark.parametrize(
+        "vector", _published(), ids=lambda vector: f"{vector['lease_key']}({vector['parameters']})"
+    )
+    def test_a_vector_gives_its_key_stored_key_and_fingerprint(self, vector: dict[str, Any]) -> None:
+        args, kwargs = wire.loads(json.dumps(vector["args"])), wire.loads(json.dumps(vector["kwargs"]))
+        options = LeaseOptions(key=vector["lease_key"], scope=vector["lease_scope"])
+        made = call_key("shop.work", options, signature(vector["parameters"]), "call-1", args, kwargs)
+        assert (made.key, made.stored, made.fingerprint) == (
+            vector["key"],
+            vector["stored_key"],
+            vector["fingerprint"],
+        )
+
+    @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
+    def test_the_fingerprint_is_the_hash_of_the_canonical_text(self, vector: dict[str, Any]) -> None:
+        digest = hashlib.sha256(vector["canonical"].encode()).hexdigest()
+        assert vector["fingerprint"] == f"v1:{digest}"
+
+    @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
+    def test_the_stored_key_is_scope_task_and_key_or_its_hashed_tail(self, vector: dict[str, Any]) -> None:
+        scoped = {"task": f"t:shop.work|{vector['key']}", "global": f"g:{vector['key']}"}[vector["lease_scope"]]
+        if len(scoped) > STORED_KEY_MAX:
+            scoped = f"{scoped[:190]}#{hashlib.sha256(scoped.encode()).hexdigest()}"
+        assert vector["stored_key"] == scoped
+
+    def test_the_table_of_canonical_values_is_true(self) -> None:
+        rows = re.findall(r"^\| (`.+`) \| `(.+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+        known = {"datetime": datetime, "date": date, "Decimal": Decimal, "UUID": UUID, "UTC": UTC}
+        seen = 0
+        for sources, text in rows:
+            for source in re.findall(r"`([^`]+)`", sources):
+                assert canonical(eval(source, known)) == text, source  # noqa: S307 - our own docs
+                seen += 1
+        assert seen == 8
+
+    def test_the_vectors_cover_both_scopes_and_a_hashed_tail(self) -> None:
+        vectors = _published()
+        assert {vector["lease_scope"] for vector in vectors} == {"task", "global"}
+        assert any("#" in vector["stored_key"] for vector in vectors)
+
+
+class TestCanonical:
+    def test_a_tuple_reads_as_a_list_however_deep(self) -> None:
+        assert canonical((1, [(2, {"a": (3,)})])) == canonical([1, [[2, {"a": [3]}]]]) == '[1,[[2,{"a":[3]}]]]'
+
+    def test_the_order_of_a_mapping_does_not_matter(self) -> None:
+        assert canonical({"b": 1, "a": {"d": 2, "c": 3}}) == canonical({"a": {"c": 3, "d": 2}, "b": 1})
+
+    def test_characters_stay_as_they_are(self) -> None:
+        assert canonical("Zoë 🚀\n") == '"Zoë 🚀\\n"'
+
+    def test_values_that_only_look_alike_stay_apart(self) -> None:
+        assert len({canonical(value) for value in (1, 1.0, "1", True, [1], {"1": 1})}) == 6
+
+    @pytest.mark.parametrize(
+        "value",
+        [datetime(2026, 4, 1, tzinfo=UTC), date(2026, 4, 1), time(8, 30), Decimal("1.10"), UUID(int=1842), b"\xff"],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_a_type_of_kombu_reads_the_same_before_and_after_the_wire(self, value: Any) -> None:
+        assert canonical(value) == canonical(wire.loads(wire.dumps(value)))
+
+    def test_moments_and_decimals_that_print_differently_stay_apart(self) -> None:
+        assert canonical(Decimal("1.1")) != canonical(Decimal("1.10"))
+        assert canonical(datetime(2026, 4, 1, tzinfo=UTC)) != canonical(date(2026, 4, 1))
+
+    @pytest.mark.parametrize("value", [object(), {1, 2}, 1j, {(1, 2): 3}], ids=repr)
+    def test_what_is_no_json_is_refused_with_its_type_and_a_way_out(self, value: Any) -> None:
+        with pytest.raises(KeyUnusable, match=rf"{type(value).__name__} has no JSON form.*lease_key.*callable"):
+            canonical(value)
+
+    def test_a_value_that_holds_itself_is_refused(self) -> None:
+        ring: list[Any] = []
+        ring.append(ring)
+        with pytest.raises(KeyUnusable):
+            canonical(ring)
+
+    @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
+    def test_the_canonical_text_is_json_of_the_same_value(self, value: Any) -> None:
+        assert json.loads(canonical(value)) == value
+
+
+class TestStoredKey:
+    def test_two_tasks_share_a_key_in_the_global_scope_only(self) -> None:
+        assert stored_key("a", "k", "task") != stored_key("b", "k", "task")
+        assert stored_key("a", "k", "global") == stored_key("b", "k", "global")
+
+    def test_255_characters_are_kept_and_256_get_a_hashed_tail(self) -> None:
+        whole = stored_key("work", "x" * (STORED_KEY_MAX - len("t:work|")), "task")
+        assert whole == "t:work|" + "x" * 248
+        cut = stored_key("work", "x" * 249, "task")
+        assert len(cut) == STORED_KEY_MAX
+        assert cut[190] == "#"
+
+    @given(st.text(min_size=240, max_size=400), st.text(min_size=240, max_size=400))
+    def test_long_keys_fit_and_stay_apart(self, one: str, other: str) -> None:
+        keys = [stored_key("work", key, "task") for key in (one, other)]
+        assert all(len(key) <= STORED_KEY_MAX for key in keys)
+        assert (keys[0] == keys[1]) == (one == other)
+
+    def test_long_keys_that_differ_in_the_last_character_stay_apart(self) -> None:
+        assert stored_key("work", "x" * 400 + "a", "task") != stored_key("work", "x" * 400 + "b", "task")
+
+
+class TestBinding:
+    def test_position_name_and_default_are_one_call(self) -> None:
+        made = [
+            key_of("a, b=2", *args, _options={"key": "{a}:{b}"}, **kwargs)
+            for args, kwargs in [((1,), {}), ((1, 2), {}), ((1,), {"b": 2}), ((), {"b": 2, "a": 1})]
+        ]
+        assert made == [made[0]] * 4
+        assert made[0].key == "1:2"
+
+    def test_keywords_count_under_their_own_names_and_positions_as_one_list(self) -> None:
+        assert bind("t", signature("a, *rest, b=0, **more"), (1, 2, (3,)), {"c": 4}) == {
+            "a": 1,
+            "rest": [2, [3]],
+            "b": 0,
+            "c": 4,
+        }
+
+    def test_a_keyword_may_bear_the_name_of_a_positional_parameter_without_hiding_it(self) -> None:
+        keys = {
+            key_of("a, /, **more", first, _options={"key": "constant"}, a=second).fingerprint
+            for first, second in [(1, 2), (3, 2), (1, 4)]
+        }
+        assert len(keys) == 3
+
+    def test_arguments_that_do_not_fit_are_refused_with_the_task_named(self) -> None:
+        with pytest.raises(KeyUnusable, match=r"task shop\.work: the arguments do not fit"):
+            templated("a", "{a}", 1, 2)
+
+    def test_client_and_worker_agree_on_a_value_that_the_wire_turns_into_text(self) -> None:
+        """An enum of text prints its name in the client; the worker gets the text."""
+
+        class Colour(str, Enum):  # noqa: UP042 - this is the kind that prints its name
+            RED = "red"
+
+        assert templated("colour", "{colour}", Colour.RED) == templated("colour", "{colour}", "red") == "red"
+
+    def test_client_and_worker_agree_on_the_keys_of_a_mapping(self) -> None:
+        assert templated("by_id", "{by_id}", {1: "a"}) == templated("by_id", "{by_id}", {"1": "a"})
+
+    @given(
+        st.lists(st.integers() | st.text(max_size=5) | st.booleans() | st.none(), min_size=4, max_size=4),
+        st.integers(0, 4),
+    )
+    def test_binding_style_never_changes_key_or_fingerprint(self, values: list[Any], positional: int) -> None:
+        names = ["a", "b", "c", "d"]
+        parameters = "a, b, c=3, d='x'"
+        mixed = key_of(
+            parameters,
+            *values[:positional],
+            _options={"key": "{a}|{b}|{c}|{d}"},
+            **dict(list(zip(names, values, strict=True))[positional:]),
+        )
+        assert mixed == key_of(parameters, *values, _options={"key": "{a}|{b}|{c}|{d}"})
+        given_to = key_of(
+            parameters,
+            *values[:positional],
+            _options={"key": lambda a, b, c, d: f"{a}|{b}|{c}|{d}", "fingerprint": lambda *args: args},
+            **dict(list(zip(names, values, strict=True))[positional:]),
+        )
+        assert given_to == key_of(
+            parameters,
+            *values,
+            _options={"key": lambda a, b, c, d: f"{a}|{b}|{c}|{d}", "fingerprint": lambda *args: args},
+        )
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(
+        ("template", "value", "key"),
+        [
+            ("{x}", "text", "text"),
+            ("{x}", 7, "7"),
+            ("{x}", 1.5, "1.5"),
+            ("{x}", True, "true"),
+            ("{x}", None, "null"),
+            ("{x}", ("a", 1), '["a",1]'),
+            ("{x}", ["a", 1], '["a",1]'),
+            ("{x}", {"b": 1, "a": True}, '{"a":true,"b":1}'),
+            ("{x}", Decimal("1.10"), "1.10"),
+            ("{x}", UUID(int=1842), "00000000-0000-0000-0000-000000000732"),
+            ("{x}", date(2026, 4, 1), "2026-04-01"),
+            ("{x:%Y-%m}", date(2026, 4, 1), "2026-04"),
+            ("{x:>5}", "ab", "   ab"),
+            ("{x:05d}", 42, "00042"),
+            ("{x.year}", date(2026, 4, 1), "2026"),
+            ("{x[1]}", (7, 8), "8"),
+            ("{x[name]}", {"name": "Zoë"}, "Zoë"),
+            ("{x!r}", "a", "'a'"),
+            ("{{{x}}}", 1, "{1}"),
+        ],
+    )
+    def test_a_value_is_written_as_the_docs_say(self, template: str, value: Any, key: str) -> None:
+        assert templated("x", template, value) == key
+
+    def test_a_template_without_fields_is_one_key_for_all_calls(self) -> None:
+        assert templated("x", "nightly", 1) == templated("x", "nightly", 2) == "nightly"
+
+    @pytest.mark.parametrize(
+        ("template", "value"), [("{x[5]}", [1]), ("{x.nothing}", 1), ("{x:%}", "a"), ("{x:d}", None)]
+    )
+    def test_a_template_that_cannot_be_filled_is_refused_with_the_template_named(
+        self, template: str, value: Any
+    ) -> None:
+        with pytest.raises(KeyUnusable, match=re.escape(f"lease_key={template!r} cannot be filled")):
+            templated("x", template, value)
+
+    @pytest.mark.parametrize("value", ["", " ", "\t\n"])
+    def test_an_empty_key_is_refused(self, value: str) -> None:
+        with pytest.raises(KeyUnusable, match="empty; every call would share it"):
+            templated("x", "{x}", value)
+
+    def test_a_nul_is_refused(self) -> None:
+        with pytest.raises(KeyUnusable, match="NUL"):
+            templated("x", "{x}", "a\x00b")
+
+    def test_half_a_surrogate_pair_is_refused_as_a_key_and_hashed_in_a_fingerprint(self) -> None:
+        with pytest.raises(KeyUnusable, match="surrogate"):
+            templated("x", "{x}", "a\ud800")
+        assert key_of("x", "\ud800", _options={"key": "constant"}).fingerprint is not None
+
+    def test_an_argument_outside_json_is_refused_unless_nothing_is_made_of_it(self) -> None:
+        with pytest.raises(KeyUnusable, match="no JSON form"):
+            key_of("x, y", 1, object(), _options={"key": "{x}"})
+        assert key_of("x, y", 1, object(), _options={"key": "{x}", "fingerprint": False}).key == "1"
+
+
+class TestCallables:
+    def test_a_callable_is_called_like_the_body_with_defaults_filled_in(self) -> None:
+        made = key_of("a, *rest, b=2, **more", 1, (5,), _options={"key": lambda *a, **k: f"{a}{k}"}, c=3)
+        assert made.key == "(1, [5]){'b': 2, 'c': 3}"
+
+    def test_its_parameters_may_have_names_of_their_own(self) -> None:
+        options = {"key": lambda c, m: f"{c}-{m}"}
+        by_name = key_of("customer, month", _options=options, month=4, customer=1)
+        assert by_name.key == key_of("customer, month", 1, 4, _options=options).key == "1-4"
+
+    @pytest.mark.parametrize("value", [None, 7, b"key"])
+    def test_anything_but_text_is_refused(self, value: Any) -> None:
+        with pytest.raises(KeyUnusable, match=f"lease_key returned {type(value).__name__}; return a str"):
+            key_of("x", 1, _options={"key": lambda _: value})
+
+    def test_empty_text_is_refused(self) -> None:
+        with pytest.raises(KeyUnusable, match="empty"):
+            key_of("x", 1, _options={"key": lambda _: ""})
+
+
+class TestWithoutKey:
+    def test_the_call_itself_is_the_key_and_nothing_is_compared(self) -> None:
+        assert key_of("x", object(), _options={}) == CallKey("call-1", "t:shop.work|call-1")
+
+
+class TestFingerprint:
+    def fingerprint(self, parameters: str, *args: Any, chosen: Any = None, **kwargs: Any) -> str | None:
+        return key_of(parameters, *args, _options={"key": "constant", "fingerprint": chosen}, **kwargs).fingerprint
+
+    def test_any_argument_that_is_not_its_default_counts(self) -> None:
+        prints = {self.fingerprint("a, b=0", *args) for args in [(1,), (2,), (1, 1), (2, 1)]}
+        assert len(prints) == 4
+
+    def test_a_new_parameter_with_a_default_changes_nothing(self) -> None:
+        assert (
+            self.fingerprint("a", 1)
+            == self.fingerprint("a, b=None", 1)
+            == self.fingerprint("a, b=None", 1, b=None)
+            == self.fingerprint("a, *rest, b=(), **more", 1, b=[])
+        )
+
+    def test_a_default_outside_json_does_no_harm(self) -> None:
+        nothing = object()
+        body = inspect.Signature(
+            [
+                inspect.Parameter("a", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                inspect.Parameter("b", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=nothing),
+            ]
+        )
+        options = LeaseOptions(key="{a}")
+        left_out = call_key("t", options, body, "c", (1,), {})
+        assert left_out.fingerprint == self.fingerprint("a", 1)
+        assert call_key("t", options, body, "c", (1, 2), {}).fingerprint != left_out.fingerprint
+
+    def test_chosen_names_count_with_their_defaults_and_others_do_not(self) -> None:
+        chosen = ("a", "b")
+        assert self.fingerprint("a, b=0, c=0", 1, chosen=chosen) == self.fingerprint(
+            "a, b=0, c=0", 1, 0, 9, chosen=chosen
+        )
+        assert self.fingerprint("a, b=0, c=0", 1, chosen=chosen) != self.fingerprint("a, b=0, c=0", 1, 1, chosen=chosen)
+
+    def test_a_callable_gives_a_value_or_a_mapping_of_names(self) -> None:
+        value = key_of("a, b", 1, 2, _options={"key": "k", "fingerprint": lambda a, _: a})
+        mapping = key_of("a, b", 1, 2, _options={"key": "k", "fingerprint": lambda _, b: {"b": b}})
+        assert set(value.digests or ()) == {"fingerprint"}
+        assert set(mapping.digests or ()) == {"b"}
+
+    def test_false_compares_nothing(self) -> None:
+        made = key_of("a", object(), _options={"key": "k", "fingerprint": False})
+        assert (made.fingerprint, made.digests) == (None, None)
+
+    def test_rerun_compares_nothing(self) -> None:
+        made = key_of("a", object(), _options={"key": "k", "on_done": "rerun"})
+        assert (made.fingerprint, made.digests) == (None, None)
+
+    def test_one_keyword_cannot_pass_for_two(self) -> None:
+        """Names and values are joined without ambiguity, whatever characters a name holds."""
+        one = self.fingerprint("**more", **{"a=1\nb": 2})
+        assert one != self.fingerprint("**more", a=1, b=2)
+
+    def test_the_names_that_differ_are_told_apart(self) -> None:
+        ours = key_of("a, b, c=0", 1, 2, _options={"key": "k"})
+        theirs = key_of("a, b, c=0", 1, 3, 4, _options={"key": "k"})
+        assert differing(ours.digests, theirs.digests) == ["b", "c"]
+        assert differing(ours.digests, ours.digests) == []
+
+    def test_nothing_to_compare_differs_in_every_name_of_the_other(self) -> None:
+        assert differing(None, None) == []
+        assert differing({"a": "1"}, None) == ["a"]
+
+    def test_digests_hold_no_argument(self) -> None:
+        made = key_of("secret", "hunter2", _options={"key": "k"})
+        assert "hunter2" not in repr(made)
