@@ -14,7 +14,8 @@ from redis.retry import Retry
 
 from celery_leases.core.errors import LeaseConfigurationError
 
-TCP: Final = ("redis", "rediss", "valkey", "valkeys")
+TLS: Final = ("rediss", "valkeys")
+TCP: Final = ("redis", "valkey", *TLS)
 UNIX: Final = ("unix", "socket", "redis+socket", "valkey+socket")
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104 - recognised, never bound
 _KEPT: Final = ("client_name", "socket_keepalive", "socket_keepalive_options")
@@ -103,7 +104,7 @@ def _tls(scheme: str, query: Mapping[str, str], options: Mapping[str, Any]) -> d
     chosen = options.get("ssl")
     tls: dict[str, Any] = dict(chosen) if isinstance(chosen, Mapping) else {}
     tls |= {name: value for name, value in query.items() if name.startswith("ssl_")}
-    if not chosen and not tls and not scheme.endswith("s"):
+    if not chosen and not tls and scheme not in TLS:
         return None
     if "ssl_check_hostname" in query:
         tls["ssl_check_hostname"] = query["ssl_check_hostname"].lower() != "false"

@@ -1,0 +1,26 @@
+"""Published contract suites: what every lease store, mark store and record store must do.
+
+To test a store of your own, subclass in a test module and give the store as a fixture::
+
+    from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
+
+    class TestMyLeases(SeparateLeaseStoreContract):
+        @pytest.fixture
+        def store(self):
+            return MyLeaseStore(...)
+
+A store may be shared with other tests: every test makes keys of its own. Times are real; raise the class attributes
+``ttl`` and ``short`` where a store is slow.
+"""
+
+import pytest
+
+# Before the suites are imported, as pytest explains only the assertions it has rewritten.
+pytest.register_assert_rewrite(f"{__name__}.leases", f"{__name__}.marks", f"{__name__}.record_case")
+pytest.register_assert_rewrite(f"{__name__}.claims", f"{__name__}.settling", f"{__name__}.repair", f"{__name__}.fuzz")
+
+from celery_leases.testing.contracts.leases import LeaseStoreContract, SeparateLeaseStoreContract  # noqa: E402
+from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
+from celery_leases.testing.contracts.records import RecordStoreContract  # noqa: E402
+
+__all__ = ["LeaseStoreContract", "MarkStoreContract", "RecordStoreContract", "SeparateLeaseStoreContract"]

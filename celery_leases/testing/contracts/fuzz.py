@@ -1,0 +1,75 @@
+"""A counter that only a correct lease protects: read, yield, write."""
+
+from __future__ import annotations
+
+import random
+import time
+from uuid import uuid4
+
+from celery_leases.core.ports import LeaseStore, Renewal
+from celery_leases.core.validity import hard_deadline
+from celery_leases.testing.contracts.bids import acquired, make_bid, taken
+
+TURNS = 12
+PATIENCE = 90.0
+
+
+class LeaseFuzz:
+    """Turns taken by threads at one key. ``counter`` is read and written without any lock but the lease.
+
+    A thread writes only while it believes in its lease by its own clock, with half of it to spare, so that on a busy
+    machine a turn is skipped rather than counted wrongly.
+    """
+
+    def __init__(self, store: LeaseStore, key: str, *, ttl: float, short: float) -> None:
+        self.store = store
+        self.key = key
+        self.ttl = ttl
+        self.short = short
+        self.counter = 0
+        self._until = time.monotonic() + PATIENCE
+
+    def take_turns(self, seed: int) -> int:
+        """Take a dozen turns; how many writes were made."""
+        chance = random.Random(seed)
+        former: list[str] = []
+        written = 0
+        for _ in range(TURNS):
+            expires = chance.random() < 0.15
+            token, ttl = uuid4().hex, self.short if expires else self.ttl
+            sent = self._acquire(token, ttl, chance)
+            written += self._increment(token, sent, ttl, chance)
+            if not expires:
+                assert self.store.release(self.key, token)
+            former.append(token)
+            self._act_late(former, chance)
+        return written
+
+    def _acquire(self, token: str, ttl: float, chance: random.Random) -> float:
+        bid = make_bid(self.key, token, ttl=ttl)
+        while time.monotonic() < self._until:
+            sent = time.monotonic()
+            if acquired(taken(self.store, bid)):
+                return sent
+            time.sleep(chance.uniform(0.001, 0.01))
+        raise AssertionError(f"the key was not free for {PATIENCE:g} s: {self.store.holder(self.key)}")
+
+    def _increment(self, token: str, sent: float, ttl: float, chance: random.Random) -> int:
+        seen = self.counter
+        time.sleep(chance.uniform(0, 0.003))
+        if chance.random() < 0.3:
+            self.store.renew([Renewal(self.key, token, ttl)])
+        if chance.random() < 0.1:
+            assert acquired(taken(self.store, make_bid(self.key, token, ttl=ttl)))
+        if time.monotonic() > hard_deadline(sent, ttl) - ttl / 2:
+            return 0
+        self.counter = seen + 1
+        return 1
+
+    def _act_late(self, former: list[str], chance: random.Random) -> None:
+        """What a zombie does: renew and release with a token whose time is over, or soon will be."""
+        token = chance.choice(former)
+        if chance.random() < 0.3:
+            self.store.renew([Renewal(self.key, token, self.short)])
+        if chance.random() < 0.5:
+            self.store.release(self.key, token)

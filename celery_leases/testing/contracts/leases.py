@@ -1,0 +1,246 @@
+"""What every lease store must do: subclass, and give it as the fixture ``store``."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.core.ports import Kept, LeaseStore, Renewal
+from celery_leases.testing.contracts.bids import acquired, fresh_key, held, make_bid, taken
+from celery_leases.testing.contracts.fuzz import LeaseFuzz
+from celery_leases.testing.process import wait_until
+
+THREADS = 8
+BATCH = 50
+PATIENCE = 10.0
+
+
+class LeaseStoreContract:
+    """For every ``LeaseStore``, the records' own database included (``in_records``), where a claimed row is a lease.
+
+    ``ttl`` must be long enough that no lease of that length ends during a test, ``short`` is what a test waits for;
+    both are seconds.
+    """
+
+    ttl = 15.0
+    short = 0.4
+
+    @pytest.fixture
+    def store(self) -> LeaseStore:
+        """The store under test; override this."""
+        raise NotImplementedError("override the fixture `store` with a lease store")
+
+    @pytest.fixture
+    def key(self) -> str:
+        """A stored key of the test's own."""
+        return fresh_key()
+
+    def test_a_free_key_is_granted_and_shows_its_holder(self, store: LeaseStore, key: str) -> None:
+        """A stranger sees token, call, host, ttl and the time left."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert store.holder(key) is None
+        assert acquired(taken(store, bid))
+        holder = store.holder(key)
+        assert holder is not None
+        assert (holder.token, holder.call_id, holder.host) == (bid.token, bid.call_id, bid.holder)
+        assert holder.ttl == pytest.approx(self.ttl, abs=0.001)
+        assert 0 < holder.remaining <= self.ttl
+
+    def test_a_held_key_is_refused_and_names_its_holder(self, store: LeaseStore, key: str) -> None:
+        """The refusal carries what the loser needs to know when to come back, and changes nothing."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert acquired(taken(store, bid))
+        for _ in range(2):
+            answer = taken(store, make_bid(key, ttl=self.ttl))
+            assert not acquired(answer)
+            holder = held(answer)
+            assert holder is not None
+            assert (holder.token, holder.call_id, holder.host) == (bid.token, bid.call_id, bid.holder)
+            assert 0 < holder.remaining <= self.ttl
+
+    def test_one_of_many_at_once_is_granted(self, store: LeaseStore, key: str) -> None:
+        """Eight threads start together, one gets it."""
+        together = Barrier(THREADS)
+
+        def bid(_: int) -> bool:
+            together.wait(PATIENCE)
+            return acquired(taken(store, make_bid(key, ttl=self.ttl)))
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            assert sum(threads.map(bid, range(THREADS))) == 1
+
+    def test_a_lease_under_our_own_token_is_ours(self, store: LeaseStore, key: str) -> None:
+        """The reply to an earlier try may have been lost; its ghost must not keep us out."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
+        assert held(taken(store, make_bid(key, ttl=self.ttl)))
+
+    def test_keys_do_not_touch_each_other(self, store: LeaseStore) -> None:
+        """Whatever characters they are made of."""
+        stem = fresh_key()
+        odd = ["", "{x}", "}:lease", "}:mark:a", ":lease", " ", "*", "[a-z]?", "%", "'\"\\", "ключ", "a\nb", "x" * 180]
+        bids = [make_bid(stem + tail, ttl=self.ttl) for tail in odd]
+        assert all(acquired(taken(store, bid)) for bid in bids)
+        for bid in bids:
+            holder = store.holder(bid.stored_key)
+            assert holder is not None
+            assert holder.token == bid.token
+
+    def test_a_lease_ends_by_itself_and_not_before(self, store: LeaseStore, key: str) -> None:
+        """A dead worker's key is free after its ttl."""
+        sent = time.monotonic()
+        assert acquired(taken(store, make_bid(key, ttl=self.short)))
+        successor = make_bid(key, ttl=self.ttl)
+        wait_until(lambda: acquired(taken(store, successor)), self.short + PATIENCE, "the lease to end")
+        assert time.monotonic() - sent >= self.short * 0.99
+
+    # -- renewal -------------------------------------------------------------------------------------------
+
+    def test_each_lease_of_a_batch_gets_its_own_result(self, store: LeaseStore) -> None:
+        """Ours, another's and missing ones, mixed, in the order they were asked for."""
+        renewals: list[Renewal] = []
+        expected: list[Kept] = []
+        for number in range(BATCH):
+            bid = make_bid(fresh_key(), ttl=self.ttl)
+            kept = (Kept.OURS, Kept.OTHER, Kept.MISSING)[number % 3]
+            if kept is not Kept.MISSING:
+                assert acquired(taken(store, bid))
+            token = uuid4().hex if kept is Kept.OTHER else bid.token
+            renewals.append(Renewal(bid.stored_key, token, 4 * self.ttl))
+            expected.append(kept)
+        assert store.renew(renewals) == expected
+        for renewal, kept in zip(renewals, expected, strict=True):
+            holder = store.holder(renewal.stored_key)
+            if kept is Kept.MISSING:
+                assert holder is None
+            else:
+                assert holder is not None
+                assert (holder.remaining > self.ttl) is (kept is Kept.OURS)
+
+    def test_renewing_nothing_is_nothing(self, store: LeaseStore) -> None:
+        """An empty batch has no results."""
+        assert store.renew([]) == []
+
+    def test_a_renewed_lease_outlives_its_first_ttl(self, store: LeaseStore, key: str) -> None:
+        """The new length counts from the renewal."""
+        bid = make_bid(key, ttl=self.short)
+        assert acquired(taken(store, bid))
+        assert store.renew([Renewal(key, bid.token, self.ttl)]) == [Kept.OURS]
+        time.sleep(1.5 * self.short)
+        assert held(taken(store, make_bid(key, ttl=self.ttl)))
+
+    def test_renewal_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
+        """A body that has extended its lease for an hour keeps the hour."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert acquired(taken(store, bid))
+        for ttl in (60 * self.ttl, self.ttl, self.short):
+            assert store.renew([Renewal(key, bid.token, ttl)]) == [Kept.OURS]
+        holder = store.holder(key)
+        assert holder is not None
+        assert holder.remaining > 50 * self.ttl
+
+    def test_a_lost_lease_is_not_renewed(self, store: LeaseStore, key: str) -> None:
+        """Once another holds the key the old holder is told so, and its renewal adds nothing."""
+        lost = make_bid(key, ttl=self.short)
+        assert acquired(taken(store, lost))
+        successor = make_bid(key, ttl=self.ttl)
+        wait_until(lambda: acquired(taken(store, successor)), self.short + PATIENCE, "the lease to end")
+        assert store.renew([Renewal(key, lost.token, 9 * self.ttl)]) == [Kept.OTHER]
+        holder = store.holder(key)
+        assert holder is not None
+        assert holder.token == successor.token
+        assert holder.remaining <= self.ttl
+
+    # -- release -------------------------------------------------------------------------------------------
+
+    def test_release_frees_the_key_at_once_and_once(self, store: LeaseStore, key: str) -> None:
+        """The next bid wins; releasing again finds nothing."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert acquired(taken(store, bid))
+        assert store.release(key, bid.token)
+        assert store.holder(key) is None
+        assert not store.release(key, bid.token)
+        assert store.renew([Renewal(key, bid.token, self.ttl)]) != [Kept.OURS]
+        assert acquired(taken(store, make_bid(key, ttl=self.ttl)))
+
+    def test_a_stranger_cannot_release(self, store: LeaseStore, key: str) -> None:
+        """Not even one whose token begins or ends like the holder's."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert acquired(taken(store, bid))
+        for token in (uuid4().hex, bid.token[:-1], bid.token[1:], bid.token + "0"):
+            assert not store.release(key, token)
+            assert store.renew([Renewal(key, token, 9 * self.ttl)]) == [Kept.OTHER]
+            assert held(taken(store, make_bid(key, token, ttl=self.ttl)))
+        holder = store.holder(key)
+        assert holder is not None
+        assert holder.token == bid.token
+        assert holder.remaining <= self.ttl
+
+    def test_releasing_an_unknown_key_is_no_error(self, store: LeaseStore, key: str) -> None:
+        """There was nothing to free."""
+        assert not store.release(key, uuid4().hex)
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    def test_live_leases_are_listed_and_ended_ones_are_not(self, store: LeaseStore) -> None:
+        """With their holders, under the keys they were asked for."""
+        live = [make_bid(fresh_key() + tail, ttl=self.ttl) for tail in ("", "{x}", "}:lease")]
+        freed = make_bid(fresh_key(), ttl=self.ttl)
+        assert all(acquired(taken(store, bid)) for bid in (*live, freed))
+        assert store.release(freed.stored_key, freed.token)
+        listed = {key: holder.token for key, holder in store.holders(100_000)}
+        assert {bid.stored_key: bid.token for bid in live}.items() <= listed.items()
+        assert freed.stored_key not in listed
+        assert len(list(store.holders(2))) == 2
+
+    # -- all of it -----------------------------------------------------------------------------------------
+
+    def test_an_unprotected_counter_is_exact(self, store: LeaseStore, key: str) -> None:
+        """Eight threads read, yield and write under leases that are renewed, released, let expire, and tried late."""
+        fuzz = LeaseFuzz(store, key, ttl=self.ttl, short=self.short)
+        with ThreadPoolExecutor(THREADS) as threads:
+            written = sum(threads.map(fuzz.take_turns, range(THREADS)))
+        assert written > THREADS
+        assert fuzz.counter == written
+
+
+class SeparateLeaseStoreContract(LeaseStoreContract):
+    """For a lease store apart from the records, which may forget what they remember, and come up empty."""
+
+    def test_a_settled_bid_is_granted_by_a_store_however_young(self, store: LeaseStore, key: str) -> None:
+        """The bidder has looked at the record: nothing runs there."""
+        assert acquired(store.acquire(make_bid(key, ttl=self.ttl), settled=True))
+        assert held(store.acquire(make_bid(key, ttl=self.ttl), settled=True))
+
+    def test_a_forgotten_lease_is_asserted_again(self, store: LeaseStore, key: str) -> None:
+        """It is as exclusive as before, and asserting it twice is harmless."""
+        bid = make_bid(key, ttl=self.ttl)
+        assert store.reassert(bid)
+        assert store.reassert(bid)
+        assert held(taken(store, make_bid(key, ttl=self.ttl)))
+        holder = store.holder(key)
+        assert holder is not None
+        assert (holder.token, holder.call_id, holder.host) == (bid.token, bid.call_id, bid.holder)
+
+    def test_asserting_again_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
+        """Nor does it move a lease that was never forgotten."""
+        bid = make_bid(key, ttl=60 * self.ttl)
+        assert acquired(taken(store, bid))
+        assert store.reassert(make_bid(key, bid.token, ttl=self.short))
+        holder = store.holder(key)
+        assert holder is not None
+        assert holder.remaining > 50 * self.ttl
+
+    def test_a_lease_of_another_is_not_overwritten(self, store: LeaseStore, key: str) -> None:
+        """Whoever came while the store had forgotten us keeps the key."""
+        successor = make_bid(key, ttl=self.ttl)
+        assert acquired(taken(store, successor))
+        assert not store.reassert(make_bid(key, ttl=self.ttl))
+        holder = store.holder(key)
+        assert holder is not None
+        assert holder.token == successor.token

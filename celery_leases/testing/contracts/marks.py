@@ -1,0 +1,98 @@
+"""What every mark store must do: subclass, and give it as the fixture ``marks``."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from celery_leases.core.ports import MarkStore
+from celery_leases.testing.contracts.bids import fresh_key
+from celery_leases.testing.process import wait_until
+
+THREADS = 8
+PATIENCE = 10.0
+
+
+class MarkStoreContract:
+    """For every ``MarkStore``. ``ttl`` outlasts a test, ``short`` is what a test waits for; both are seconds."""
+
+    ttl = 15.0
+    short = 0.4
+
+    @pytest.fixture
+    def marks(self) -> MarkStore:
+        """The store under test; override this."""
+        raise NotImplementedError("override the fixture `marks` with a mark store")
+
+    @pytest.fixture
+    def key(self) -> str:
+        """A stored key of the test's own."""
+        return fresh_key()
+
+    @pytest.mark.parametrize("value", ["x", "", "two words", "ключ\n{}%"])
+    def test_a_mark_is_read_as_it_was_set(self, marks: MarkStore, key: str, value: str) -> None:
+        """Any text."""
+        assert marks.mark(key, "waiter") is None
+        assert marks.swap_mark(key, "waiter", None, value, self.ttl)
+        assert marks.mark(key, "waiter") == value
+
+    def test_a_mark_is_changed_only_from_the_expected_value(self, marks: MarkStore, key: str) -> None:
+        """Neither from nothing nor from another value."""
+        assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
+        for expected in (None, "b", "", "A", "a "):
+            assert not marks.swap_mark(key, "waiter", expected, "c", self.ttl)
+            assert marks.mark(key, "waiter") == "a"
+        assert marks.swap_mark(key, "waiter", "a", "c", self.ttl)
+        assert marks.mark(key, "waiter") == "c"
+
+    def test_an_empty_mark_is_not_an_absent_one(self, marks: MarkStore, key: str) -> None:
+        """Expecting nothing does not match an empty text."""
+        assert marks.swap_mark(key, "waiter", None, "", self.ttl)
+        assert not marks.swap_mark(key, "waiter", None, "a", self.ttl)
+        assert marks.swap_mark(key, "waiter", "", "a", self.ttl)
+
+    def test_an_absent_mark_is_set_whatever_was_expected(self, marks: MarkStore, key: str) -> None:
+        """The one it would replace may have ended."""
+        assert marks.swap_mark(key, "waiter", "gone", "a", self.ttl)
+        assert marks.mark(key, "waiter") == "a"
+
+    def test_setting_the_same_value_again_counts(self, marks: MarkStore, key: str) -> None:
+        """The reply to the first try may have been lost."""
+        assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
+        assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
+
+    def test_marks_end_by_themselves(self, marks: MarkStore, key: str) -> None:
+        """Then the next one is set as if there had been none."""
+        assert marks.swap_mark(key, "waiter", None, "a", self.short)
+        wait_until(lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end")
+        assert marks.swap_mark(key, "waiter", None, "b", self.ttl)
+        assert marks.mark(key, "waiter") == "b"
+
+    def test_swapping_sets_the_time_anew(self, marks: MarkStore, key: str) -> None:
+        """A mark that is swapped again and again lives on; one swapped to a short time ends."""
+        assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
+        assert marks.swap_mark(key, "waiter", "a", "b", self.short)
+        wait_until(lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end")
+
+    def test_names_and_keys_do_not_touch_each_other(self, marks: MarkStore, key: str) -> None:
+        """Whatever characters they are made of."""
+        names = [
+            (f"{key}{tail}", name) for tail in ("", "}:mark:a", "%7D") for name in ("a", "}:lease", "%7D:lease", "")
+        ]
+        for number, (stored_key, name) in enumerate(names):
+            assert marks.swap_mark(stored_key, name, None, str(number), self.ttl)
+        assert [marks.mark(*name) for name in names] == [str(number) for number in range(len(names))]
+
+    def test_one_of_many_at_once_sets_it(self, marks: MarkStore, key: str) -> None:
+        """Eight threads expect the same value, one of them finds it."""
+        assert marks.swap_mark(key, "waiter", None, "start", self.ttl)
+        together = Barrier(THREADS)
+
+        def swap(number: int) -> bool:
+            together.wait(PATIENCE)
+            return marks.swap_mark(key, "waiter", "start", f"nonce-{number}", self.ttl)
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            assert sum(threads.map(swap, range(THREADS))) == 1

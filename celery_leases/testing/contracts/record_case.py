@@ -1,0 +1,98 @@
+"""What the record suites share: the fixtures, and short words for claiming, closing and comparing rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.ports import RecordStore
+from celery_leases.core.records import Bid, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+
+STORE = "redis:one"
+"""The lease store the claims name: one outside the records, so that every lease counts as gone."""
+
+PassTime = Callable[[float], None]
+
+
+class RecordCase:
+    """Fixtures of the record suites. ``short`` is a time in seconds that tests let pass."""
+
+    short = 0.4
+
+    @pytest.fixture
+    def records(self) -> RecordStore:
+        """The store under test; override this."""
+        raise NotImplementedError("override the fixture `records` with a record store")
+
+    @pytest.fixture
+    def pass_time(self) -> PassTime:
+        """Lets seconds pass on the store's clock; override this where that clock can be turned."""
+        return time.sleep
+
+    @pytest.fixture
+    def key(self) -> str:
+        """A stored key of the test's own."""
+        return fresh_key()
+
+
+def won(records: RecordStore, bid: Bid, lease_store: str = STORE) -> Record:
+    """The row, which the claim must win."""
+    claim = records.claim(bid, lease_store)
+    assert isinstance(claim, Won), claim
+    return claim.record
+
+
+def refused(records: RecordStore, bid: Bid, lease_store: str = STORE) -> Record:
+    """The row that refuses the claim, which must not have been written to."""
+    before = row(records, bid.stored_key)
+    claim = records.claim(bid, lease_store)
+    assert isinstance(claim, Refused), claim
+    assert claim.record is not None
+    assert timeless(claim.record) == before
+    assert row(records, bid.stored_key) == before
+    return claim.record
+
+
+def row(records: RecordStore, key: str) -> Record:
+    """The whole row, without the moment it was read at."""
+    record = records.read(key)
+    assert record is not None
+    return timeless(record)
+
+
+def timeless(record: Record) -> Record:
+    """The record without the moment it was read at."""
+    return replace(record, now=0)
+
+
+def outcome(record: Record, state: State = State.DONE, ended: Ended = Ended.RETURNED, **more: Any) -> Outcome:
+    """An outcome that keeps the row's counts and counts for an hour, unless *more* says otherwise."""
+    given: dict[str, Any] = {
+        "attempt": record.attempt,
+        "failures": record.failures,
+        "crashes": record.crashes,
+        "retention": 3600.0,
+    }
+    return Outcome(state, ended, **(given | more))
+
+
+def closed(records: RecordStore, record: Record, state: State = State.DONE, **more: Any) -> Record:
+    """The row after the attempt was closed, which must succeed."""
+    assert records.settle(record, outcome(record, state, **more))
+    return row(records, record.stored_key)
+
+
+def waiting(records: RecordStore, bid: Bid, retry_after: float, state: State = State.PENDING) -> Record:
+    """The row after a failed attempt that may be repeated in *retry_after* seconds."""
+    return closed(records, won(records, bid), state, ended=Ended.FAILED, retry_after=retry_after)
+
+
+def again(bid: Bid, **more: Any) -> Bid:
+    """Another attempt of the same call."""
+    given: dict[str, Any] = {"call_id": bid.call_id, "ttl": bid.ttl, "fingerprint": bid.fingerprint}
+    return make_bid(bid.stored_key, **(given | more))

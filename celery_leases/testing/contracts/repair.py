@@ -1,0 +1,88 @@
+"""What every record store must do for operators: search, and take rows away."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.core.ports import RecordStore
+from celery_leases.core.records import Ended, Failure, State
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import RecordCase, again, closed, outcome, row, won
+
+
+class RepairContract(RecordCase):
+    """Reading many rows, and resetting one against its owner's will."""
+
+    def test_rows_are_found_by_state_and_task_latest_first(self, records: RecordStore) -> None:
+        """At most as many as asked for."""
+        task = f"task-{uuid4().hex}"
+        rows = [won(records, make_bid(fresh_key(), task=task)) for _ in range(4)]
+        keys = [record.stored_key for record in rows]
+        closed(records, rows[1])
+        closed(records, rows[2], State.FAILED, ended=Ended.FAILED)
+
+        def found(limit: int = 100, *states: State) -> list[str]:
+            return [record.stored_key for record in records.search(states=states, task=task, limit=limit)]
+
+        assert found() == keys[::-1]
+        assert found(2) == keys[:1:-1]
+        assert found(100, State.RUNNING) == [keys[3], keys[0]]
+        assert found(100, State.DONE, State.FAILED) == [keys[2], keys[1]]
+        assert found(100, State.UNCERTAIN) == []
+        assert records.search(task=f"task-{uuid4().hex}") == []
+        assert keys[3] in [record.stored_key for record in records.search(states=[State.RUNNING], limit=100_000)]
+
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_a_reset_takes_the_row_from_its_owner(self, records: RecordStore, key: str, keep: bool) -> None:
+        """With a new fence: what the owner still says is not believed, and its attempt is no crash."""
+        owner = won(records, make_bid(key))
+        after = records.reset(key, keep=keep)
+        assert after is not None
+        assert after.state is State.PENDING
+        assert after.fence > owner.fence
+        assert after.owner != owner.owner
+        assert not records.settle(owner, outcome(owner, result='"late"'))
+        assert row(records, key).result is None
+        record = won(records, make_bid(key))
+        assert record.fence > after.fence
+        assert record.crashes == 0
+        assert not record.just_crashed
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.FAILED, State.UNCERTAIN, State.COOLING])
+    def test_a_reset_frees_a_row_that_waits_or_has_failed(self, records: RecordStore, key: str, state: State) -> None:
+        """It may be claimed at once, with its history."""
+        failure = Failure("builtins.ValueError", "bad", "rule")
+        given: dict[str, Any] = {
+            "ended": Ended.FAILED,
+            "failure": failure,
+            "failures": 2,
+            "attempt": 3,
+            "retry_after": 600.0,
+        }
+        closed(records, won(records, make_bid(key)), state, **given)
+        assert records.reset(key, keep=True) is not None
+        record = won(records, make_bid(key))
+        assert (record.attempt, record.failures, record.generation) == (4, 2, 0)
+
+    def test_a_forgotten_row_is_empty_and_of_the_next_generation(self, records: RecordStore, key: str) -> None:
+        """Neither its result nor its arguments bind the next call, and the same call may run again."""
+        bid = make_bid(key, fingerprint="v1:a")
+        given: dict[str, Any] = {"result": '"old"', "failures": 2, "attempt": 3, "finished": {bid.call_id: '"old"'}}
+        closed(records, won(records, bid), **given)
+        after = records.reset(key, keep=False)
+        assert after is not None
+        assert (after.generation, after.attempt, after.failures, after.crashes) == (1, 0, 0, 0)
+        assert (after.result, after.failure, after.fingerprint) == (None, None, None)
+        assert after.finished_calls == ()
+        assert after.finished_results is None
+        record = won(records, again(bid, fingerprint="v1:b"))
+        assert (record.attempt, record.generation, record.fingerprint, record.previous) == (1, 1, "v1:b", None)
+
+    def test_a_reset_of_an_absent_row_makes_none(self, records: RecordStore, key: str) -> None:
+        """There was nothing to take away."""
+        assert records.reset(key, keep=True) is None
+        assert records.reset(key, keep=False) is None
+        assert records.read(key) is None
