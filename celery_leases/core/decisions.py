@@ -171,7 +171,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
         answer = _answered(call, record, facts)
         if answer is not None:
             return answer
-    holder = facts.holder or (_holder(record) if record is not None else None)
+    holder = facts.holder or (holder_in(record) if record is not None else None)
     if holder is not None:
         return _held(call, holder, facts)
     if record is not None and record.state in (State.PENDING, State.COOLING) and may_run_in(call, record) > 0:
@@ -193,6 +193,13 @@ def store_came_up_empty(call: Call, record: Record | None, age: float, chance: f
 def finished_by(call: Call, record: Record) -> bool:
     """Whether this very call is known to have finished the key."""
     return call.call_id in record.finished_calls or (record.state is State.DONE and record.call_id == call.call_id)
+
+
+def holder_in(record: Record) -> Holder | None:
+    """The holder a row names, while the lease in it lasts."""
+    if record.state is not State.RUNNING or record.lease_remaining <= 0:
+        return None
+    return Holder(record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining)
 
 
 def may_run_in(call: Call, record: Record) -> float:
@@ -258,12 +265,6 @@ def _saved(record: Record) -> Verdict:
         message = f"{record.key} is done, but its result was not kept ({record.reason})"
         return Refuse(ResultMissing(message, record.key, record.reason))
     return Replay(record.result, record.call_id)
-
-
-def _holder(record: Record) -> Holder | None:
-    if record.state is not State.RUNNING or record.lease_remaining <= 0:
-        return None
-    return Holder(record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining)
 
 
 def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from celery_leases.core.records import Failure
+
+
+class Subject(TypedDict):
+    """Whom an event is about."""
+
+    task: str
+    key: str
+    call_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

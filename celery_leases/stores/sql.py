@@ -82,6 +82,11 @@ class SqlRecordStore:
             query = query.where(records.c.task == task)
         return [rows.to_record(row) for row in self.database.all(query, {})]
 
+    def named(self, key: str) -> list[Record]:
+        """The rows of all tasks whose key is *key*; looks at every row, for an operator's sake."""
+        query = self._reading.where(self.tables.records.c.key == key).limit(20)
+        return [rows.to_record(row) for row in self.database.all(query, {})]
+
     def reset(self, stored_key: str, *, keep: bool, retention: float = 7 * 86_400) -> Record | None:
         """Take the row away from whoever has it; see :class:`~celery_leases.core.ports.RecordStore`."""
         records = self.tables.records

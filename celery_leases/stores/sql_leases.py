@@ -9,8 +9,9 @@ from typing import Any
 from sqlalchemy import Executable, Update, bindparam, case, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from celery_leases.core.decisions import holder_in
 from celery_leases.core.ports import Claimed, Holder, Kept, Renewal
-from celery_leases.core.records import Bid, Ended, Record, State
+from celery_leases.core.records import Bid, Ended, State
 from celery_leases.stores import rows
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.sql import SqlRecordStore
@@ -61,7 +62,7 @@ class DatabaseLeaseStore:
     def holder(self, stored_key: str) -> Holder | None:
         """Who holds the key."""
         record = self.records.read(stored_key)
-        return held_by(record) if record is not None else None
+        return holder_in(record) if record is not None else None
 
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
         """The live leases."""
@@ -70,7 +71,7 @@ class DatabaseLeaseStore:
             records.c.state == State.RUNNING, records.c.lease_until > self.database.now
         )
         for row in self.database.all(live.limit(limit), {}):
-            holder = held_by(rows.to_record(row))
+            holder = holder_in(rows.to_record(row))
             if holder is not None:
                 yield row["stored_key"], holder
 
@@ -104,7 +105,7 @@ class DatabaseLeaseStore:
 
     def _not_ours(self, renewal: Renewal) -> Kept:
         record = self.records.read(renewal.stored_key)
-        return Kept.MISSING if record is None or held_by(record) is None else Kept.OTHER
+        return Kept.MISSING if record is None or holder_in(record) is None else Kept.OTHER
 
     def _swapping(self) -> Executable:
         marks, now = self._marks, self.database.now
@@ -120,10 +121,3 @@ class DatabaseLeaseStore:
         )
         statement: Executable = swapped.returning(marks.c.name)
         return statement
-
-
-def held_by(record: Record) -> Holder | None:
-    """The holder a row names, while its lease lasts."""
-    if record.state is not State.RUNNING or record.lease_remaining <= 0:
-        return None
-    return Holder(record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining)

@@ -1,0 +1,231 @@
+"""One delivery: from Celery's request to a :class:`~celery_leases.core.decisions.Call`, and from a reply back to Celery."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from celery import signals
+from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
+
+from celery_leases import apps
+from celery_leases.core.decisions import Call
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
+from celery_leases.core.errors import KeyUnusable, LeaseHeld, LeaseLost, StoreUnavailable
+from celery_leases.core.events import CallDropped, CallPutBack, Subject
+from celery_leases.core.keys import CallKey, call_key, stored_key
+from celery_leases.core.records import Ended, Record
+from celery_leases.core.results import encode, failure_of
+from celery_leases.execution import Again, Answer, Over, Reply, Throw
+from celery_leases.handle import Lease, leased
+from celery_leases.interruption import LimitedTooEarly, shield_here
+from celery_leases.putback import HEADER
+from celery_leases.renewal import Tenure
+from celery_leases.request import TOKEN
+from celery_leases.signals import logger
+
+STORED_KEY = "celery_leases_stored_key"
+"""Where a request remembers the key whose callbacks are to be marked as sent."""
+
+PAUSE_UNCONFIRMED = 1.0
+
+
+class Delivery:
+    """One delivery of one call of *task*, with the arguments Celery unpacked."""
+
+    def __init__(self, task: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.task = task
+        self.request = request
+        self.args = args
+        self.kwargs = kwargs
+        self.options = task.lease_options
+        self.parts = apps.parts_of(task.app, eager=request.is_eager)
+        self.shield = shield_here(os.getpid())
+        self.pin = self._pinned()
+
+    def take(self) -> Any:
+        """Take the delivery to its end; returns what Celery shall store, or raises what Celery understands."""
+        with self.shield.around():
+            call = self._call()
+            self._refuse_expired(call)
+            self._pin(call)
+            execution = self.parts.execution
+            execution.hurried = lambda: self.shield.hurried
+            reply = execution.run(call, self._body(call), self.pin.get("away", 0))
+            if self.shield.limited:
+                logger.info("%s[%s] dropped a soft time limit that fired outside the body", call.task, call.call_id)
+            return self._give(call, reply)
+
+    # -- what Celery delivered -----------------------------------------------------------------------------
+
+    def _pinned(self) -> dict[str, Any]:
+        """What an earlier delivery of this very call wrote into the message."""
+        pin = (self.request.headers or {}).get(HEADER)
+        if isinstance(pin, dict) and (pin.get("task"), pin.get("id")) == (self.task.name, self.request.id):
+            return dict(pin)
+        return {}
+
+    def _call(self) -> Call:
+        request, pin = self.request, self.pin
+        redelivered = bool((request.delivery_info or {}).get("redelivered"))
+        limits = request.timelimit or (None, None)
+        return Call(
+            task=self.task.name,
+            call_id=request.id,
+            key=self._key(),
+            options=self.options,
+            repeat=bool(pin) or redelivered or request.retries > 0,
+            canvas=bool(request.chain or request.chord or request.group or request.callbacks),
+            tries=pin.get("tries", 0),
+            prior=pin.get("prior"),
+            token=request.__dict__.get(TOKEN) or uuid4().hex,
+            longest_hop=self.parts.settings.longest_hop,
+            time_limit=limits[0] or self.task.time_limit,
+        )
+
+    def _key(self) -> CallKey:
+        """The key of the arguments; a pinned one stays, whatever arguments a retry brought."""
+        task, pin = self.task, self.pin
+        try:
+            made = call_key(task.name, self.options, task.lease_signature, self.request.id, self.args, self.kwargs)
+        except KeyUnusable:
+            if "key" not in pin:
+                raise
+            made = None
+        if "key" not in pin or (made and (made.key, made.fingerprint) == (pin["key"], pin.get("fingerprint"))):
+            assert made is not None
+            return made
+        return CallKey(pin["key"], stored_key(task.name, pin["key"], self.options.scope), pin.get("fingerprint"))
+
+    def _pin(self, call: Call, **news: Any) -> None:
+        """Write the pin into this request's own copy of the headers, which retries and copies carry on."""
+        kept = {name: self.pin[name] for name in ("nonce", "tries", "away", "prior", "started") if name in self.pin}
+        identity = {"task": call.task, "id": call.call_id, "key": call.key.key, "fingerprint": call.key.fingerprint}
+        self.pin = {**dict[str, Any](kept), **identity, **news}
+        self.request.headers = {**(self.request.headers or {}), HEADER: self.pin}
+
+    def _refuse_expired(self, call: Call) -> None:
+        """End a redelivered message whose time is over, unless its call has begun: then this is a mere copy."""
+        expires = self.request.expires
+        if not expires or self.pin.get("started") or self.request.is_eager:
+            return
+        when = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
+        if (when if when.tzinfo else when.replace(tzinfo=UTC)) > datetime.now(UTC):
+            return
+        try:
+            record = self.parts.records.read(call.key.stored)
+        except StoreUnavailable:
+            return
+        if record is not None and (record.call_id == call.call_id or call.call_id in record.finished_calls):
+            self._pin(call, started=True)
+            return
+        self.task.backend.mark_as_revoked(call.call_id, "expired", request=self.request)
+        signals.task_revoked.send(sender=self.task, request=self.request, terminated=False, signum=None, expired=True)
+        self._drop(call, "it expired before it began")
+
+    # -- the body ------------------------------------------------------------------------------------------
+
+    def _body(self, call: Call) -> Any:
+        def body(tenure: Tenure, record: Record) -> Ending:
+            self._pin(call, started=True, tries=0, away=0)
+            lease = Lease(tenure, record, self.parts.renewer, self.shield.closed)
+            began = time.monotonic()
+            try:
+                try:
+                    with leased(lease), self.shield.opened(tenure, interrupt=self.options.on_lost == "interrupt"):
+                        value = self.task.run(*self.args, **self.kwargs)
+                finally:
+                    self.shield.shut()
+            except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
+                return self._ending_of(call, tenure, error, time.monotonic() - began)
+            return Returned(value, *encode(value, self.options.result_max))
+
+        return body
+
+    def _ending_of(self, call: Call, tenure: Tenure, error: BaseException, elapsed: float) -> Ending:
+        match error:
+            case LeaseLost():
+                return Lost(error.reason or "the body said so")
+            case LimitedTooEarly():
+                return Lost("the soft time limit fired before the body began")
+            case Retry():
+                return Passed(error, again=True, delay=self._retry_delay(error))
+            case Reject():
+                return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
+            case Ignore():
+                return Passed(error, again=False, ended=Ended.IGNORED)
+            case Exception():
+                return Lost(tenure.lost) if tenure.lost else Raised(error, failure_of(error))
+            case _:
+                return self._taken_away(call, error, elapsed)
+
+    def _taken_away(self, call: Call, error: BaseException, elapsed: float) -> Ending:
+        limit = call.time_limit
+        if limit and elapsed >= limit - max(0.5, limit / 10):
+            return Terminated(error, "hard time limit")
+        by_worker = self.shield.hurried or isinstance(error, WorkerShutdown | WorkerTerminate)
+        if isinstance(error, SystemExit) and not by_worker:
+            return Terminated(error, "the body ended its process")
+        return Interrupted(error)
+
+    def _retry_delay(self, retry: Retry) -> float | None:
+        if self.request.is_eager or retry.when is None:
+            return None
+        if isinstance(retry.when, datetime):
+            when = retry.when if retry.when.tzinfo else retry.when.replace(tzinfo=UTC)
+            return max(0.0, (when - datetime.now(UTC)).total_seconds())
+        return float(retry.when)
+
+    # -- what Celery gets ----------------------------------------------------------------------------------
+
+    def _give(self, call: Call, reply: Reply) -> Any:
+        match reply:
+            case Answer(value):
+                if call.canvas:
+                    self.request.__dict__[STORED_KEY] = call.key.stored
+                return value
+            case Throw(error):
+                raise error
+            case Over(reason):
+                raise Ignore(reason)
+            case Again():
+                self._put_back(call, reply)
+
+    def _put_back(self, call: Call, again: Again) -> None:
+        """End this delivery once a copy of it is with the broker; always raises."""
+        delay = min(again.delay, call.longest_hop)
+        if self.request.is_eager:
+            raise LeaseHeld(f"{call.key.key}: {again.reason}, and an eager call cannot come back", call.key.key, delay)
+        away = self.pin.get("away", 0) + 1 if again.away else 0
+        news = {"tries": call.tries + 1, "away": away, "prior": again.prior}
+        self._pin(call, **(news | ({"started": True} if again.started else {})))
+        parts = self.parts
+        try:
+            published = parts.copies.put_back(
+                self.task, self.pin, delay, parts.marks, call.key.stored, self.options.ttl
+            )
+        except Exception as error:  # noqa: BLE001 - whatever the broker said, the message must survive
+            logger.warning(
+                "%s[%s] could not be put back, given to the broker again: %s", call.task, call.call_id, error
+            )
+            self._observe(CallPutBack(**_subject(call), delay=0.0, reason=again.reason, confirmed=False))
+            parts.clock.sleep(PAUSE_UNCONFIRMED)
+            raise Reject(again.reason, requeue=True) from None
+        if not published:
+            self._drop(call, "another copy of this call waits already")
+        self._observe(CallPutBack(**_subject(call), delay=delay, reason=again.reason))
+        raise Ignore(f"put back: {again.reason}")
+
+    def _drop(self, call: Call, reason: str) -> None:
+        self._observe(CallDropped(**_subject(call), reason=reason))
+        raise Ignore(reason)
+
+    def _observe(self, event: Any) -> None:
+        self.parts.execution.observer.observe(event)
+
+
+def _subject(call: Call) -> Subject:
+    return {"task": call.task, "key": call.key.key, "call_id": call.call_id}

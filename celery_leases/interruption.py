@@ -1,0 +1,190 @@
+"""Reaching into a running body, and keeping signals away from everything around it.
+
+Celery's pool children raise exceptions out of signal handlers: the soft time limit, and the ``SystemExit`` of SIGTERM.
+Raised between two steps of the protocol they would leave a lease or a record half-written. Here the handlers run only
+while a body is open; before and after it the signal is remembered. A lost lease reaches the body the same way, by a
+real-time signal to the main thread whose handler raises only while *that* body is open.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from celery_leases import native
+from celery_leases.renewal import Tenure
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class LimitedTooEarly(BaseException):
+    """The soft time limit fired before the body had begun."""
+
+
+class Shield:
+    """For pools that cannot be interrupted by signals: the body learns of a loss by the flag and ``check()`` alone."""
+
+    #: SIGTERM has come: the process is to end.
+    hurried = False
+    #: The soft time limit has fired outside the body.
+    limited = False
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Enclose one delivery."""
+        yield
+
+    @contextmanager
+    def opened(self, tenure: Tenure, *, interrupt: bool) -> Iterator[None]:
+        """Enclose the body, which alone may be interrupted."""
+        yield
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Enclose a step of the protocol inside the body."""
+        yield
+
+    def shut(self) -> None:
+        """The body is over: call it once more where its end is handled, as a signal may have cut :meth:`opened` short."""
+
+
+class SignalShield(Shield):
+    """For tasks that run in the main thread: prefork's children, and solo."""
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident or 0
+        self._tenure: Tenure | None = None
+        self._open = False
+        self._inside = False
+        self._pending: list[int] = []
+        self._handlers: dict[int, Handler] = {}
+        self._loss_signal = _free_signal()
+        if self._loss_signal:
+            signal.signal(self._loss_signal, self._on_loss)
+        for name in ("SIGTERM", "SIGUSR1"):
+            self._wrap(getattr(signal, name))
+
+    @property
+    def hurried(self) -> bool:  # type: ignore[override]
+        """Whether SIGTERM has come."""
+        return signal.SIGTERM in self._pending
+
+    @property
+    def limited(self) -> bool:  # type: ignore[override]
+        """Whether the soft time limit has fired outside the body."""
+        return signal.SIGUSR1 in self._pending
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Enclose one delivery; a SIGTERM that came in between is acted on at its end, a late soft limit dropped."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            pending, self._pending = self._pending, []
+            if signal.SIGTERM in pending:
+                self._handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    @contextmanager
+    def opened(self, tenure: Tenure, *, interrupt: bool) -> Iterator[None]:
+        """Enclose the body; raises what was remembered before it, so that it does not begin."""
+        if self.hurried:
+            raise SystemExit(_exit_code(signal.SIGTERM))
+        if self.limited:
+            self._pending.remove(signal.SIGUSR1)
+            raise LimitedTooEarly
+        self._tenure = tenure
+        if interrupt and self._loss_signal:
+            tenure.interrupt = self._interrupt
+        tenure.check()
+        try:
+            self._open = True
+            yield
+        finally:
+            self.shut()
+            tenure.interrupt = None
+
+    def shut(self) -> None:
+        """The body is over."""
+        self._open = False
+        self._tenure = None
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Enclose a step of the protocol inside the body: what came meanwhile is raised at its end."""
+        was, self._open = self._open, False
+        try:
+            yield
+        finally:
+            self._open = was
+            if was:
+                self._raise_pending()
+
+    def _raise_pending(self) -> None:
+        if self.hurried:
+            raise SystemExit(_exit_code(signal.SIGTERM))
+        if self.limited:
+            self._pending.remove(signal.SIGUSR1)
+            self._handlers[signal.SIGUSR1](signal.SIGUSR1, None)
+        self._on_loss(0, None)
+
+    def _wrap(self, signum: int) -> None:
+        """Stand before a handler of billiard; a handler of anybody else does not raise into the task."""
+        handler = signal.getsignal(signum)
+        if callable(handler) and getattr(handler, "__module__", "").startswith("billiard"):
+            self._handlers[signum] = handler
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if not self._inside:
+            self._handlers[signum](signum, frame)
+        elif signum == signal.SIGTERM:
+            # Billiard's own handler runs at the end of the delivery: it would let a second SIGTERM kill at once.
+            first = signum not in self._pending
+            self._pending.append(signum)
+            if self._open and first:
+                raise SystemExit(_exit_code(signum))
+        elif self._open:
+            self._handlers[signum](signum, frame)
+        else:
+            self._pending.append(signum)
+
+    def _on_loss(self, signum: int, frame: FrameType | None) -> None:
+        if self._open and self._tenure is not None and self._tenure.lost is not None:
+            self._tenure.check()
+
+    def _interrupt(self) -> None:
+        signal.pthread_kill(self._main, self._loss_signal)
+
+
+_shield: SignalShield | None = None
+_pid = 0
+
+
+def shield_here(pid: int) -> Shield:
+    """The shield for a task that runs in this thread of process *pid*."""
+    global _shield, _pid  # noqa: PLW0603 - signal handlers belong to the process, and there is one of it
+    if threading.current_thread() is not threading.main_thread() or native.green():
+        return Shield()
+    if _shield is None or _pid != pid:
+        _shield, _pid = SignalShield(), pid
+    return _shield
+
+
+def _exit_code(signum: int) -> int:
+    """The exit code billiard gives a child that ends by *signum*."""
+    return -(256 - signum)
+
+
+def _free_signal() -> int:
+    """A real-time signal nobody handles; 0 where the system has none."""
+    lowest, highest = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
+    for signum in range(lowest + 9, highest):
+        if signal.getsignal(signum) in (signal.SIG_DFL, None):
+            return signum
+    return 0

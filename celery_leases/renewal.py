@@ -1,0 +1,249 @@
+"""Keep the leases of this process alive while its tasks run, and notice when one is lost.
+
+Two real threads, started with the first lease: the *keeper* talks to the lease store, the *watcher* only looks at the
+clock. So a store that freezes a call cannot keep a body from learning that its deadline has passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from celery_leases import native
+from celery_leases.core import validity
+from celery_leases.core.errors import LeaseLost, StoreUnavailable
+from celery_leases.core.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
+from celery_leases.core.ports import Clock, Kept, LeaseStore, Observer, RecordStore, Renewal
+from celery_leases.core.records import Bid, State
+
+TAKEN = "taken by another owner"
+DEADLINE = "not renewed in time"
+FORGOTTEN = "forgotten by the store, and the record has moved on"
+HELD_TOO_LONG = "held for lease_max_hold"
+RELEASED = "released from outside"
+
+PURGE_EVERY = 600.0
+PURGE_BATCH = 200
+
+
+class Tenure:
+    """One lease as its holder sees it. Whether it still counts is arithmetic on the local clock, so a renewer that
+    died does no harm; once lost it stays lost, whatever a late reply says."""
+
+    def __init__(self, bid: Bid, sent: float, clock: Clock, *, renew: bool = True, max_hold: float = 86_400.0) -> None:
+        self.bid = bid
+        self.fence = 0
+        self.hard = validity.hard_deadline(sent, bid.ttl)
+        self.lost: str | None = None
+        #: Called from another thread when the lease is lost, and again until the body has ended; must not block.
+        self.interrupt: Callable[[], None] | None = None
+        self._clock = clock
+        self._renew_until = sent + max_hold if renew else sent
+        self._due = validity.renewal_due(sent, bid.ttl)
+        self._in_flight = False
+        self._unverified = False
+        self._nudges = 0
+        self._nudge_at = 0.0
+
+    @property
+    def stop(self) -> float:
+        """When the body must stop; see :func:`celery_leases.core.validity.stop_deadline`."""
+        return validity.stop_deadline(self.hard, self.bid.ttl)
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease still counts."""
+        return self.lost is None and self._clock.now() < self.stop
+
+    def remaining(self) -> float:
+        """Seconds until the body must stop; 0 when the lease is lost."""
+        return max(0.0, self.stop - self._clock.now()) if self.lost is None else 0.0
+
+    def check(self) -> None:
+        """Raise :class:`LeaseLost` unless the lease still counts."""
+        if not self.held:
+            reason = self.lost or DEADLINE
+            raise LeaseLost(f"{self.bid.key}: the lease is lost: {reason}", self.bid.key, reason)
+
+    def extended(self, sent: float, ttl: float) -> None:
+        """The store confirmed, for a request sent at *sent*, that the lease lasts another *ttl* seconds."""
+        if self.lost is None:
+            self.hard = max(self.hard, validity.hard_deadline(sent, ttl))
+            self._due = validity.renewal_due(sent, self.bid.ttl)
+
+    def renewable(self, now: float) -> bool:
+        """Whether to go on renewing."""
+        return self.lost is None and now < self._renew_until
+
+    def overdue(self, now: float) -> str | None:
+        """Why the lease is over by the clock, if it is."""
+        if now < self.stop:
+            return None
+        return DEADLINE if now < self._renew_until else HELD_TOO_LONG
+
+
+class Renewer:
+    """All leases of one process. *leases* must be a store of its own, whose calls end within the tightest ttl / 10."""
+
+    def __init__(self, leases: LeaseStore, records: RecordStore, observer: Observer, clock: Clock) -> None:
+        self._leases = leases
+        self._records = records
+        self._observer = observer
+        self._clock = clock
+        self._tenures: dict[str, Tenure] = {}
+        self._lock = native.allocate_lock()
+        self._started = False
+        self._purge_at = clock.now() + PURGE_EVERY
+        self._keeper_bell = native.Bell()
+        self._watcher_bell = native.Bell()
+        self._keeper_wakes = math.inf
+        self._watcher_wakes = math.inf
+
+    def add(self, tenure: Tenure) -> None:
+        """Begin to renew and to watch *tenure*."""
+        with self._lock:
+            self._tenures[tenure.bid.token] = tenure
+            started, self._started = self._started, True
+        if not started:
+            native.start_thread(self._keep)
+            native.start_thread(self._watch)
+            return
+        if tenure._due < self._keeper_wakes:
+            self._keeper_bell.ring()
+        if tenure.stop < self._watcher_wakes:
+            self._watcher_bell.ring()
+
+    def drop(self, tenure: Tenure) -> None:
+        """Stop renewing *tenure* and wait for the call in flight: a late one must not revive a released lease."""
+        with self._lock:
+            self._tenures.pop(tenure.bid.token, None)
+        while tenure._in_flight:
+            self._clock.sleep(0.002)
+
+    def extend(self, tenure: Tenure, seconds: float) -> None:
+        """Make the lease last at least *seconds* from now; raises :class:`LeaseLost` or :class:`StoreUnavailable`."""
+        tenure.check()
+        sent = self._clock.now()
+        self._take_note(tenure, self._leases.renew([_renewal(tenure, seconds)])[0], sent, seconds)
+        tenure.check()
+
+    # -- the keeper ----------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while True:
+            now = self._clock.now()
+            with self._lock:
+                tenures = [tenure for tenure in self._tenures.values() if tenure.renewable(now)]
+                due = [tenure for tenure in tenures if tenure._due <= now]
+                self._keeper_wakes = min([tenure._due for tenure in tenures] + [self._purge_at])
+                for tenure in due:
+                    tenure._in_flight = True
+            if due:
+                try:
+                    self._renew(due)
+                finally:
+                    for tenure in due:
+                        tenure._in_flight = False
+                continue
+            if now >= self._purge_at:
+                self._purge_at = now + PURGE_EVERY
+                self._purge()
+                continue
+            self._keeper_bell.wait(self._keeper_wakes - now)
+
+    def _renew(self, due: list[Tenure]) -> None:
+        sent = self._clock.now()
+        try:
+            answers = self._leases.renew([_renewal(tenure, tenure.bid.ttl) for tenure in due])
+            for tenure, kept in zip(due, answers, strict=True):
+                self._take_note(tenure, kept, sent, tenure.bid.ttl)
+        except Exception as error:  # noqa: BLE001 - whatever happens, the keeper goes on and the deadlines decide
+            for tenure in due:
+                self._failed(tenure, error)
+
+    def _take_note(self, tenure: Tenure, kept: Kept, sent: float, ttl: float) -> None:
+        if kept is Kept.OTHER:
+            self._lose(tenure, TAKEN)
+        elif kept is Kept.MISSING:
+            self._reassert(tenure, sent)
+        elif tenure._unverified and not self._still_ours(tenure):
+            self._take_away(tenure)
+        else:
+            tenure._unverified = False
+            tenure.extended(sent, ttl)
+            self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining()))
+
+    def _reassert(self, tenure: Tenure, sent: float) -> None:
+        if not tenure.held:
+            return
+        if not self._leases.reassert(tenure.bid):
+            self._lose(tenure, TAKEN if not self._leases.in_records else RELEASED)
+            return
+        tenure._unverified = True
+        if not self._still_ours(tenure):
+            self._take_away(tenure)
+            return
+        tenure._unverified = False
+        tenure.extended(sent, tenure.bid.ttl)
+        self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining(), reasserted=True))
+
+    def _still_ours(self, tenure: Tenure) -> bool:
+        record = self._records.read(tenure.bid.stored_key)
+        ours = (State.RUNNING, tenure.fence, tenure.bid.token)
+        return record is not None and (record.state, record.fence, record.owner) == ours
+
+    def _take_away(self, tenure: Tenure) -> None:
+        self._lose(tenure, FORGOTTEN)
+        self._leases.release(tenure.bid.stored_key, tenure.bid.token)
+
+    def _failed(self, tenure: Tenure, error: Exception) -> None:
+        now = self._clock.now()
+        tenure._due = validity.renewal_retry(now, tenure.bid.ttl)
+        self._observer.observe(RenewalFailed(**_of(tenure), error=str(error), remaining=tenure.remaining()))
+
+    def _purge(self) -> None:
+        try:
+            self._records.purge(PURGE_BATCH)
+        except StoreUnavailable:
+            pass  # the next round deletes them
+
+    # -- the watcher ---------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            now = self._clock.now()
+            with self._lock:
+                tenures = list(self._tenures.values())
+            for tenure in tenures:
+                if tenure.lost is None and (reason := tenure.overdue(now)):
+                    self._lose(tenure, reason)
+                elif tenure.lost is not None and tenure._nudge_at <= now:
+                    self._nudge(tenure, now)
+            with self._lock:
+                wakes = [t._nudge_at if t.lost is not None else t.stop for t in self._tenures.values()]
+                self._watcher_wakes = min(wakes, default=math.inf)
+            self._watcher_bell.wait(self._watcher_wakes - now if wakes else None)
+
+    def _lose(self, tenure: Tenure, reason: str) -> None:
+        with self._lock:
+            if tenure.lost is not None or tenure.bid.token not in self._tenures:
+                return
+            tenure.lost = reason
+        self._nudge(tenure, self._clock.now())
+        self._observer.observe(LeaseGone(**_of(tenure), reason=reason))
+        self._watcher_bell.ring()
+
+    def _nudge(self, tenure: Tenure, now: float) -> None:
+        """Interrupt the body, more and more rarely: one that lands in a finalizer vanishes without a trace."""
+        tenure._nudge_at = now + min(10.0, 0.5 * 2.0**tenure._nudges)
+        tenure._nudges += 1
+        if tenure.interrupt is not None:
+            tenure.interrupt()
+
+
+def _renewal(tenure: Tenure, ttl: float) -> Renewal:
+    return Renewal(tenure.bid.stored_key, tenure.bid.token, ttl)
+
+
+def _of(tenure: Tenure) -> Subject:
+    return {"task": tenure.bid.task, "key": tenure.bid.key, "call_id": tenure.bid.call_id}

@@ -1,0 +1,31 @@
+"""The worker's main process: an owner token for each delivery, and no expiry for a call that may be running."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from celery.worker.request import Request
+
+TOKEN = "celery_leases_token"
+"""Where the token travels to the pool child: a field of the request, and so of ``task.request``."""
+
+
+class LeaseRequest(Request):
+    """A Celery request that carries the owner token of the attempt it may become.
+
+    The token is made here, not in the child, so that the process that outlives a killed child knows whose lease it was.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._request_dict[TOKEN] = uuid4().hex
+
+    def maybe_expire(self) -> Any:
+        """Leave the expiry of a redelivered message to the child, which can see whether the call has begun.
+
+        Expiring a copy would revoke the call while it runs: both have one id.
+        """
+        if self.delivery_info.get("redelivered"):
+            return None
+        return super().maybe_expire()

@@ -1,0 +1,125 @@
+"""What happens to leased tasks, as Celery-style signals and one log line each.
+
+Connect a receiver as to any Celery signal; ``sender`` is the task's name, ``event`` one of the frozen values of
+:mod:`celery_leases.core.events`::
+
+    @lease_lost.connect
+    def tell_somebody(sender, event, **kwargs): ...
+
+A receiver that raises is logged and harms nobody. Receivers of what happens during a run are called in a thread of
+their own, all others in the process and thread of the task.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any, Final
+
+from celery.utils.dispatch import Signal
+
+from celery_leases import native
+from celery_leases.core import events
+from celery_leases.core.events import Event
+
+
+def _signal(name: str) -> Any:
+    return Signal(name=name, providing_args={"event"})
+
+
+lease_acquired = _signal("lease_acquired")
+lease_held = _signal("lease_held")
+call_put_back = _signal("call_put_back")
+call_dropped = _signal("call_dropped")
+call_refused = _signal("call_refused")
+result_replayed = _signal("result_replayed")
+lease_renewed = _signal("lease_renewed")
+renewal_failed = _signal("renewal_failed")
+lease_lost = _signal("lease_lost")
+outcome_refused = _signal("outcome_refused")
+attempt_settled = _signal("attempt_settled")
+crash_seen = _signal("crash_seen")
+
+logger = logging.getLogger("celery_leases")
+
+_SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
+    events.LeaseAcquired: (lease_acquired, logging.DEBUG, "attempt {attempt} begins under fence {fence}"),
+    events.LeaseHeldElsewhere: (
+        lease_held,
+        logging.DEBUG,
+        "held by call {holder_call_id} on {holder} for another {remaining:.1f} s",
+    ),
+    events.CallPutBack: (call_put_back, logging.INFO, "put back for {delay:.1f} s: {reason}"),
+    events.CallDropped: (call_dropped, logging.INFO, "dropped: {reason}"),
+    events.CallRefused: (call_refused, logging.INFO, "refused: {error}"),
+    events.ResultReplayed: (result_replayed, logging.INFO, "answered with the saved result of call {first_call_id}"),
+    events.LeaseRenewed: (lease_renewed, logging.DEBUG, "lease renewed, it counts for {remaining:.1f} s"),
+    events.RenewalFailed: (
+        renewal_failed,
+        logging.WARNING,
+        "lease not renewed, it counts for another {remaining:.1f} s: {error}",
+    ),
+    events.LeaseGone: (lease_lost, logging.WARNING, "lease lost: {reason}"),
+    events.OutcomeRefused: (
+        outcome_refused,
+        logging.WARNING,
+        "outcome of fence {fence} refused: a later attempt owns the key (now {state})",
+    ),
+    events.AttemptSettled: (
+        attempt_settled,
+        logging.INFO,
+        "attempt {attempt} {ended} after {runtime:.3f} s, the key is {state}",
+    ),
+    events.CrashSeen: (
+        crash_seen,
+        logging.WARNING,
+        "the attempt before ended without a word on {host}: {crashes} crashes in a row",
+    ),
+}
+_DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseGone)
+
+
+class Announcer:
+    """An :class:`~celery_leases.core.ports.Observer` that logs each event and sends its signal."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Event] = deque(maxlen=10_000)
+        self._bell = native.Bell()
+        self._started = False
+
+    def observe(self, event: Event) -> None:
+        """Log *event* and send its signal; events of the renewing threads are handed on, so that no receiver delays
+        a renewal."""
+        signal, level, text = _SIGNALS[type(event)]
+        fields = _fields(event)
+        if logger.isEnabledFor(level):
+            line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields)}"
+            logger.log(level, "%s", line, extra={"lease_event": signal.name, "data": fields})
+        if not signal.receivers:
+            return
+        if not isinstance(event, _DURING_A_RUN):
+            _send(signal, event)
+            return
+        self._waiting.append(event)
+        if not self._started:
+            self._started = True
+            native.start_thread(self._announce)
+        self._bell.ring()
+
+    def _announce(self) -> None:
+        while True:
+            while self._waiting:
+                event = self._waiting.popleft()
+                _send(_SIGNALS[type(event)][0], event)
+            self._bell.wait(None)
+
+
+def _send(signal: Any, event: Event) -> None:
+    try:
+        signal.send(sender=event.task, event=event)
+    except BaseException:  # a receiver may raise SystemExit, and still must not end the task
+        logger.exception("a receiver of %s raised", signal.name)
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in type(event).__dataclass_fields__}

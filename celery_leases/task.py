@@ -1,0 +1,122 @@
+"""``LeasedTask``: the task base class, its options, and what it adds to a user's task."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from celery import Celery, Task, signals
+
+from celery_leases import apps
+from celery_leases.client import LeaseStatus
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.keys import call_key
+from celery_leases.core.options import LeaseOptions, gather
+from celery_leases.delivery import STORED_KEY, Delivery
+from celery_leases.execution import callbacks_mark
+from celery_leases.handle import UNLEASED, Lease, Unleased, lease_here, leased
+
+_RUNNING = "celery_leases_running"
+_NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
+_CALLBACKS_REMEMBERED = 86_400.0
+
+
+class LeasedMixin:
+    """What makes a Celery task class leased; put it before any task class: ``class MyTask(LeasedMixin, OtherTask)``.
+
+    Options are the attributes ``lease_*``, see :class:`~celery_leases.core.options.LeaseOptions`; app-wide defaults
+    are the settings ``leases_*``. Wrong ones raise :class:`~celery_leases.LeaseConfigurationError` at registration.
+    """
+
+    abstract = True
+    acks_late = True
+    reject_on_worker_lost = True
+    # Celery 5.7 would send a new message instead, and count the crash as one of the user's retries.
+    retry_on_worker_lost = False
+    Request = "celery_leases.request:LeaseRequest"
+
+    lease_options: ClassVar[LeaseOptions]
+    lease_signature: ClassVar[inspect.Signature]
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        """Gather and check the options once the task is registered."""
+        super().on_bound(app)  # type: ignore[misc]
+        if cls.name:  # type: ignore[attr-defined]
+            cls.lease_signature = _signature(cls)
+            cls.lease_options = _options(cls, app)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body under a lease if this is a delivery; called directly, it runs alone."""
+        request = self.request  # type: ignore[attr-defined]
+        if request.called_directly or request.__dict__.get(_RUNNING):
+            with leased(UNLEASED):
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        request.__dict__[_RUNNING] = True
+        # What Celery's stack protection sets when Task.__call__ is entered first.
+        request._protected = 1  # noqa: SLF001
+        return Delivery(self, request, args, kwargs).take()
+
+    @property
+    def lease(self) -> Lease | Unleased:
+        """The lease of the body that is running here."""
+        return lease_here()
+
+    def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
+        """Where the key stands that a call with these arguments would have.
+
+        Raises :class:`~celery_leases.KeyUnusable` when the arguments make no key, and
+        :class:`~celery_leases.LeaseConfigurationError` for a task without ``lease_key``: its keys are Celery's ids.
+        """
+        name: str = self.name  # type: ignore[attr-defined]
+        if self.lease_options.key is None:
+            raise LeaseConfigurationError(
+                f"task {name} has no lease_key, so its keys are Celery's ids; "
+                f'ask LeaseClient.status(<task id>, task="{name}"), or give the task a lease_key'
+            )
+        key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
+        return apps.parts_of(self.app).client().status(key.key, task=name, scope=self.lease_options.scope)  # type: ignore[attr-defined]
+
+
+class LeasedTask(LeasedMixin, Task):
+    """A Celery task that is safe to run twice: ``@app.task(base=LeasedTask, lease_key="invoice:{customer_id}")``."""
+
+
+def _signature(cls: Any) -> inspect.Signature:
+    signature = inspect.signature(cls.run)
+    if isinstance(inspect.getattr_static(cls, "run"), staticmethod):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _options(cls: Any, app: Celery) -> LeaseOptions:
+    given = {
+        name.removeprefix("lease_"): getattr(cls, name)
+        for name in dir(cls)
+        if name.startswith("lease_") and name not in _NOT_OPTIONS
+    }
+    defaults: Mapping[str, Any] = apps.settings_of(app, lenient=True).defaults
+    if "max_hold" not in given and "max_hold" not in defaults and cls.time_limit:
+        defaults = {**defaults, "max_hold": max(cls.time_limit, given.get("ttl", 15.0))}
+    parameters = cls.lease_signature.parameters.values()
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    options = gather(cls.name, given, defaults, None if open_ended else [parameter.name for parameter in parameters])
+    if not cls.acks_late and not options.allow_loss:
+        raise LeaseConfigurationError(
+            f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a killed worker loses "
+            "it; leave acks_late out, or write lease_allow_loss=True beside it"
+        )
+    return options
+
+
+@signals.task_success.connect(weak=False)  # type: ignore[untyped-decorator]
+def _callbacks_are_out(sender: Any, **_: Any) -> None:
+    """Celery has sent the callbacks of this call: a copy of it that comes now is superfluous."""
+    if isinstance(sender, LeasedMixin):
+        request = sender.request  # type: ignore[attr-defined]
+        stored_key = request.__dict__.get(STORED_KEY)
+        if stored_key is not None and not request.is_eager:
+            ttl = min(sender.lease_options.retention, _CALLBACKS_REMEMBERED)
+            marks = apps.parts_of(sender.app).marks  # type: ignore[attr-defined]
+            marks.swap_mark(stored_key, callbacks_mark(request.id), None, "out", ttl)

@@ -1,0 +1,187 @@
+"""From an app's settings to the parts that run its leased tasks: stores, renewer, execution."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from celery_leases import native
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.options import OPTION_NAMES
+from celery_leases.core.ports import LeaseStore, MarkStore, Observer
+from celery_leases.core.validity import call_timeout
+from celery_leases.execution import Execution
+from celery_leases.renewal import Renewer
+from celery_leases.stores.claims import DATABASE
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.stores.schema import Tables
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+
+DEFAULT_DATABASE = "sqlite:///celery_leases.db"
+IN_MEMORY = "sqlite://"
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+socket", "valkey", "valkeys", "sentinel")
+STORE_TIMEOUT = 2.0
+LONGEST_HOP = 600.0
+
+_SETTINGS = ("url", "database_url", "database_schema", "prefix", "eager_stores")
+_NOT_APP_WIDE = ("key", "fingerprint")
+_VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``leases_*`` settings say about a whole app, defaults filled in."""
+
+    leases_url: str
+    database_url: str
+    database_schema: str | None = None
+    prefix: str = "celery_leases"
+    eager_stores: bool = False
+    #: kombu's transport options, where the lease store is the broker.
+    transport_options: Mapping[str, Any] = field(default_factory=dict)
+    #: The longest countdown a delivery is put back with, in seconds: half the visibility timeout, at most 10 minutes.
+    longest_hop: float = LONGEST_HOP
+    #: App-wide defaults of task options.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_settings(conf: Mapping[str, Any], broker_url: str | None) -> Settings:
+    """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown or missing ones."""
+    given = {name.removeprefix("leases_"): conf[name] for name in conf if str(name).startswith("leases_")}
+    for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
+        known = ", ".join(f"leases_{known}" for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE)
+        raise LeaseConfigurationError(f"unknown setting leases_{name}; known are {known}")
+    for name in given.keys() & set(_NOT_APP_WIDE):
+        raise LeaseConfigurationError(f"leases_{name} cannot be set for a whole app; set lease_{name} on each task")
+    broker = broker_url or ""
+    options = dict(conf.get("broker_transport_options") or {})
+    is_redis = _scheme(broker) in REDIS_SCHEMES
+    leases_url = given.get("url") or (broker if is_redis else DATABASE)
+    return Settings(
+        leases_url=leases_url,
+        database_url=given.get("database_url") or _default_database(broker),
+        database_schema=given.get("database_schema"),
+        prefix=given.get("prefix") or "celery_leases",
+        eager_stores=bool(given.get("eager_stores")),
+        transport_options=options if is_redis and leases_url == broker else {},
+        longest_hop=_longest_hop(broker, options),
+        defaults={name: value for name, value in given.items() if name in OPTION_NAMES},
+    )
+
+
+def is_local(broker: str) -> bool:
+    """Whether a broker URL names this machine: loopback, a unix socket, memory or the filesystem."""
+    scheme = _scheme(broker)
+    if scheme in ("memory", "filesystem", "redis+socket", "unix", ""):
+        return True
+    return all(
+        (urlsplit(part).hostname or "localhost") in ("localhost", "127.0.0.1", "::1") for part in broker.split(";")
+    )
+
+
+def _scheme(url: str) -> str:
+    return url.split("://", 1)[0].lower() if "://" in url else ""
+
+
+def _default_database(broker: str) -> str:
+    if is_local(broker):
+        return DEFAULT_DATABASE
+    raise LeaseConfigurationError(
+        "the broker is on another machine, so a SQLite file here would not be shared by all workers; write for example\n"
+        '    app.conf.leases_database_url = "postgresql+psycopg://user@host/database"'
+    )
+
+
+def _longest_hop(broker: str, options: Mapping[str, Any]) -> float:
+    default = _VISIBILITY_TIMEOUTS.get(_scheme(broker))
+    timeout = options.get("visibility_timeout", default)
+    return min(float(timeout) / 2, LONGEST_HOP) if timeout else LONGEST_HOP
+
+
+class BootClock:
+    """The clock of :func:`celery_leases.native.boot_clock`."""
+
+    def now(self) -> float:
+        """Seconds since boot."""
+        return native.boot_clock()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; under gevent and eventlet others run meanwhile."""
+        time.sleep(max(0.0, seconds))
+
+
+@dataclass
+class Parts:
+    """The parts of one app in one process."""
+
+    settings: Settings
+    leases: LeaseStore
+    records: SqlRecordStore
+    marks: MarkStore
+    renewer: Renewer
+    execution: Execution
+    _closing: list[Callable[[bool], None]] = field(default_factory=list)
+
+    def close(self, *, inherited: bool = False) -> None:
+        """Let all connections go; *inherited*: they are the parent process's, which goes on using them."""
+        for close in self._closing:
+            close(inherited)
+
+
+def build(settings: Settings, observer: Observer, shortest_ttl: float = 15.0) -> Parts:
+    """Make the parts; nothing is connected to before it is used."""
+    records = open_records(settings)
+    clock = BootClock()
+    shared = settings.database_url == IN_MEMORY
+    # The renewer has connections of its own: it must not wait for a task that holds the last one.
+    kept_records = records if shared else open_records(settings)
+    closing = [lambda inherited: records.database.close(inherited=inherited)]
+    if not shared:
+        closing.append(lambda inherited: kept_records.database.close(inherited=inherited))
+    leases, kept_leases, marks = _lease_stores(settings, records, kept_records, call_timeout(shortest_ttl), closing)
+    renewer = Renewer(kept_leases, kept_records, observer, clock)
+    host = f"{socket.gethostname()}/{os.getpid()}"
+    execution = Execution(leases, records, marks, renewer, observer, clock, random.random, host)
+    return Parts(settings, leases, records, marks, renewer, execution, closing)
+
+
+def open_records(settings: Settings) -> SqlRecordStore:
+    """The record store the settings name."""
+    return SqlRecordStore(engine_for(settings.database_url), Tables(settings.database_schema))
+
+
+def lease_store(settings: Settings, records: SqlRecordStore) -> RedisLeaseStore | DatabaseLeaseStore:
+    """The lease store the settings name."""
+    if settings.leases_url == DATABASE:
+        return DatabaseLeaseStore(records)
+    if _scheme(settings.leases_url) not in REDIS_SCHEMES:
+        raise LeaseConfigurationError(
+            f'leases_url={settings.leases_url!r}: write "database", or a URL such as "redis://localhost:6379/1"'
+        )
+    return RedisLeaseStore.from_url(
+        settings.leases_url, prefix=settings.prefix, timeout=STORE_TIMEOUT, options=settings.transport_options
+    )
+
+
+def _lease_stores(
+    settings: Settings,
+    records: SqlRecordStore,
+    kept_records: SqlRecordStore,
+    timeout: float,
+    closing: list[Callable[[bool], None]],
+) -> tuple[LeaseStore, LeaseStore, MarkStore]:
+    leases = lease_store(settings, records)
+    if isinstance(leases, DatabaseLeaseStore):
+        return leases, DatabaseLeaseStore(kept_records), leases
+    kept = leases.bounded(timeout)
+    closing.append(lambda inherited: None if inherited else leases.close())
+    closing.append(lambda inherited: None if inherited else kept.close())
+    return leases, kept, leases
