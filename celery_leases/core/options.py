@@ -122,13 +122,12 @@ def _checked(option: str, name: str, value: Any) -> Any:
 
 
 def _seconds(option: str, name: str, value: Any) -> float:
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 10 * 365 * DAY:
+    span = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(span, bool) or not isinstance(span, int | float) or not 0 < span < 10 * 365 * DAY:
         raise _wrong(option, value, "a number of seconds above 0, or a timedelta")
-    if name == "ttl" and value < MINIMUM_TTL:
+    if name == "ttl" and span < MINIMUM_TTL:
         raise _wrong(option, value, f"at least {MINIMUM_TTL:.0f} (seconds); {ADVISED_TTL:.0f} or more is advised")
-    return float(value)
+    return float(span)
 
 
 def _fingerprint(option: str, value: Any) -> FingerprintMaker:
