@@ -1,0 +1,233 @@
+"""Options are refused at registration, with a message that says what to write instead."""
+
+# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.options import OPTION_NAMES, LeaseOptions, gather
+
+PARAMETERS = ("customer_id", "month")
+
+
+def gathered(
+    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+) -> LeaseOptions:
+    return gather("billing.send", given, defaults or {}, parameters)
+
+
+def refused(
+    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+) -> str:
+    with pytest.raises(LeaseConfigurationError) as caught:
+        gathered(defaults=defaults, parameters=parameters, **given)
+    return str(caught.value)
+
+
+def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
+    assert gathered() == LeaseOptions(
+        key=None,
+        scope="task",
+        fingerprint=None,
+        ttl=15.0,
+        renew=True,
+        max_hold=86_400.0,
+        on_lost="interrupt",
+        on_held="put_back",
+        wait=30.0,
+        on_done="replay",
+        max_crashes=3,
+        retention=7 * 86_400.0,
+        result_max=262_144,
+        settle_timeout=60.0,
+        allow_loss=False,
+    )
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        gathered().ttl = 3.0  # type: ignore[misc]
+
+
+WRONG = [
+    *[(name, value) for name in ("ttl", "max_hold", "wait", "retention", "settle_timeout") for value in
+      (0, -1, "15", None, True, float("nan"), float("inf"), 1e12, timedelta(0), [15])],
+    ("ttl", 0.5),
+    ("ttl", timedelta(milliseconds=500)),
+    *[(name, value) for name in ("renew", "allow_loss") for value in (None, 0, 1, "yes", [])],
+    *[(name, value) for name in ("max_crashes", "result_max") for value in (0, -1, 1.5, True, None, "3")],
+    *[(name, value) for name in ("on_lost", "on_held", "on_done", "scope") for value in
+      (None, "", "nonsense", True, 1, ["put_back"], "PUT_BACK")],
+    ("on_lost", "kill"),
+    *[("key", value) for value in ("", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
+    *[("fingerprint", value) for value in (True, 7, "month", {"month": 1}, ["month", 1], b"month")],
+]  # fmt: skip
+
+
+class TestWrongValues:
+    @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
+    def test_the_message_names_task_option_and_value_and_what_to_write(self, name: str, value: Any) -> None:
+        message = refused(**{name: value})
+        assert message.startswith(f"task billing.send: lease_{name}={value!r} is not usable; write ")
+
+    @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
+    def test_a_wrong_default_of_the_app_names_the_setting(self, name: str, value: Any) -> None:
+        message = refused(defaults={name: value})
+        assert message.startswith(f"app.conf: leases_{name}")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "hint"),
+        [
+            ("on_held", "skip", "'put_back' or 'wait' or 'ignore' or 'fail'"),
+            ("on_done", "skip", "'replay' or 'ignore' or 'fail' or 'rerun'"),
+            ("on_lost", "skip", "'interrupt' or 'flag'"),
+            ("scope", "app", "'task' or 'global'"),
+            ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
+            ("wait", "30", "a number of seconds above 0, or a timedelta"),
+            ("renew", "no", "True or False"),
+            ("max_crashes", 0, "a whole number of at least 1"),
+            ("fingerprint", "month", "a list of argument names, a callable of the arguments, or False"),
+            ("key", 7, 'a template such as "invoice:{customer_id}"'),
+            ("key", "{0}", "the names of parameters in the braces, not positions"),
+            ("key", "{customer}", "names of the task's parameters (customer_id, month); 'customer' is none of them"),
+        ],
+    )
+    def test_the_message_says_what_to_write(self, name: str, value: Any, hint: str) -> None:
+        assert hint in refused(**{name: value})
+
+
+class TestRightValues:
+    @pytest.mark.parametrize("name", ["ttl", "max_hold", "retention", "settle_timeout"])
+    def test_spans_are_seconds_or_timedeltas(self, name: str) -> None:
+        assert getattr(gathered(**{name: timedelta(minutes=2)}), name) == getattr(gathered(**{name: 120}), name) == 120
+
+    def test_a_ttl_of_one_second_is_allowed(self) -> None:
+        assert gathered(ttl=1).ttl == 1.0
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "constant",
+            "{month}",
+            "{customer_id}:{month}",
+            "{month:>10}",
+            "{month!r}",
+            "{customer_id.name}",
+            "{customer_id[0]}",
+            "{{{month}}}",
+            str,
+            None,
+        ],
+    )
+    def test_templates_and_callables_are_keys(self, key: Any) -> None:
+        assert gathered(key=key).key == key
+
+    def test_a_body_that_takes_any_keyword_may_have_any_name_in_its_template(self) -> None:
+        assert gathered(key="{whatever}", parameters=None).key == "{whatever}"
+
+    def test_names_for_the_fingerprint_are_kept_as_a_tuple(self) -> None:
+        assert gathered(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
+
+    @pytest.mark.parametrize("chosen", [False, str])
+    def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:
+        assert gathered(key="{month}", fingerprint=chosen).fingerprint == chosen
+
+
+class TestUnknownNames:
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("tll", "ttl"),
+            ("on_hold", "on_held"),
+            ("retension", "retention"),
+            ("keys", "key"),
+            ("max_crash", "max_crashes"),
+        ],
+    )
+    def test_a_name_misspelt_is_answered_with_the_one_meant(self, name: str, meant: str) -> None:
+        assert refused(**{name: 1}) == f"task billing.send: unknown option lease_{name}; did you mean lease_{meant}?"
+
+    def test_a_name_like_no_other_is_answered_with_all_there_are(self) -> None:
+        message = refused(zzz=1)
+        assert all(f"lease_{name}" in message for name in OPTION_NAMES)
+
+    @pytest.mark.parametrize("name", ["zzz", "key"])
+    def test_a_setting_that_is_no_default_is_refused(self, name: str) -> None:
+        """A key belongs to one task: as a default it would break every task without that parameter."""
+        assert refused(defaults={name: "{month}"}).startswith(f"app.conf: leases_{name} is no default")
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"scope": "global"}, "scope", "add lease_key"),
+    ({"fingerprint": ["month"]}, "fingerprint", "add lease_key"),
+    ({"fingerprint": False}, "fingerprint", "add lease_key"),
+    ({"on_held": "ignore"}, "on_held", "add lease_key"),
+    ({"on_held": "wait", "wait": 5}, "on_held", "add lease_key"),
+    ({"on_done": "ignore"}, "on_done", "add lease_key"),
+    ({"on_done": "fail"}, "on_done", "add lease_key"),
+    ({"key": "{month}", "wait": 5}, "wait", 'lease_on_held="wait"'),
+    ({"key": "{month}", "wait": 5, "on_held": "fail"}, "wait", 'lease_on_held="wait"'),
+    ({"key": "{month}", "on_done": "rerun", "fingerprint": ["month"]}, "fingerprint", 'lease_on_done="rerun"'),
+    ({"max_hold": 5}, "max_hold", "lease_ttl=15"),
+    ({"max_hold": 29, "ttl": 30}, "max_hold", "lease_ttl=30"),
+    ({"key": "{month}", "fingerprint": ["month", "year"]}, "fingerprint", "'year', which is not a parameter"),
+]
+
+
+class TestContradictions:
+    @pytest.mark.parametrize(("given", "name", "neighbour"), CONTRADICTIONS, ids=str)
+    def test_the_message_names_the_option_its_value_and_the_neighbour(
+        self, given: dict[str, Any], name: str, neighbour: str
+    ) -> None:
+        message = refused(**given)
+        assert re.match(rf"task billing\.send: lease_{name}=", message)
+        assert neighbour in message
+
+    def test_waiting_with_its_bound_is_no_contradiction(self) -> None:
+        assert gathered(key="{month}", on_held="wait", wait=5).wait == 5.0
+
+    def test_rerun_needs_no_key(self) -> None:
+        """One call is still one run: the record of a call knows that it has finished."""
+        assert gathered(on_done="rerun").rerun
+
+    def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
+        assert gathered(scope="task", on_held="put_back", on_done="replay", fingerprint=None) == LeaseOptions()
+
+
+class TestDefaultsOfTheApp:
+    """``app.conf.leases_<option>`` speaks to all tasks, so it cannot contradict what one of them is."""
+
+    @pytest.mark.parametrize(
+        "defaults",
+        [
+            *[{"on_held": value} for value in ("put_back", "wait", "ignore", "fail")],
+            *[{"on_done": value} for value in ("replay", "ignore", "fail", "rerun")],
+            {"scope": "global"},
+            {"wait": 5},
+            {"fingerprint": False},
+            {"fingerprint": ["a_parameter_of_some_tasks"]},
+            {"on_done": "rerun", "fingerprint": ["month"]},
+            {"max_hold": 5},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str)
+    def test_a_task_that_did_not_ask_is_never_refused(self, defaults: dict[str, Any], given: dict[str, Any]) -> None:
+        assert isinstance(gathered(defaults=defaults, **given), LeaseOptions)
+
+    def test_a_default_counts_where_the_task_says_nothing(self) -> None:
+        options = gathered(defaults={"ttl": 60, "on_held": "fail"}, key="{month}", ttl=20)
+        assert (options.ttl, options.on_held) == (20.0, "fail")
+
+    def test_a_task_may_lean_on_a_default(self) -> None:
+        assert gathered(defaults={"on_held": "wait"}, key="{month}", wait=5).wait == 5.0
+
+    def test_what_the_task_asks_is_still_held_against_a_default(self) -> None:
+        assert "lease_fingerprint" in refused(defaults={"on_done": "rerun"}, key="{month}", fingerprint=["month"])
