@@ -16,6 +16,7 @@ from celery_leases.core.errors import LeasesError, StoreUnavailable
 from celery_leases.core.options import ADVISED_TTL
 from celery_leases.core.ports import Clock, MarkStore
 from celery_leases.execution import Execution
+from celery_leases.interruption import shield_here
 from celery_leases.putback import Copies
 from celery_leases.renewal import Renewer
 from celery_leases.signals import Announcer, logger
@@ -33,26 +34,32 @@ class AppParts:
 
     @property
     def settings(self) -> Settings:
+        """The app's settings."""
         return self.parts.settings
 
     @property
     def execution(self) -> Execution:
+        """Runs its calls."""
         return self.parts.execution
 
     @property
     def records(self) -> SqlRecordStore:
+        """Its records."""
         return self.parts.records
 
     @property
     def marks(self) -> MarkStore:
+        """Its waiter and callback marks."""
         return self.parts.marks
 
     @property
     def renewer(self) -> Renewer:
+        """Keeps its leases alive in this process."""
         return self.parts.renewer
 
     @property
     def clock(self) -> Clock:
+        """The clock its deadlines are counted on."""
         return self.parts.execution.clock
 
     def client(self) -> LeaseClient:
@@ -96,7 +103,7 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
             if eager and not settings.eager_stores:
                 settings = replace(settings, leases_url=DATABASE, database_url=IN_MEMORY)
             shortest = min((task.lease_options.ttl for task in leased_tasks(app).values()), default=15.0)
-            parts = build(settings, Announcer(), shortest)
+            parts = build(settings, Announcer(), shortest, lambda: shield_here(os.getpid()).hurried)
             if parts.records.database.host_clock:
                 parts.records.check()
             made[eager] = AppParts(parts, Copies(app))
@@ -116,7 +123,7 @@ def forget(*, inherited: bool = False) -> None:
 os.register_at_fork(after_in_child=lambda: forget(inherited=True))
 
 
-@signals.worker_init.connect(weak=False)  # type: ignore[untyped-decorator]
+@signals.worker_init.connect(weak=False)
 def _check_before_work(sender: Any, **_: Any) -> None:
     """Stop a worker that could not keep its promises, with the line to write; create the tables on SQLite."""
     tasks = leased_tasks(sender.app)

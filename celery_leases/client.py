@@ -95,7 +95,7 @@ class LeaseClient:
     def on(cls, leases: LeaseStore, records: SqlRecordStore) -> LeaseClient:
         """A client on stores that are open already."""
         client = cls.__new__(cls)
-        client._leases, client._records = leases, records
+        client._leases, client._records = leases, records  # noqa: SLF001 - a constructor of this very class
         return client
 
     def status(self, key: str, *, task: str | None = None, scope: str = "task") -> LeaseStatus:

@@ -1,11 +1,11 @@
-"""One delivery: from Celery's request to a :class:`~celery_leases.core.decisions.Call`, and from a reply back to Celery."""
+"""One delivery: from Celery's request to a call the execution knows, and from its reply back to Celery."""
 
 from __future__ import annotations
 
 import os
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 from celery import signals
@@ -52,9 +52,7 @@ class Delivery:
             call = self._call()
             self._refuse_expired(call)
             self._pin(call)
-            execution = self.parts.execution
-            execution.hurried = lambda: self.shield.hurried
-            reply = execution.run(call, self._body(call), self.pin.get("away", 0))
+            reply = self.parts.execution.run(call, self._body(call), self.pin.get("away", 0))
             if self.shield.limited:
                 logger.info("%s[%s] dropped a soft time limit that fired outside the body", call.task, call.call_id)
             return self._give(call, reply)
@@ -102,9 +100,10 @@ class Delivery:
 
     def _pin(self, call: Call, **news: Any) -> None:
         """Write the pin into this request's own copy of the headers, which retries and copies carry on."""
-        kept = {name: self.pin[name] for name in ("nonce", "tries", "away", "prior", "started") if name in self.pin}
+        lasting = ("nonce", "tries", "away", "prior", "started")
+        kept: dict[str, Any] = {name: self.pin[name] for name in lasting if name in self.pin}
         identity = {"task": call.task, "id": call.call_id, "key": call.key.key, "fingerprint": call.key.fingerprint}
-        self.pin = {**dict[str, Any](kept), **identity, **news}
+        self.pin = {**kept, **identity, **news}
         self.request.headers = {**(self.request.headers or {}), HEADER: self.pin}
 
     def _refuse_expired(self, call: Call) -> None:
@@ -192,9 +191,9 @@ class Delivery:
             case Over(reason):
                 raise Ignore(reason)
             case Again():
-                self._put_back(call, reply)
+                return self._put_back(call, reply)
 
-    def _put_back(self, call: Call, again: Again) -> None:
+    def _put_back(self, call: Call, again: Again) -> NoReturn:
         """End this delivery once a copy of it is with the broker; always raises."""
         delay = min(again.delay, call.longest_hop)
         if self.request.is_eager:
@@ -219,7 +218,7 @@ class Delivery:
         self._observe(CallPutBack(**_subject(call), delay=delay, reason=again.reason))
         raise Ignore(f"put back: {again.reason}")
 
-    def _drop(self, call: Call, reason: str) -> None:
+    def _drop(self, call: Call, reason: str) -> NoReturn:
         self._observe(CallDropped(**_subject(call), reason=reason))
         raise Ignore(reason)
 

@@ -1,12 +1,13 @@
-"""One delivery from acquire to release: reads the facts, asks the decisions, carries out the verdict. Knows no Celery."""
+"""One delivery from acquire to release: gathers facts, asks the decisions, does what they say. Knows no Celery."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from celery_leases.core import decisions, events, validity
+from celery_leases.core import decisions, events
 from celery_leases.core.decisions import (
     Call,
     Drop,
@@ -356,10 +357,8 @@ class Execution:
     def _give_back(self, bid: Bid) -> None:
         if self.leases.in_records:
             return  # closing the row was the release
-        try:
+        with suppress(StoreUnavailable):  # it expires by itself
             self.leases.release(bid.stored_key, bid.token)
-        except StoreUnavailable:
-            pass  # it expires by itself
 
     def _away(self, error: Exception, tries: int) -> Again:
         return Again(decisions.store_pause(tries, self.chance()), str(error), away=True)

@@ -50,7 +50,7 @@ class Lease:
         return self._tenure.remaining()
 
     def check(self) -> None:
-        """Raise :class:`~celery_leases.LeaseLost` unless the lease still counts: call it before what cannot be undone."""
+        """Raise :class:`~celery_leases.LeaseLost` unless the lease counts: call it before what cannot be undone."""
         self._tenure.check()
 
     def extend(self, seconds: float) -> None:

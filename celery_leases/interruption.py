@@ -49,7 +49,7 @@ class Shield:
         yield
 
     def shut(self) -> None:
-        """The body is over: call it once more where its end is handled, as a signal may have cut :meth:`opened` short."""
+        """The body is over: call it where its end is handled, as a signal may have cut :meth:`opened` short."""
 
 
 class SignalShield(Shield):
@@ -168,7 +168,7 @@ _pid = 0
 
 def shield_here(pid: int) -> Shield:
     """The shield for a task that runs in this thread of process *pid*."""
-    global _shield, _pid  # noqa: PLW0603 - signal handlers belong to the process, and there is one of it
+    global _shield, _pid
     if threading.current_thread() is not threading.main_thread() or native.green():
         return Shield()
     if _shield is None or _pid != pid:

@@ -8,14 +8,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 
 class Lock(Protocol):
     """What ``_thread.allocate_lock`` gives."""
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
-    def release(self) -> None: ...
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it; a negative *timeout* waits for ever."""
+        ...
+
+    def release(self) -> None:
+        """Let it go."""
+        ...
+
     def __enter__(self) -> bool: ...
     def __exit__(self, *exc_info: object) -> None: ...
 
@@ -50,10 +57,8 @@ class Bell:
 
     def ring(self) -> None:
         """Wake the waiter, now or when it comes to wait."""
-        try:
+        with suppress(RuntimeError):  # it rings already
             self._silence.release()
-        except RuntimeError:
-            pass  # it rings already
 
     def wait(self, timeout: float | None) -> None:
         """Wait for a ring, at most *timeout* seconds."""

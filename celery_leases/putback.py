@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -46,11 +46,9 @@ class Copies:
             return False
         nonce = uuid4().hex
         self._publish(task, {**pin, "nonce": nonce}, delay)
-        try:
+        with suppress(StoreUnavailable):  # without a mark both copies count, and neither is lost
             # Set after the broker has the message: a mark without a message would end the last copy.
             marks.swap_mark(stored_key, mark, ours, nonce, delay + 2 * ttl)
-        except StoreUnavailable:
-            pass  # without a mark both copies count, and neither is lost
         return True
 
     def close(self) -> None:
@@ -63,7 +61,7 @@ class Copies:
     def _publish(self, task: Task, pin: Mapping[str, Any], delay: float) -> None:
         try:
             self._publish_once(task, pin, delay)
-        except Exception:  # a connection that went stale while idle; a copy too many does no harm
+        except Exception:  # noqa: BLE001 - a connection that went stale while idle; a copy too many does no harm
             self.close()
             try:
                 self._publish_once(task, pin, delay)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from celery_leases import native
 from celery_leases.core import validity
@@ -28,7 +29,8 @@ PURGE_BATCH = 200
 
 class Tenure:
     """One lease as its holder sees it. Whether it still counts is arithmetic on the local clock, so a renewer that
-    died does no harm; once lost it stays lost, whatever a late reply says."""
+    died does no harm; once lost it stays lost, whatever a late reply says.
+    """
 
     def __init__(self, bid: Bid, sent: float, clock: Clock, *, renew: bool = True, max_hold: float = 86_400.0) -> None:
         self.bid = bid
@@ -39,11 +41,11 @@ class Tenure:
         self.interrupt: Callable[[], None] | None = None
         self._clock = clock
         self._renew_until = sent + max_hold if renew else sent
-        self._due = validity.renewal_due(sent, bid.ttl)
-        self._in_flight = False
-        self._unverified = False
-        self._nudges = 0
-        self._nudge_at = 0.0
+        self.due = validity.renewal_due(sent, bid.ttl)
+        self.in_flight = False
+        self.unverified = False
+        self.nudges = 0
+        self.nudge_at = 0.0
 
     @property
     def stop(self) -> float:
@@ -69,7 +71,7 @@ class Tenure:
         """The store confirmed, for a request sent at *sent*, that the lease lasts another *ttl* seconds."""
         if self.lost is None:
             self.hard = max(self.hard, validity.hard_deadline(sent, ttl))
-            self._due = validity.renewal_due(sent, self.bid.ttl)
+            self.due = validity.renewal_due(sent, self.bid.ttl)
 
     def renewable(self, now: float) -> bool:
         """Whether to go on renewing."""
@@ -108,7 +110,7 @@ class Renewer:
             native.start_thread(self._keep)
             native.start_thread(self._watch)
             return
-        if tenure._due < self._keeper_wakes:
+        if tenure.due < self._keeper_wakes:
             self._keeper_bell.ring()
         if tenure.stop < self._watcher_wakes:
             self._watcher_bell.ring()
@@ -117,7 +119,7 @@ class Renewer:
         """Stop renewing *tenure* and wait for the call in flight: a late one must not revive a released lease."""
         with self._lock:
             self._tenures.pop(tenure.bid.token, None)
-        while tenure._in_flight:
+        while tenure.in_flight:
             self._clock.sleep(0.002)
 
     def extend(self, tenure: Tenure, seconds: float) -> None:
@@ -134,16 +136,16 @@ class Renewer:
             now = self._clock.now()
             with self._lock:
                 tenures = [tenure for tenure in self._tenures.values() if tenure.renewable(now)]
-                due = [tenure for tenure in tenures if tenure._due <= now]
-                self._keeper_wakes = min([tenure._due for tenure in tenures] + [self._purge_at])
+                due = [tenure for tenure in tenures if tenure.due <= now]
+                self._keeper_wakes = min([tenure.due for tenure in tenures] + [self._purge_at])
                 for tenure in due:
-                    tenure._in_flight = True
+                    tenure.in_flight = True
             if due:
                 try:
                     self._renew(due)
                 finally:
                     for tenure in due:
-                        tenure._in_flight = False
+                        tenure.in_flight = False
                 continue
             if now >= self._purge_at:
                 self._purge_at = now + PURGE_EVERY
@@ -166,10 +168,10 @@ class Renewer:
             self._lose(tenure, TAKEN)
         elif kept is Kept.MISSING:
             self._reassert(tenure, sent)
-        elif tenure._unverified and not self._still_ours(tenure):
+        elif tenure.unverified and not self._still_ours(tenure):
             self._take_away(tenure)
         else:
-            tenure._unverified = False
+            tenure.unverified = False
             tenure.extended(sent, ttl)
             self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining()))
 
@@ -179,11 +181,11 @@ class Renewer:
         if not self._leases.reassert(tenure.bid):
             self._lose(tenure, TAKEN if not self._leases.in_records else RELEASED)
             return
-        tenure._unverified = True
+        tenure.unverified = True
         if not self._still_ours(tenure):
             self._take_away(tenure)
             return
-        tenure._unverified = False
+        tenure.unverified = False
         tenure.extended(sent, tenure.bid.ttl)
         self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining(), reasserted=True))
 
@@ -198,14 +200,12 @@ class Renewer:
 
     def _failed(self, tenure: Tenure, error: Exception) -> None:
         now = self._clock.now()
-        tenure._due = validity.renewal_retry(now, tenure.bid.ttl)
+        tenure.due = validity.renewal_retry(now, tenure.bid.ttl)
         self._observer.observe(RenewalFailed(**_of(tenure), error=str(error), remaining=tenure.remaining()))
 
     def _purge(self) -> None:
-        try:
+        with suppress(StoreUnavailable):  # the next round deletes them
             self._records.purge(PURGE_BATCH)
-        except StoreUnavailable:
-            pass  # the next round deletes them
 
     # -- the watcher ---------------------------------------------------------------------------------------
 
@@ -217,10 +217,10 @@ class Renewer:
             for tenure in tenures:
                 if tenure.lost is None and (reason := tenure.overdue(now)):
                     self._lose(tenure, reason)
-                elif tenure.lost is not None and tenure._nudge_at <= now:
+                elif tenure.lost is not None and tenure.nudge_at <= now:
                     self._nudge(tenure, now)
             with self._lock:
-                wakes = [t._nudge_at if t.lost is not None else t.stop for t in self._tenures.values()]
+                wakes = [t.nudge_at if t.lost is not None else t.stop for t in self._tenures.values()]
                 self._watcher_wakes = min(wakes, default=math.inf)
             self._watcher_bell.wait(self._watcher_wakes - now if wakes else None)
 
@@ -235,8 +235,8 @@ class Renewer:
 
     def _nudge(self, tenure: Tenure, now: float) -> None:
         """Interrupt the body, more and more rarely: one that lands in a finalizer vanishes without a trace."""
-        tenure._nudge_at = now + min(10.0, 0.5 * 2.0**tenure._nudges)
-        tenure._nudges += 1
+        tenure.nudge_at = now + min(10.0, 0.5 * 2.0**tenure.nudges)
+        tenure.nudges += 1
         if tenure.interrupt is not None:
             tenure.interrupt()
 

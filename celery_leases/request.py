@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from celery.worker.request import Request
 
-TOKEN = "celery_leases_token"
+TOKEN = "celery_leases_token"  # noqa: S105 - the name of a field, not a password
 """Where the token travels to the pool child: a field of the request, and so of ``task.request``."""
 
 

@@ -89,7 +89,8 @@ class Announcer:
 
     def observe(self, event: Event) -> None:
         """Log *event* and send its signal; events of the renewing threads are handed on, so that no receiver delays
-        a renewal."""
+        a renewal.
+        """
         signal, level, text = _SIGNALS[type(event)]
         fields = _fields(event)
         if logger.isEnabledFor(level):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from celery import Celery, Task, signals
@@ -76,7 +77,8 @@ class LeasedMixin:
                 f'ask LeaseClient.status(<task id>, task="{name}"), or give the task a lease_key'
             )
         key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
-        return apps.parts_of(self.app).client().status(key.key, task=name, scope=self.lease_options.scope)  # type: ignore[attr-defined]
+        app: Celery = self.app  # type: ignore[attr-defined]
+        return apps.parts_of(app).client().status(key.key, task=name, scope=self.lease_options.scope)
 
 
 class LeasedTask(LeasedMixin, Task):
@@ -97,20 +99,20 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
         if name.startswith("lease_") and name not in _NOT_OPTIONS
     }
     defaults: Mapping[str, Any] = apps.settings_of(app, lenient=True).defaults
-    if "max_hold" not in given and "max_hold" not in defaults and cls.time_limit:
-        defaults = {**defaults, "max_hold": max(cls.time_limit, given.get("ttl", 15.0))}
     parameters = cls.lease_signature.parameters.values()
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     options = gather(cls.name, given, defaults, None if open_ended else [parameter.name for parameter in parameters])
     if not cls.acks_late and not options.allow_loss:
         raise LeaseConfigurationError(
-            f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a killed worker loses "
+            f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a kill loses "
             "it; leave acks_late out, or write lease_allow_loss=True beside it"
         )
+    if cls.time_limit and "max_hold" not in given and "max_hold" not in defaults:
+        options = replace(options, max_hold=max(options.ttl, float(cls.time_limit)))
     return options
 
 
-@signals.task_success.connect(weak=False)  # type: ignore[untyped-decorator]
+@signals.task_success.connect(weak=False)
 def _callbacks_are_out(sender: Any, **_: Any) -> None:
     """Celery has sent the callbacks of this call: a copy of it that comes now is superfluous."""
     if isinstance(sender, LeasedMixin):

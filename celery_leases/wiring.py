@@ -82,9 +82,8 @@ def is_local(broker: str) -> bool:
     scheme = _scheme(broker)
     if scheme in ("memory", "filesystem", "redis+socket", "unix", ""):
         return True
-    return all(
-        (urlsplit(part).hostname or "localhost") in ("localhost", "127.0.0.1", "::1") for part in broker.split(";")
-    )
+    hosts = [urlsplit(part).hostname or "localhost" for part in broker.split(";")]
+    return all(host in ("localhost", "127.0.0.1", "::1") for host in hosts)
 
 
 def _scheme(url: str) -> str:
@@ -95,7 +94,7 @@ def _default_database(broker: str) -> str:
     if is_local(broker):
         return DEFAULT_DATABASE
     raise LeaseConfigurationError(
-        "the broker is on another machine, so a SQLite file here would not be shared by all workers; write for example\n"
+        "the broker is on another machine, so a SQLite file here would not be shared by all workers; write\n"
         '    app.conf.leases_database_url = "postgresql+psycopg://user@host/database"'
     )
 
@@ -136,8 +135,10 @@ class Parts:
             close(inherited)
 
 
-def build(settings: Settings, observer: Observer, shortest_ttl: float = 15.0) -> Parts:
-    """Make the parts; nothing is connected to before it is used."""
+def build(
+    settings: Settings, observer: Observer, shortest_ttl: float = 15.0, hurried: Callable[[], bool] = lambda: False
+) -> Parts:
+    """Make the parts; nothing is connected to before it is used. *hurried*: whether the process is to end."""
     records = open_records(settings)
     clock = BootClock()
     shared = settings.database_url == IN_MEMORY
@@ -149,7 +150,7 @@ def build(settings: Settings, observer: Observer, shortest_ttl: float = 15.0) ->
     leases, kept_leases, marks = _lease_stores(settings, records, kept_records, call_timeout(shortest_ttl), closing)
     renewer = Renewer(kept_leases, kept_records, observer, clock)
     host = f"{socket.gethostname()}/{os.getpid()}"
-    execution = Execution(leases, records, marks, renewer, observer, clock, random.random, host)
+    execution = Execution(leases, records, marks, renewer, observer, clock, random.random, host, hurried)
     return Parts(settings, leases, records, marks, renewer, execution, closing)
 
 

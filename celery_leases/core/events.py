@@ -91,7 +91,7 @@ class RenewalFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGone(Event):
-    """The lease is lost: ``taken`` by another owner, past its ``deadline``, ``forgotten`` by the store, or held too long."""
+    """The lease is lost: taken by another owner, not renewed in time, forgotten by the store, or held too long."""
 
     reason: str
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import string
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Final, Literal, NoReturn, cast
@@ -138,7 +139,9 @@ def _fingerprint(option: str, value: Any) -> FingerprintMaker:
     raise _wrong(option, value, "a list of argument names, a callable of the arguments, or False")
 
 
-def _check_together(task: str, options: LeaseOptions, given: Set[str], parameters: Sequence[str] | None) -> None:
+def _check_together(
+    task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
+) -> None:
     def refuse(name: str, why: str) -> NoReturn:
         value = getattr(options, name)
         raise LeaseConfigurationError(f"{_named(task, name)}={value!r} {why}")

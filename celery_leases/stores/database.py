@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy import CursorResult, Engine, Executable, RowMapping, create_engine, event, make_url
@@ -76,6 +77,14 @@ class Database:
         """Run *statement*; how many rows it touched."""
         return self._run(statement, values, lambda result: result.rowcount)
 
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn what the database raises into :class:`StoreUnavailable`."""
+        try:
+            yield
+        except (SQLAlchemyError, OSError) as error:
+            raise self._unavailable(error) from error
+
     def close(self, *, inherited: bool = False) -> None:
         """Let the connections go; *inherited*: without a word to the server, as they are the parent's."""
         self.engine.dispose(close=not inherited)
@@ -90,10 +99,8 @@ class Database:
                 raise self._unavailable(error) from error
         except (SQLAlchemyError, OSError) as error:
             raise self._unavailable(error) from error
-        try:
+        with self.errors():
             return self._once(statement, values, take)
-        except (SQLAlchemyError, OSError) as error:
-            raise self._unavailable(error) from error
 
     def _once(self, statement: Executable, values: Mapping[str, Any], take: Callable[[CursorResult[Any]], T]) -> T:
         with self.engine.connect() as connection:

@@ -29,7 +29,13 @@ class SqlRecordStore:
 
     def check(self) -> None:
         """Raise :class:`SchemaOutdated` unless the tables are there in this version; SQLite gets them made."""
-        self.tables.check(self.database.engine)
+        with self.database.errors():
+            self.tables.check(self.database.engine)
+
+    def migrate(self) -> None:
+        """Create the tables that are missing; raises :class:`StoreUnavailable` when the database does not answer."""
+        with self.database.errors():
+            self.tables.create(self.database.engine)
 
     def claim(self, bid: Bid, lease_store: str) -> Won | Refused:
         """Make the row ours; see :class:`~celery_leases.core.ports.RecordStore`.

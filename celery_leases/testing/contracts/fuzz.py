@@ -35,7 +35,7 @@ class LeaseFuzz:
         former: list[str] = []
         written = 0
         for _ in range(TURNS):
-            expires = chance.random() < 0.15
+            expires = chance.random() < 0.1
             token, ttl = uuid4().hex, self.short if expires else self.ttl
             sent = self._acquire(token, ttl, chance)
             written += self._increment(token, sent, ttl, chance)
