@@ -1,0 +1,296 @@
+"""What a Redis lease store says when Redis refuses, vanishes, freezes, or comes back empty."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.ports import Acquired, Kept, Renewal, Unsettled
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.stores.redis_errors import executed, unavailable
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import RedisServer
+from celery_leases.testing.servers.local import free_port
+
+TIMEOUT = 0.4
+SLACK = 1.5
+SECRET = "s3cret-w0rd"
+
+
+@pytest.fixture
+def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
+    """A server of the test's own, to be stopped, frozen and misconfigured; *leases_redis* skips without one."""
+    with RedisServer(options=("--lua-time-limit", "100")) as started:
+        yield started
+
+
+@pytest.fixture
+def store(server: RedisServer) -> Iterator[RedisLeaseStore]:
+    """A store on it that has a connection open and its scripts loaded."""
+    opened = RedisLeaseStore.from_url(server.url, timeout=TIMEOUT)
+    for step in steps(opened).values():
+        step()
+    yield opened
+    opened.close()
+
+
+def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]:
+    """Every way to talk to the server."""
+    bid = make_bid(key or fresh_key())
+    return {
+        "acquire": lambda: store.acquire(bid, settled=True),
+        "renew": lambda: store.renew([Renewal(bid.stored_key, bid.token, 15.0)]),
+        "reassert": lambda: store.reassert(bid),
+        "holder": lambda: store.holder(bid.stored_key),
+        "holders": lambda: list(store.holders()),
+        "swap_mark": lambda: store.swap_mark(bid.stored_key, "m", None, "x", 5.0),
+        "mark": lambda: store.mark(bid.stored_key, "m"),
+        "release": lambda: store.release(bid.stored_key, bid.token),
+    }
+
+
+STEPS = tuple(steps(RedisLeaseStore(None, "", "")))
+
+
+def refusal(step: Callable[[], Any]) -> StoreUnavailable:
+    """The error of a step, which must come in time and tell no secret."""
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        step()
+    assert time.monotonic() - began < TIMEOUT + SLACK
+    assert SECRET not in f"{caught.value} {caught.value.args!r}"
+    assert caught.value.__suppress_context__
+    return caught.value
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_server_that_is_not_there_has_executed_nothing(step: str) -> None:
+    """A refused connection is told at once, without a retry, and names the store."""
+    port = free_port()
+    store = RedisLeaseStore.from_url(f"redis://:{SECRET}@127.0.0.1:{port}/3", timeout=TIMEOUT)
+    error = refusal(steps(store)[step])
+    assert error.executed is False
+    assert f"127.0.0.1:{port}/3" in str(error)
+
+
+def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusals() -> None:
+    """Nothing was sent to anybody."""
+    for url in ("redis://no-such-host.invalid/0", "unix:///no/such.sock"):
+        assert refusal(steps(RedisLeaseStore.from_url(url, timeout=TIMEOUT))["acquire"]).executed is False
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_frozen_server_may_have_executed_the_command(server: RedisServer, store: RedisLeaseStore, step: str) -> None:
+    """It is asked once and waited for no longer than the timeout, over an open connection and over a new one."""
+    fresh = store.bounded(TIMEOUT)
+    server.pause()
+    try:
+        assert refusal(steps(store)[step]).executed is None
+        assert refusal(steps(fresh)[step]).executed is None
+    finally:
+        server.resume()
+
+
+def test_the_ghost_of_a_frozen_acquire_is_ours(server: RedisServer, store: RedisLeaseStore) -> None:
+    """The server executes the command when it thaws; the same token finds its own lease, nobody else gets it."""
+    bid = make_bid(fresh_key())
+    server.pause()
+    assert refusal(lambda: store.acquire(bid, settled=True)).executed is None
+    server.resume()
+    wait_until(lambda: store.holder(bid.stored_key) is not None, 10, "the server to execute what it was sent")
+    assert store.acquire(make_bid(bid.stored_key), settled=True) != Acquired()
+    assert store.acquire(bid) == Acquired()
+    assert store.release(bid.stored_key, bid.token)
+
+
+def test_a_server_that_dies_with_the_command_may_have_executed_it(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks after the command was sent."""
+    store = RedisLeaseStore.from_url(server.url, timeout=20.0)
+    assert store.holder("x") is None
+    sent = threading.Event()
+    send: Any = redis.connection.AbstractConnection.send_packed_command
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = send(self, *args, **kwargs)
+        sent.set()
+        return answer
+
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", seen)
+    errors: list[StoreUnavailable] = []
+
+    def ask() -> None:
+        try:
+            store.acquire(make_bid(fresh_key()), settled=True)
+        except StoreUnavailable as error:
+            errors.append(error)
+
+    server.pause()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert sent.wait(10)
+    server.kill()
+    asking.join(15)
+    assert [error.executed for error in errors] == [None]
+    store.close()
+
+
+def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseStore) -> None:
+    """CLIENT KILL between two steps is not an outage."""
+    key = fresh_key()
+    bid = make_bid(key)
+    assert store.acquire(bid, settled=True) == Acquired()
+    for _ in range(3):
+        with redis.Redis.from_url(server.url) as admin:
+            admin.client_kill_filter(_type="normal")
+        assert store.renew([Renewal(key, bid.token, 15.0)]) == [Kept.OURS]
+
+
+def test_a_restart_comes_back_empty_and_unsettled(server: RedisServer, store: RedisLeaseStore) -> None:
+    """A holder asserts its lease again; a newcomer is told to look at the record first."""
+    bid = make_bid(fresh_key())
+    assert store.acquire(bid, settled=True) == Acquired()
+    server.kill()
+    server.start()
+    assert store.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.MISSING]
+    assert store.acquire(make_bid(bid.stored_key)) == Unsettled(0.0)
+    assert store.reassert(bid)
+    holder = store.holder(bid.stored_key)
+    assert holder is not None
+    assert holder.token == bid.token
+
+
+# -- commands the server rejects ---------------------------------------------------------------------------
+
+
+def test_a_server_that_accepts_no_writes_has_executed_nothing(server: RedisServer, store: RedisLeaseStore) -> None:
+    """Out of memory, a replica, or too few replicas."""
+    with redis.Redis.from_url(server.url) as admin:
+        for option, wrong, right in (("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)):
+            admin.config_set(option, wrong)
+            for step in ("acquire", "reassert", "swap_mark"):
+                error = refusal(steps(store)[step])
+                assert error.executed is False, error
+            admin.config_set(option, right)
+        admin.replicaof("127.0.0.1", str(free_port()))
+        assert refusal(steps(store)["acquire"]).executed is False
+        admin.replicaof("NO", "ONE")
+    assert steps(store)["acquire"]() == Acquired()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_server_busy_with_a_script_has_executed_nothing(
+    server: RedisServer, store: RedisLeaseStore, step: str
+) -> None:
+    """Somebody's script runs for ever."""
+
+    def run_for_ever() -> None:
+        with redis.Redis.from_url(server.url, socket_timeout=60) as client, pytest.raises(redis.ResponseError):
+            client.eval("while true do end", 0)
+
+    def busy() -> bool:
+        try:
+            admin.ping()
+        except redis.ResponseError:
+            return True
+        except redis.TimeoutError:
+            pass
+        return False
+
+    with redis.Redis.from_url(server.url, socket_timeout=5) as admin:
+        admin.ping()
+        running = threading.Thread(target=run_for_ever)
+        running.start()
+        wait_until(busy, 10, "BUSY")
+        try:
+            error = refusal(steps(store)[step])
+            assert error.executed is False
+            assert "BUSY" in str(error)
+        finally:
+            admin.script_kill()
+            running.join(10)
+
+
+def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: RedisServer) -> None:
+    """No password, another password, a user without scripts; none of them is ever told."""
+    port = server.port
+    with redis.Redis.from_url(server.url) as admin:
+        admin.acl_setuser("meek", enabled=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+get", "+pttl"])
+        admin.config_set("requirepass", "right")
+        try:
+            for login in ("", f":{SECRET}@", f"nobody:{SECRET}@"):
+                store = RedisLeaseStore.from_url(f"redis://{login}127.0.0.1:{port}/0", timeout=TIMEOUT)
+                for step in ("acquire", "renew", "mark", "holders"):
+                    assert refusal(steps(store)[step]).executed is False
+            store = RedisLeaseStore.from_url(f"redis://meek:{SECRET}@127.0.0.1:{port}/0", timeout=TIMEOUT)
+            for step in ("acquire", "renew", "holders"):
+                assert refusal(steps(store)[step]).executed is False
+            assert store.mark("a", "m") is None
+        finally:
+            admin.config_set("requirepass", "")
+
+
+def test_one_lease_that_is_refused_does_not_fail_the_others(server: RedisServer, store: RedisLeaseStore) -> None:
+    """Nothing is known of the refused one, so it is to be asserted again."""
+    ours, theirs = make_bid(f"g:ours-{fresh_key()}"), make_bid(fresh_key())
+    for bid in (ours, theirs):
+        assert store.acquire(bid, settled=True) == Acquired()
+    with redis.Redis.from_url(server.url) as admin:
+        admin.acl_setuser(
+            "half", enabled=True, passwords=[f"+{SECRET}"], keys=["celery_leases:{g:ours*"], commands=["+@all"]
+        )
+    half = RedisLeaseStore.from_url(f"redis://half:{SECRET}@127.0.0.1:{server.port}/0", timeout=TIMEOUT)
+    renewals = [Renewal(bid.stored_key, bid.token, 60.0) for bid in (theirs, ours, theirs)]
+    assert half.renew(renewals) == [Kept.MISSING, Kept.OURS, Kept.MISSING]
+    assert refusal(lambda: half.renew(renewals[:1])).executed is False
+    assert refusal(lambda: half.holder(theirs.stored_key)).executed is False
+
+
+def test_a_server_that_repeats_our_login_in_its_error_tells_no_secret() -> None:
+    """Redis lists the arguments of an unknown command, AUTH and HELLO among them."""
+    told = redis.ResponseError(f"unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' '{SECRET}'")
+    assert SECRET not in str(unavailable("redis:h:1/0", told, SECRET))
+
+
+@pytest.mark.parametrize(
+    ("error", "fate"),
+    [
+        (redis.BusyLoadingError("Redis is loading the dataset in memory"), False),
+        (redis.exceptions.MaxConnectionsError("Too many connections"), False),
+        (redis.ConnectionError("max number of clients reached"), False),
+        (redis.ConnectionError("Connection closed by server."), None),
+        (redis.TimeoutError("Timeout reading from socket"), None),
+        (redis.TimeoutError("Timeout connecting to server"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), None),
+        (ConnectionRefusedError(111, "Connection refused"), False),
+    ],
+)
+def test_what_an_error_says_about_the_command(error: Exception, fate: bool | None) -> None:
+    """Where it cannot be known, the answer is that nobody knows."""
+    assert executed(error) is fate
+
+
+# -- bounds ------------------------------------------------------------------------------------------------
+
+
+def test_a_bounded_store_has_connections_of_its_own(server: RedisServer, store: RedisLeaseStore) -> None:
+    """It is the same store, with another patience, and closing it closes nothing of the first."""
+    patient = RedisLeaseStore.from_url(server.url, timeout=30.0)
+    hasty = patient.bounded(0.2)
+    assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)
+    assert hasty._client.connection_pool is not patient._client.connection_pool
+    bid = make_bid(fresh_key())
+    assert patient.acquire(bid, settled=True) == Acquired()
+    assert hasty.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.OURS]
+    server.pause()
+    assert refusal(lambda: hasty.holder(bid.stored_key)).executed is None
+    server.resume()
+    hasty.close()
+    assert patient.holder(bid.stored_key) is not None
+    patient.close()
