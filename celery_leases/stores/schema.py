@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from io import StringIO
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import (
     BigInteger,
@@ -15,11 +14,11 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    create_mock_engine,
     inspect,
 )
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
 
 from celery_leases.core.errors import SchemaOutdated
 
@@ -109,19 +108,21 @@ class Tables:
             self._create(engine)
 
     def ddl(self, engine: Engine) -> str:
-        """The SQL that :meth:`create` would run on an empty database."""
-        out = StringIO()
+        """The SQL that :meth:`create` would run."""
+        statements = [str(statement.compile(dialect=engine.dialect)).strip() for statement in self._statements()]
+        statements.append(f"INSERT INTO {self.version} (version) VALUES ({VERSION})")  # noqa: S608 - its own words
+        return ";\n\n".join(statements) + ";\n"
 
-        def write(statement: Any, *_: Any, **__: Any) -> None:
-            out.write(str(statement.compile(dialect=engine.dialect)).strip() + ";\n\n")
-
-        mock = create_mock_engine(engine.url, write)
-        self.metadata.create_all(mock, checkfirst=False)
-        return out.getvalue() + f"INSERT INTO {self.version} (version) VALUES ({VERSION});\n"  # noqa: S608 - its own table and version
+    def _statements(self) -> list[ExecutableDDLElement]:
+        tables = self.metadata.sorted_tables
+        made: list[ExecutableDDLElement] = [CreateTable(table, if_not_exists=True) for table in tables]
+        indexes = [index for table in tables for index in sorted(table.indexes, key=lambda index: str(index.name))]
+        return made + [CreateIndex(index, if_not_exists=True) for index in indexes]
 
     def _create(self, engine: Engine) -> None:
-        self.metadata.create_all(engine)
         with engine.connect() as connection:
+            for statement in self._statements():
+                connection.execute(statement)
             if connection.execute(self.version.select()).first() is None:
                 connection.execute(self.version.insert().values(version=VERSION))
 

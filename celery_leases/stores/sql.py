@@ -72,11 +72,8 @@ class SqlRecordStore:
         if self.database.count(self._settle, rows.of_outcome(record, outcome)):
             return True
         row = self.read(record.stored_key)
-        return (
-            row is not None
-            and row.state is not State.RUNNING
-            and (row.fence, row.owner) == (record.fence, record.owner)
-        )
+        written = (record.fence, record.owner, outcome.state, outcome.ended, outcome.result)
+        return row is not None and (row.fence, row.owner, row.state, row.ended, row.result) == written
 
     def search(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[Record]:
         """Rows, the latest started first."""

@@ -1,0 +1,173 @@
+"""SQLite and PostgreSQL against the published suites, and what is their own: the claim's snapshot, the schema."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
+from celery_leases.core.records import Refused, Won
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContract, RecordStoreContract
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import outcome, row, won
+from celery_leases.testing.process import wait_until
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'records.db'}"
+    return str(request.getfixturevalue("leases_postgres_url"))
+
+
+@pytest.fixture
+def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
+    """A record store with its tables."""
+    store = SqlRecordStore(engine_for(database_url))
+    store.migrate()
+    store.check()
+    yield store
+    store.database.close()
+
+
+class TestRecords(RecordStoreContract):
+    """The published suite for record stores."""
+
+    @pytest.fixture
+    def records(self, sql_records: SqlRecordStore) -> SqlRecordStore:
+        """One of the two databases."""
+        return sql_records
+
+
+class TestLeases(LeaseStoreContract):
+    """The published suite for lease stores, where the claimed row is the lease."""
+
+    @pytest.fixture
+    def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
+        """One of the two databases."""
+        return DatabaseLeaseStore(sql_records)
+
+
+class TestMarks(MarkStoreContract):
+    """The published suite for mark stores."""
+
+    @pytest.fixture
+    def marks(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
+        """One of the two databases."""
+        return DatabaseLeaseStore(sql_records)
+
+
+def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(sql_records: SqlRecordStore) -> None:
+    """On PostgreSQL the losers' snapshots may lack the row: they answer with nothing, never with a win."""
+    for _ in range(20):
+        key = fresh_key()
+        together = threading.Barrier(8)
+
+        def claim(_: int, key: str = key, together: threading.Barrier = together) -> Won | Refused:
+            together.wait(10)
+            return sql_records.claim(make_bid(key), "database")
+
+        with ThreadPoolExecutor(8) as threads:
+            claims = list(threads.map(claim, range(8)))
+        assert sum(isinstance(answer, Won) for answer in claims) == 1
+
+
+def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(leases_postgres_url: str) -> None:
+    """PostgreSQL re-checks the condition on the newest row, but reads it back from the statement's snapshot."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records.migrate()
+    bid = make_bid(fresh_key())
+    record = won(records, bid)
+    rival = make_bid(bid.stored_key)
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    )
+    with ThreadPoolExecutor(1) as threads, records.database.engine.connect() as other:
+        other.execute(text("BEGIN"))
+        other.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
+        claim = threads.submit(records.claim, rival, "redis:one")
+        with records.database.engine.connect() as watcher:
+            wait_until(lambda: watcher.execute(waiting).scalar() == 1, 10, "the claim to wait for the row")
+        other.execute(text("UPDATE celery_leases_records SET state = 'done', result = '1'"))
+        other.execute(text("COMMIT"))
+        answer = claim.result(10)
+    assert isinstance(answer, Refused)
+    assert row(records, bid.stored_key).owner == record.owner
+
+
+def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(sql_records: SqlRecordStore) -> None:
+    """Writing it again matches no row, and the row says that it was ours."""
+    record = won(sql_records, make_bid(fresh_key()))
+    assert sql_records.settle(record, outcome(record, result="1"))
+    assert sql_records.settle(record, outcome(record, result="1"))
+
+
+def test_a_connection_that_died_is_replaced_within_the_call(leases_postgres_url: str) -> None:
+    """The server was restarted while the pool slept; no task should notice."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records.migrate()
+    bid = make_bid(fresh_key())
+    record = won(records, bid)
+    with records.database.engine.connect() as other:
+        killed = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        records.read(bid.stored_key)
+        assert other.execute(text(killed + " AND datname = current_database()")).rowcount
+    assert records.settle(record, outcome(record))
+
+
+def test_a_database_without_tables_stops_with_the_command_to_run(leases_postgres_url: str) -> None:
+    """Tables are made by an operator, except on SQLite."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    with pytest.raises(SchemaOutdated, match="leases migrate"):
+        records.check()
+    records.migrate()
+    records.migrate()
+    records.check()
+
+
+def test_tables_of_another_version_are_refused_and_named(sql_records: SqlRecordStore) -> None:
+    """Both versions are in the message."""
+    with sql_records.database.engine.connect() as connection:
+        connection.execute(text("UPDATE celery_leases_version SET version = 99"))
+    with pytest.raises(SchemaOutdated, match="version 99, this release needs 1"):
+        sql_records.check()
+
+
+def test_the_printed_sql_makes_the_tables_that_migrate_makes(leases_postgres_url: str) -> None:
+    """An operator may run it by hand."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    with records.database.engine.connect() as connection:
+        connection.execute(text(records.tables.ddl(records.database.engine)))
+    records.check()
+    assert won(records, make_bid(fresh_key())).attempt == 1
+
+
+def test_many_processes_may_make_the_tables_of_one_sqlite_file(tmp_path: Path) -> None:
+    """Workers that start at once do not stop one another."""
+    stores = [SqlRecordStore(engine_for(f"sqlite:///{tmp_path / 'new.db'}")) for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda store: store.check(), stores))
+    stores[0].check()
+
+
+def test_a_database_that_is_away_is_told_as_such_without_its_password() -> None:
+    """Nothing of SQLAlchemy or the driver gets out."""
+    records = SqlRecordStore(engine_for("postgresql+psycopg://me:secret@127.0.0.1:1/x?connect_timeout=2"))
+    for call in (lambda: records.read("t:x|y"), records.check, lambda: records.claim(make_bid("t:x|y"), "database")):
+        with pytest.raises(StoreUnavailable) as caught:
+            call()
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "nonsense", "redis://localhost", "postgresql+nodriver://x/y"])
+def test_a_database_that_cannot_hold_records_is_refused_with_what_to_write(url: str) -> None:
+    """At once, not at the first task."""
+    with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
+        engine_for(url)
