@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn
 from uuid import uuid4
 
-from celery import signals
+from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
 
 from celery_leases import apps
@@ -22,15 +22,18 @@ from celery_leases.core.results import encode, failure_of
 from celery_leases.execution import Again, Answer, Over, Reply, Throw
 from celery_leases.handle import Lease, leased
 from celery_leases.interruption import LimitedTooEarly, shield_here
-from celery_leases.putback import HEADER
 from celery_leases.renewal import Tenure
-from celery_leases.request import TOKEN
+from celery_leases.request import HEADER, TOKEN
 from celery_leases.signals import logger
 
 STORED_KEY = "celery_leases_stored_key"
-"""Where a request remembers the key whose callbacks are to be marked as sent."""
+"""Where a request remembers key and call whose callbacks are to be marked as sent."""
+
+REPLACED = "celery_leases_replaced"
+"""Where a request remembers the signature its task has replaced itself with."""
 
 PAUSE_UNCONFIRMED = 1.0
+PRIOR_KEPT = 8
 
 
 class Delivery:
@@ -44,6 +47,9 @@ class Delivery:
         self.options = task.lease_options
         self.parts = apps.parts_of(task.app, eager=request.is_eager)
         self.shield = shield_here(os.getpid())
+        # A task that replaces itself goes on under the id it has: another call, which must not be taken for done.
+        nesting = request.replaced_task_nesting
+        self.call_id: str = f"{request.id}~{nesting}" if nesting else request.id
         self.pin = self._pinned()
 
     def take(self) -> Any:
@@ -62,7 +68,7 @@ class Delivery:
     def _pinned(self) -> dict[str, Any]:
         """What an earlier delivery of this very call wrote into the message."""
         pin = (self.request.headers or {}).get(HEADER)
-        if isinstance(pin, dict) and (pin.get("task"), pin.get("id")) == (self.task.name, self.request.id):
+        if isinstance(pin, dict) and (pin.get("task"), pin.get("id")) == (self.task.name, self.call_id):
             return dict(pin)
         return {}
 
@@ -72,13 +78,15 @@ class Delivery:
         limits = request.timelimit or (None, None)
         return Call(
             task=self.task.name,
-            call_id=request.id,
+            call_id=self.call_id,
             key=self._key(),
             options=self.options,
             repeat=bool(pin) or redelivered or request.retries > 0,
             canvas=bool(request.chain or request.chord or request.group or request.callbacks),
             tries=pin.get("tries", 0),
-            prior=pin.get("prior"),
+            started=bool(pin.get("started")) or request.retries > 0,
+            retries=request.retries,
+            prior=tuple(pin.get("prior", ())),
             token=request.__dict__.get(TOKEN) or uuid4().hex,
             longest_hop=self.parts.settings.longest_hop,
             time_limit=limits[0] or self.task.time_limit,
@@ -88,7 +96,7 @@ class Delivery:
         """The key of the arguments; a pinned one stays, whatever arguments a retry brought."""
         task, pin = self.task, self.pin
         try:
-            made = call_key(task.name, self.options, task.lease_signature, self.request.id, self.args, self.kwargs)
+            made = call_key(task.name, self.options, task.lease_signature, self.call_id, self.args, self.kwargs)
         except KeyUnusable:
             if "key" not in pin:
                 raise
@@ -121,7 +129,7 @@ class Delivery:
         if record is not None and (record.call_id == call.call_id or call.call_id in record.finished_calls):
             self._pin(call, started=True)
             return
-        self.task.backend.mark_as_revoked(call.call_id, "expired", request=self.request)
+        self.task.backend.mark_as_revoked(self.request.id, "expired", request=self.request)
         signals.task_revoked.send(sender=self.task, request=self.request, terminated=False, signum=None, expired=True)
         self._drop(call, "it expired before it began")
 
@@ -129,7 +137,7 @@ class Delivery:
 
     def _body(self, call: Call) -> Any:
         def body(tenure: Tenure, record: Record) -> Ending:
-            self._pin(call, started=True, tries=0, away=0)
+            self._pin(call, started=True, tries=0, away=0, prior=[])
             lease = Lease(tenure, record, self.parts.renewer, self.shield.closed)
             began = time.monotonic()
             try:
@@ -155,7 +163,11 @@ class Delivery:
             case Reject():
                 return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
             case Ignore():
-                return Passed(error, again=False, ended=Ended.IGNORED)
+                replaced = self.request.__dict__.get(REPLACED)
+                if replaced is None:
+                    return Passed(error, again=False, ended=Ended.IGNORED)
+                # Its replacement may go on under this very key, which must then be free for it.
+                return Passed(error, again=self._same_key(call, replaced), ended=Ended.REPLACED)
             case Exception():
                 return Lost(tenure.lost) if tenure.lost else Raised(error, failure_of(error))
             case _:
@@ -184,9 +196,11 @@ class Delivery:
         match reply:
             case Answer(value):
                 if call.canvas:
-                    self.request.__dict__[STORED_KEY] = call.key.stored
+                    self.request.__dict__[STORED_KEY] = (call.key.stored, call.call_id)
                 return value
-            case Throw(error):
+            case Throw(error, own):
+                if own and self._celery_knows():
+                    self._drop(call, "its outcome is known already")
                 raise error
             case Over(reason):
                 raise Ignore(reason)
@@ -199,7 +213,8 @@ class Delivery:
         if self.request.is_eager:
             raise LeaseHeld(f"{call.key.key}: {again.reason}, and an eager call cannot come back", call.key.key, delay)
         away = self.pin.get("away", 0) + 1 if again.away else 0
-        news = {"tries": call.tries + 1, "away": away, "prior": again.prior}
+        prior = [*call.prior, again.prior][-PRIOR_KEPT:] if again.prior else list(self.pin.get("prior", ()))
+        news = {"tries": call.tries + 1, "away": away, "prior": prior}
         self._pin(call, **(news | ({"started": True} if again.started else {})))
         parts = self.parts
         try:
@@ -217,6 +232,25 @@ class Delivery:
             self._drop(call, "another copy of this call waits already")
         self._observe(CallPutBack(**_subject(call), delay=delay, reason=again.reason))
         raise Ignore(f"put back: {again.reason}")
+
+    def _celery_knows(self) -> bool:
+        """Whether the result backend has a final state for this call."""
+        if self.request.is_eager:
+            return False
+        try:
+            return self.task.backend.get_state(self.request.id) in states.READY_STATES
+        except Exception:  # noqa: BLE001 - no backend, or one that cannot be asked
+            return False
+
+    def _same_key(self, call: Call, signature: Any) -> bool:
+        if signature.get("task") != self.task.name or self.options.key is None:
+            return False
+        args, kwargs = signature.get("args") or (), signature.get("kwargs") or {}
+        try:
+            key = call_key(self.task.name, self.options, self.task.lease_signature, "", args, kwargs)
+        except KeyUnusable:
+            return False
+        return key.stored == call.key.stored
 
     def _drop(self, call: Call, reason: str) -> NoReturn:
         self._observe(CallDropped(**_subject(call), reason=reason))

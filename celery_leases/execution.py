@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from celery_leases.core import decisions, events
@@ -36,12 +36,14 @@ from celery_leases.core.ports import (
     RecordStore,
     Unsettled,
 )
-from celery_leases.core.records import Bid, Outcome, Record, Refused, Won
+from celery_leases.core.records import Bid, Outcome, Record, Refused, State, Won
 from celery_leases.core.results import decode
 from celery_leases.renewal import Renewer, Tenure
 
 CLAIM_TRIES = 4
 LOST_PAUSE = 1.0
+PEEK = 0.05
+PEEKS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,21 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Throw:
-    """Celery gets this exception, as the body or a decision raised it."""
+    """Celery gets this exception, as the body or a decision raised it.
+
+    ``own``: it is what is remembered of this very call, and is not wanted where Celery knows its outcome already.
+    """
 
     error: BaseException
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
     """A fresh message must be published before this delivery ends.
 
-    ``started``: the call has run, so that it may no longer expire. ``prior``: the token of an attempt whose row may
-    still stand open, through no crash. ``away``: a store did not answer.
+    ``started``: the call has begun, so that it may no longer expire. ``prior``: the token of an attempt whose row may
+    still stand open, through no crash of it. ``away``: a store did not answer.
     """
 
     delay: float
@@ -117,6 +123,7 @@ class Execution:
 
     def run(self, call: Call, body: Body, away: int = 0) -> Reply:
         """Take *call* to its end. *away*: how often it was put back before because a store did not answer."""
+        taken = self.clock.now()
         try:
             entered = self._enter(call)
         except _Away as unavailable:
@@ -127,13 +134,13 @@ class Execution:
             return self._away(error, away)
         if not isinstance(entered, _Tenancy):
             return self._reply(call, entered)
-        return self._run(call, entered.tenure, entered.record, body, away)
+        return self._run(call, entered, body, away, taken)
 
     # -- until the body may run ----------------------------------------------------------------------------
 
     def _enter(self, call: Call) -> _Tenancy | Verdict:
         if call.repeat:
-            verdict = self._decide(call, record=self.records.read(call.key.stored))
+            verdict = self._decide(call, self.records.read(call.key.stored))
             if not isinstance(verdict, Run | Wait):
                 return verdict
         began = self.clock.now()
@@ -157,8 +164,7 @@ class Execution:
             sent = self.clock.now()
             answer = self._acquire(bid, settled=True)
         if isinstance(answer, Held):
-            self._report_held(call, answer.holder)
-            return before_run(call, Facts(holder=answer.holder, waited=waited, chance=self.chance()))
+            return self._held(call, answer.holder, waited)
         options = call.options
         tenure = Tenure(bid, sent, self.clock, renew=options.renew, max_hold=options.max_hold)
         try:
@@ -171,6 +177,19 @@ class Execution:
         if not isinstance(entered, _Tenancy):
             self._give_back(bid)
         return entered
+
+    def _held(self, call: Call, holder: Holder, waited: float) -> Verdict:
+        """What holds the key may only be looking at the record: nobody is turned away for that."""
+        verdict = before_run(call, Facts(holder=holder, waited=waited, chance=self.chance()))
+        if isinstance(verdict, Drop | Refuse):
+            record = self.records.read(call.key.stored)
+            answer = self._decide(call, record, waited)
+            if not isinstance(answer, Run):
+                return answer
+            if record is None or (record.state, record.owner) != (State.RUNNING, holder.token):
+                return Wait(PEEK) if waited < PEEKS * PEEK else PutBack(LOST_PAUSE, "the key is being looked at")
+        self._report_held(call, holder)
+        return verdict
 
     def _acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled | Claimed:
         if self.leases.in_records:
@@ -188,7 +207,7 @@ class Execution:
                 return self._claimed(call, tenure, claim.record)
             if claim.record is not None and (holder := decisions.holder_in(claim.record)) is not None:
                 self._report_held(call, holder)
-            verdict = self._decide(call, record=claim.record, waited=waited)
+            verdict = self._decide(call, claim.record, waited)
             if not isinstance(verdict, Run):
                 return verdict
         return PutBack(LOST_PAUSE + self.chance(), "the record could not be seen")
@@ -227,22 +246,23 @@ class Execution:
             return verdict
         if isinstance(verdict, StandBack):
             self._close(call, record, decisions.stood_back(call, record, verdict.delay))
-            return PutBack(min(verdict.delay, call.longest_hop), "it crashed repeatedly")
+            return PutBack(verdict.delay, "it crashed repeatedly", started=True)
         if not tenure.held:
             self._close(call, record, decisions.stood_back(call, record, 0.0))
-            return PutBack(LOST_PAUSE + self.chance(), "the claim took longer than the lease lasts")
+            return PutBack(LOST_PAUSE + self.chance(), "the claim took longer than the lease lasts", started=True)
         return _Tenancy(tenure, record)
 
     # -- the run and its end -------------------------------------------------------------------------------
 
-    def _run(self, call: Call, tenure: Tenure, record: Record, body: Body, away: int) -> Reply:
+    def _run(self, call: Call, tenancy: _Tenancy, body: Body, away: int, taken: float) -> Reply:
+        tenure, record = tenancy.tenure, tenancy.record
         self.renewer.add(tenure)
         self.observer.observe(events.LeaseAcquired(**_of(call), fence=record.fence, attempt=record.attempt))
         began = self.clock.now()
         ending = body(tenure, record)
         runtime = self.clock.now() - began
         outcome = decisions.after_run(call, record, ending)
-        written = self._settle(call, record, outcome, ending, began)
+        written = self._settle(call, record, outcome, ending, taken)
         self.renewer.drop(tenure)
         if written is None:
             reason = "the outcome could not be written"
@@ -255,9 +275,9 @@ class Execution:
         self._report(call, outcome, runtime)
         return self._ended(ending, outcome)
 
-    def _settle(self, call: Call, record: Record, outcome: Outcome, ending: Ending, began: float) -> bool | None:
+    def _settle(self, call: Call, record: Record, outcome: Outcome, ending: Ending, taken: float) -> bool | None:
         """Write the outcome; ``None`` when the database did not answer for as long as is allowed."""
-        until = decisions.settle_until(call.options, call, self.clock.now(), began)
+        until = decisions.settle_until(call, self.clock.now(), taken)
         patient = isinstance(ending, Returned | Raised | Passed)
         tries = 0
         while True:
@@ -296,7 +316,7 @@ class Execution:
             # The attempt that finished is sending the callbacks at this moment.
             return Again(LOST_PAUSE * 5, "a later attempt has finished this call", started=True)
         try:
-            verdict = self._decide(call, record=now)
+            verdict = self._decide(replace(call, started=True), now)
         except StoreUnavailable as error:
             return self._away(error, 0)
         if isinstance(verdict, Run | Wait):
@@ -319,11 +339,12 @@ class Execution:
             digests=key.digests,
             rerun=options.rerun,
             prior=call.prior,
+            retries=call.retries,
         )
 
     def _decide(self, call: Call, record: Record | None, waited: float = 0.0) -> Verdict:
         out = False
-        if record is not None and call.canvas and decisions.finished_by(call, record):
+        if call.canvas and (call.repeat or (record is not None and decisions.finished_by(call, record))):
             out = self.marks.mark(call.key.stored, callbacks_mark(call.call_id)) is not None
         return before_run(call, Facts(record=record, callbacks_out=out, waited=waited, chance=self.chance()))
 
@@ -335,11 +356,14 @@ class Execution:
             case Drop(reason):
                 self.observer.observe(events.CallDropped(**_of(call), reason=reason))
                 return Over(reason)
-            case Refuse(error) | GiveUp(error):
+            case Refuse(error, own):
+                self.observer.observe(events.CallRefused(**_of(call), error=str(error)))
+                return Throw(error, own)
+            case GiveUp(error):
                 self.observer.observe(events.CallRefused(**_of(call), error=str(error)))
                 return Throw(error)
-            case PutBack(delay, reason):
-                return Again(delay, reason, started=started)
+            case PutBack(delay, reason, begun):
+                return Again(delay, reason, started=started or begun)
             case Run() | Wait() | StandBack():
                 raise AssertionError(f"{verdict} is not an answer")
             case _ as never:

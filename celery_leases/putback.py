@@ -13,13 +13,10 @@ from kombu.pools import ProducerPool
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
 from celery_leases.execution import waiter_mark
-from celery_leases.request import TOKEN
+from celery_leases.request import HEADER, TOKEN
 
 CONFIRM_WITHIN = 5.0
 POOL_SIZE = 10
-HEADER = "celery_leases"
-"""The message header that pins key and fingerprint of a call, and names its copies."""
-
 _AMQP = {"confirm_publish": True, "read_timeout": CONFIRM_WITHIN, "write_timeout": CONFIRM_WITHIN}
 _REDIS = {"socket_timeout": CONFIRM_WITHIN, "socket_connect_timeout": CONFIRM_WITHIN}
 _OPTIONS = {"pyamqp": _AMQP, "amqp": _AMQP, "redis": _REDIS, "rediss": _REDIS, "valkey": _REDIS, "sentinel": _REDIS}
@@ -40,7 +37,8 @@ class Copies:
         Raises whatever kept the broker from confirming within 5 s; then nothing may be taken for published.
         """
         request = task.request
-        mark, ours = waiter_mark(request.id), pin.get("nonce")
+        # A retry is not a copy of the attempt before it: the two must not be taken for one another.
+        mark, ours = waiter_mark(f"{pin['id']}/{request.retries}"), pin.get("nonce")
         waiting = _known_waiter(marks, stored_key, mark)
         if waiting not in (None, ours):
             return False

@@ -11,6 +11,10 @@ TOKEN = "celery_leases_token"  # noqa: S105 - the name of a field, not a passwor
 """Where the token travels to the pool child: a field of the request, and so of ``task.request``."""
 
 
+HEADER = "celery_leases"
+"""The message header that pins key and fingerprint of a call, and names its copies."""
+
+
 class LeaseRequest(Request):
     """A Celery request that carries the owner token of the attempt it may become.
 
@@ -22,10 +26,10 @@ class LeaseRequest(Request):
         self._request_dict[TOKEN] = uuid4().hex
 
     def maybe_expire(self) -> Any:
-        """Leave the expiry of a redelivered message to the child, which can see whether the call has begun.
+        """Leave the expiry of a copy to the child, which can see whether the call has begun.
 
         Expiring a copy would revoke the call while it runs: both have one id.
         """
-        if self.delivery_info.get("redelivered"):
+        if self.delivery_info.get("redelivered") or HEADER in self._request_dict:
             return None
         return super().maybe_expire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,10 +12,10 @@ from celery import Celery, Task, signals
 
 from celery_leases import apps
 from celery_leases.client import LeaseStatus
-from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.core.keys import call_key
 from celery_leases.core.options import LeaseOptions, gather
-from celery_leases.delivery import STORED_KEY, Delivery
+from celery_leases.delivery import REPLACED, STORED_KEY, Delivery
 from celery_leases.execution import callbacks_mark
 from celery_leases.handle import UNLEASED, Lease, Unleased, lease_here, leased
 
@@ -63,6 +64,11 @@ class LeasedMixin:
     def lease(self) -> Lease | Unleased:
         """The lease of the body that is running here."""
         return lease_here()
+
+    def replace(self, sig: Any) -> Any:
+        """Replace this task as Celery does; its key is over, or goes on with a replacement that has the same."""
+        self.request.__dict__[REPLACED] = sig  # type: ignore[attr-defined]
+        return super().replace(sig)  # type: ignore[misc]
 
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
         """Where the key stands that a call with these arguments would have.
@@ -117,8 +123,9 @@ def _callbacks_are_out(sender: Any, **_: Any) -> None:
     """Celery has sent the callbacks of this call: a copy of it that comes now is superfluous."""
     if isinstance(sender, LeasedMixin):
         request = sender.request  # type: ignore[attr-defined]
-        stored_key = request.__dict__.get(STORED_KEY)
+        stored_key, call_id = request.__dict__.get(STORED_KEY, (None, None))
         if stored_key is not None and not request.is_eager:
             ttl = min(sender.lease_options.retention, _CALLBACKS_REMEMBERED)
             marks = apps.parts_of(sender.app).marks  # type: ignore[attr-defined]
-            marks.swap_mark(stored_key, callbacks_mark(request.id), None, "out", ttl)
+            with suppress(StoreUnavailable):  # a copy would send the callbacks again, as the guarantees say
+                marks.swap_mark(stored_key, callbacks_mark(call_id), None, "out", ttl)

@@ -5,12 +5,16 @@ Before the run (first row that matches)
 ===========================================  =======================================================
 the record says                              verdict
 ===========================================  =======================================================
-this call has finished                       ``Drop`` if its callbacks are out, else ``Replay``
+this call's callbacks are out                ``Drop``
+this call has finished                       ``Replay``
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
+this call has raised                         ``Refuse`` with the remembered failure
+this call has been retried since             ``Drop``
 failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
 another fingerprint, another call            ``Refuse(KeyReused)``
 done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``
+waiting for an operator                      ``Refuse(PermanentFailure)``
 running under a live lease, or lease held    this call: ``PutBack`` until the lease ends;
                                              another: ``lease_on_held``: ``PutBack``, ``Wait``, ``Drop``, ``Refuse``
 waiting for ``retry_at``                     ``PutBack`` until then
@@ -18,6 +22,9 @@ claimed, and crashed too often in a row      ``GiveUp``
 claimed, second crash in a row or later      ``StandBack`` 5 s, then 30 s
 anything else                                ``Run``
 ===========================================  =======================================================
+
+A call that has begun before is never dropped or refused because of another one: it is put back, or replayed.
+A delivery that carries chain, chord, group or link is never dropped because of another call either.
 
 After the run
 
@@ -49,10 +56,11 @@ from celery_leases.core.keys import CallKey, differing
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.results import NOT_JSON, TOO_LARGE
 
 CRASH_LOOP = "crash_loop"
-RESULT_TOO_LARGE = "result_too_large"
-RESULT_NOT_JSON = "result_not_json"
+NO_RESULT = ""
+_WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
 REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
 RETRY_GRACE = 1.0
@@ -74,8 +82,12 @@ class Call:
     canvas: bool = False
     #: How often this call was put back before.
     tries: int = 0
-    #: The token of an earlier attempt of this call which we may have left open.
-    prior: str | None = None
+    #: It has begun to run before.
+    started: bool = False
+    #: How often Celery has retried it.
+    retries: int = 0
+    #: The tokens of earlier attempts of this call which we may have left open.
+    prior: tuple[str, ...] = ()
     #: The owner token made for this delivery.
     token: str = ""
     #: The longest countdown the broker can be trusted with, in seconds.
@@ -103,6 +115,8 @@ class PutBack:
 
     delay: float
     reason: str
+    #: The call is known to have begun.
+    started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +135,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Raise ``error`` to the caller."""
+    """Raise ``error`` to the caller; ``own``: unless Celery knows the outcome of this very call already."""
 
     error: LeasesError
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +166,7 @@ class Facts:
     holder: Holder | None = None
     #: The record was claimed by this delivery.
     claimed: bool = False
-    #: The callbacks of this very call are known to have been sent.
+    #: The callbacks of this very call are known to have been sent, whoever finished the work.
     callbacks_out: bool = False
     #: Seconds this delivery has been waiting in this process (``lease_on_held="wait"``).
     waited: float = 0.0
@@ -162,20 +177,23 @@ class Facts:
 def before_run(call: Call, facts: Facts) -> Verdict:
     """Decide what the delivery does next; see the table above."""
     record = facts.record
-    if record is not None and record.expired:
-        record = None
     if facts.claimed:
         assert record is not None
         return _after_claim(call, record)
+    if facts.callbacks_out:
+        return Drop("its result and callbacks are out")
+    if record is not None and record.expired:
+        record = None
     if record is not None:
-        answer = _answered(call, record, facts)
+        answer = _answered(call, record)
         if answer is not None:
             return answer
     holder = facts.holder or (holder_in(record) if record is not None else None)
     if holder is not None:
         return _held(call, holder, facts)
     if record is not None and record.state in (State.PENDING, State.COOLING) and may_run_in(call, record) > 0:
-        return PutBack(_hop(call, record.waits + _jitter(facts)), "waiting for its retry time")
+        started = record.call_id == call.call_id
+        return PutBack(_hop(call, record.waits + _jitter(facts)), "waiting for its retry time", started)
     return Run()
 
 
@@ -213,43 +231,46 @@ def crash_pause(crashes: int) -> float:
     return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
 
 
-def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
+def _answered(call: Call, record: Record) -> Verdict | None:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
-    if finished_by(call, record):
-        return _own_answer(call, record, facts)
     ours = record.call_id == call.call_id
-    if record.state is State.FAILED and (ours or not call.options.rerun):
+    if finished_by(call, record):
+        return _own_answer(call, record)
+    if ours and record.state is State.PENDING and record.ended is Ended.FAILED:
+        return Refuse(_remembered(record), own=True)
+    if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
+        return Drop("a retry of this call has taken its place")
+    if record.state is State.UNCERTAIN or (record.state is State.FAILED and (ours or not call.options.rerun)):
         return Refuse(_remembered(record))
-    if not ours and not call.options.rerun and not _agree(record.fingerprint, call.key.fingerprint):
+    freed = record.state is State.PENDING and record.ended is Ended.FAILED
+    if not (ours or freed or call.options.rerun or _agree(record.fingerprint, call.key.fingerprint)):
         return Refuse(_reused(call, record))
-    if record.state is State.DONE:
-        return _done_by_other(call, record)
-    return None
+    return _done_by_other(call, record) if record.state is State.DONE else None
 
 
 def _agree(ours: str | None, theirs: str | None) -> bool:
     return ours is None or theirs is None or ours == theirs
 
 
-def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
-    if facts.callbacks_out:
-        return Drop("its result and callbacks are out")
-    results = record.finished_results or {}
+def _own_answer(call: Call, record: Record) -> Verdict:
     if record.state is State.DONE and record.call_id == call.call_id:
-        if record.reason in (Ended.IGNORED, Ended.REJECTED):
+        if record.reason in _WITHOUT_RESULT:
             return Drop(f"it was {record.reason} by the task itself")
-        return _saved(record)
-    if results.get(call.call_id) is not None:
-        return Replay(results[call.call_id], call.call_id)
-    return Refuse(
-        ResultMissing(f"{record.key}: this call is done, but its result was not kept", record.key, "overwritten")
-    )
+        return _saved(record, own=True)
+    result = (record.finished_results or {}).get(call.call_id)
+    if result == NO_RESULT:
+        return Drop("it has ended without a result")
+    if result is not None:
+        return Replay(result, call.call_id)
+    message = f"{record.key}: this call is done, but its result was not kept"
+    return Refuse(ResultMissing(message, record.key, "overwritten"), own=True)
 
 
-def _done_by_other(call: Call, record: Record) -> Verdict:
-    match call.options.on_done:
+def _done_by_other(call: Call, record: Record) -> Verdict | None:
+    on_done = "replay" if call.started and not call.options.rerun else call.options.on_done
+    match on_done:
         case "rerun":
-            return Run()
+            return None
         case "fail":
             return Refuse(AlreadyDone(f"{record.key} was done by call {record.call_id}", record.key, record.call_id))
         case "ignore" if not call.canvas:
@@ -260,43 +281,43 @@ def _done_by_other(call: Call, record: Record) -> Verdict:
             assert_never(never)
 
 
-def _saved(record: Record) -> Verdict:
-    if record.reason in (RESULT_TOO_LARGE, RESULT_NOT_JSON):
-        message = f"{record.key} is done, but its result was not kept ({record.reason})"
-        return Refuse(ResultMissing(message, record.key, record.reason))
+def _saved(record: Record, *, own: bool = False) -> Verdict:
+    if record.reason in (TOO_LARGE, NOT_JSON, *_WITHOUT_RESULT):
+        message = f"{record.key} is done, but it has no result to give ({record.reason})"
+        return Refuse(ResultMissing(message, record.key, record.reason), own)
     return Replay(record.result, record.call_id)
 
 
 def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
-    if holder.call_id == call.call_id:
-        return PutBack(_hop(call, holder.remaining + _jitter(facts)), "a copy of this call is running")
     longest = max(1.0, holder.remaining)
-    put_back = PutBack(
-        _hop(call, min(2.0 ** min(call.tries, 20), longest) + _jitter(facts)), "another call holds the key"
-    )
-    match call.options.on_held:
+    growing = min(2.0 ** min(call.tries, 20), longest) + _jitter(facts)
+    if holder.call_id == call.call_id:
+        # The message of a retry may overtake the end of the attempt that sent it.
+        delay = growing if call.retries and not call.tries else holder.remaining + _jitter(facts)
+        return PutBack(_hop(call, delay), "a copy of this call is running", started=True)
+    put_back = PutBack(_hop(call, growing), "another call holds the key")
+    match "put_back" if call.started else call.options.on_held:
         case "put_back":
             return put_back
         case "wait":
-            left = call.options.wait - facts.waited
+            patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
+            left = patience - facts.waited
             return Wait(min(left, 0.2 + 0.3 * facts.chance)) if left > 0 else put_back
         case "ignore":
             return put_back if call.canvas else Drop("another call holds the key")
         case "fail":
-            message = (
-                f"{call.key.key} is held by call {holder.call_id} on {holder.host} for another {holder.remaining:.1f} s"
-            )
+            more = f"for another {holder.remaining:.1f} s"
+            message = f"{call.key.key} is held by call {holder.call_id} on {holder.host} {more}"
             return Refuse(LeaseHeld(message, call.key.key, holder.remaining, holder.host))
         case _ as never:
             assert_never(never)
 
 
 def _after_claim(call: Call, record: Record) -> Verdict:
-    if not record.just_crashed:
-        return Run()
-    if record.crashes >= call.options.max_crashes:
+    ours = record.crashed_call in (None, call.call_id) or not call.options.rerun
+    if record.crashes >= call.options.max_crashes and ours and (record.just_crashed or call.options.rerun):
         return GiveUp(crash_loop(record))
-    pause = crash_pause(record.crashes)
+    pause = crash_pause(record.crashes) if record.just_crashed and ours else 0.0
     return StandBack(pause) if pause else Run()
 
 
@@ -332,10 +353,13 @@ def settle_pause(tries: int) -> float:
     return float(min(2.0, 0.05 * 2.0 ** min(tries, 10)))
 
 
-def settle_until(options: LeaseOptions, call: Call, now: float, body_began: float) -> float:
-    """Until when to keep trying to write an outcome: ``lease_settle_timeout``, cut to what the hard limit leaves."""
-    until = now + options.settle_timeout
-    return min(until, body_began + call.time_limit - 1.0) if call.time_limit else until
+def settle_until(call: Call, now: float, taken: float) -> float:
+    """Until when to keep trying to write an outcome: ``lease_settle_timeout``, cut to what the hard limit leaves.
+
+    *taken* is when the delivery was taken up, which is about when Celery began to count the limit.
+    """
+    until = now + call.options.settle_timeout
+    return min(until, taken + call.time_limit - 1.0) if call.time_limit else until
 
 
 # -- after the run -----------------------------------------------------------------------------------------
@@ -344,28 +368,41 @@ def settle_until(options: LeaseOptions, call: Call, now: float, body_began: floa
 def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
     """How the attempt that ran on *record* is closed; see the table above."""
     closed = Outcome(
-        State.PENDING, Ended.RETURNED, record.attempt, record.failures, record.crashes, call.options.retention
+        State.PENDING,
+        Ended.RETURNED,
+        record.attempt,
+        record.failures,
+        record.crashes,
+        call.options.retention,
+        record.retries,
     )
+    # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
+    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
+    crashes = record.crashes if other else 0
     unspent = replace(closed, attempt=record.attempt - 1)
     match ending:
         case Returned(_, result, missing):
             finished = _finished(call, record, result)
-            done = replace(closed, state=State.DONE, failures=0, crashes=0)
+            done = replace(closed, state=State.DONE, failures=0, crashes=crashes)
             return replace(done, result=result, reason=missing, finished=finished)
         case Raised(_, failure):
             failures = record.failures + 1
-            return replace(closed, ended=Ended.FAILED, failure=failure, failures=failures, crashes=0)
+            return replace(closed, ended=Ended.FAILED, failure=failure, failures=failures, crashes=crashes)
         case Lost(reason):
             return replace(unspent, ended=Ended.LOST, reason=reason)
         case Interrupted():
             return replace(unspent, ended=Ended.INTERRUPTED)
         case Terminated(_, reason):
-            return _crashed(call, replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=record.crashes + 1))
+            return _crashed(
+                call,
+                replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=(0 if other else record.crashes) + 1),
+            )
         case Passed(_, again, delay, ended):
-            passed = replace(closed, ended=ended, crashes=0)
+            passed = replace(closed, ended=ended, crashes=crashes)
             if again:
-                return replace(passed, retry_after=delay)
-            finished = _finished(call, record, None)
+                retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
+                return replace(passed, retry_after=delay, retries=retries)
+            finished = _finished(call, record, NO_RESULT)
             return replace(passed, state=State.DONE, reason=ended.value, failures=0, finished=finished)
         case _ as never:
             assert_never(never)
@@ -374,9 +411,15 @@ def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
 def gave_up(call: Call, record: Record) -> Outcome:
     """How a claimed attempt is closed that must not run any more."""
     unrun = Outcome(
-        State.PENDING, Ended.CRASHED, record.attempt - 1, record.failures, record.crashes, call.options.retention
+        State.PENDING,
+        Ended.CRASHED,
+        record.attempt - 1,
+        record.failures,
+        record.crashes,
+        call.options.retention,
+        record.retries,
     )
-    return _crashed(call, unrun)
+    return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
 
 
 def stood_back(call: Call, record: Record, delay: float) -> Outcome:
@@ -390,6 +433,7 @@ def stood_back(call: Call, record: Record, delay: float) -> Outcome:
         record.failures,
         record.crashes,
         keep,
+        record.retries,
         retry_after=delay or None,
         failure=before.error,
     )

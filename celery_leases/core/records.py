@@ -33,6 +33,7 @@ class Ended(StrEnum):
     RETRIED = "retried"
     REJECTED = "rejected"
     IGNORED = "ignored"
+    REPLACED = "replaced"
     RELEASED = "released"
     WAITING = "waiting"
 
@@ -71,6 +72,8 @@ class Record:
     generation: int
     failures: int
     crashes: int
+    #: How often Celery had retried the call that claimed it last.
+    retries: int
     lease_store: str
     lease_ttl: float
     created_at: int
@@ -86,6 +89,7 @@ class Record:
     failure: Failure | None = None
     previous: Attempt | None = None
     crashed_at: int | None = None
+    crashed_call: str | None = None
     finished_at: int | None = None
     expires_at: int | None = None
     finished_calls: tuple[str, ...] = ()
@@ -126,8 +130,10 @@ class Bid:
     fingerprint: str | None = None
     digests: Mapping[str, str] | None = None
     rerun: bool = False
-    #: The token of an earlier attempt of this call whose row may stand open through our own fault: not a crash.
-    prior: str | None = None
+    #: The tokens of earlier attempts of this call whose row may stand open through our own fault: no crashes.
+    prior: tuple[str, ...] = ()
+    #: How often Celery has retried the call.
+    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +164,10 @@ class Outcome:
     failures: int
     crashes: int
     retention: float
+    retries: int = 0
     retry_after: float | None = None
     result: str | None = None
     reason: str | None = None
     failure: Failure | None = None
-    #: The calls finished under this key with their results, newest last; ``None``: not kept for this task.
+    #: The calls finished under this key with their results (``""``: it has none), newest last; ``None``: none are kept.
     finished: Mapping[str, str | None] | None = None

@@ -1,168 +1,106 @@
-"""The claim: one statement that inserts the row of a key, takes it over, or leaves it exactly as it is."""
+"""The claim: one statement that inserts the row of a key, takes it over, or leaves it exactly as it is.
+
+It is written as text, not built: the condition of the takeover is the heart of the protocol and wants to be read, and
+psycopg keeps a parsed statement only up to 4096 characters. ``clock.now`` and ``excluded.started_at`` are the one
+moment of the statement, in microseconds by the database's clock; SQLite is given the host's.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from sqlalchemy import (
-    BigInteger,
-    ColumnElement,
-    Dialect,
-    Executable,
-    Table,
-    and_,
-    bindparam,
-    case,
-    cast,
-    exists,
-    func,
-    literal,
-    literal_column,
-    null,
-    or_,
-    select,
-    union_all,
-)
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import BigInteger, ColumnElement, Dialect, Table, TextClause, bindparam, cast, literal_column, text
 
 from celery_leases.core.decisions import RETRY_GRACE
-from celery_leases.core.records import Ended, State
 
 DATABASE: Final = "database"
 """The name of the lease store that is the records' own database."""
 
-LISTED: Final = "!"
-"""Stands around each id in ``finished_calls``."""
+_POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 1000000 AS BIGINT)"
+
+_CLAIM: Final = """
+INSERT INTO {records} AS r (
+    stored_key, task, key, state, fence, owner, call_id, retries, holder, attempt, generation, failures, crashes,
+    fingerprint, digests, lease_store, lease_ttl, lease_until, finished_calls, created_at, started_at)
+SELECT :stored_key, :task, :key, 'running', now, :owner, :call_id, :retries, :holder, 1, 0, 0, 0,
+    CAST(:fingerprint AS VARCHAR(80)), CAST(:digests AS TEXT), :lease_store, :lease_ttl,
+    CASE WHEN :in_records = 1 THEN now + :lease_ttl END, '', now, now
+FROM (SELECT {now} AS now) AS clock
+WHERE true
+ON CONFLICT (stored_key) DO UPDATE SET
+    state = 'running', owner = excluded.owner, call_id = excluded.call_id, retries = excluded.retries,
+    holder = excluded.holder, task = excluded.task, key = excluded.key, started_at = excluded.started_at,
+    lease_store = excluded.lease_store, lease_ttl = excluded.lease_ttl, lease_until = excluded.lease_until,
+    fence = CASE WHEN r.fence >= excluded.fence THEN r.fence + 1 ELSE excluded.fence END,
+    attempt = CASE WHEN {anew} THEN 1 ELSE r.attempt + 1 END,
+    generation = CASE WHEN {expired} THEN 0 WHEN {anew} THEN r.generation + 1 ELSE r.generation END,
+    failures = CASE WHEN {anew} THEN 0 ELSE r.failures END,
+    crashes = CASE WHEN {expired} THEN 0
+        WHEN {crashed} AND :rerun = 1 AND r.crashed_call <> r.call_id THEN 1
+        WHEN {crashed} THEN r.crashes + 1 ELSE r.crashes END,
+    crashed_call = CASE WHEN {crashed} THEN r.call_id ELSE r.crashed_call END,
+    crashed_at = CASE WHEN {crashed} THEN excluded.started_at END,
+    previous_ended = CASE WHEN {crashed} THEN 'crashed' WHEN r.state = 'running' THEN 'lost'
+        WHEN {anew} THEN NULL ELSE r.ended END,
+    previous_host = r.holder, previous_error_type = r.error_type, previous_error_message = r.error_message,
+    previous_error_rule = r.error_rule,
+    fingerprint = CASE WHEN {keeps} THEN r.fingerprint ELSE excluded.fingerprint END,
+    digests = CASE WHEN {keeps} THEN r.digests ELSE excluded.digests END,
+    created_at = CASE WHEN {anew} THEN excluded.created_at ELSE r.created_at END,
+    finished_calls = CASE WHEN {expired} THEN '' ELSE r.finished_calls END,
+    finished_results = CASE WHEN {expired} THEN NULL ELSE r.finished_results END,
+    retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL,
+    error_type = NULL, error_message = NULL, error_rule = NULL
+WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
+    :rerun = 1 AND r.state IN ('done', 'failed') AND NOT {same}
+    OR ({same} OR :rerun = 1 OR excluded.fingerprint IS NULL OR r.fingerprint IS NULL
+        OR r.fingerprint = excluded.fingerprint OR r.ended = 'failed')
+    AND NOT ({same} AND (r.state = 'pending' AND r.ended = 'failed'
+        OR r.retries > excluded.retries AND (r.state = 'running' OR r.ended = 'retried')))
+    AND (r.state IN ('pending', 'cooling')
+        AND (r.retry_at IS NULL OR r.retry_at <= excluded.started_at + CASE WHEN {same} THEN {grace} ELSE 0 END)
+        OR r.state = 'running' AND r.owner <> excluded.owner AND r.lease_store = excluded.lease_store
+        AND (r.lease_until IS NULL OR r.lease_until <= excluded.started_at OR {find}(:prior, r.owner) > 0)))
+"""
+
+_PARTS: Final = {
+    "same": "r.call_id = excluded.call_id",
+    "expired": "r.expires_at <= excluded.started_at",
+    # Its retention is over, or this call begins a new generation.
+    "anew": "(r.expires_at <= excluded.started_at OR :rerun = 1 AND r.call_id <> excluded.call_id)",
+    # Its owner never closed it, and did not leave it open with our knowledge.
+    "crashed": "(r.state = 'running' AND {find}(:prior, r.owner) = 0)",
+    # A call keeps the content it came with, whatever arguments a retry of it brings.
+    "keeps": "r.call_id = excluded.call_id AND r.fingerprint IS NOT NULL"
+    " AND coalesce(r.expires_at, excluded.started_at + 1) > excluded.started_at",
+}
+
+_WITH_REFUSAL: Final = """
+WITH claim AS ({claim} RETURNING *)
+SELECT c.*, c.started_at AS now, 1 AS won FROM claim AS c
+UNION ALL
+SELECT r.*, {now} AS now, 0 AS won FROM {records} AS r
+WHERE r.stored_key = :stored_key AND NOT EXISTS (SELECT 1 FROM claim)
+"""
 
 
 def database_now(dialect: Dialect) -> ColumnElement[int]:
     """Microseconds since the epoch, one value for the whole statement; SQLite is given the host's clock."""
     if dialect.name == "sqlite":
         return bindparam("now", type_=BigInteger)
-    return cast(literal_column("extract(epoch from statement_timestamp())") * 1_000_000, BigInteger)
+    return cast(literal_column("extract(epoch from statement_timestamp()) * 1000000"), BigInteger)
 
 
-def claim_statement(records: Table, dialect: Dialect) -> Executable:
+def claim_statement(records: Table, dialect: Dialect) -> TextClause:
     """The claim of one row; where the dialect allows, it returns the row that refused it too (``won`` = 0)."""
-    now = database_now(dialect)
-    insert = (sqlite if dialect.name == "sqlite" else postgresql).insert(records).values(_first(now))
-    ours = and_(records.c.state == State.RUNNING, records.c.owner == bindparam("owner"))
-    upsert = insert.on_conflict_do_update(
-        index_elements=[records.c.stored_key],
-        set_=_taken(records, now, ours),
-        where=or_(ours, claimable(records, now)),
-    )
-    returning = upsert.returning(*records.c, now.label("now"), literal(1).label("won"))
-    if dialect.name == "sqlite":
-        alone: Executable = returning
-        return alone
-    claim = returning.cte("claim")
-    seen = select(*records.c, now.label("now"), literal(0).label("won")).where(
-        records.c.stored_key == bindparam("stored_key"), ~exists(select(claim.c.stored_key))
-    )
-    answer: Executable = select(union_all(select(claim), seen).subquery("answer"))
-    return answer
-
-
-def claimable(records: Table, now: ColumnElement[int]) -> ColumnElement[bool]:
-    """Whether a row that stands there may be taken by the bid."""
-    c = records.c
-    same_call = c.call_id == bindparam("call_id")
-    rerun = bindparam("rerun") == literal(1)
-    unlisted = ~c.finished_calls.contains(bindparam("listed"), autoescape=False)
-    grace = case((same_call, literal(int(RETRY_GRACE * 1e6))), else_=literal(0))
-    waiting = and_(c.state.in_([State.PENDING, State.COOLING]), or_(c.retry_at.is_(None), c.retry_at <= now + grace))
-    gone = or_(c.lease_until.is_(None), c.lease_until <= now, c.owner == bindparam("prior"))
-    dead = and_(c.state == State.RUNNING, c.lease_store == bindparam("lease_store"), gone)
-    ended = and_(rerun, c.state.in_([State.DONE, State.FAILED]), ~same_call)
-    agrees = or_(
-        same_call,
-        rerun,
-        bindparam("fingerprint").is_(None),
-        c.fingerprint.is_(None),
-        c.fingerprint == bindparam("fingerprint"),
-    )
-    return or_(_expired(records, now), and_(unlisted, or_(ended, and_(agrees, or_(waiting, dead)))))
-
-
-def _expired(records: Table, now: ColumnElement[int]) -> ColumnElement[bool]:
-    return and_(records.c.expires_at.is_not(None), records.c.expires_at <= now)
-
-
-def _first(now: ColumnElement[int]) -> dict[str, Any]:
-    given = ("stored_key", "task", "key", "owner", "call_id", "holder", "fingerprint", "digests", "lease_store")
-    return {name: bindparam(name) for name in given} | {
-        "state": State.RUNNING,
-        "fence": now,
-        "attempt": 1,
-        "generation": 0,
-        "failures": 0,
-        "crashes": 0,
-        "lease_ttl": bindparam("lease_ttl"),
-        "lease_until": _lease_until(now),
-        "finished_calls": "",
-        "created_at": now,
-        "started_at": now,
+    sqlite = dialect.name == "sqlite"
+    words = {
+        "records": dialect.identifier_preparer.format_table(records),
+        "now": ":now" if sqlite else _POSTGRESQL_NOW,
+        "find": "instr" if sqlite else "strpos",
+        "grace": str(int(RETRY_GRACE * 1_000_000)),
     }
-
-
-def _lease_until(now: ColumnElement[int]) -> ColumnElement[int | None]:
-    in_records = bindparam("lease_store") == literal(DATABASE)
-    return case((in_records, now + bindparam("lease_ttl", type_=BigInteger)), else_=null())
-
-
-def _taken(records: Table, now: ColumnElement[int], ours: ColumnElement[bool]) -> dict[str, Any]:
-    """The row after a takeover; a claim that is only repeated (*ours*) changes nothing but the lease."""
-    c = records.c
-    same_call = c.call_id == bindparam("call_id")
-    expired = _expired(records, now)
-    renewed = or_(expired, and_(bindparam("rerun") == literal(1), ~same_call))
-    orphaned = c.state == State.RUNNING
-    crashed = and_(orphaned, ~renewed, c.owner != func.coalesce(bindparam("prior"), ""))
-
-    def unless_ours(value: Any, kept: ColumnElement[Any]) -> ColumnElement[Any]:
-        return case((ours, kept), else_=value)
-
-    def anew(value: Any, kept: Any) -> ColumnElement[Any]:
-        return case((renewed, value), else_=kept)
-
-    after = c.fence + 1
-    changed: dict[str, Any] = {
-        "fence": case((after > now, after), else_=now),
-        "attempt": anew(1, c.attempt + 1),
-        "generation": case((expired, 0), (renewed, c.generation + 1), else_=c.generation),
-        "failures": anew(0, c.failures),
-        "crashes": case((renewed, 0), (crashed, c.crashes + 1), else_=c.crashes),
-        "crashed_at": case((crashed, now), else_=null()),
-        "previous_ended": case(
-            (renewed, null()),
-            (crashed, literal(Ended.CRASHED.value)),
-            (orphaned, literal(Ended.LOST.value)),
-            else_=c.ended,
-        ),
-        "previous_host": anew(null(), c.holder),
-        "created_at": anew(now, c.created_at),
-        "started_at": now,
-        "finished_calls": case((expired, ""), else_=c.finished_calls),
-        "finished_results": case((expired, null()), else_=c.finished_results),
-        "task": bindparam("task"),
-        "key": bindparam("key"),
-        "holder": bindparam("holder"),
-        "call_id": bindparam("call_id"),
-    }
-    for name in ("fingerprint", "digests"):
-        keep = and_(same_call, ~expired, c.fingerprint.is_not(None))
-        changed[name] = case((keep, c[name]), else_=bindparam(name))
-    for name in ("error_type", "error_message", "error_rule"):
-        changed[f"previous_{name}"] = case((or_(renewed, orphaned), null()), else_=c[name])
-        changed[name] = null()
-    for name in ("retry_at", "result", "reason", "ended", "finished_at", "expires_at"):
-        changed[name] = null()
-    settled = {
-        "state": State.RUNNING,
-        "owner": bindparam("owner"),
-        "lease_store": bindparam("lease_store"),
-        "lease_ttl": bindparam("lease_ttl"),
-        "lease_until": _lease_until(now),
-    }
-    return {name: unless_ours(value, c[name]) for name, value in changed.items()} | settled
+    claim = _CLAIM.format(**words, **{name: part.format(**words) for name, part in _PARTS.items()})
+    if sqlite:
+        return text(f"{claim} RETURNING *, started_at AS now, 1 AS won")
+    return text(_WITH_REFUSAL.format(claim=claim, **words))

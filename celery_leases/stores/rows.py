@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 from sqlalchemy import RowMapping
 
 from celery_leases.core.records import Attempt, Bid, Ended, Failure, Outcome, Record, State
-from celery_leases.stores.claims import LISTED
+from celery_leases.stores.claims import DATABASE
+
+LISTED = "!"
+"""Stands around each id in ``finished_calls``, and never inside one as it is written there."""
 
 MICROSECONDS = 1e6
 
@@ -28,8 +32,10 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
         "lease_store": lease_store,
         "lease_ttl": int(bid.ttl * MICROSECONDS),
         "rerun": int(bid.rerun),
-        "prior": bid.prior,
-        "listed": f"{LISTED}{bid.call_id}{LISTED}",
+        "prior": " ".join(bid.prior),
+        "listed": _listed(bid.call_id),
+        "retries": bid.retries,
+        "in_records": int(lease_store == DATABASE),
     }
 
 
@@ -53,7 +59,8 @@ def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
         "new_error_type": failure.type[:255] if failure else None,
         "new_error_message": failure.message if failure else None,
         "new_error_rule": failure.rule if failure else None,
-        "new_finished_calls": "".join(f"{LISTED}{name}{LISTED}" for name in finished or record.finished_calls),
+        "new_finished_calls": "".join(map(_listed, finished if finished is not None else record.finished_calls)),
+        "new_retries": outcome.retries,
         "new_finished_results": json.dumps(dict(results)) if results is not None else None,
         "wait": int(wait * MICROSECONDS) if wait else None,
         "keep": int((outcome.retention + wait) * MICROSECONDS),
@@ -74,6 +81,7 @@ def to_record(row: RowMapping) -> Record:
         owner=row["owner"],
         call_id=row["call_id"],
         holder=row["holder"],
+        retries=row["retries"],
         attempt=row["attempt"],
         generation=row["generation"],
         failures=row["failures"],
@@ -93,11 +101,16 @@ def to_record(row: RowMapping) -> Record:
         failure=_failure(row, ""),
         previous=before,
         crashed_at=row["crashed_at"],
+        crashed_call=row["crashed_call"],
         finished_at=row["finished_at"],
         expires_at=row["expires_at"],
-        finished_calls=tuple(listed.strip(LISTED).split(LISTED * 2)) if listed else (),
+        finished_calls=tuple(map(unquote, listed.strip(LISTED).split(LISTED * 2))) if listed else (),
         finished_results=_json(row["finished_results"]),
     )
+
+
+def _listed(call_id: str) -> str:
+    return f"{LISTED}{quote(call_id, safe='')}{LISTED}"
 
 
 def _failure(row: RowMapping, prefix: str) -> Failure | None:

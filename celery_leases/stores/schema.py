@@ -47,6 +47,7 @@ class Tables:
             Column("fence", _BIG, nullable=False),
             Column("owner", String(64), nullable=False),
             Column("call_id", String(255), nullable=False),
+            Column("retries", Integer, nullable=False),
             Column("holder", String(255), nullable=False),
             Column("attempt", Integer, nullable=False),
             Column("generation", Integer, nullable=False),
@@ -75,6 +76,7 @@ class Tables:
             Column("started_at", _BIG, nullable=False),
             Column("finished_at", _BIG),
             Column("crashed_at", _BIG),
+            Column("crashed_call", String(255)),
             Column("expires_at", _BIG),
         )
         self.marks = Table(

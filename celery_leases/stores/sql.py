@@ -49,6 +49,8 @@ class SqlRecordStore:
         record = rows.to_record(row) if row is not None else None
         if record is None and self.database.host_clock:
             record = self.read(bid.stored_key)
+        if record is not None and (record.state, record.owner) == (State.RUNNING, bid.token):
+            return Won(record)  # the reply to an earlier try was lost
         if record and record.state is State.RUNNING and record.lease_store != lease_store and not record.expired:
             raise LeaseStoreMismatch(
                 f"{record.key} is running under the lease store {record.lease_store}, this worker uses {lease_store}; "
@@ -126,7 +128,7 @@ class SqlRecordStore:
         wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
         keep: BindParameter[int] = bindparam("keep", type_=BigInteger)
         ended = (
-            *("state", "ended", "attempt", "failures", "crashes", "result", "reason"),
+            *("state", "ended", "retries", "attempt", "failures", "crashes", "result", "reason"),
             *("error_type", "error_message", "error_rule", "finished_calls", "finished_results"),
         )
         values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ended}

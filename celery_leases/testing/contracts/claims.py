@@ -80,19 +80,19 @@ class ClaimContract(RecordCase):
         """The next attempt sees how it ended, with its error and host."""
         failure = Failure("shop.errors.Declined", "no", "rule")
         first = won(records, make_bid(key))
-        closed(records, first, State.PENDING, ended=Ended.FAILED, failure=failure, failures=1)
+        closed(records, first, State.PENDING, ended=Ended.LOST, failure=failure, failures=1)
         record = won(records, make_bid(key))
         assert (record.attempt, record.failures, record.crashes) == (2, 1, 0)
         assert not record.just_crashed
         assert record.previous is not None
         seen = (record.previous.ended, record.previous.error, record.previous.host)
-        assert seen == (Ended.FAILED, failure, first.holder)
+        assert seen == (Ended.LOST, failure, first.holder)
         assert record.failure is None
 
     def test_a_crash_is_told_once(self, records: RecordStore, key: str) -> None:
         """The claim after an attempt that was closed says nothing of the crash before it."""
         won(records, make_bid(key))
-        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.FAILED)
+        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.LOST)
         record = won(records, make_bid(key))
         assert not record.just_crashed
         assert record.crashes == 1
@@ -101,10 +101,10 @@ class ClaimContract(RecordCase):
         """A call that may have left its row open says so with ``prior``."""
         first = make_bid(key)
         won(records, first)
-        record = won(records, again(first, prior=first.token))
+        record = won(records, again(first, prior=(first.token,)))
         assert record.crashes == 0
         assert not record.just_crashed
-        other = won(records, make_bid(key, prior=first.token))
+        other = won(records, make_bid(key, prior=(first.token,)))
         assert other.crashes == 1
 
     def test_the_fence_grows_with_every_claim(self, records: RecordStore, key: str) -> None:
@@ -114,7 +114,7 @@ class ClaimContract(RecordCase):
             record = won(records, make_bid(key))
             fences.append(record.fence)
             if number % 2:
-                closed(records, record, State.PENDING, ended=Ended.FAILED)
+                closed(records, record, State.PENDING, ended=Ended.LOST)
         assert fences == sorted(set(fences))
 
     def test_of_claims_at_the_same_time_one_can_settle(self, records: RecordStore, key: str) -> None:
@@ -146,7 +146,7 @@ class ClaimContract(RecordCase):
         """Until an operator says otherwise."""
         failure = Failure("builtins.ValueError", "bad", None)
         bid = make_bid(key)
-        closed(records, won(records, bid), state, ended=Ended.FAILED, failure=failure)
+        closed(records, won(records, bid), state, ended=Ended.LOST, failure=failure)
         for later in (make_bid(key), again(bid)):
             record = refused(records, later)
             assert (record.state, record.failure) == (state, failure)
@@ -187,13 +187,13 @@ class ClaimContract(RecordCase):
     def test_the_same_call_is_never_asked_for_its_fingerprint(self, records: RecordStore, key: str) -> None:
         """A deploy may have changed how it is made; the row keeps the first."""
         bid = make_bid(key, fingerprint="v1:a")
-        closed(records, won(records, bid), State.PENDING, ended=Ended.FAILED)
+        closed(records, won(records, bid), State.PENDING, ended=Ended.LOST)
         assert won(records, again(bid, fingerprint="v2:z")).fingerprint == "v1:a"
 
     @pytest.mark.parametrize("given", [{"fingerprint": "v1:a"}, {"fingerprint": None}])
     def test_an_agreeing_fingerprint_is_let_in(self, records: RecordStore, key: str, given: Any) -> None:
         """So is a bid that asks for no comparison."""
-        closed(records, won(records, make_bid(key, fingerprint="v1:a")), State.PENDING, ended=Ended.FAILED)
+        closed(records, won(records, make_bid(key, fingerprint="v1:a")), State.PENDING, ended=Ended.LOST)
         assert won(records, make_bid(key, **given)).attempt == 2
 
     # -- lease stores --------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class ClaimContract(RecordCase):
 
     def test_a_row_that_does_not_run_may_change_its_lease_store(self, records: RecordStore, key: str) -> None:
         """That is how a system moves to another one."""
-        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.FAILED)
+        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.LOST)
         assert won(records, make_bid(key), "redis:two").lease_store == "redis:two"
         closed(records, won(records, make_bid(key), "redis:two"))
         assert refused(records, make_bid(key)).state is State.DONE
@@ -223,7 +223,7 @@ class ClaimContract(RecordCase):
         finished: dict[str, str | None] = {}
         for generation in range(3):
             bid = make_bid(key, rerun=True)
-            closed(records, won(records, bid), State.PENDING, ended=Ended.FAILED, failures=1)
+            closed(records, won(records, bid), State.PENDING, ended=Ended.LOST, failures=1)
             record = won(records, again(bid, rerun=True))
             assert (record.generation, record.attempt, record.failures) == (generation, 2, 1)
             assert tuple(finished) == record.finished_calls
@@ -241,7 +241,7 @@ class ClaimContract(RecordCase):
         refused(records, again(bid, rerun=True))
         second = won(records, make_bid(key, rerun=True))
         refused(records, again(bid, rerun=True))
-        closed(records, second, State.PENDING, ended=Ended.FAILED)
+        closed(records, second, State.PENDING, ended=Ended.LOST)
         refused(records, again(bid, rerun=True))
         assert row(records, key).finished_results == {bid.call_id: '"a"'}
 

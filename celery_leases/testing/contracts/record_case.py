@@ -89,7 +89,7 @@ def closed(records: RecordStore, record: Record, state: State = State.DONE, **mo
 
 def waiting(records: RecordStore, bid: Bid, retry_after: float, state: State = State.PENDING) -> Record:
     """The row after a failed attempt that may be repeated in *retry_after* seconds."""
-    return closed(records, won(records, bid), state, ended=Ended.FAILED, retry_after=retry_after)
+    return closed(records, won(records, bid), state, ended=Ended.RETRIED, retry_after=retry_after)
 
 
 def again(bid: Bid, **more: Any) -> Bid:
