@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,9 +51,11 @@ class Stage:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.home = Path(tempfile.mkdtemp(prefix="celery-leases-demo-"))
-            stack.callback(shutil.rmtree, self.home, ignore_errors=True)
-            self.redis = stack.enter_context(RedisServer())
+            with undisturbed():
+                self.redis = stack.enter_context(RedisServer())
+            # Inside the server's directory, which goes with the server even if this process is killed.
+            self.home = self.redis.home / "demo"
+            self.home.mkdir()
             self._pids.add(self.redis.pid)
             self.outbox = self.home / "outbox.jsonl"
             self.journal = journal.Journal(self.home / "journal.jsonl")
@@ -97,22 +97,19 @@ class Stage:
                 cwd=ROOT,
             )
             self._stack.callback(self.workers[name].teardown)
-            self.workers[name].launch()
+            with undisturbed():
+                self.workers[name].launch()
         for name in names:
             self._pids |= {self.workers[name].wait_ready().pid, *self.workers[name].wait_for_children()}
 
     def publish(self, month: str, customers: list[int], webs: Mapping[str, str]) -> None:
         """Let web processes ask for invoices at the same time; *webs*: how each of them publishes, by its name."""
-        asking = {
-            web: GuardedProcess(
-                [sys.executable, "-m", "example_project.web", web, how, month, *map(str, customers)],
-                log=self.home / f"{web}.log",
-                cwd=ROOT,
-            )
-            for web, how in webs.items()
-        }
-        for process in asking.values():
-            self._stack.callback(process.end)
+        asking = {}
+        for web, how in webs.items():
+            command = [sys.executable, "-m", "example_project.web", web, how, month, *map(str, customers)]
+            with undisturbed():
+                asking[web] = GuardedProcess(command, log=self.home / f"{web}.log", cwd=ROOT)
+                self._stack.callback(asking[web].end)
         for web, process in asking.items():
             if process.wait(20) != 0:
                 raise RuntimeError(f"{web} could not publish:\n{process.logs()}")
@@ -141,7 +138,7 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut this short
-        self._pids |= {pid for worker in self.workers.values() for pid in worker.children()}
+        self._pids |= {pid for worker in self.workers.values() if worker.alive for pid in worker.children()}
         self._stack.close()
 
     def left_behind(self) -> list[str]:
@@ -149,7 +146,22 @@ class Stage:
         deadline = time.monotonic() + 5
         while (alive := [pid for pid in self._pids if _alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return [f"process {pid}" for pid in alive] + [str(self.home)] * self.home.exists()
+        return [f"process {pid}" for pid in alive] + [str(self.home.parent)] * self.home.parent.exists()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C and the like back until a process has started: half-started it could not be ended in order."""
+    held: list[int] = []
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {signum: signal.signal(signum, lambda signum, _: held.append(signum)) for signum in ends}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if held:
+        signal.raise_signal(held[0])
 
 
 def key_of(letter: Mapping[str, Any]) -> str:
