@@ -5,7 +5,8 @@ Before the run (first row that matches)
 ===========================================  =======================================================
 the record says                              verdict
 ===========================================  =======================================================
-this call has finished                       ``Drop`` if its callbacks are out, else ``Replay``
+this call has finished                       ``Drop`` if its callbacks are out, else ``Replay``;
+                                             with callbacks, just now: ``PutBack``, they are being sent
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
 failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
@@ -56,6 +57,8 @@ RESULT_NOT_JSON = "result_not_json"
 REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
 RETRY_GRACE = 1.0
+DISPATCH_GRACE = 5.0
+"""Seconds after its end in which a call may still be sending its callbacks; a replay would send them once more."""
 SHORTEST_DELAY = 0.05
 LONGEST_HOP = 600.0
 
@@ -238,12 +241,19 @@ def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
     if record.state is State.DONE and record.call_id == call.call_id:
         if record.reason in (Ended.IGNORED, Ended.REJECTED):
             return Drop(f"it was {record.reason} by the task itself")
+        if call.canvas and (wait := _dispatching(record)) > 0:
+            return PutBack(_hop(call, wait + _jitter(facts)), "its callbacks are being sent")
         return _saved(record)
     if results.get(call.call_id) is not None:
         return Replay(results[call.call_id], call.call_id)
     return Refuse(
         ResultMissing(f"{record.key}: this call is done, but its result was not kept", record.key, "overwritten")
     )
+
+
+def _dispatching(record: Record) -> float:
+    """Seconds for which the attempt that wrote this outcome may still be sending its callbacks."""
+    return DISPATCH_GRACE - (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
 
 
 def _done_by_other(call: Call, record: Record) -> Verdict:
