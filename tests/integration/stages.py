@@ -1,4 +1,4 @@
-"""A stage: one broker, lease store and record store, a worker of ``tests.apps.leased`` on them, and its caller's side."""
+"""A stage: a broker, a lease store and a record store, a worker of ``tests.apps.leased`` on them, and its caller."""
 
 import importlib
 import json
@@ -141,7 +141,7 @@ class Stage:
         return self.app.send_task(f"{APP}.{task}", args=args, **options)
 
     def side_queue(self) -> str:
-        """A queue the worker does not consume: what is published there waits for :meth:`forward` or :meth:`redeliver`."""
+        """A queue the worker does not consume: its messages wait for :meth:`forward` or :meth:`redeliver`."""
         return f"{self.queue}-{uuid4().hex[:8]}"
 
     def forward(self, side: str, copies: int = 1, *, to: str | None = None, **changed: object) -> list[str]:
