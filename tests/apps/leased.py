@@ -29,6 +29,8 @@ app.conf.update(
     leases_ttl=TTL,
     task_default_retry_delay=1,
 )
+if "SOFT_SHUTDOWN" in os.environ:
+    app.conf.worker_soft_shutdown_timeout = float(os.environ["SOFT_SHUTDOWN"])
 if "VISIBILITY" in os.environ:
     app.conf.broker_transport_options = {
         "visibility_timeout": float(os.environ["VISIBILITY"]),
