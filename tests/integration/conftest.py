@@ -1,6 +1,6 @@
 """Stages: started once per module and combination, because a worker takes a second of a core to start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,11 +17,13 @@ def stage_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """``stage_factory(combination, **Stage options)`` gives a stage with a running worker until the module ends."""
     stages: list[Stage] = []
 
-    def make(combination: tuple[str, ...], *, start: bool = True, **options: Any) -> Stage:
-        urls = {"redis": request.getfixturevalue("leases_redis").url}
+    def make(
+        combination: tuple[str, ...], *, start: bool = True, urls: Mapping[str, str] | None = None, **options: Any
+    ) -> Stage:
+        urls = {"redis": request.getfixturevalue("leases_redis").url, **(urls or {})}
         if "rabbit" in combination:
             urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
-        if "postgres" in combination:
+        if "postgres" in combination and "postgres" not in urls:
             urls["postgres"] = request.getfixturevalue("leases_postgres").new_database()
         stage = Stage(combination, urls, tmp_path_factory.mktemp("stage"), **options)
         stages.append(stage)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from uuid import uuid4
 
 import redis
+from celery import _state
 from kombu.exceptions import ChannelError
 from redis.exceptions import RedisError
 from sqlalchemy import create_engine, select
@@ -62,6 +63,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 def imported_anew(name: str, env: Mapping[str, str]) -> Any:
     """A task module with an app of its own under *env*, whoever has imported it before or will."""
     before = {loaded: sys.modules.pop(loaded) for loaded in list(sys.modules) if loaded.startswith("tests.apps.")}
+    shared = set(_state._on_app_finalizers)
     try:
         with environment(env):
             return importlib.import_module(name)
@@ -69,6 +71,8 @@ def imported_anew(name: str, env: Mapping[str, str]) -> Any:
         for loaded in [loaded for loaded in sys.modules if loaded.startswith("tests.apps.")]:
             del sys.modules[loaded]
         sys.modules.update(before)
+        # Celery would give the tasks of each app to every other one, under the same names.
+        _state._on_app_finalizers.intersection_update(shared)
 
 
 class Stage:
