@@ -312,9 +312,6 @@ class Execution:
         self.observer.observe(
             events.OutcomeRefused(**_of(call), fence=record.fence, state=now.state.value if now else None)
         )
-        if now is not None and decisions.finished_by(call, now) and call.canvas:
-            # The attempt that finished is sending the callbacks at this moment.
-            return Again(LOST_PAUSE * 5, "a later attempt has finished this call", started=True)
         try:
             verdict = self._decide(replace(call, started=True), now)
         except StoreUnavailable as error:

@@ -6,7 +6,7 @@ Before the run (first row that matches)
 the record says                              verdict
 ===========================================  =======================================================
 this call's callbacks are out                ``Drop``
-this call has finished                       ``Replay``
+this call has finished                       ``Replay``; with callbacks, just now: ``PutBack``, they are being sent
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
 this call has raised                         ``Refuse`` with the remembered failure
@@ -64,6 +64,8 @@ _WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
 REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
 RETRY_GRACE = 1.0
+DISPATCH_GRACE = 5.0
+"""Seconds after its end in which a call may still be sending its callbacks; a replay would send them once more."""
 SHORTEST_DELAY = 0.05
 LONGEST_HOP = 600.0
 
@@ -185,7 +187,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     if record is not None and record.expired:
         record = None
     if record is not None:
-        answer = _answered(call, record)
+        answer = _answered(call, record, facts)
         if answer is not None:
             return answer
     holder = facts.holder or (holder_in(record) if record is not None else None)
@@ -231,11 +233,11 @@ def crash_pause(crashes: int) -> float:
     return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
 
 
-def _answered(call: Call, record: Record) -> Verdict | None:
+def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
     ours = record.call_id == call.call_id
     if finished_by(call, record):
-        return _own_answer(call, record)
+        return _own_answer(call, record, facts)
     if ours and record.state is State.PENDING and record.ended is Ended.FAILED:
         return Refuse(_remembered(record), own=True)
     if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
@@ -252,10 +254,12 @@ def _agree(ours: str | None, theirs: str | None) -> bool:
     return ours is None or theirs is None or ours == theirs
 
 
-def _own_answer(call: Call, record: Record) -> Verdict:
+def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
     if record.state is State.DONE and record.call_id == call.call_id:
         if record.reason in _WITHOUT_RESULT:
             return Drop(f"it was {record.reason} by the task itself")
+        if call.canvas and (wait := _dispatching(record)) > 0:
+            return PutBack(_hop(call, wait + _jitter(facts)), "its callbacks are being sent", started=True)
         return _saved(record, own=True)
     result = (record.finished_results or {}).get(call.call_id)
     if result == NO_RESULT:
@@ -264,6 +268,11 @@ def _own_answer(call: Call, record: Record) -> Verdict:
         return Replay(result, call.call_id)
     message = f"{record.key}: this call is done, but its result was not kept"
     return Refuse(ResultMissing(message, record.key, "overwritten"), own=True)
+
+
+def _dispatching(record: Record) -> float:
+    """Seconds for which the attempt that wrote this outcome may still be sending its callbacks."""
+    return DISPATCH_GRACE - (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
 
 
 def _done_by_other(call: Call, record: Record) -> Verdict | None:

@@ -1,8 +1,8 @@
 """The claim: one statement that inserts the row of a key, takes it over, or leaves it exactly as it is.
 
 It is written as text, not built: the condition of the takeover is the heart of the protocol and wants to be read, and
-psycopg keeps a parsed statement only up to 4096 characters. ``clock.now`` and ``excluded.started_at`` are the one
-moment of the statement, in microseconds by the database's clock; SQLite is given the host's.
+psycopg keeps a parsed statement only up to 4096 characters. ``clock.now``, also known as ``excluded.fence``, is the
+one moment of the statement, in microseconds by the database's clock; SQLite is given the host's.
 """
 
 from __future__ import annotations
@@ -23,56 +23,53 @@ INSERT INTO {records} AS r (
     stored_key, task, key, state, fence, owner, call_id, retries, holder, attempt, generation, failures, crashes,
     fingerprint, digests, lease_store, lease_ttl, lease_until, finished_calls, created_at, started_at)
 SELECT :stored_key, :task, :key, 'running', now, :owner, :call_id, :retries, :holder, 1, 0, 0, 0,
-    CAST(:fingerprint AS VARCHAR(80)), CAST(:digests AS TEXT), :lease_store, :lease_ttl,
-    CASE WHEN :in_records = 1 THEN now + :lease_ttl END, '', now, now
+    CAST(:fingerprint AS TEXT), CAST(:digests AS TEXT), :lease_store, :lease_ttl,
+    CASE WHEN :in_records THEN now + :lease_ttl END, '', now, now
 FROM (SELECT {now} AS now) AS clock
 WHERE true
 ON CONFLICT (stored_key) DO UPDATE SET
     state = 'running', owner = excluded.owner, call_id = excluded.call_id, retries = excluded.retries,
-    holder = excluded.holder, task = excluded.task, key = excluded.key, started_at = excluded.started_at,
+    holder = excluded.holder, task = excluded.task, key = excluded.key, started_at = excluded.fence,
     lease_store = excluded.lease_store, lease_ttl = excluded.lease_ttl, lease_until = excluded.lease_until,
     fence = CASE WHEN r.fence >= excluded.fence THEN r.fence + 1 ELSE excluded.fence END,
     attempt = CASE WHEN {anew} THEN 1 ELSE r.attempt + 1 END,
-    generation = CASE WHEN {expired} THEN 0 WHEN {anew} THEN r.generation + 1 ELSE r.generation END,
+    generation = CASE WHEN {anew} THEN r.generation + 1 ELSE r.generation END,
     failures = CASE WHEN {anew} THEN 0 ELSE r.failures END,
     crashes = CASE WHEN {expired} THEN 0
-        WHEN {crashed} AND :rerun = 1 AND r.crashed_call <> r.call_id THEN 1
+        WHEN {crashed} AND :rerun AND r.crashed_call <> r.call_id THEN 1
         WHEN {crashed} THEN r.crashes + 1 ELSE r.crashes END,
     crashed_call = CASE WHEN {crashed} THEN r.call_id ELSE r.crashed_call END,
-    crashed_at = CASE WHEN {crashed} THEN excluded.started_at END,
+    crashed_at = CASE WHEN {crashed} THEN excluded.fence END,
     previous_ended = CASE WHEN {crashed} THEN 'crashed' WHEN r.state = 'running' THEN 'lost'
         WHEN {anew} THEN NULL ELSE r.ended END,
     previous_host = r.holder, previous_error_type = r.error_type, previous_error_message = r.error_message,
     previous_error_rule = r.error_rule,
     fingerprint = CASE WHEN {keeps} THEN r.fingerprint ELSE excluded.fingerprint END,
     digests = CASE WHEN {keeps} THEN r.digests ELSE excluded.digests END,
-    created_at = CASE WHEN {anew} THEN excluded.created_at ELSE r.created_at END,
     finished_calls = CASE WHEN {expired} THEN '' ELSE r.finished_calls END,
-    finished_results = CASE WHEN {expired} THEN NULL ELSE r.finished_results END,
     retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL,
-    error_type = NULL, error_message = NULL, error_rule = NULL
+    error_type = NULL
 WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
-    :rerun = 1 AND r.state IN ('done', 'failed') AND NOT {same}
-    OR ({same} OR :rerun = 1 OR excluded.fingerprint IS NULL OR r.fingerprint IS NULL
+    :rerun AND r.state IN ('done', 'failed') AND NOT {same}
+    OR ({same} OR :rerun OR excluded.fingerprint IS NULL OR r.fingerprint IS NULL
         OR r.fingerprint = excluded.fingerprint OR r.ended = 'failed')
     AND NOT ({same} AND (r.state = 'pending' AND r.ended = 'failed'
         OR r.retries > excluded.retries AND (r.state = 'running' OR r.ended = 'retried')))
     AND (r.state IN ('pending', 'cooling')
-        AND (r.retry_at IS NULL OR r.retry_at <= excluded.started_at + CASE WHEN {same} THEN {grace} ELSE 0 END)
+        AND (r.retry_at IS NULL OR r.retry_at <= excluded.fence + CASE WHEN {same} THEN {grace} ELSE 0 END)
         OR r.state = 'running' AND r.owner <> excluded.owner AND r.lease_store = excluded.lease_store
-        AND (r.lease_until IS NULL OR r.lease_until <= excluded.started_at OR {find}(:prior, r.owner) > 0)))
+        AND (r.lease_until IS NULL OR r.lease_until <= excluded.fence OR {find}(:prior, r.owner) > 0)))
 """
 
 _PARTS: Final = {
-    "same": "r.call_id = excluded.call_id",
-    "expired": "r.expires_at <= excluded.started_at",
+    "same": "r.call_id = :call_id",
+    "expired": "r.expires_at <= excluded.fence",
     # Its retention is over, or this call begins a new generation.
-    "anew": "(r.expires_at <= excluded.started_at OR :rerun = 1 AND r.call_id <> excluded.call_id)",
+    "anew": "(r.expires_at <= excluded.fence OR :rerun AND r.call_id <> :call_id)",
     # Its owner never closed it, and did not leave it open with our knowledge.
     "crashed": "(r.state = 'running' AND {find}(:prior, r.owner) = 0)",
     # A call keeps the content it came with, whatever arguments a retry of it brings.
-    "keeps": "r.call_id = excluded.call_id AND r.fingerprint IS NOT NULL"
-    " AND coalesce(r.expires_at, excluded.started_at + 1) > excluded.started_at",
+    "keeps": "r.call_id = :call_id AND r.fingerprint IS NOT NULL",
 }
 
 _WITH_REFUSAL: Final = """
@@ -100,7 +97,11 @@ def claim_statement(records: Table, dialect: Dialect) -> TextClause:
         "find": "instr" if sqlite else "strpos",
         "grace": str(int(RETRY_GRACE * 1_000_000)),
     }
-    claim = _CLAIM.format(**words, **{name: part.format(**words) for name, part in _PARTS.items()})
+    claim = _squeezed(_CLAIM.format(**words, **{name: part.format(**words) for name, part in _PARTS.items()}))
     if sqlite:
         return text(f"{claim} RETURNING *, started_at AS now, 1 AS won")
-    return text(_WITH_REFUSAL.format(claim=claim, **words))
+    return text(_squeezed(_WITH_REFUSAL.format(claim=claim, **words)))
+
+
+def _squeezed(statement: str) -> str:
+    return " ".join(statement.split())

@@ -31,11 +31,11 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
         "digests": json.dumps(dict(bid.digests)) if bid.digests is not None else None,
         "lease_store": lease_store,
         "lease_ttl": int(bid.ttl * MICROSECONDS),
-        "rerun": int(bid.rerun),
+        "rerun": bid.rerun,
         "prior": " ".join(bid.prior),
         "listed": _listed(bid.call_id),
         "retries": bid.retries,
-        "in_records": int(lease_store == DATABASE),
+        "in_records": lease_store == DATABASE,
     }
 
 

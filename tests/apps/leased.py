@@ -5,10 +5,12 @@ Everything comes from the environment: JOURNAL (a file), LEASES_URL, LEASES_DATA
 
 import json
 import os
+import sys
 import time
+from pathlib import Path
 
 from celery import Celery
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import worker_ready
 
 from celery_leases import LeasedTask, current_lease
@@ -27,6 +29,8 @@ app.conf.update(
     leases_ttl=TTL,
     task_default_retry_delay=1,
 )
+if "SOFT_SHUTDOWN" in os.environ:
+    app.conf.worker_soft_shutdown_timeout = float(os.environ["SOFT_SHUTDOWN"])
 if "VISIBILITY" in os.environ:
     app.conf.broker_transport_options = {
         "visibility_timeout": float(os.environ["VISIBILITY"]),
@@ -49,7 +53,7 @@ def note(what: str, **more: object) -> None:
 def wait_for(path: str, seconds: float = 60.0) -> None:
     """Wait for a file to appear: how a test lets a body go on."""
     deadline = time.monotonic() + seconds
-    while not os.path.exists(path) and time.monotonic() < deadline:
+    while not Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -93,7 +97,7 @@ def checks(self, name, gate=None, stop=None):
     if gate and self.lease.attempt > 1:
         return {"name": name, "fence": self.lease.fence}
     try:
-        while not (stop and os.path.exists(stop)):
+        while not (stop and Path(stop).exists()):
             self.lease.check()
             time.sleep(0.02)
     except BaseException as error:
@@ -165,6 +169,142 @@ def limited(self, name, seconds=30.0):
         time.sleep(seconds)
     note("end", name=name, id=self.request.id)
     return {"name": name}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="swallows:{name}")
+def swallows(self, name, stop):
+    """Go on over every ``Exception`` until *stop* exists; only the first attempt."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    first = not Path(f"{stop}.first").exists()
+    Path(f"{stop}.first").touch()
+    try:
+        while first and not Path(stop).exists():
+            try:
+                time.sleep(0.05)
+                self.lease.check()
+            except Exception as error:  # noqa: BLE001 - that is the point
+                note("swallowed", name=name, error=type(error).__name__)
+    except BaseException as error:
+        note("lost", name=name, error=type(error).__name__, id=self.request.id)
+        raise
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="tidies:{name}")
+def tidies(self, name, gate, tidying=0.3):
+    """Wait for *gate*; take *tidying* seconds to clean up, however it ends."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
+    try:
+        wait_for(gate)
+    finally:
+        time.sleep(tidying)
+        note("tidied", name=name, id=self.request.id)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="exits:{name}", lease_max_crashes=2)
+def exits(self, name, how, times=100):
+    """End the own process in the first so many attempts: ``sys.exit(3)`` or ``os._exit(3)``."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
+    if self.lease.attempt <= times:
+        sys.exit(3) if how == "sys" else os._exit(3)
+    note("end", name=name, id=self.request.id)
+    return {"name": name}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1)
+def softly(self, name, seconds=30.0):
+    """Work for so many seconds under a soft limit of one."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    try:
+        time.sleep(seconds)
+    except SoftTimeLimitExceeded:
+        note("limited", name=name, id=self.request.id)
+        raise
+    note("end", name=name, id=self.request.id)
+    return {"name": name}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="often:{name}", lease_max_crashes=4)
+def often(self, name):
+    """Kill the own process in every attempt."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    os.kill(os.getpid(), 9)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="waits:{name}", lease_on_held="wait", lease_wait=60)
+def waits(self, name, seconds=0.0, gate=None):
+    """As :func:`work`; another call waits in its worker."""
+    return _working(self, name, seconds, gate)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="impatient:{name}", lease_on_held="wait", lease_wait=0.5)
+def impatient(self, name, seconds=0.0, gate=None):
+    """As :func:`waits`, but only half a second."""
+    return _working(self, name, seconds, gate)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="ignores:{name}", lease_on_held="ignore", lease_on_done="ignore")
+def ignores(self, name, seconds=0.0, gate=None):
+    """As :func:`work`; another call is dropped."""
+    return _working(self, name, seconds, gate)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="refuses:{name}", lease_on_held="fail", lease_on_done="fail")
+def refuses(self, name, seconds=0.0, gate=None):
+    """As :func:`work`; another call gets an error."""
+    return _working(self, name, seconds, gate)
+
+
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="auto:{name}",
+    autoretry_for=(ValueError,),
+    retry_kwargs={"max_retries": 3, "countdown": 0.1},
+)
+def auto(self, name, times):
+    """Fail so many times, under ``autoretry_for``."""
+    note("begin", name=name, attempt=self.lease.attempt, retries=self.request.retries, id=self.request.id)
+    if self.request.retries < times:
+        raise ValueError(f"not yet: {name}")
+    return {"name": name, "retries": self.request.retries}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="recursive:{name}")
+def recursive(self, name, depth):
+    """Call itself inside the body."""
+    note("begin", name=name, depth=depth, held=self.lease.held, id=self.request.id)
+    below = recursive(name, depth - 1) if depth else []
+    note("end", name=name, depth=depth, held=self.lease.held, id=self.request.id)
+    return [depth, *below]
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="calls:{name}")
+def calls(self, name):
+    """Call other leased tasks directly, and through ``map`` in this very body."""
+    note("begin", name=name, held=self.lease.held, key_before=self.lease.key, id=self.request.id)
+    direct = square(3)
+    note("end", name=name, held=self.lease.held, key_after=self.lease.key, id=self.request.id)
+    return {"direct": direct, "map": [square(number) for number in (1, 2)]}
+
+
+@app.task(base=LeasedTask, lease_key="square:{number}")
+def square(number):
+    """Not bound: looks at ``current_lease``."""
+    note("square", number=number, held=current_lease.held)
+    return number * number
+
+
+def _working(self, name, seconds, gate):
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    if gate:
+        wait_for(gate)
+    time.sleep(seconds)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="link:{value}")

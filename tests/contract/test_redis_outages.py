@@ -64,6 +64,7 @@ def refusal(step: Callable[[], Any]) -> StoreUnavailable:
         step()
     assert time.monotonic() - began < TIMEOUT + SLACK
     assert SECRET not in f"{caught.value} {caught.value.args!r}"
+    assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     return caught.value
 

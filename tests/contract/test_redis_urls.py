@@ -18,7 +18,7 @@ def made_of(url: str, **options: Any) -> dict[str, Any]:
     given = dict(pool.connection_kwargs)
     assert given.pop("socket_timeout") == 1.5
     assert given.pop("socket_connect_timeout", 1.5) == 1.5
-    assert given.pop("retry").get_retries() == 0
+    assert given.pop("retry")._retries == 0
     kept = ("host", "port", "db", "path", "username", "password", "credential_provider", "client_name")
     found = {name: given[name] for name in given if name in kept or name.startswith(("ssl_", "socket_"))}
     found["tls"] = pool.connection_class is redis.SSLConnection

@@ -10,7 +10,9 @@ from sqlalchemy import text
 
 from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.core.records import Refused, Won
+from celery_leases.stores.claims import claim_statement
 from celery_leases.stores.database import engine_for
+from celery_leases.stores.schema import Tables
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContract, RecordStoreContract
@@ -100,6 +102,13 @@ def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(leas
         answer = claim.result(10)
     assert isinstance(answer, Refused)
     assert row(records, bid.stored_key).owner == record.owner
+
+
+def test_the_claim_is_short_enough_for_psycopg_to_keep_it_parsed() -> None:
+    """Above 4096 characters it would be taken apart anew for every task, which costs more than the round trip."""
+    engine = engine_for("postgresql+psycopg://127.0.0.1/x")
+    claim = claim_statement(Tables("celery_leases").records, engine.dialect)
+    assert len(str(claim.compile(dialect=engine.dialect))) < 4096
 
 
 def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(sql_records: SqlRecordStore) -> None:

@@ -79,7 +79,7 @@ class MarkStoreContract:
     def test_names_and_keys_do_not_touch_each_other(self, marks: MarkStore, key: str) -> None:
         """Whatever characters they are made of."""
         names = [
-            (f"{key}{tail}", name) for tail in ("", "}:mark:a", "%7D") for name in ("a", "}:lease", "%7D:lease", "")
+            (f"{key}{tail}", name) for tail in ("", "}:mark:a", "%7D") for name in ("a", "a}:mark:a", "a%7D:mark:a", "")
         ]
         for number, (stored_key, name) in enumerate(names):
             assert marks.swap_mark(stored_key, name, None, str(number), self.ttl)

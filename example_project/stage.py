@@ -1,0 +1,177 @@
+"""The stage of the demo: a private Redis, a directory, real worker processes, and web processes that publish."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from celery import Celery
+
+from celery_leases.testing.process import GuardedProcess
+from celery_leases.testing.servers.redis import RedisServer
+from celery_leases.testing.workers import LocalWorker
+from example_project import journal
+
+ROOT = Path(__file__).parents[1]
+TTL = 3.0
+VISIBILITY_TIMEOUT = 6.0
+SWEEP = 1.0
+RENDER = 2.0
+LONGEST_PUT_BACK = VISIBILITY_TIMEOUT / 2
+KEY_BOUND = TTL + LONGEST_PUT_BACK
+WORK_BOUND = max(TTL, VISIBILITY_TIMEOUT + SWEEP) + LONGEST_PUT_BACK
+
+
+@dataclass(frozen=True)
+class Request:
+    """A web process asked for an invoice: ``call_id`` is the Celery id it got."""
+
+    web: str
+    key: str
+    call_id: str
+
+
+class Stage:
+    """Everything the demo starts; a context manager that leaves neither a process nor a file behind."""
+
+    def __init__(self, *, leases: bool) -> None:
+        self._leases = leases
+        self._stack = ExitStack()
+        self._pids: set[int] = set()
+        self.workers: dict[str, LocalWorker] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            with undisturbed():
+                self.redis = stack.enter_context(RedisServer())
+            # Inside the server's directory, which goes with the server even if this process is killed.
+            self.home = self.redis.home / "demo"
+            self.home.mkdir()
+            self._pids.add(self.redis.pid)
+            self.outbox = self.home / "outbox.jsonl"
+            self.journal = journal.Journal(self.home / "journal.jsonl")
+            for name in [name for name in os.environ if name.startswith(("CELERY_", "LEASES_", "DEMO_"))]:
+                del os.environ[name]
+            os.environ |= self._environment()
+            self.app = Celery("demo", broker=self._database(0), backend=self._database(1))
+            self._stack = stack.pop_all()
+        return self
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "CELERY_BROKER_URL": self._database(0),
+            "CELERY_RESULT_BACKEND": self._database(1),
+            "LEASES_URL": self._database(2),
+            "LEASES_DATABASE_URL": f"sqlite:///{self.home / 'records.db'}",
+            "LEASES_TTL": str(TTL),
+            "VISIBILITY_TIMEOUT": str(VISIBILITY_TIMEOUT),
+            "RESTORE_INTERVAL": str(SWEEP),
+            "RENDER_SECONDS": str(RENDER),
+            "OUTBOX": str(self.outbox),
+            journal.FILE: str(self.home / "journal.jsonl"),
+            journal.WITHOUT_LEASES: "" if self._leases else "1",
+        }
+
+    def _database(self, number: int) -> str:
+        return f"{self.redis.url.rpartition('/')[0]}/{number}"
+
+    def start_workers(self, *names: str) -> None:
+        """Start workers side by side and wait until all consume."""
+        for name in names:
+            self.workers[name] = LocalWorker(
+                "example_project",
+                directory=self.home,
+                concurrency=3,
+                name=name,
+                env={journal.WORKER: name},
+                options=("--include", "example_project.journal"),
+                cwd=ROOT,
+            )
+            self._stack.callback(self.workers[name].teardown)
+            with undisturbed():
+                self.workers[name].launch()
+        for name in names:
+            self._pids |= {self.workers[name].wait_ready().pid, *self.workers[name].wait_for_children()}
+
+    def publish(self, month: str, customers: list[int], webs: Mapping[str, str]) -> None:
+        """Let web processes ask for invoices at the same time; *webs*: how each of them publishes, by its name."""
+        asking = {}
+        for web, how in webs.items():
+            command = [sys.executable, "-m", "example_project.web", web, how, month, *map(str, customers)]
+            with undisturbed():
+                asking[web] = GuardedProcess(command, log=self.home / f"{web}.log", cwd=ROOT)
+                self._stack.callback(asking[web].end)
+        for web, process in asking.items():
+            if process.wait(20) != 0:
+                raise RuntimeError(f"{web} could not publish:\n{process.logs()}")
+
+    @property
+    def requests(self) -> list[Request]:
+        """What has been asked for, as far as the journal was read."""
+        asked = [event for event in self.journal.events if event["what"] == "Asked"]
+        return [Request(event["worker"], key, call) for event in asked for key, call in event["calls"].items()]
+
+    def results(self) -> dict[str, Any]:
+        """What the callers have got so far, by call id: a result, or the error as text."""
+        found = {}
+        for request in self.requests:
+            answer = self.app.AsyncResult(request.call_id)
+            if answer.ready():
+                found[request.call_id] = answer.result if answer.successful() else repr(answer.result)
+        return found
+
+    def mailed(self) -> list[str]:
+        """The keys of the invoices in the outbox, as often as they were mailed."""
+        lines = self.outbox.read_text().splitlines() if self.outbox.exists() else []
+        return [key_of(json.loads(line)) for line in lines]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut this short
+        self._pids |= {pid for worker in self.workers.values() if worker.alive for pid in worker.children()}
+        self._stack.close()
+
+    def left_behind(self) -> list[str]:
+        """The processes and directories that are still there after the end."""
+        deadline = time.monotonic() + 5
+        while (alive := [pid for pid in self._pids if _alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [f"process {pid}" for pid in alive] + [str(self.home.parent)] * self.home.parent.exists()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C and the like back until a process has started: half-started it could not be ended in order."""
+    held: list[int] = []
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {signum: signal.signal(signum, lambda signum, _: held.append(signum)) for signum in ends}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if held:
+        signal.raise_signal(held[0])
+
+
+def key_of(letter: Mapping[str, Any]) -> str:
+    """The key of the invoice that a letter in the outbox, or an answer to a caller, is about."""
+    return f"invoice:{letter['customer']}:{letter['month']}"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,123 @@
+"""Was every promise kept? Looks at the outbox, the callers' results, the journal and the clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from example_project.narrator import short, table
+from example_project.stage import Request
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Something was killed in the middle of *key*; the work is promised to begin again within *bound* seconds."""
+
+    what: str
+    key: str
+    at: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """Who began the work of a killed process again, and how many seconds after its death."""
+
+    kill: Kill
+    by: str
+    after: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be judged, once every caller has an answer or the time is up."""
+
+    requests: Sequence[Request]
+    kills: Sequence[Kill]
+    events: Sequence[Mapping[str, Any]]
+    mailed: Sequence[str]
+    results: Mapping[str, Any]
+
+    def of(self, what: str, key: str) -> list[Mapping[str, Any]]:
+        """The events of one kind about one key."""
+        return [event for event in self.events if (event["what"], event["key"]) == (what, key)]
+
+    def takeover(self, kill: Kill) -> Takeover | None:
+        """Who took over after *kill*."""
+        for event in self.of("LeaseAcquired", kill.key):
+            if event["t"] > kill.at:
+                return Takeover(kill, f"{event['worker']} {event['pid']}", event["t"] - kill.at)
+        return None
+
+    @property
+    def keys(self) -> list[str]:
+        """All invoices that were asked for."""
+        return sorted({request.key for request in self.requests})
+
+    def broken(self) -> list[str]:
+        """One line for each promise that was not kept."""
+        return [*self._broken_mails(), *self._broken_answers(), *self._broken_takeovers()]
+
+    def _broken_mails(self) -> list[str]:
+        mails = Counter(self.mailed)
+        return [f"{key} was mailed {mails[key]} times, not once" for key in self.keys if mails[key] != 1]
+
+    def _broken_answers(self) -> list[str]:
+        lines = []
+        for key in self.keys:
+            calls = [request for request in self.requests if request.key == key]
+            unanswered = [request.web for request in calls if request.call_id not in self.results]
+            answers = [self.results[request.call_id] for request in calls if request.call_id in self.results]
+            if unanswered:
+                lines.append(f"{key}: {' and '.join(unanswered)} got no answer")
+            lines += [f"{key}: a caller got {answer!r}" for answer in answers if not isinstance(answer, dict)]
+            if any(answer != answers[0] for answer in answers):
+                lines.append(f"{key}: its callers got different answers")
+        return lines
+
+    def _broken_takeovers(self) -> list[str]:
+        lines = []
+        for kill in self.kills:
+            takeover = self.takeover(kill)
+            if takeover is None:
+                lines.append(f"{kill.key}: nobody took over from {kill.what}")
+            elif takeover.after > kill.bound:
+                late = f"after {takeover.after:.1f} s, promised were {kill.bound:g} s"
+                lines.append(f"{kill.key}: taken over from {kill.what} {late}")
+        crashes = {key: len(self.of("CrashSeen", key)) for key in self.keys}
+        killed = Counter(kill.key for kill in self.kills)
+        lines += [
+            f"{key}: {count} crashes were recorded, {killed[key]} happened"
+            for key, count in crashes.items()
+            if count != killed[key]
+        ]
+        return lines
+
+    def show(self) -> None:
+        """Print the two tables."""
+        webs = sorted({request.web for request in self.requests})
+        rows = [["invoice", "mailed", "attempts", "crashes", *(f"{web} got" for web in webs)]]
+        mails = Counter(self.mailed)
+        for key in self.keys:
+            counts = (mails[key], len(self.of("LeaseAcquired", key)), len(self.of("CrashSeen", key)))
+            rows.append([short(key), *map(str, counts), *(self._got(key, web) for web in webs)])
+        table(rows)
+        if self.kills:
+            print()
+            table([["killed", "in the middle of", "taken over by", "after", "promised"], *map(self._row, self.kills)])
+
+    def _row(self, kill: Kill) -> list[str]:
+        takeover = self.takeover(kill)
+        by, after = (takeover.by, f"{takeover.after:.1f} s") if takeover else ("nobody", "-")
+        return [kill.what, short(kill.key), by, after, f"within {kill.bound:g} s"]
+
+    def _got(self, key: str, web: str) -> str:
+        calls = [request.call_id for request in self.requests if (request.key, request.web) == (key, web)]
+        if not calls:
+            return "-"
+        if calls[0] not in self.results:
+            return "no answer"
+        replayed = any(event["call_id"] == calls[0] for event in self.of("ResultReplayed", key))
+        return "the saved result" if replayed else "its own run's result"

@@ -1,0 +1,82 @@
+"""The tasks of :mod:`tests.apps.leased` in a worker that dies or waits at one named step of the protocol, so often.
+
+FAILPOINT names the step, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number) remembers that it has.
+``before publish``, ``after publish``, ``after mark`` kill the whole worker in a put-back; ``after release`` kills the
+child once its success is settled and the lease released, ``after callbacks`` once Celery has sent the callbacks and
+before our mark. ``slow settle`` holds the statement back for a second, ``late settle`` until the gate file is there.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from celery.signals import task_success
+
+STEP = os.environ.get("FAILPOINT", "")
+
+
+def _strikes() -> bool:
+    for number in range(int(os.environ.get("FAILPOINT_TIMES", "1"))):
+        try:
+            Path(f"{os.environ['FAILPOINT_FILE']}.{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return True
+    return False
+
+
+def reach(step: str, *, whole_worker: bool = False) -> None:
+    """Die here if this is the step."""
+    if step == STEP and _strikes():
+        note("failpoint", step=step)
+        if whole_worker:
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@task_success.connect(weak=False)
+def _after_callbacks(**_):  # connected before the library connects its own
+    reach("after callbacks")
+
+
+from celery_leases import execution, putback  # noqa: E402
+from celery_leases.stores.sql import SqlRecordStore  # noqa: E402
+from tests.apps.leased import *  # noqa: E402, F403
+from tests.apps.leased import app, note  # noqa: E402, F401
+
+_publish = putback.Copies._publish
+_put_back = putback.Copies.put_back
+_run = execution.Execution._run
+_settle = SqlRecordStore.settle
+
+
+def _publish_and_die(self, *args, **kwargs):
+    reach("before publish", whole_worker=True)
+    _publish(self, *args, **kwargs)
+    reach("after publish", whole_worker=True)
+
+
+def _put_back_and_die(self, *args, **kwargs):
+    published = _put_back(self, *args, **kwargs)
+    reach("after mark", whole_worker=True)
+    return published
+
+
+def _run_and_die(self, *args, **kwargs):
+    reply = _run(self, *args, **kwargs)
+    reach("after release")
+    return reply
+
+
+def _settle_late(self, record, outcome):
+    if STEP == "slow settle" and _strikes():
+        note("failpoint", step=STEP)
+        time.sleep(1.0)
+    return _settle(self, record, outcome)
+
+
+putback.Copies._publish = _publish_and_die
+putback.Copies.put_back = _put_back_and_die
+execution.Execution._run = _run_and_die
+SqlRecordStore.settle = _settle_late

@@ -1,0 +1,86 @@
+"""Scenes for the tests that kill, pause and restart; each test has its own, unless it says otherwise."""
+
+from collections.abc import Callable, Iterator
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.testing.plugin import missing_server
+from celery_leases.testing.servers import LocalServer, PostgresServer, RabbitServer, RedisServer, ServerMissing
+from tests.crash.scenes import Scene
+
+SceneFactory = Callable[..., Scene]
+ServerFactory = Callable[[LocalServer], LocalServer]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here is marked ``crash``."""
+    for item in items:
+        if "tests/crash/" in item.path.as_posix():
+            item.add_marker(pytest.mark.crash)
+
+
+@pytest.fixture
+def scene_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SceneFactory]:
+    """``scene_factory(combination, urls=..., start=True, **Scene options)``; *urls* names servers of the test's own."""
+    scenes: list[Scene] = []
+
+    def make(
+        combination: tuple[str, ...], *, urls: dict[str, str] | None = None, start: bool = True, **options: object
+    ) -> Scene:
+        known = dict(urls or {})
+        known.setdefault("redis", request.getfixturevalue("leases_redis").url)
+        if "rabbit" in combination and "rabbit" not in known:
+            known["rabbit"] = request.getfixturevalue("leases_rabbit").url
+        if "postgres" in combination and "postgres" not in known:
+            known["postgres"] = request.getfixturevalue("leases_postgres").new_database()
+        scene = Scene(combination, known, tmp_path_factory.mktemp("scene"), **options)  # type: ignore[arg-type]
+        scenes.append(scene)
+        if start:
+            scene.start()
+        return scene
+
+    yield make
+    for scene in scenes:
+        scene.close()
+        for worker in scene.workers:
+            request.node.add_report_section("teardown", f"log of {worker.name}", worker.full_log())
+
+
+def _own(server: LocalServer) -> Iterator[LocalServer]:
+    try:
+        server.start()
+    except ServerMissing as missing:
+        missing_server(str(missing))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_redis() -> Iterator[LocalServer]:
+    """A Redis that the test may hurt; it forgets everything when it dies."""
+    yield from _own(RedisServer())
+
+
+@pytest.fixture
+def durable_redis() -> Iterator[LocalServer]:
+    """A Redis that the test may hurt; it remembers every command."""
+    yield from _own(RedisServer(options=("--appendonly", "yes", "--appendfsync", "always")))
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[LocalServer]:
+    """A PostgreSQL that the test may hurt."""
+    yield from _own(PostgresServer())
+
+
+@pytest.fixture
+def own_rabbit() -> Iterator[LocalServer]:
+    """A RabbitMQ that the test may hurt."""
+    yield from _own(RabbitServer())
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test uses."""
+    return uuid4().hex[:8]

@@ -1,0 +1,129 @@
+"""A scene: a stage with short leases, several workers to be hurt, and servers that may be the test's own."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+
+from celery_leases.client import LeaseClient
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.keys import stored_key
+from celery_leases.core.ports import Holder
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.workers import LocalWorker
+from tests.integration.stages import APP, PATIENCE, Stage
+
+FAILING = "tests.apps.failing"
+PUT_BACK = 0.5
+"""The most by which a copy of the holder's own call comes later than the lease ends."""
+
+
+class Scene(Stage):
+    """A :class:`Stage` whose leases last *ttl* and whose Redis broker delivers again after *visibility* seconds.
+
+    ``workers`` are all that were started here; they end with the scene. ``failpoint`` names a step of
+    :mod:`tests.apps.failing` at which one process dies or waits, once.
+    """
+
+    def __init__(
+        self,
+        combination: tuple[str, ...],
+        urls: Mapping[str, str],
+        directory: Path,
+        *,
+        ttl: float = 2,
+        visibility: float = 2,
+        concurrency: int = 1,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        given = {"TTL": f"{ttl:g}", "VISIBILITY": f"{visibility:g}", "PREFETCH": "1"}
+        self.ttl = ttl
+        super().__init__(
+            combination, urls, directory, env=given | dict(env or {}), worker={"concurrency": concurrency}, **options
+        )
+        self.concurrency = concurrency
+        self.workers = [self.worker]
+
+    def start(self) -> LocalWorker:
+        """Start the first worker."""
+        return self.worker.start()
+
+    def another(self, *, env: Mapping[str, str] | None = None, **options: Any) -> LocalWorker:
+        """Start one more worker."""
+        made = self.new_worker(**{"concurrency": self.concurrency, "env": self.env | dict(env or {})} | options)
+        self.workers.append(made)
+        return made.start()
+
+    def close(self) -> None:
+        """End all workers and let all connections go."""
+        for worker in self.workers:
+            worker.teardown()
+        super().close()
+
+    @cached_property
+    def client(self) -> LeaseClient:  # type: ignore[override]
+        """One client for all looks at the stores."""
+        return LeaseClient(self.env["LEASES_URL"], self.database_url)
+
+    # -- failpoints ----------------------------------------------------------------------------------------
+
+    def failpoint(self, step: str, *, times: int = 1) -> dict[str, str]:
+        """The environment in which a worker of the module ``tests.apps.failing`` dies at *step*."""
+        return {"FAILPOINT": step, "FAILPOINT_TIMES": str(times), "FAILPOINT_FILE": str(self.directory / "failed")}
+
+    def wait_until_failed(self, step: str, number: int = 1) -> None:
+        """Return when that many processes have reached the failpoint."""
+        self.wait_for("failpoint", number, step=step)
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    def logs(self) -> str:
+        """What all workers have logged."""
+        return "\n".join(worker.full_log() for worker in self.workers)
+
+    def log(self, about: str) -> list[str]:
+        """The lines of all workers' logs in which *about* occurs."""
+        return [line for line in self.logs().splitlines() if about in line]
+
+    def version_of(self, task: str, key: str) -> tuple[Any, ...]:
+        """The row as the database keeps it, byte for byte; on PostgreSQL with the version of its tuple."""
+        hidden = "" if self.record_store == "sqlite" else "xmin::text, ctid::text, "
+        query = text(f"SELECT {hidden}* FROM celery_leases_records WHERE stored_key = :key")  # noqa: S608
+        with self._engine.connect() as connection:
+            row = connection.execute(query, {"key": stored_key(f"{APP}.{task}", key, "task")}).one()
+        return tuple(row)
+
+    def holder(self, task: str, key: str) -> Holder | None:
+        """Who has a live lease on the key; nobody where the stores do not answer."""
+        with contextlib.suppress(RedisError, SQLAlchemyError, OSError, StoreUnavailable):
+            return self.client._leases.holder(stored_key(f"{APP}.{task}", key, "task"))
+        return None
+
+    def wait_until_free(self, task: str, key: str, timeout: float = PATIENCE) -> float:
+        """When (``time.monotonic``) nobody had a lease on the key any more."""
+        wait_until(lambda: not self.is_held(task, key), timeout, f"the lease of {key} to end")
+        return time.monotonic()
+
+    def done_once(self, task: str, name: str, *, ends: int = 1, crashes: int = 0) -> dict[str, Any]:
+        """The row, once it is done, the queue empty, and that many bodies have reached their end."""
+        row = self.wait_for_state(task, f"{task}:{name}", "done")
+        assert len(self.events("end", name=name)) == ends, self.events(name=name)
+        assert row["crashes"] == 0  # a success ends the row of crashes
+        seen = [line for line in self.log(f"key {task}:{name}:") if "ended without a word" in line]
+        assert len(seen) == crashes, seen
+        return row
+
+
+def kill(pid: int) -> float:
+    """SIGKILL one process; when that was."""
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()

@@ -1,0 +1,116 @@
+"""Workers that are told to stop: warm, soft and cold, and by a whole process group. None of it is a crash."""
+
+import os
+import re
+import signal
+
+import pytest
+
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import Scene
+from tests.integration.stages import BOTH_WAYS, spelled
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_three_deploys_in_a_row_count_no_crash(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Warm until patience ends, soft with a second's grace, and cold; the attempts are given back each time."""
+    scene = scene_factory(combination, visibility=3)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+
+    warm = scene.worker
+    warm.kill(signal.SIGTERM)
+    warm.wait_for_log("Warm shutdown")
+    warm.kill(signal.SIGQUIT)
+    warm.wait(20)
+    _given_back(scene, name)
+
+    soft = scene.another(env={"SOFT_SHUTDOWN": "1"})
+    scene.wait_for("begin", 2, name=name)
+    soft.kill(signal.SIGQUIT)
+    soft.wait(20)
+    assert "Initiating Soft Shutdown" in soft.full_log()
+    _given_back(scene, name)
+
+    cold = scene.another()
+    scene.wait_for("begin", 3, name=name)
+    cold.kill(signal.SIGQUIT)
+    cold.wait(20)
+    _given_back(scene, name)
+
+    scene.another()
+    last = scene.wait_for("begin", 4, name=name)[3]
+    assert (last["attempt"], last["previous"]) == (1, "interrupted")
+    gate.touch()
+    assert result.get(timeout=20) == {"name": name, "fence": last["fence"]}
+    scene.done_once("work", name, crashes=0)
+    scene.wait_until_drained()
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_a_warm_shutdown_lets_the_body_end(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """The lease is renewed while the worker waits, and the work is done by it."""
+    scene = scene_factory(combination, visibility=30)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    mine = scene.holder("work", f"work:{name}")
+    scene.worker.kill(signal.SIGTERM)
+    scene.worker.wait_for_log("Warm shutdown")
+    gate.touch()
+    assert scene.worker.wait(20) == 0
+    assert mine is not None
+    assert result.get(timeout=20)["name"] == name
+    assert scene.done_once("work", name)["attempt"] == 1
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """0.3 s in a ``finally`` after ``SystemExit``: the attempt is given back all the same."""
+    scene = scene_factory(combination, visibility=3)
+    gate = scene.gate()
+    result = scene.tasks.tidies.delay(name, str(gate))
+    scene.wait_for("begin", name=name)
+    scene.worker.kill(signal.SIGQUIT)
+    scene.worker.wait(20)
+    _given_back(scene, name, "tidies")
+    assert len(scene.events("tidied", name=name)) == 1
+    scene.another()
+    again = scene.wait_for("begin", 2, name=name)[1]
+    assert (again["attempt"], again["previous"]) == (1, "interrupted")
+    gate.touch()
+    assert result.get(timeout=20)["name"] == name
+    scene.done_once("tidies", name, crashes=0)
+
+
+def test_sigterm_to_the_whole_process_group_counts_no_crash(scene_factory: SceneFactory, name: str) -> None:
+    """What systemd and many shells do: main process and children get SIGTERM at once, and then again."""
+    scene = scene_factory(BOTH_WAYS[0], visibility=3)
+    gate = scene.gate()
+    result = scene.tasks.tidies.delay(name, str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.kill(signal.SIGTERM)
+    os.kill(first["pid"], signal.SIGTERM)
+    os.kill(first["pid"], signal.SIGTERM)
+    scene.worker.wait(30)
+    _given_back(scene, name, "tidies")
+    scene.another()
+    again = scene.wait_for("begin", 2, name=name)[1]
+    assert (again["attempt"], again["previous"]) == (1, "interrupted")
+    gate.touch()
+    assert result.get(timeout=20)["name"] == name
+    scene.done_once("tidies", name, crashes=0)
+
+
+def _given_back(scene: Scene, name: str, task: str = "work") -> None:
+    row = scene.wait_for_state(task, f"{task}:{name}", "pending")
+    assert (row["ended"], row["attempt"], row["crashes"], row["failures"]) == ("interrupted", 0, 0, 0)
+    assert not scene.is_held(task, f"{task}:{name}")
+    assert not [line for line in scene.log("Traceback") if re.search(name, line)]

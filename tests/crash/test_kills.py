@@ -1,0 +1,91 @@
+"""SIGKILL in the middle of a body: of the pool child, and of the whole worker."""
+
+import pytest
+
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import PUT_BACK, kill
+from tests.integration.stages import BOTH_WAYS, PAIRWISE, spelled
+
+NOTICED = 5.5
+"""By when billiard has noticed a dead child, in seconds: measured, and nothing of ours (celery-facts, section 3)."""
+DELIVERED = 1.5
+"""What a delivery takes on a busy machine, in seconds."""
+
+
+@pytest.mark.parametrize("combination", PAIRWISE, ids=spelled)
+def test_a_killed_pool_child_blocks_the_key_for_ttl_and_one_put_back(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """The same call runs again in a new child; the crash is counted and told to it, and there is one end."""
+    scene = scene_factory(combination, visibility=30)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    before = scene.row("work", f"work:{name}")
+    assert before is not None
+    killed = kill(first["pid"])
+    second = scene.wait_for("begin", 2, name=name)[1]
+    assert second["t"] - killed < max(scene.ttl, NOTICED) + PUT_BACK + DELIVERED
+    assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
+    assert second["fence"] > first["fence"]
+    row = scene.row("work", f"work:{name}")
+    assert row is not None
+    assert (row["crashes"], row["previous_ended"], row["previous_host"]) == (1, "crashed", before["holder"])
+    gate.touch()
+    assert result.get(timeout=20) == {"name": name, "fence": second["fence"]}
+    scene.done_once("work", name, crashes=1)
+    scene.wait_until_drained()
+    print(f"takeover after {second['t'] - killed:.2f} s")
+
+
+@pytest.mark.parametrize("combination", [*BOTH_WAYS, ("redis", "database", "sqlite")], ids=spelled)
+def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Another worker gets the message from the broker; Redis gives it out after the visibility timeout."""
+    scene = scene_factory(combination)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    before = scene.row("work", f"work:{name}")
+    assert before is not None
+    killed = kill(scene.worker.pid)
+    free = scene.wait_until_free("work", f"work:{name}")
+    assert free - killed < scene.ttl + 0.3
+    scene.another()
+    second = scene.wait_for("begin", 2, name=name)[1]
+    assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
+    row = scene.row("work", f"work:{name}")
+    assert row is not None
+    assert (row["crashes"], row["previous_host"]) == (1, before["holder"])
+    gate.touch()
+    assert result.get(timeout=20)["fence"] == second["fence"]
+    scene.done_once("work", name, crashes=1)
+    print(f"free after {free - killed:.2f} s, takeover after {second['t'] - killed:.2f} s")
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_one_put_back(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """A standing-by worker with a duplicate call is let in as soon as the dead one's lease ends."""
+    scene = scene_factory(combination, visibility=20)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.another()
+    duplicate = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for_log(duplicate.id, "another call holds the key")
+    killed = kill(scene.worker.pid)
+    second = scene.wait_for("begin", 2, name=name)[1]
+    # The duplicate asks every second at first, then every two; the last time may be just before the lease ends.
+    assert second["t"] - killed < scene.ttl + scene.ttl + PUT_BACK + DELIVERED
+    assert second["previous"] == "crashed"
+    assert second["fence"] > first["fence"]
+    gate.touch()
+    answer = {"name": name, "fence": second["fence"]}
+    assert duplicate.get(timeout=20) == answer
+    if scene.broker == "rabbit":
+        assert result.get(timeout=20) == answer
+    scene.done_once("work", name, crashes=1)
+    print(f"takeover after {second['t'] - killed:.2f} s")

@@ -1,0 +1,137 @@
+"""SIGSTOP beyond the ttl: somebody else takes over, and nothing the zombie still says is believed."""
+
+import time
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import Scene
+from tests.integration.stages import BOTH_WAYS, spelled
+
+TOLD = 2.0
+"""By when a resumed body must have been told, in seconds; measured at milliseconds."""
+
+
+@pytest.fixture(params=BOTH_WAYS, ids=spelled)
+def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
+    """A worker whose child will be paused; the broker does not deliver its message again meanwhile."""
+    return scene_factory(request.param, visibility=60)
+
+
+def resumed(scene: Scene, pid: int) -> float:
+    """SIGCONT; when that was."""
+    scene.worker.resume(pid=pid)
+    return time.monotonic()
+
+
+def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, name: str) -> None:
+    """``check()`` raises, result, record and release are refused, and the row stays byte for byte what it was."""
+    stop = scene.gate()
+    zombie = scene.tasks.checks.delay(name, stop=str(stop))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.pause(pid=first["pid"])
+    scene.another()
+    second = scene.tasks.checks.delay(name, stop=str(stop))
+    scene.wait_for("begin", 2, name=name)
+    stop.touch()
+    answer = second.get(timeout=20)
+    stop.unlink()
+    scene.wait_until_free("checks", f"checks:{name}")
+    before = scene.version_of("checks", f"checks:{name}")
+    at = resumed(scene, first["pid"])
+    (lost,) = scene.wait_for("lost", name=name)
+    assert (lost["pid"], lost["error"]) == (first["pid"], "LeaseLost")
+    assert lost["t"] - at < TOLD
+    (refused,) = scene.wait_for_log(zombie.id, "refused: a later attempt owns the key")
+    assert f"outcome of fence {first['fence']}" in refused
+    assert zombie.get(timeout=20) == answer  # the second's, as for any duplicate
+    assert scene.version_of("checks", f"checks:{name}") == before
+    assert answer["fence"] > first["fence"]
+    scene.done_once("checks", name, crashes=1)
+    print(f"told {lost['t'] - at:.3f} s after SIGCONT")
+
+
+def test_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene: Scene, name: str) -> None:
+    """M9: the first ends after the second took over; the second keeps its lease and finishes."""
+    stop = scene.gate()
+    scene.tasks.checks.delay(name, stop=str(stop))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.pause(pid=first["pid"])
+    scene.another()
+    result = scene.tasks.checks.delay(name, stop=str(stop))
+    second = scene.wait_for("begin", 2, name=name)[1]
+    mine = scene.holder("checks", f"checks:{name}")
+    assert mine is not None
+    assert mine.call_id == result.id
+    resumed(scene, first["pid"])
+    scene.wait_for_log(f"key checks:{name}:", f"outcome of fence {first['fence']} refused")
+    scene.wait_for_log(f"key checks:{name}:", "put back for")
+    still = scene.holder("checks", f"checks:{name}")
+    assert still is not None
+    assert still.token == mine.token
+    assert not scene.events("end", name=name)
+    stop.touch()
+    assert result.get(timeout=20)["fence"] == second["fence"]
+    scene.done_once("checks", name, crashes=1)
+
+
+def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
+    """The loss reaches a body that only sleeps, by signal, and its delivery gets the second's result."""
+    zombie = scene.tasks.sleeps.delay(name, 600)
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.pause(pid=first["pid"])
+    scene.wait_until_free("sleeps", f"sleeps:{name}")
+    at = resumed(scene, first["pid"])
+    (lost,) = scene.wait_for("lost", name=name)
+    assert (lost["error"], lost["pid"]) == ("LeaseLost", first["pid"])
+    assert lost["t"] - at < TOLD
+    # Nobody took over: the attempt is given back, and the call runs again. No crash.
+    again = scene.wait_for("begin", 2, name=name)[1]
+    row = scene.row("sleeps", f"sleeps:{name}")
+    assert row is not None
+    assert (again["attempt"], row["crashes"], row["previous_ended"]) == (1, 0, "lost")
+    assert zombie.id == again["id"]
+    print(f"interrupted {lost['t'] - at:.3f} s after SIGCONT")
+
+
+def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(scene: Scene, name: str) -> None:
+    """``except Exception`` does not catch a lost lease."""
+    stop = scene.gate()
+    zombie = scene.tasks.swallows.delay(name, stop=str(stop))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.pause(pid=first["pid"])
+    scene.another()
+    result = scene.tasks.swallows.delay(name, stop=str(stop))
+    answer = result.get(timeout=20)
+    before = scene.version_of("swallows", f"swallows:{name}")
+    resumed(scene, first["pid"])
+    (lost,) = scene.wait_for("lost", name=name)
+    assert (lost["error"], lost["pid"]) == ("LeaseLost", first["pid"])
+    assert not scene.events("swallowed", name=name)
+    assert zombie.get(timeout=20) == answer
+    assert scene.version_of("swallows", f"swallows:{name}") == before
+    scene.done_once("swallows", name, crashes=1)
+
+
+def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(scene_factory: SceneFactory, name: str) -> None:
+    """One call, delivered again by Redis while its first run is stopped: one end, and the zombie's delivery is over."""
+    scene = scene_factory(BOTH_WAYS[0], visibility=2)
+    stop = scene.gate()
+    result = scene.tasks.checks.delay(name, stop=str(stop))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.pause(pid=first["pid"])
+    scene.another()
+    second = scene.wait_for("begin", 2, name=name)[1]
+    assert second["id"] == first["id"] == result.id
+    stop.touch()
+    assert result.get(timeout=20)["fence"] == second["fence"]
+    stop.unlink()
+    before = scene.version_of("checks", f"checks:{name}")
+    resumed(scene, first["pid"])
+    scene.wait_for("lost", name=name)
+    wait_until(lambda: "refused: a later attempt" in scene.logs(), 20, "the refusal")
+    assert result.get(timeout=20)["fence"] == second["fence"]
+    assert scene.version_of("checks", f"checks:{name}") == before
+    scene.done_once("checks", name, crashes=1)
+    scene.wait_until_drained()

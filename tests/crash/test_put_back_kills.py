@@ -1,0 +1,71 @@
+"""C6: the first worker runs, the second meets a copy of the same call, and both die, at each step of a put-back."""
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import FAILING, kill
+
+REDIS = ("redis", "redis", "postgres")
+STEPS = ("before publish", "after publish", "after mark")
+
+
+def test_a_copy_that_met_the_holder_is_not_the_last_copy(scene_factory: SceneFactory, name: str) -> None:
+    """The peer case: the copy is ended while the first runs, then the first is killed. The task runs again."""
+    scene = scene_factory(REDIS, visibility=2)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    scene.another()
+    scene.wait_for_log(result.id, "put back for")
+    wait_until(lambda: "ignored" in scene.workers[1].full_log(), 20, "the end of the old delivery")
+    kill(scene.worker.pid)
+    gate.touch()
+    assert result.get(timeout=30)["name"] == name
+    assert len(scene.events("begin", name=name)) == 2
+    scene.done_once("work", name, crashes=1)
+    assert scene.events("begin", name=name)[1]["id"] == first["id"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("first_survives", [True, False], ids=["the first goes on", "the first dies too"])
+def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
+    scene_factory: SceneFactory, name: str, step: str, first_survives: bool
+) -> None:
+    """Before the publish, between publish and mark, and between mark and acknowledgement."""
+    scene = scene_factory(REDIS, visibility=2, module=FAILING)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    second = scene.another(env=scene.failpoint(step))
+    scene.wait_until_failed(step)
+    second.wait(20)
+    if not first_survives:
+        kill(scene.worker.pid)
+        scene.another()
+    gate.touch()
+    assert result.get(timeout=30)["name"] == name
+    assert len(scene.events("begin", name=name)) == (1 if first_survives else 2)
+    scene.done_once("work", name, crashes=0 if first_survives else 1)
+    scene.wait_until_drained()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_put_back_on_rabbitmq_killed_in_the_middle_loses_nothing(
+    scene_factory: SceneFactory, name: str, step: str
+) -> None:
+    """RabbitMQ delivers the old copy again at once; two copies of one call are harmless, none would not be."""
+    scene = scene_factory(("rabbit", "database", "postgres"), module=FAILING)
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    second = scene.another(env=scene.failpoint(step))
+    duplicate = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_until_failed(step)
+    second.wait(20)
+    kill(scene.worker.pid)
+    scene.another()
+    gate.touch()
+    assert result.get(timeout=30) == duplicate.get(timeout=30)
+    scene.done_once("work", name, crashes=1)
+    scene.wait_until_drained()

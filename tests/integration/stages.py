@@ -1,0 +1,286 @@
+"""A stage: a broker, a lease store and a record store, a worker of ``tests.apps.leased`` on them, and its caller."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+import redis
+from celery import _state
+from kombu.exceptions import ChannelError
+from redis.exceptions import RedisError
+from sqlalchemy import create_engine, select
+from sqlalchemy.pool import NullPool
+
+from celery_leases.client import LeaseClient
+from celery_leases.core.keys import stored_key
+from celery_leases.stores.schema import Tables
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.workers import QUEUE_VARIABLE, LocalWorker
+
+APP = "tests.apps.leased"
+PATIENCE = 30.0
+
+REDIS_REDIS_POSTGRES = ("redis", "redis", "postgres")
+RABBIT_DATABASE_POSTGRES = ("rabbit", "database", "postgres")
+REDIS_DATABASE_SQLITE = ("redis", "database", "sqlite")
+RABBIT_REDIS_SQLITE = ("rabbit", "redis", "sqlite")
+PAIRWISE = (REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES, REDIS_DATABASE_SQLITE, RABBIT_REDIS_SQLITE)
+"""Every broker, lease store and record store meets every other one."""
+BOTH_WAYS = (REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES)
+"""The shortest list with both brokers and both lease stores."""
+
+_databases = count(1)
+
+
+def spelled(combination: tuple[str, ...]) -> str:
+    """The id of a combination in a test's name."""
+    return "-".join(combination)
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def imported_anew(name: str, env: Mapping[str, str]) -> Any:
+    """A task module with an app of its own under *env*, whoever has imported it before or will."""
+    before = {loaded: sys.modules.pop(loaded) for loaded in list(sys.modules) if loaded.startswith("tests.apps.")}
+    shared = set(_state._on_app_finalizers)
+    try:
+        with environment(env):
+            return importlib.import_module(name)
+    finally:
+        for loaded in [loaded for loaded in sys.modules if loaded.startswith("tests.apps.")]:
+            del sys.modules[loaded]
+        sys.modules.update(before)
+        # Celery would give the tasks of each app to every other one, under the same names.
+        _state._on_app_finalizers.intersection_update(shared)
+
+
+class Stage:
+    """Broker, stores, one worker and the tasks as a caller has them. Close it, or use it as a context manager.
+
+    ``app`` and ``tasks`` are the caller's side, imported for this stage alone; ``env`` is what the worker gets.
+    """
+
+    def __init__(
+        self,
+        combination: tuple[str, ...],
+        urls: Mapping[str, str],
+        directory: Path,
+        *,
+        module: str = APP,
+        worker: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.broker, self.lease_store, self.record_store = combination
+        self.directory = directory
+        self.journal = directory / "journal"
+        self.queue = f"leases-{uuid4().hex[:12]}"
+        number = next(_databases) % 15 + 1
+        self.redis_url = f"{urls['redis'].rpartition('/')[0]}/{number}"
+        self.broker_url = urls["rabbit"] if self.broker == "rabbit" else self.redis_url
+        self.database_url = urls.get("postgres") or f"sqlite:///{directory}/leases.db"
+        with redis.Redis.from_url(self.redis_url) as client:
+            client.flushdb()
+        self.env = {
+            "JOURNAL": str(self.journal),
+            "CELERY_BROKER_URL": self.broker_url,
+            "CELERY_RESULT_BACKEND": self.redis_url,
+            "LEASES_DATABASE_URL": self.database_url,
+            "LEASES_URL": "database" if self.lease_store == "database" else self.redis_url,
+            QUEUE_VARIABLE: self.queue,
+            **(env or {}),
+        }
+        self.module = module
+        self._engine = create_engine(self.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        Tables().create(self._engine)
+        self.tasks = imported_anew(APP, self.env)
+        self.app = self.tasks.app
+        # Celery reads its own variables from the environment of the moment, and that is not the caller's any more.
+        self.app.conf.update(broker_url=self.broker_url, result_backend=self.redis_url)
+        self.app.set_current()
+        self.worker = self.new_worker(**(worker or {}))
+
+    def new_worker(self, **options: Any) -> LocalWorker:
+        """Another worker on this stage, not started; the stage does not end it."""
+        chosen = {"concurrency": 4, "cwd": Path.cwd(), "queue": self.queue, "env": self.env} | options
+        return LocalWorker(self.module, directory=self.directory, **chosen)
+
+    def __enter__(self) -> Self:
+        self.worker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and let all connections go."""
+        self.worker.teardown()
+        self.app.close()
+        self._engine.dispose()
+
+    # -- calling -------------------------------------------------------------------------------------------
+
+    def send(self, task: str, *args: Any, **options: Any) -> Any:
+        """Publish a call by name, as another program would; repeat with one ``task_id`` for copies of one call."""
+        return self.app.send_task(f"{APP}.{task}", args=args, **options)
+
+    def side_queue(self) -> str:
+        """A queue the worker does not consume: its messages wait for :meth:`forward` or :meth:`redeliver`."""
+        return f"{self.queue}-{uuid4().hex[:8]}"
+
+    def forward(self, side: str, copies: int = 1, *, to: str | None = None, **changed: object) -> list[str]:
+        """Publish each message of *side* so many times to the worker, canvas and all; the ids, in their order.
+
+        *changed* are headers with another value, *to* is another queue than the worker's.
+        """
+        ids = []
+        target = to or self.queue
+        with self.app.connection_for_write() as connection:
+            channel = connection.default_channel
+            producer = connection.Producer()
+            while (message := channel.basic_get(side)) is not None:
+                names = ("correlation_id", "reply_to", "priority", "delivery_mode")
+                properties = {name: message.properties[name] for name in names if name in message.properties}
+                kind = {"content_type": message.content_type, "content_encoding": message.content_encoding}
+                headers = {**message.headers, **changed}
+                ids.append(headers["id"])
+                for _ in range(copies):
+                    producer.publish(message.body, routing_key=target, headers=headers, **kind, **properties)
+                channel.basic_ack(message.delivery_tag)
+            channel.queue_delete(side)
+        return ids
+
+    def redeliver(self, side: str) -> None:
+        """Take and give back the one message of *side*, as a worker that died would, then let the worker consume it."""
+        with self.app.connection_for_write() as connection:
+            channel = connection.default_channel
+            message = channel.basic_get(side)
+            assert message is not None
+            channel.basic_reject(message.delivery_tag, requeue=True)
+        host = f"{self.worker.name}@{os.uname().nodename}"
+        assert self.app.control.add_consumer(side, destination=[host], reply=True, timeout=10)
+
+    def redeliver_expired(self, task: str, *args: Any, **options: Any) -> Any:
+        """Have a message delivered a second time whose ``expires`` is over by then; its result.
+
+        RabbitMQ drops what expires in its queue, so only the worker is told of the expiry.
+        """
+        first, second = self.side_queue(), self.side_queue()
+        result = self.send(task, *args, queue=first, **options)
+        with self.app.connection_for_write() as connection:
+            connection.default_channel.queue_declare(second, durable=True, auto_delete=False)
+        past = (datetime.now(UTC) - timedelta(seconds=5)).isoformat()
+        self.forward(first, to=second, expires=past)
+        self.redeliver(second)
+        return result
+
+    def gate(self) -> Path:
+        """A file that does not exist yet: a body given its name goes on once it is touched."""
+        return self.directory / f"gate-{uuid4().hex[:8]}"
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    def events(self, what: str | None = None, **match: Any) -> list[dict[str, Any]]:
+        """Journal lines, oldest first."""
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        found = [json.loads(line) for line in lines]
+        wanted = match if what is None else {"what": what} | match
+        return [event for event in found if all(event.get(name) == value for name, value in wanted.items())]
+
+    def wait_for(self, what: str, number: int = 1, timeout: float = PATIENCE, **match: Any) -> list[dict[str, Any]]:
+        """The journal lines once there are *number* of them."""
+        wait_until(lambda: len(self.events(what, **match)) >= number, timeout, f"{number} x {what} {match}")
+        return self.events(what, **match)
+
+    def log(self, about: str) -> list[str]:
+        """The lines of the worker's log in which *about* occurs."""
+        return [line for line in self.worker.full_log().splitlines() if about in line]
+
+    def wait_for_log(self, about: str, text: str, number: int = 1, timeout: float = PATIENCE) -> list[str]:
+        """The log lines with *about* and *text* once there are *number* of them."""
+
+        def seen() -> list[str]:
+            return [line for line in self.log(about) if text in line]
+
+        wait_until(lambda: len(seen()) >= number, timeout, f"{number} log lines of {about} with {text!r}")
+        return seen()
+
+    def row(self, task: str, key: str) -> dict[str, Any] | None:
+        """The whole row of a key; on PostgreSQL with the version of its tuple."""
+        records = Tables().records
+        query = select(records).where(records.c.stored_key == stored_key(f"{APP}.{task}", key, "task"))
+        with self._engine.connect() as connection:
+            found = connection.execute(query).mappings().first()
+        return dict(found) if found is not None else None
+
+    def wait_for_state(self, task: str, key: str, state: str, timeout: float = PATIENCE) -> dict[str, Any]:
+        """The row once it is in *state*."""
+        wait_until(lambda: (self.row(task, key) or {}).get("state") == state, timeout, f"{key} to be {state}")
+        row = self.row(task, key)
+        assert row is not None
+        return row
+
+    @property
+    def client(self) -> LeaseClient:
+        """A client on the stores of this stage."""
+        return LeaseClient(self.env["LEASES_URL"], self.database_url)
+
+    def is_held(self, task: str, key: str) -> bool:
+        """Whether anybody has a live lease on the key."""
+        return self.client.status(key, task=f"{APP}.{task}").holder is not None
+
+    # -- what is left --------------------------------------------------------------------------------------
+
+    def left_over(self) -> dict[str, Any]:
+        """Everything that still waits at the broker or in the worker; empty when all is done."""
+        left: dict[str, Any] = {}
+        with self.app.connection_for_read() as connection:
+            try:
+                left["queue"] = connection.default_channel.queue_declare(self.queue, passive=True).message_count
+            except ChannelError:
+                left["queue"] = 0
+        if self.broker == "redis":
+            with redis.Redis.from_url(self.broker_url) as client:
+                left["unacked"] = client.hlen("unacked")
+        if self.worker.alive:
+            left |= self._in_worker()
+        return {where: what for where, what in left.items() if what}
+
+    def _in_worker(self) -> dict[str, Any]:
+        hosts = [f"{self.worker.name}@{os.uname().nodename}"]
+        inspect = self.app.control.inspect(destination=hosts, timeout=5)
+        parts: dict[str, Any] = {}
+        for what in ("scheduled", "reserved", "active"):
+            answer = getattr(inspect, what)()
+            parts[what] = "no answer" if answer is None else [entry for part in answer.values() for entry in part]
+        return parts
+
+    def wait_until_drained(self, timeout: float = PATIENCE) -> None:
+        """Return when no copy of any message is left anywhere."""
+        wait_until(lambda: not self._left_over_or_busy(), timeout, f"{self.queue} to be empty: {self.left_over()}")
+
+    def _left_over_or_busy(self) -> Mapping[str, Any] | Literal["busy"]:
+        try:
+            return self.left_over()
+        except (OSError, RedisError):
+            return "busy"

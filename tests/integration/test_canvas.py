@@ -1,0 +1,159 @@
+"""Groups, chains, chords and links with duplicates and redelivered members: each ends with the first result."""
+
+from uuid import uuid4
+
+import pytest
+from celery import chain, chord, group
+
+from tests.integration.stages import PATIENCE, Stage
+
+# The callbacks of one call may be sent twice when its process dies between Celery's dispatch and our mark: tests/crash
+# has that window. Here no process dies, so each is sent exactly once.
+
+
+def test_duplicates_inside_a_group_share_one_body_and_one_result(stage: Stage, name: str) -> None:
+    """Three members of one key and one of another."""
+    work = stage.tasks.work
+    values = group(work.s(name), work.s(name), work.s(f"{name}-other"), work.s(name))().get(timeout=PATIENCE)
+    assert values[0] == values[1] == values[3]
+    assert values[2]["name"] == f"{name}-other"
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_a_group_whose_members_are_delivered_three_times_runs_each_once(stage: Stage, name: str) -> None:
+    """Copies that come while the member runs, and copies that come when it is done."""
+    side, gate = stage.side_queue(), stage.gate()
+    members = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
+    outcome = group(members)()
+    ids = stage.forward(side, copies=3)
+    for n in range(2):
+        stage.wait_for("begin", name=f"{name}-{n}")
+        stage.wait_for_log(ids[n], "a copy of this call is running")
+    gate.touch()
+    values = outcome.get(timeout=PATIENCE)
+    assert [value["name"] for value in values] == [f"{name}-0", f"{name}-1"]
+    stage.wait_until_drained()
+    for n in range(2):
+        assert len(stage.events("begin", name=f"{name}-{n}")) == 1
+    assert outcome.get(timeout=PATIENCE) == values
+
+
+def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(stage: Stage, name: str) -> None:
+    """The leased next step runs once, and the plain step behind it: copies that come after that are dropped."""
+    side, gate = stage.side_queue(), stage.gate()
+    first = stage.tasks.work.s(name, gate=str(gate), answer=name).set(queue=side)
+    outcome = chain(first, stage.tasks.leased_link.s(), stage.tasks.plain.s())()
+    (call,) = stage.forward(side, copies=3)
+    stage.wait_for("begin", name=name)
+    stage.wait_for_log(call, "a copy of this call is running")
+    gate.touch()
+    assert outcome.get(timeout=PATIENCE) == name
+    stage.wait_for_log(call, "dropped: its result and callbacks are out")
+    stage.wait_until_drained()
+    assert len(stage.events("begin", name=name)) == 1
+    assert len(stage.events("leased_link", id=outcome.parent.id)) == 1
+    assert len(stage.events("plain", id=outcome.id)) == 1
+
+
+def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_again(stage: Stage, name: str) -> None:
+    """Eight chains whose second step comes twice at once: the copy finds it done before its callbacks are marked."""
+    side, number = stage.side_queue(), 8
+    results = []
+    for n in range(number):
+        step = stage.tasks.leased_link.s().set(queue=side)
+        results.append(chain(stage.tasks.plain.s(f"{name}-{n}"), step, stage.tasks.plain.s())())
+    for n, result in enumerate(results):
+        assert result.parent.parent.get(timeout=PATIENCE) == f"{name}-{n}"
+    stage.forward(side, copies=2)
+    for n, result in enumerate(results):
+        assert result.get(timeout=PATIENCE) == f"{name}-{n}"
+        stage.wait_for_log(result.parent.id, "dropped")
+    stage.wait_until_drained()
+    for result in results:
+        assert len(stage.events("leased_link", id=result.parent.id)) == 1
+        assert len(stage.events("plain", id=result.id)) == 1
+
+
+@pytest.mark.parametrize("callback", ["leased_link", "plain"])
+def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_again(
+    stage: Stage, name: str, callback: str
+) -> None:
+    """A copy with the mark "callbacks are out" ends without a word to Celery."""
+    side, later = stage.side_queue(), stage.side_queue()
+    call = str(uuid4())
+    link = getattr(stage.tasks, callback).si(name)
+    task = stage.tasks.work.s(name).set(task_id=call)
+    result = task.apply_async(queue=side, link=link)
+    with stage.app.connection_for_write() as connection:
+        connection.default_channel.queue_declare(later, durable=True, auto_delete=False)
+    task.apply_async(queue=later, link=link)
+    stage.forward(side)
+    assert result.get(timeout=PATIENCE)["name"] == name
+    stage.wait_for_log("succeeded", name)
+    stage.wait_for(callback)
+    before = len(stage.events(callback))
+    stage.forward(later, copies=2)
+    stage.wait_for_log(call, "dropped: its result and callbacks are out", 2)
+    stage.wait_until_drained()
+    assert len(stage.events(callback)) == before
+
+
+def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(stage: Stage, name: str) -> None:
+    """A duplicate with a link of its own: the body ran for the first, the link runs for both."""
+    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)
+    duplicate = stage.tasks.work.apply_async((name,), link=stage.tasks.gather.s())
+    value = duplicate.get(timeout=PATIENCE)
+    (linked,) = stage.wait_for("gather", values=value)
+    assert linked["values"]["name"] == name
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(stage: Stage, name: str) -> None:
+    """Each member counts once, whatever is delivered: the copy's result is the same bytes, or it is dropped."""
+    side, gate = stage.side_queue(), stage.gate()
+    header = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
+    outcome = chord(header, stage.tasks.gather.s())
+    result = outcome()
+    ids = stage.forward(side, copies=3)
+    for call in ids:
+        stage.wait_for_log(call, "a copy of this call is running")
+    gate.touch()
+    values = result.get(timeout=PATIENCE)
+    assert [value["name"] for value in values] == [f"{name}-0", f"{name}-1"]
+    stage.wait_until_drained()
+    assert len(stage.events("gather", id=result.id)) == 1
+    assert len(stage.events("begin", name=f"{name}-0")) == 1
+
+
+def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(stage: Stage, name: str) -> None:
+    """The flag ``redelivered`` alone changes nothing for a member that has not begun."""
+    side = stage.side_queue()
+    header = [stage.tasks.work.s(f"{name}-a").set(queue=side), stage.tasks.work.s(f"{name}-b")]
+    result = chord(header, stage.tasks.gather.s())()
+    stage.redeliver(side)
+    assert [value["name"] for value in result.get(timeout=PATIENCE)] == [f"{name}-a", f"{name}-b"]
+    assert len(stage.events("gather", id=result.id)) == 1
+
+
+def test_a_leased_body_of_a_chord_runs_once(stage: Stage, name: str) -> None:
+    """The chord's body is itself a leased task, keyed by what it gets."""
+    header = [stage.tasks.keyless.s(name), stage.tasks.keyless.s(name)]
+    result = chord(header, stage.tasks.leased_link.si(name))()
+    assert result.get(timeout=PATIENCE) == name
+    assert len(stage.events("leased_link", id=result.id)) == 1
+    assert len(stage.events("begin", name=name)) == 2
+
+
+@pytest.mark.parametrize("task", ["ignores", "impatient"])
+def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(stage: Stage, name: str, task: str) -> None:
+    """``ignore`` and ``wait`` in a header: a member that ended without a result would leave the chord hanging."""
+    gate = stage.gate()
+    leased = getattr(stage.tasks, task)
+    running = leased.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    result = chord([leased.s(name, gate=str(gate)), leased.s(name, gate=str(gate))], stage.tasks.gather.s())()
+    stage.wait_for_log(f"{task}:{name}", "another call holds the key")
+    gate.touch()
+    value = running.get(timeout=PATIENCE)
+    assert result.get(timeout=PATIENCE) == [value, value]
+    assert len(stage.events("begin", name=name)) == 1

@@ -1,0 +1,161 @@
+"""One action runs once: duplicates of a key, copies of a call, and other arguments under the same key."""
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from uuid import uuid4
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from celery_leases import KeyReused
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PAIRWISE, PATIENCE, Stage, spelled
+
+
+@pytest.fixture(scope="module", params=PAIRWISE, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A stage for every combination."""
+    made = stage_factory(request.param)
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, name: str) -> None:
+    """All twenty are there before the body ends; each caller gets the same value, and the row names the first."""
+    gate = stage.gate()
+    results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
+    (begun,) = stage.wait_for("begin", name=name)
+    stage.wait_for_log(f"key work:{name}:", "another call holds the key", 3)
+    gate.touch()
+    values = [result.get(timeout=PATIENCE) for result in results]
+    assert values == [{"name": name, "fence": begun["fence"]}] * 20
+    assert len(stage.events("begin", name=name)) == 1
+    row = stage.row("work", f"work:{name}")
+    assert row is not None
+    assert (row["state"], row["attempt"], row["call_id"], row["crashes"]) == ("done", 1, begun["id"], 0)
+
+
+def test_the_same_key_with_other_arguments_is_refused_and_changes_nothing(stage: Stage, name: str) -> None:
+    """``KeyReused`` names what differs; not a column of the row moves, whether it is done or still running."""
+    gate = stage.gate()
+    running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
+    stage.wait_for("begin", name=name)
+    before = stage.row("work", f"work:{name}")
+    if stage.lease_store == "database":
+        # A renewal moves the lease in the row, and nothing else.
+        before = {**(before or {}), "lease_until": None}
+    early = stage.tasks.work.delay(name, gate=str(gate), answer="second")
+    if stage.lease_store == "database":
+        with pytest.raises(KeyReused):
+            early.get(timeout=PATIENCE)
+        during = {**(stage.row("work", f"work:{name}") or {}), "lease_until": None}
+        assert during == before
+    gate.touch()
+    assert running.get(timeout=PATIENCE) == "first"
+    with pytest.raises(KeyReused) as refused:
+        early.get(timeout=PATIENCE)
+    assert refused.value.differing == ["answer"]
+    done = stage.row("work", f"work:{name}")
+    with pytest.raises(KeyReused) as refused:
+        stage.tasks.work.delay(name, gate=str(gate), answer="third").get(timeout=PATIENCE)
+    assert (refused.value.key, refused.value.differing) == (f"work:{name}", ["answer"])
+    assert stage.row("work", f"work:{name}") == done
+    assert stage.tasks.work.delay(name, gate=str(gate), answer="first").get(timeout=PATIENCE) == "first"
+    assert stage.row("work", f"work:{name}") == done
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_without_a_key_two_calls_with_equal_arguments_both_run(stage: Stage, name: str) -> None:
+    """A call is its own key: nothing is taken for a duplicate that nobody called one."""
+    first, second = stage.tasks.keyless.delay(name), stage.tasks.keyless.delay(name)
+    assert first.get(timeout=PATIENCE)["fence"] != second.get(timeout=PATIENCE)["fence"]
+    assert {event["id"] for event in stage.events("begin", name=name)} == {first.id, second.id}
+
+
+@pytest.mark.parametrize("task", ["keyless", "rerun"])
+def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(stage: Stage, name: str, task: str) -> None:
+    """The same message ten times, one of them running: one copy waits, eight end at once, all have one result."""
+    gate, call = stage.gate(), str(uuid4())
+    first = stage.send(task, name, 0.0, str(gate), task_id=call)
+    stage.wait_for("begin", name=name)
+    stage.send(task, name, 0.0, str(gate), task_id=call)
+    stage.wait_for_log(call, "a copy of this call is running")
+    for _ in range(8):
+        stage.send(task, name, 0.0, str(gate), task_id=call)
+    stage.wait_for_log(call, "dropped: another copy of this call waits already", 8)
+    gate.touch()
+    assert first.get(timeout=PATIENCE)["name"] == name
+    # Nothing but Celery's id tells this one from a new call, and it gets the result that is there.
+    stage.send(task, name, 0.0, str(gate), task_id=call)
+    stage.wait_for_log(call, "answered with the saved result")
+    stage.wait_until_drained()
+    assert len([line for line in stage.log(call) if "put back for" in line]) == 1
+    assert len(stage.events("begin", name=name)) == 1
+    assert first.get(timeout=PATIENCE)["name"] == name
+
+
+def test_rerun_runs_once_for_each_call_and_one_after_the_other(stage: Stage, name: str) -> None:
+    """Five calls of a ``rerun`` task: five bodies, none at the same time, fences that only grow."""
+    results = [stage.tasks.rerun.delay(name, 0.05) for _ in range(5)]
+    fences = [result.get(timeout=PATIENCE)["fence"] for result in results]
+    assert len(set(fences)) == 5
+    events = sorted(stage.events(name=name), key=lambda event: event["t"])
+    assert [event["what"] for event in events] == ["begin", "end"] * 5
+    began = [event["fence"] for event in events if event["what"] == "begin"]
+    assert began == sorted(began)
+
+
+def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(stage: Stage, name: str) -> None:
+    """The copy's time runs out while the call runs: it keeps coming back without an expiry, and the call succeeds."""
+    gate, call = stage.gate(), str(uuid4())
+    first = stage.send("keyless", name, 0.0, str(gate), task_id=call, expires=2)
+    stage.wait_for("begin", name=name)
+    stage.send("keyless", name, 0.0, str(gate), task_id=call, expires=60)
+    stage.wait_for_log(call, "put back for")
+    deadline = time.monotonic() + 2.0
+    stage.wait_for_log(call, "put back for", 2)
+    assert time.monotonic() > deadline, "the second delivery of the copy was to come after the expiry of the first"
+    gate.touch()
+    assert first.get(timeout=PATIENCE)["name"] == name
+    stage.wait_until_drained()
+    assert first.state == "SUCCESS"
+
+
+def test_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_nothing(stage: Stage, name: str) -> None:
+    """M7: a normal message whose time is over is Celery's business; there is neither a lease nor a row."""
+    expired = stage.tasks.work.apply_async((name,), expires=datetime.now(UTC) - timedelta(seconds=5))
+    with pytest.raises(TaskRevokedError):
+        expired.get(timeout=PATIENCE)
+    assert stage.events(name=name) == []
+    assert stage.row("work", f"work:{name}") is None
+    assert not stage.is_held("work", f"work:{name}")
+    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
+
+
+def test_a_redelivered_message_that_expired_before_it_began_is_revoked(stage: Stage, name: str) -> None:
+    """The worker leaves the expiry of a redelivered message to the child, which revokes it: nothing has begun."""
+    expired = stage.redeliver_expired("work", name)
+    with pytest.raises(TaskRevokedError):
+        expired.get(timeout=PATIENCE)
+    stage.wait_for_log(expired.id, "it expired before it began")
+    assert stage.row("work", f"work:{name}") is None
+    assert not stage.is_held("work", f"work:{name}")
+    assert stage.events(name=name) == []
+
+
+def test_a_redelivered_and_expired_copy_does_not_revoke_the_call_that_runs(stage: Stage, name: str) -> None:
+    """One id, so a revocation would meet the run: the copy is put back instead, from now on without an expiry."""
+    gate, call = stage.gate(), str(uuid4())
+    running = stage.send("work", name, 0.0, str(gate), task_id=call)
+    stage.wait_for("begin", name=name)
+    stage.redeliver_expired("work", name, 0.0, str(gate), task_id=call)
+    stage.wait_for_log(call, "a copy of this call is running")
+    gate.touch()
+    assert running.get(timeout=PATIENCE)["name"] == name
+    stage.wait_for_log(call, "answered with the saved result")
+    assert running.state == "SUCCESS"

@@ -1,0 +1,227 @@
+"""Every row of the table of peer cases: what other packages get wrong, and what must happen here.
+
+=======  =====================================================  =============================================
+row      case                                                   test
+=======  =====================================================  =============================================
+M1       body fails twice, then a retry is due                  here
+M2       the same message again while the first copy runs       here
+M3       called by ``send_task`` or beat                        here
+M4       pool child killed, message redelivered                 tests/crash
+M5       publishing fails                                       here
+M6       ``revoke(terminate=True)`` while running               tests/crash
+M7       message expires in the queue                           test_one_body.py
+M8       hard ``time_limit``                                    tests/crash
+M9       lease ran out, a second run took over, the first ends  tests/crash
+M10      the next step of a chain is held by another call       here
+M11      a duplicate inside a chord header                      here
+M12      an argument that JSON turns into a list                here
+M13      lock store unreachable                                 here
+M14      the duplicate's exception crosses processes            here
+C1       a chord member raises ``Ignore``                       here
+C2       a chord member raises ``Reject(requeue=False)``        here
+C3       a task that outlives the visibility timeout            test_visibility_timeout.py
+C4       a task that kills its own pool child                   tests/crash
+C6       a skipped copy, then the first is killed               tests/crash
+=======  =====================================================  =============================================
+"""
+
+import pickle
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+from celery import beat, chain, chord
+from celery.schedules import schedule
+from kombu.exceptions import OperationalError
+
+from celery_leases import AlreadyDone, KeyReused, LeaseHeld
+from celery_leases.testing.servers import PostgresServer, RedisServer
+from celery_leases.testing.servers.local import free_port
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, REDIS_REDIS_POSTGRES, Stage, imported_anew
+
+
+@pytest.mark.parametrize("task", ["retries", "auto"])
+def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(stage: Stage, name: str, task: str) -> None:
+    """Both by ``self.retry()`` and by ``autoretry_for``: three runs of one call, then done, and nothing is held."""
+    result = stage.send(task, name, 2)
+    assert result.get(timeout=PATIENCE) == {"name": name, "retries": 2}
+    begun = stage.events("begin", name=name)
+    assert [event["retries"] for event in begun] == [0, 1, 2]
+    assert [event["attempt"] for event in begun] == [1, 2, 3]
+    assert {event["id"] for event in begun} == {result.id}
+    key = f"{task}:{name}"
+    row = stage.row(task, key)
+    assert row is not None
+    assert (row["state"], row["failures"], row["crashes"]) == ("done", 0, 0)
+    assert not stage.is_held(task, key)
+
+
+def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later(stage: Stage, name: str) -> None:
+    """One of the two runs; the other is put back, and answered from the record when it is done."""
+    gate, call = stage.gate(), str(uuid4())
+    first = stage.send("work", name, 0.0, str(gate), task_id=call)
+    stage.wait_for("begin", name=name)
+    stage.send("work", name, 0.0, str(gate), task_id=call)
+    stage.wait_for_log(call, "put back for")
+    gate.touch()
+    value = first.get(timeout=PATIENCE)
+    stage.wait_for_log(call, "answered with the saved result")
+    assert first.get(timeout=PATIENCE) == value
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(stage: Stage, name: str) -> None:
+    """The key is made in the worker, so it does not matter who publishes."""
+    gate = stage.gate()
+    options = {"name": name, "gate": str(gate)}
+    entry = beat.ScheduleEntry(
+        name="tick", task=f"{stage.tasks.__name__}.work", schedule=schedule(timedelta(hours=1)), kwargs=options
+    )
+    first = stage.tasks.work.delay(**options)
+    stage.wait_for("begin", name=name)
+    results = [
+        stage.app.send_task(f"{stage.tasks.__name__}.work", kwargs=options),
+        beat.Scheduler(stage.app, lazy=True).apply_async(entry, advance=False),
+    ]
+    for result in results:
+        stage.wait_for_log(result.id, "another call holds the key")
+    gate.touch()
+    value = first.get(timeout=PATIENCE)
+    assert [result.get(timeout=PATIENCE) for result in results] == [value, value]
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Stage, name: str) -> None:
+    """The broker is down for the caller: an error for them, and the next call runs at once."""
+    nowhere = f"{'amqp' if stage.broker == 'rabbit' else 'redis'}://127.0.0.1:{free_port()}//"
+    tasks = imported_anew("tests.apps.leased", stage.env | {"CELERY_BROKER_URL": nowhere})
+    tasks.app.conf.update(broker_url=nowhere, broker_transport_options={"max_retries": 1, "interval_start": 0})
+    with pytest.raises(OperationalError):
+        tasks.work.apply_async((name,), retry=False)
+    tasks.app.close()
+    stage.app.set_current()
+    assert stage.row("work", f"work:{name}") is None
+    assert not stage.is_held("work", f"work:{name}")
+    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_m10_a_step_of_a_chain_that_another_call_holds_waits_and_goes_on_with_its_result(
+    stage: Stage, name: str
+) -> None:
+    """The finished step before it stays SUCCESS, and the step after it gets the saved result."""
+    gate = stage.gate()
+    holder = stage.tasks.work.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    held = stage.tasks.work.si(name, gate=str(gate))
+    result = chain(stage.tasks.plain.s("before"), held, stage.tasks.gather.s())()
+    stage.wait_for_log(result.parent.id, "another call holds the key")
+    assert result.parent.parent.state == "SUCCESS"
+    gate.touch()
+    value = holder.get(timeout=PATIENCE)
+    assert result.get(timeout=PATIENCE) == value
+    assert result.parent.get(timeout=PATIENCE) == value
+    assert result.parent.parent.state == "SUCCESS"
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(stage: Stage, name: str) -> None:
+    """Two members of one key, the second while the first runs: the chord completes with the result twice."""
+    gate = stage.gate()
+    members = [stage.tasks.work.s(name, gate=str(gate)) for _ in range(2)]
+    result = chord(members, stage.tasks.gather.s())()
+    stage.wait_for_log(f"work:{name}", "another call holds the key")
+    gate.touch()
+    one, other = result.get(timeout=PATIENCE)
+    assert one == other
+    assert one["name"] == name
+    assert len(stage.events("begin", name=name)) == 1
+    assert len(stage.events("gather", id=result.id)) == 1
+
+
+def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(stage: Stage, name: str) -> None:
+    """``(1, 2)`` here and ``[1, 2]`` in the worker: one key and one fingerprint, also for who asks for the status."""
+    first = stage.tasks.work.delay((1, name), answer=(1, 2)).get(timeout=PATIENCE)
+    assert stage.tasks.work.delay([1, name], answer=[1, 2]).get(timeout=PATIENCE) == first == [1, 2]
+    assert len(stage.events("begin", name=[1, name])) == 1
+    for spelled in ((1, name), [1, name]):
+        status = stage.tasks.work.lease_status(spelled, answer=(1, 2))
+        assert (status.state, status.result, status.holder) == ("done", [1, 2], None)
+
+
+@pytest.mark.parametrize("kind", ["redis", "database"])
+def test_m13_a_call_outlives_a_lease_store_that_is_away(stage_factory: StageFactory, name: str, kind: str) -> None:
+    """The message is put back while the store is away, and runs once when it is there again."""
+    if kind == "redis":
+        server: RedisServer | PostgresServer = RedisServer().start()
+        stage = stage_factory(REDIS_REDIS_POSTGRES, env={"LEASES_URL": server.url})
+    else:
+        server = PostgresServer().start()
+        stage = stage_factory(RABBIT_DATABASE_POSTGRES, urls={"postgres": server.new_database()})
+    try:
+        assert stage.tasks.keyless.delay(f"{name}-before").get(timeout=PATIENCE)
+        server.kill()
+        result = stage.tasks.work.delay(name)
+        stage.wait_for_log(result.id, "put back for")
+        assert stage.events("begin", name=name) == []
+        server.start()
+        assert result.get(timeout=PATIENCE)["name"] == name
+        row = stage.row("work", f"work:{name}")
+        assert row is not None
+        assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
+        assert len(stage.events("begin", name=name)) == 1
+        stage.wait_until_drained()
+    finally:
+        stage.close()
+        server.stop()
+
+
+def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(stage: Stage, name: str) -> None:
+    """Through the result backend as JSON, and through pickle; no worker dies of them."""
+    gate = stage.gate()
+    holder = stage.tasks.refuses.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    with pytest.raises(LeaseHeld, match=f"refuses:{name} is held by call {holder.id}") as held:
+        stage.tasks.refuses.delay(name, gate=str(gate)).get(timeout=PATIENCE)
+    assert held.value.key == f"refuses:{name}"
+    assert 0 < held.value.remaining <= 3
+    assert "/" in held.value.holder
+    gate.touch()
+    holder.get(timeout=PATIENCE)
+    with pytest.raises(AlreadyDone, match=f"refuses:{name} was done by call {holder.id}") as done:
+        stage.tasks.refuses.delay(name, gate=str(gate)).get(timeout=PATIENCE)
+    assert (done.value.key, done.value.call_id) == (f"refuses:{name}", holder.id)
+    with pytest.raises(KeyReused, match="differ in gate") as reused:
+        stage.tasks.refuses.delay(name).get(timeout=PATIENCE)
+    assert reused.value.differing == ["gate"]
+    for error in (held.value, done.value, reused.value):
+        twin = pickle.loads(pickle.dumps(error))  # noqa: S301 - what we just pickled
+        assert (type(twin), twin.args, twin.__dict__.keys()) == (type(error), error.args, error.__dict__.keys())
+    assert not stage.log("WorkerLostError")
+
+
+def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Stage, name: str) -> None:
+    """Members whose key is done, in every way a duplicate can be told to end without a result."""
+    for task in ("work", "ignores"):
+        leased = getattr(stage.tasks, task)
+        value = leased.delay(name).get(timeout=PATIENCE)
+        result = chord([leased.s(name), leased.s(name), stage.tasks.plain.s(1)], stage.tasks.gather.s())()
+        assert result.get(timeout=PATIENCE) == [value, value, 1]
+    assert len(stage.events("begin", name=name)) == 2
+
+
+def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -> None:
+    """The copy meets its own call's lease: nothing is stored over the run, and the chord completes."""
+    side, gate = stage.side_queue(), stage.gate()
+    member = stage.tasks.ignores.s(name, gate=str(gate)).set(queue=side)
+    result = chord([member, stage.tasks.plain.s(1)], stage.tasks.gather.s())()
+    (call,) = stage.forward(side, copies=2)
+    stage.wait_for_log(call, "a copy of this call is running")
+    stage.wait_for_log(call, "ignored")
+    assert stage.app.AsyncResult(call).state == "PENDING"
+    gate.touch()
+    assert result.get(timeout=PATIENCE)[0]["name"] == name
+    assert stage.app.AsyncResult(call).state == "SUCCESS"
+    stage.wait_until_drained()
+    assert len(stage.events("begin", name=name)) == 1

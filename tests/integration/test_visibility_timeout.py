@@ -1,0 +1,35 @@
+"""Redis restores what is unacknowledged for longer than ``visibility_timeout``: copies of a call that still runs."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PATIENCE, REDIS_DATABASE_SQLITE, REDIS_REDIS_POSTGRES, Stage, spelled
+
+VISIBILITY = 1.0
+
+
+@pytest.fixture(scope="module", params=[REDIS_REDIS_POSTGRES, REDIS_DATABASE_SQLITE], ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A Redis broker that restores after one second, looked at every second."""
+    made = stage_factory(request.param, env={"VISIBILITY": str(VISIBILITY)})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("task", ["work", "rerun", "keyless"])
+def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(stage: Stage, name: str, task: str) -> None:
+    """C3: restored copies meet their own holder, one of them waits at a time, and in the end no copy is left."""
+    gate = stage.gate()
+    running = stage.send(task, name, 0.0, str(gate))
+    # Three rounds of the copies: the body is held until they have been restored, put back, and restored again.
+    stage.wait_for_log(running.id, "put back for", 3)
+    gate.touch()
+    assert running.get(timeout=PATIENCE)["name"] == name
+    stage.wait_until_drained()
+    assert len(stage.events("begin", name=name)) == 1
+    assert running.state == "SUCCESS"
+    row = stage.row(task, f"{task}:{name}" if task != "keyless" else running.id)
+    assert row is not None
+    assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
