@@ -21,7 +21,7 @@ app.conf.update(
     leases_database_url=os.environ.get("LEASES_DATABASE_URL"),
     leases_ttl=float(os.environ.get("LEASES_TTL", "15")),
 )
-if app.conf.broker_url.startswith(("redis", "valkey")):
+if app.conf.broker_url.startswith(("redis", "sentinel")):
     app.conf.broker_transport_options = {
         # A dead worker's messages come back after this many seconds; copies that come too early are harmless here.
         "visibility_timeout": float(os.environ.get("VISIBILITY_TIMEOUT", "90")),

@@ -3,7 +3,8 @@
 FAILPOINT names the step, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number) remembers that it has.
 ``before publish``, ``after publish``, ``after mark`` kill the whole worker in a put-back; ``after release`` kills the
 child once its success is settled and the lease released, ``after callbacks`` once Celery has sent the callbacks and
-before our mark. ``slow settle`` holds the statement back for a second, ``late settle`` until the gate file is there.
+before our mark. ``slow settle`` holds the statement back for a second, ``slow put back`` the publishing until the
+file FAILPOINT_GATE is there.
 """
 
 import os
@@ -43,7 +44,7 @@ def _after_callbacks(**_):  # connected before the library connects its own
 from celery_leases import execution, putback  # noqa: E402
 from celery_leases.stores.sql import SqlRecordStore  # noqa: E402
 from tests.apps.leased import *  # noqa: E402, F403
-from tests.apps.leased import app, note  # noqa: E402, F401
+from tests.apps.leased import app, note, wait_for  # noqa: E402, F401
 
 _publish = putback.Copies._publish
 _put_back = putback.Copies.put_back
@@ -53,6 +54,9 @@ _settle = SqlRecordStore.settle
 
 def _publish_and_die(self, *args, **kwargs):
     reach("before publish", whole_worker=True)
+    if STEP == "slow put back" and _strikes():
+        note("failpoint", step=STEP)
+        wait_for(os.environ["FAILPOINT_GATE"])
     _publish(self, *args, **kwargs)
     reach("after publish", whole_worker=True)
 

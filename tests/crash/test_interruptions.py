@@ -1,0 +1,54 @@
+"""Signals that arrive between two steps, or at the moment a body ends, in a process of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def interrupted(*what: str) -> dict[str, Any]:
+    """What :mod:`tests.apps.interrupted` reports."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.apps.interrupted", *what],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:
+    """300 races: each run is done or lost, and no exception comes out anywhere else (F20)."""
+    ended = interrupted("race")
+    print(ended)
+    assert set(ended) == {"done", "lost"}, ended
+    assert sum(ended.values()) == 300
+    assert min(ended.values()) >= 10  # else the race was none
+
+
+def test_a_soft_limit_during_the_claim_keeps_the_body_from_beginning() -> None:
+    """The attempt is given back; the limit was not the body's."""
+    found = interrupted("step", "SIGUSR1", "claim")
+    assert found == {"outcome": "lost", "exits": None, "sent": True, "ran": False, "state": "pending", "crashes": 0}
+
+
+def test_a_soft_limit_during_the_settle_is_dropped() -> None:
+    """The body was in time."""
+    found = interrupted("step", "SIGUSR1", "settle")
+    assert found == {"outcome": "done", "exits": None, "sent": True, "ran": True, "state": "done", "crashes": 0}
+
+
+@pytest.mark.parametrize(("step", "state", "ran"), [("claim", "pending", False), ("settle", "done", True)])
+def test_sigterm_waits_for_the_statement_and_then_ends_the_process(step: str, state: str, ran: bool) -> None:
+    """The step is finished and the attempt closed before ``SystemExit`` goes on; nothing is left to be a crash."""
+    found = interrupted("step", "SIGTERM", step)
+    assert found == {"outcome": None, "exits": -241, "sent": True, "ran": ran, "state": state, "crashes": 0}

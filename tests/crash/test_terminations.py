@@ -1,0 +1,104 @@
+"""Limits and revokes: Celery's own ways to end a body keep their meaning, and leave the key free."""
+
+import time
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import FAILING, Scene
+from tests.integration.stages import BOTH_WAYS, spelled
+
+PAUSE = 0.6
+"""What a put-back of another call adds once the lease has ended, in seconds."""
+
+
+@pytest.fixture(params=BOTH_WAYS, ids=spelled)
+def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
+    """One worker; the broker does not deliver anything again by itself."""
+    return scene_factory(request.param, visibility=60)
+
+
+def test_the_hard_time_limit_is_a_failure_and_the_next_call_runs(scene: Scene, name: str) -> None:
+    """M8: FAILURE as in Celery, no redelivery, counted as a crash, and the key is free a second later."""
+    result = scene.tasks.limited.delay(name)
+    (first,) = scene.wait_for("begin", name=name)
+    with pytest.raises(TimeLimitExceeded):
+        result.get(timeout=20)
+    ended = time.monotonic()
+    free = scene.wait_until_free("limited", f"limited:{name}")
+    assert free - ended < scene.ttl + 0.3
+    following = scene.tasks.limited.delay(name)
+    assert following.get(timeout=30) == {"name": name}
+    second = scene.events("begin", name=name)[1]
+    assert (second["attempt"], second["id"]) == (2, following.id)
+    row = scene.wait_for_state("limited", f"limited:{name}", "done")
+    assert row["previous_ended"] in {"terminated", "crashed"}
+    scene.wait_until_drained()
+    print(f"free {free - ended:.2f} s after FAILURE ({row['previous_ended']}), {ended - first['t']:.1f} s after begin")
+
+
+@pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
+def test_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -> None:
+    """M6: ``revoke(terminate=True)`` while it runs: REVOKED, and the next call of the key runs within the ttl."""
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    asked = time.monotonic()
+    result.revoke(terminate=True, signal=sig)
+    following = scene.tasks.work.delay(name, gate=str(gate))
+    second = scene.wait_for("begin", 2, name=name)[1]
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=20)
+    assert second["id"] == following.id
+    assert second["previous"] == ("interrupted" if sig == "SIGTERM" else "crashed")
+    assert second["attempt"] == (1 if sig == "SIGTERM" else 2)
+    gate.touch()
+    assert following.get(timeout=20)["fence"] == second["fence"]
+    scene.done_once("work", name, crashes=0 if sig == "SIGTERM" else 1)
+    scene.wait_until_drained()
+    print(f"the next call runs {second['t'] - asked:.2f} s after revoke by {sig}")
+
+
+def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: str) -> None:
+    """``SoftTimeLimitExceeded`` in the body, at the caller, and in the record; the key is free at once."""
+    result = scene.tasks.softly.delay(name)
+    with pytest.raises(SoftTimeLimitExceeded):
+        result.get(timeout=20)
+    assert len(scene.events("limited", name=name)) == 1
+    row = scene.row("softly", f"softly:{name}")
+    assert row is not None
+    assert (row["state"], row["ended"], row["failures"], row["crashes"]) == ("pending", "failed", 1, 0)
+    assert row["error_type"].endswith("SoftTimeLimitExceeded")
+    assert not scene.is_held("softly", f"softly:{name}")
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """The limit fires while the outcome is being written: it is dropped, and the call has succeeded."""
+    scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
+    scene.another(env=scene.failpoint("slow settle"))
+    result = scene.tasks.softly.delay(name, 0.6)
+    assert result.get(timeout=20) == {"name": name}
+    scene.wait_until_failed("slow settle")
+    assert scene.wait_for_log(result.id, "dropped a soft time limit")
+    scene.done_once("softly", name)
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_a_revoke_while_the_outcome_is_written_lets_the_statement_finish(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """SIGTERM between the body and its release: done is done, the key is free, and a duplicate is answered."""
+    scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
+    scene.another(env=scene.failpoint("slow settle"))
+    result = scene.tasks.work.delay(name, answer="sent")
+    scene.wait_until_failed("slow settle")
+    result.revoke(terminate=True)
+    row = scene.wait_for_state("work", f"work:{name}", "done")
+    assert (row["attempt"], row["crashes"]) == (1, 0)
+    scene.wait_until_free("work", f"work:{name}", 1.0)
+    assert scene.tasks.work.delay(name, answer="sent").get(timeout=20) == "sent"
+    scene.done_once("work", name)

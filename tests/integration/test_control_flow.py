@@ -1,0 +1,221 @@
+"""What users do with tasks: retries, Celery's control flow, recursion, direct and eager calls, every shape of task."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import group
+
+from celery_leases import AlreadyDone, LeaseHeld
+from celery_leases.apps import forget
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
+
+SHAPES = "tests.apps.shapes"
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker that knows the tasks of ``tests.apps.shapes`` too."""
+    pytest.importorskip("pydantic")
+    made = stage_factory(request.param, module=SHAPES)
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+def shaped(stage: Stage, task: str, *args: object, **kwargs: object) -> object:
+    """The result of a task of ``tests.apps.shapes``, which only the worker has imported."""
+    return stage.app.send_task(f"{SHAPES}.{task}", args=args, kwargs=kwargs).get(timeout=PATIENCE)
+
+
+# -- retries and Celery's own control flow -----------------------------------------------------------------
+
+
+def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(stage: Stage, name: str) -> None:
+    """The key waits for its own call; the other one comes back, and gets the result of the retry."""
+    first = stage.tasks.retries.delay(name, 1, countdown=2)
+    stage.wait_for_state("retries", f"retries:{name}", "pending")
+    other = stage.tasks.retries.delay(name, 1, countdown=2)
+    stage.wait_for_log(other.id, "waiting for its retry time")
+    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "retries": 1}
+    begun = stage.events("begin", name=name)
+    assert [event["id"] for event in begun] == [first.id] * 2
+    assert begun[1]["t"] - begun[0]["t"] >= 1.9
+
+
+def test_a_retry_without_attempts_left_raises_the_last_error(stage: Stage, name: str) -> None:
+    """``autoretry_for`` gives up: the caller gets the body's own error, and the key is free."""
+    with pytest.raises(ValueError, match=f"not yet: {name}"):
+        stage.tasks.auto.delay(name, 100).get(timeout=PATIENCE)
+    assert [event["retries"] for event in stage.events("begin", name=name)] == [0, 1, 2, 3]
+    row = stage.row("auto", f"auto:{name}")
+    assert row is not None
+    assert (row["state"], row["ended"], row["failures"]) == ("pending", "failed", 1)
+    assert not stage.is_held("auto", f"auto:{name}")
+
+
+@pytest.mark.parametrize(("how", "ended"), [("ignore", "ignored"), ("reject", "rejected")])
+def test_what_the_body_ignores_or_rejects_is_done_without_a_result(
+    stage: Stage, name: str, how: str, ended: str
+) -> None:
+    """A copy of that call is dropped; the key stays done."""
+    call = stage.tasks.passes.delay(name, how)
+    row = stage.wait_for_state("passes", f"passes:{name}", "done")
+    assert (row["reason"], row["result"], row["ended"]) == (ended, None, ended)
+    stage.send("passes", name, how, task_id=call.id)
+    stage.wait_for_log(call.id, f"dropped: it was {ended} by the task itself")
+    assert len(stage.events("begin", name=name)) == 1
+    assert not stage.is_held("passes", f"passes:{name}")
+
+
+def test_what_the_body_rejects_for_another_time_runs_again(stage: Stage, name: str) -> None:
+    """``Reject(requeue=True)``: the broker delivers it again, the key is free for it."""
+    assert stage.tasks.passes.delay(name, "requeue").get(timeout=PATIENCE) == {"name": name}
+    assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 2]
+    row = stage.row("passes", f"passes:{name}")
+    assert row is not None
+    assert (row["state"], row["crashes"]) == ("done", 0)
+
+
+def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Stage, name: str) -> None:
+    """``replace()`` keeps the id and ends the run; the key is done, and not held."""
+    assert stage.tasks.passes.delay(name, "replace").get(timeout=PATIENCE) == name
+    stage.wait_for_state("passes", f"passes:{name}", "done")
+    assert not stage.is_held("passes", f"passes:{name}")
+    assert len(stage.events("begin", name=name)) == 1
+
+
+# -- direct calls ------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(stage: Stage, name: str) -> None:
+    """The inner bodies run at once and without a lease; the outer one has its lease back afterwards."""
+    assert stage.tasks.recursive.delay(name, 2).get(timeout=PATIENCE) == [2, 1, 0]
+    held = [(event["what"], event["depth"], event["held"]) for event in stage.events(name=name)]
+    assert held == [
+        ("begin", 2, True),
+        ("begin", 1, False),
+        ("begin", 0, False),
+        ("end", 0, False),
+        ("end", 1, False),
+        ("end", 2, True),
+    ]
+    row = stage.row("recursive", f"recursive:{name}")
+    assert row is not None
+    assert (row["state"], row["attempt"]) == ("done", 1)
+
+
+def test_another_task_called_directly_in_a_body_runs_alone(stage: Stage, name: str) -> None:
+    """No lease, no record, no round trip for it, and the outer lease is still the outer one's."""
+    assert stage.tasks.calls.delay(name).get(timeout=PATIENCE) == {"direct": 9, "map": [1, 4]}
+    (begin,) = stage.events("begin", name=name)
+    (end,) = stage.events("end", name=name)
+    assert begin["key_before"] == end["key_after"] == f"calls:{name}"
+    assert begin["held"]
+    assert end["held"]
+    assert stage.row("square", "square:3") is None
+
+
+def test_map_and_chunks_run_the_bodies_without_leases(stage: Stage) -> None:
+    """Celery calls the bodies directly there, many in one message: there is nothing to lease them by."""
+    square = stage.tasks.square
+    assert square.map([7, 7, 8]).apply_async().get(timeout=PATIENCE) == [49, 49, 64]
+    assert square.chunks([(9,), (9,)], 1).apply_async().get(timeout=PATIENCE) == [[81], [81]]
+    assert {event["held"] for event in stage.events("square")} == {False}
+    assert stage.row("square", "square:7") is None
+    assert square.delay(10).get(timeout=PATIENCE) == 100
+    assert stage.events("square", number=10)[0]["held"]
+
+
+# -- shapes ------------------------------------------------------------------------------------------------
+
+
+def test_options_of_a_base_class_hold_for_its_tasks(stage: Stage, name: str) -> None:
+    """An attribute on the class is as good as an option of the decorator."""
+    assert shaped(stage, "inherits", name) == name
+    (event,) = stage.events("begin", name=name)
+    assert (event["held"], event["key"]) == (True, f"billing:{name}")
+    with pytest.raises(AlreadyDone):
+        shaped(stage, "inherits", name)
+
+
+@pytest.mark.parametrize("task", ["ClassBased", "shared", "mixed", "made"])
+def test_every_shape_of_task_runs_once_under_its_lease(stage: Stage, name: str, task: str) -> None:
+    """Two calls with equal arguments: one body, equal results."""
+    assert shaped(stage, task, name) == shaped(stage, task, name)
+    assert len(stage.events("begin", name=name)) == 1
+    assert stage.events("begin", name=name)[0].get("held", True)
+
+
+def test_the_hooks_of_another_base_class_are_called(stage: Stage, name: str) -> None:
+    """The mixin comes before somebody else's ``Task``: its ``on_success`` sees the run and the replay."""
+    assert shaped(stage, "mixed", name) == name
+    assert shaped(stage, "mixed", name) == name
+    seen = stage.wait_for("on_success", 2, name=name)
+    assert [event["retval"] for event in seen] == [name, name]
+
+
+def test_a_pydantic_task_gets_and_gives_models(stage: Stage, name: str) -> None:
+    """The key is made of the arguments as they travel; the body gets the model, and both calls its result."""
+    invoice = {"name": name, "month": 4}
+    assert shaped(stage, "model", invoice) == shaped(stage, "model", invoice) == {"name": name, "month": 5}
+    (event,) = stage.events("begin", name=name)
+    assert (event["held"], event["kind"]) == (True, "Invoice")
+
+
+def test_two_apps_in_one_process_keep_their_stores_and_leases_apart(stage: Stage, name: str) -> None:
+    """A task of the other app inside a body of this one: its own lease and replay, and the outer lease stays."""
+    assert shaped(stage, "hosts", name) == [True, f"hosts:{name}"]
+    (inner,) = stage.events("foreign", name=name)
+    assert (inner["held"], inner["key"]) == (True, f"other:{name}")
+
+
+# -- eager -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The tasks under an app of their own, whose bodies run in this process."""
+    monkeypatch.setenv("JOURNAL", str(stage.journal))
+    tasks = imported_anew("tests.apps.leased", stage.env)
+    tasks.app.conf.broker_url = stage.broker_url
+    yield tasks
+    forget()
+    stage.app.set_current()
+
+
+def test_apply_runs_the_protocol_and_replays(stage: Stage, name: str, eager: Any) -> None:
+    """Eager calls have stores of their own in memory: the second one is answered from there."""
+    first = eager.work.apply(args=(name,))
+    assert first.get()["name"] == name
+    assert eager.work.apply(args=(name,)).get() == first.get()
+    assert len(stage.events("begin", name=name)) == 1
+    assert stage.row("work", f"work:{name}") is None
+
+
+def test_task_always_eager_replays_retries_and_shows_errors(stage: Stage, name: str, eager: Any) -> None:
+    """``delay`` in place: results, retries, groups, and the errors of duplicates."""
+    eager.app.conf.update(task_always_eager=True)
+    assert eager.work.delay(name).get() == eager.work.delay(name).get()
+    assert eager.retries.delay(name, 2).get() == {"name": name, "retries": 2}
+    assert group(eager.work.s(name), eager.work.s(name))().get() == [eager.work.delay(name).get()] * 2
+    assert eager.refuses.delay(name).get()["name"] == name
+    with pytest.raises(AlreadyDone):
+        eager.refuses.delay(name).get()
+
+
+def test_an_eager_call_of_a_held_key_raises_lease_held(stage: Stage, name: str, eager: Any) -> None:
+    """Nothing can be put back where nobody delivers: the caller is told, and the holder is not touched."""
+    eager.app.conf.update(leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True)
+    gate = stage.gate()
+    holder = stage.tasks.work.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    with pytest.raises(LeaseHeld):
+        eager.work.delay(name, gate=str(gate))
+    gate.touch()
+    value = holder.get(timeout=PATIENCE)
+    assert eager.work.delay(name, gate=str(gate)).get() == value

@@ -1,0 +1,107 @@
+"""``lease_on_held`` and ``lease_on_done`` from real workers."""
+
+import pytest
+
+from celery_leases import AlreadyDone, LeaseHeld
+from tests.integration.stages import PATIENCE, Stage
+
+
+def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(stage: Stage, name: str) -> None:
+    """Nothing is put back: the waiting delivery answers with the result as soon as it is there."""
+    gate = stage.gate()
+    first = stage.tasks.waits.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    second = stage.tasks.waits.delay(name, gate=str(gate))
+    stage.wait_for_log(second.id, "received")
+    gate.touch()
+    assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
+    assert not [line for line in stage.log(second.id) if "put back" in line]
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_wait_ends_with_a_put_back_when_it_takes_too_long(stage: Stage, name: str) -> None:
+    """After ``lease_wait`` the delivery stops blocking its worker, and comes back."""
+    gate = stage.gate()
+    first = stage.tasks.impatient.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    second = stage.tasks.impatient.delay(name, gate=str(gate))
+    stage.wait_for_log(second.id, "put back for")
+    gate.touch()
+    assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(stage: Stage, name: str) -> None:
+    """They end without a result; the first call is not touched."""
+    gate = stage.gate()
+    first = stage.tasks.ignores.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    early = stage.tasks.ignores.delay(name, gate=str(gate))
+    stage.wait_for_log(early.id, "dropped: another call holds the key")
+    gate.touch()
+    assert first.get(timeout=PATIENCE)["name"] == name
+    late = stage.tasks.ignores.delay(name, gate=str(gate))
+    stage.wait_for_log(late.id, "dropped: another call has done it")
+    stage.wait_until_drained()
+    assert {early.state, late.state} == {"PENDING"}
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Stage, name: str) -> None:
+    """The caller gets the error with its details; the record stays as it is."""
+    gate = stage.gate()
+    first = stage.tasks.refuses.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    with pytest.raises(LeaseHeld, match="is held by call"):
+        stage.tasks.refuses.delay(name, gate=str(gate)).get(timeout=PATIENCE)
+    gate.touch()
+    assert first.get(timeout=PATIENCE)["name"] == name
+    before = stage.row("refuses", f"refuses:{name}")
+    with pytest.raises(AlreadyDone) as done:
+        stage.tasks.refuses.delay(name, gate=str(gate)).get(timeout=PATIENCE)
+    assert done.value.call_id == first.id
+    assert stage.row("refuses", f"refuses:{name}") == before
+
+
+def test_the_options_speak_about_other_calls_only(stage: Stage, name: str) -> None:
+    """A copy of the call itself is put back and replayed even by ``ignore`` and ``fail``: it may be the last copy."""
+    for task in ("ignores", "refuses"):
+        gate = stage.gate()
+        first = stage.send(task, f"{name}-{task}", 0.0, str(gate))
+        stage.wait_for("begin", name=f"{name}-{task}")
+        stage.send(task, f"{name}-{task}", 0.0, str(gate), task_id=first.id)
+        stage.wait_for_log(first.id, "a copy of this call is running")
+        gate.touch()
+        value = first.get(timeout=PATIENCE)
+        stage.wait_for_log(first.id, "answered with the saved result")
+        assert first.get(timeout=PATIENCE) == value
+        assert len(stage.events("begin", name=f"{name}-{task}")) == 1
+
+
+def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(stage: Stage, name: str) -> None:
+    """Each call its own run and result, also when copies of older calls come after newer ones."""
+    first = stage.tasks.rerun.delay(name)
+    one = first.get(timeout=PATIENCE)
+    second = stage.tasks.rerun.delay(name)
+    two = second.get(timeout=PATIENCE)
+    assert two["fence"] > one["fence"]
+    for call in (first, second):
+        stage.send("rerun", name, task_id=call.id)
+        stage.wait_for_log(call.id, "answered with the saved result")
+    stage.wait_until_drained()
+    assert (first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)) == (one, two)
+    assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 1]
+
+
+def test_a_body_that_raises_frees_the_key_and_the_next_call_runs(stage: Stage, name: str) -> None:
+    """The caller gets the body's own exception; the failure is counted, and told to the next attempt."""
+    failed = stage.tasks.fails.delay(name)
+    with pytest.raises(ValueError, match=f"no luck with {name}"):
+        failed.get(timeout=PATIENCE)
+    row = stage.row("fails", f"fails:{name}")
+    assert row is not None
+    assert (row["state"], row["failures"], row["error_type"]) == ("pending", 1, "ValueError")
+    assert not stage.is_held("fails", f"fails:{name}")
+    with pytest.raises(ValueError, match="no luck"):
+        stage.tasks.fails.delay(name).get(timeout=PATIENCE)
+    assert [event["previous"] for event in stage.events("begin", name=name)] == [None, "failed"]

@@ -1,0 +1,479 @@
+"""The renewer with a store and a clock made up: deadlines, losses, re-assertion, and what ``drop`` waits for."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errors import LeaseLost, StoreUnavailable
+from celery_leases.core.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
+from celery_leases.core.ports import Kept, Renewal
+from celery_leases.core.records import Bid, State
+from celery_leases.renewal import DEADLINE, FORGOTTEN, HELD_TOO_LONG, RELEASED, TAKEN, Renewer, Tenure
+
+TTL = 6.0
+HARD = TTL - TTL * 0.01 - 0.002
+STOP = HARD - 1.0
+SOON = 5.0
+OURS = "token"
+
+
+class FakeClock:
+    """Stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        """The time it stands at."""
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        """Let other threads run."""
+        threading.Event().wait(0.001)
+
+
+class RealClock(FakeClock):
+    """The real one, for the threads."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.monotonic()
+
+
+@dataclass
+class FakeLeases:
+    """Answers renewals as told, and remembers everything it was asked."""
+
+    answer: Callable[[Renewal], Kept] = lambda _: Kept.OURS
+    reasserts: bool = True
+    in_records: bool = False
+    name: str = "fake"
+    renewed: list[Renewal] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    reasserted: list[str] = field(default_factory=list)
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+        """Answer, and remember."""
+        self.renewed += renewals
+        return [self.answer(renewal) for renewal in renewals]
+
+    def reassert(self, bid: Bid) -> bool:
+        """Remember; whether it is granted."""
+        self.reasserted.append(bid.token)
+        return self.reasserts
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Remember."""
+        self.released.append(token)
+        return True
+
+
+@dataclass
+class Row:
+    """As much of a record as the renewer looks at."""
+
+    state: State
+    fence: int
+    owner: str
+
+
+@dataclass
+class FakeRecords:
+    """One row for all keys."""
+
+    row: Row | None = None
+
+    def read(self, stored_key: str) -> Any:
+        """The row."""
+        return self.row
+
+    def purge(self, limit: int) -> int:
+        """Nothing to delete."""
+        return 0
+
+
+class Seen(list[Event]):
+    """All that was observed."""
+
+    def observe(self, event: Event) -> None:
+        """Remember."""
+        self.append(event)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        """The events of one kind."""
+        return [event for event in self if isinstance(event, kind)]
+
+
+@dataclass
+class Bench:
+    """A renewer on fakes."""
+
+    leases: FakeLeases = field(default_factory=FakeLeases)
+    records: FakeRecords = field(default_factory=FakeRecords)
+    seen: Seen = field(default_factory=Seen)
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        self.renewer = Renewer(self.leases, self.records, self.seen, self.clock)  # type: ignore[arg-type]
+
+    def tenure(self, token: str = OURS, ttl: float = TTL, **options: Any) -> Tenure:
+        """A lease sent for just now, known to the renewer but not to its threads."""
+        bid = Bid("t:task|key", "task", "key", token, "call", ttl, "host/1")
+        made = Tenure(bid, self.clock.now(), self.clock, **options)
+        made.fence = 7
+        self.renewer._tenures[token] = made
+        self.records.row = Row(State.RUNNING, 7, token)
+        return made
+
+    def renew(self, *tenures: Tenure) -> None:
+        """What the keeper does once they are due."""
+        self.renewer._renew(list(tenures))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """The renewer's own code, step by step, under a clock that stands still."""
+    return Bench()
+
+
+def until(seen: Callable[[], Any], what: str) -> None:
+    """Wait for what a thread does."""
+    over = time.monotonic() + SOON
+    while not seen():
+        assert time.monotonic() < over, f"waited {SOON} s for {what}"
+        threading.Event().wait(0.001)
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_counts_until_the_stop_deadline_and_not_a_moment_longer(bench: Bench) -> None:
+    """Hard: sent + ttl, less 1 % and 2 ms. Stop: a sixth of the ttl before."""
+    tenure = bench.tenure()
+    assert tenure.hard == pytest.approx(1000 + HARD)
+    assert tenure.stop == pytest.approx(1000 + STOP)
+    assert tenure.remaining() == pytest.approx(STOP)
+    bench.clock.time = 1000 + STOP - 0.001
+    assert tenure.held
+    tenure.check()
+    bench.clock.time = 1000 + STOP
+    assert not tenure.held
+    assert tenure.remaining() == 0
+    with pytest.raises(LeaseLost, match=DEADLINE):
+        tenure.check()
+
+
+def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
+    """The reply comes 2 s later; the deadline is that of the request."""
+    tenure = bench.tenure()
+    bench.clock.time = 1002.0
+
+    def slow(_: Renewal) -> Kept:
+        bench.clock.time = 1004.0
+        return Kept.OURS
+
+    bench.leases.answer = slow
+    bench.renew(tenure)
+    assert tenure.hard == pytest.approx(1002 + HARD)
+    assert tenure.due == pytest.approx(1002 + TTL / 3)
+    assert [event.remaining for event in bench.seen.of(LeaseRenewed)] == [pytest.approx(STOP - 2)]
+
+
+def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
+    """``extend(60)``, then the regular renewal of 6 s: the 60 s stay."""
+    tenure = bench.tenure()
+    bench.renewer.extend(tenure, 60)
+    assert bench.leases.renewed[-1].ttl == 60
+    far = tenure.hard
+    assert far > 1000 + 59
+    bench.clock.time = 1001.0
+    bench.renew(tenure)
+    assert tenure.hard == far
+    assert tenure.due == pytest.approx(1001 + TTL / 3)
+
+
+def test_extend_of_a_lost_lease_asks_nobody(bench: Bench) -> None:
+    """``LeaseLost`` at once, and nothing is sent."""
+    tenure = bench.tenure()
+    bench.clock.time = 1000 + STOP
+    with pytest.raises(LeaseLost):
+        bench.renewer.extend(tenure, 60)
+    assert not bench.leases.renewed
+
+
+def test_extend_finds_another_owner(bench: Bench) -> None:
+    """It raises, and the lease stays lost."""
+    tenure = bench.tenure()
+    bench.leases.answer = lambda _: Kept.OTHER
+    with pytest.raises(LeaseLost, match=TAKEN):
+        bench.renewer.extend(tenure, 60)
+    assert tenure.lost == TAKEN
+
+
+# -- losing ----------------------------------------------------------------------------------------------------
+
+
+def test_another_owner_means_lost_at_once(bench: Bench) -> None:
+    """Long before the deadline; the body is nudged, and it is told why."""
+    tenure, nudged = bench.tenure(), []
+    tenure.interrupt = lambda: nudged.append(1)
+    bench.leases.answer = lambda _: Kept.OTHER
+    bench.renew(tenure)
+    assert (tenure.lost, tenure.held, nudged) == (TAKEN, False, [1])
+    assert [event.reason for event in bench.seen.of(LeaseGone)] == [TAKEN]
+    assert not bench.leases.released
+
+
+def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
+    """M15: lost stays lost, whatever a reply says that comes afterwards."""
+    tenure = bench.tenure()
+
+    def late(_: Renewal) -> Kept:
+        bench.renewer._lose(tenure, DEADLINE)
+        return Kept.OURS
+
+    bench.leases.answer = late
+    bench.renew(tenure)
+    assert tenure.lost == DEADLINE
+    assert not tenure.held
+    assert tenure.hard == pytest.approx(1000 + HARD)
+    assert len(bench.seen.of(LeaseGone)) == 1
+
+
+def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
+    """I9: nothing is sent for it."""
+    tenure = bench.tenure()
+    assert tenure.renewable(1000.0)
+    bench.renewer._lose(tenure, TAKEN)
+    assert not tenure.renewable(1000.0)
+
+
+def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
+    """One call, a result for each."""
+    mine, theirs = bench.tenure("mine"), bench.tenure("theirs")
+    bench.leases.answer = lambda renewal: Kept.OURS if renewal.token == "mine" else Kept.OTHER
+    bench.clock.time = 1001.0
+    bench.renew(mine, theirs)
+    assert (mine.lost, theirs.lost) == (None, TAKEN)
+    assert mine.hard == pytest.approx(1001 + HARD)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away", None), ValueError("a bug")])
+def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(bench: Bench, error: Exception) -> None:
+    """A twelfth of the ttl later instead of a third, until the deadline decides."""
+    tenure = bench.tenure()
+    bench.clock.time = 1002.0
+
+    def fail(_: Renewal) -> Kept:
+        raise error
+
+    bench.leases.answer = fail
+    bench.renew(tenure)
+    assert tenure.lost is None
+    assert tenure.hard == pytest.approx(1000 + HARD)
+    assert tenure.due == pytest.approx(1002 + TTL / 12)
+    assert [event.error for event in bench.seen.of(RenewalFailed)] == [str(error)]
+
+
+def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
+    """``lease_renew=False``: never due for the keeper, over by the clock, but ``extend`` pushes it out."""
+    tenure = bench.tenure(renew=False)
+    assert not tenure.renewable(1000.0)
+    bench.renewer.extend(tenure, 60)
+    bench.clock.time = 1050.0
+    assert tenure.held
+
+
+def test_max_hold_ends_renewal_and_says_so(bench: Bench) -> None:
+    """Renewed until then, lost when the last renewal has run out, and the reason is not the store's."""
+    tenure = bench.tenure(max_hold=10.0)
+    bench.clock.time = 1009.0
+    assert tenure.renewable(1009.0)
+    bench.renew(tenure)
+    bench.clock.time = 1010.0
+    assert not tenure.renewable(1010.0)
+    assert tenure.held
+    assert tenure.overdue(1009 + STOP - 0.01) is None
+    assert tenure.overdue(1009 + STOP) == HELD_TOO_LONG
+
+
+# -- a store that forgot ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: Bench) -> None:
+    """FLUSHALL: ours by fence and owner, so it goes on."""
+    tenure = bench.tenure()
+    bench.leases.answer = lambda _: Kept.MISSING
+    bench.clock.time = 1002.0
+    bench.renew(tenure)
+    assert bench.leases.reasserted == ["token"]
+    assert tenure.held
+    assert tenure.hard == pytest.approx(1002 + HARD)
+    assert [event.reasserted for event in bench.seen.of(LeaseRenewed)] == [True]
+    assert not bench.leases.released
+
+
+@pytest.mark.parametrize(
+    "row",
+    [Row(State.RUNNING, 8, "other"), Row(State.RUNNING, 8, "token"), Row(State.DONE, 7, "token"), None],
+    ids=["taken over", "a higher fence", "closed", "gone"],
+)
+def test_a_lease_asserted_again_in_vain_is_taken_away(bench: Bench, row: Row | None) -> None:
+    """The record has moved on: lost, and our own key does not stand in the next owner's way."""
+    tenure = bench.tenure()
+    bench.records.row = row
+    bench.leases.answer = lambda _: Kept.MISSING
+    bench.renew(tenure)
+    assert tenure.lost == FORGOTTEN
+    assert bench.leases.released == ["token"]
+
+
+@pytest.mark.parametrize(("in_records", "reason"), [(False, TAKEN), (True, RELEASED)])
+def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, in_records: bool, reason: str) -> None:
+    """Somebody was first; or the row was the lease, and it is closed."""
+    tenure = bench.tenure()
+    bench.leases.answer = lambda _: Kept.MISSING
+    bench.leases.reasserts = False
+    bench.leases.in_records = in_records
+    bench.renew(tenure)
+    assert tenure.lost == reason
+    assert not bench.leases.released
+
+
+def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) -> None:
+    """It may be anybody's by now."""
+    tenure = bench.tenure()
+    bench.clock.time = 1000 + STOP
+    bench.leases.answer = lambda _: Kept.MISSING
+    bench.renew(tenure)
+    assert not bench.leases.reasserted
+    assert not tenure.held
+
+
+def test_a_lease_asserted_again_without_a_record_to_compare_is_not_believed(bench: Bench) -> None:
+    """The database is away just then: no deadline moves until the record has been read."""
+    tenure = bench.tenure()
+    answers = iter([Kept.MISSING, Kept.OURS, Kept.OURS])
+    bench.leases.answer = lambda _: next(answers)
+    reads = iter([True, True, False])
+
+    def read(_: str) -> Any:
+        if next(reads):
+            raise StoreUnavailable("away", None)
+        return Row(State.RUNNING, 8, "other")
+
+    bench.records.read = read  # type: ignore[method-assign]
+    bench.clock.time = 1001.0
+    bench.renew(tenure)
+    bench.renew(tenure)
+    assert tenure.hard == pytest.approx(1000 + HARD)
+    bench.renew(tenure)
+    assert tenure.lost == FORGOTTEN
+    assert bench.leases.released == ["token"]
+
+
+# -- the threads -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running() -> Iterator[Bench]:
+    """A renewer with its threads and the real clock; a store that hangs is let go at the end."""
+    yield (bench := Bench(clock=RealClock()))
+    bench.leases.answer = lambda _: Kept.OURS
+    for token in list(bench.renewer._tenures):
+        bench.renewer._tenures.pop(token)
+
+
+def start(bench: Bench, ttl: float, **options: Any) -> Tenure:
+    """A tenure that the threads take care of."""
+    tenure = bench.tenure(ttl=ttl, **options)
+    bench.renewer.add(tenure)
+    return tenure
+
+
+def test_the_keeper_renews_every_third_of_the_ttl(running: Bench) -> None:
+    """Three renewals in a ttl, no more."""
+    tenure = start(running, 0.3)
+    began = time.monotonic()
+    until(lambda: len(running.leases.renewed) >= 4, "four renewals")
+    assert time.monotonic() - began >= 0.39
+    assert tenure.held
+
+
+def test_a_store_that_hangs_cannot_keep_the_body_from_being_told(running: Bench) -> None:
+    """The keeper waits for a reply; the watcher interrupts by the stop deadline, and again until the body has ended."""
+    let_go, nudges = threading.Event(), []
+
+    def hang(_: Renewal) -> Kept:
+        let_go.wait(SOON)
+        return Kept.OURS
+
+    running.leases.answer = hang
+    tenure = running.tenure(ttl=0.6)
+    tenure.interrupt = lambda: nudges.append(time.monotonic())
+    running.renewer.add(tenure)
+    stop = tenure.stop
+    until(lambda: nudges, "the interruption")
+    assert stop <= nudges[0] < stop + 0.2
+    assert tenure.lost == DEADLINE
+    until(lambda: len(nudges) >= 2, "the second interruption")
+    let_go.set()
+    until(lambda: not tenure.in_flight, "the late reply")
+    assert tenure.lost == DEADLINE
+    assert not tenure.held
+
+
+def test_a_store_that_raises_leads_to_loss_at_the_stop_deadline(running: Bench) -> None:
+    """Asked more and more urgently, then lost by the clock, once."""
+
+    def fail(_: Renewal) -> Kept:
+        raise StoreUnavailable("away", None)
+
+    running.leases.answer = fail
+    tenure = start(running, 0.6)
+    until(lambda: tenure.lost, "the loss")
+    assert time.monotonic() >= tenure.stop
+    assert len(running.seen.of(RenewalFailed)) >= 3
+    assert [event.reason for event in running.seen.of(LeaseGone)] == [DEADLINE]
+    sent = len(running.leases.renewed)
+    running.renewer.drop(tenure)
+    other = start(running, 0.3)
+    running.leases.answer = lambda _: Kept.OURS
+    until(lambda: len(running.leases.renewed) > sent, "another lease's renewal")
+    assert all(renewal.ttl == 0.3 for renewal in running.leases.renewed[sent:])
+    assert other.held
+
+
+def test_drop_waits_for_the_renewal_in_flight(running: Bench) -> None:
+    """Else it could set a lease again that has been released meanwhile."""
+    let_go, entered = threading.Event(), threading.Event()
+
+    def hang(_: Renewal) -> Kept:
+        entered.set()
+        let_go.wait(SOON)
+        return Kept.OURS
+
+    running.leases.answer = hang
+    tenure = start(running, 3.0)
+    tenure.due = 0.0
+    running.renewer._keeper_bell.ring()
+    assert entered.wait(SOON)
+    dropped = threading.Event()
+    thread = threading.Thread(target=lambda: (running.renewer.drop(tenure), dropped.set()))
+    thread.start()
+    assert not dropped.wait(0.1)
+    let_go.set()
+    assert dropped.wait(SOON)
+    thread.join()
+
+
+def test_max_hold_is_kept_by_the_threads(running: Bench) -> None:
+    """A hung body does not hold its key for ever."""
+    tenure = start(running, 0.3, max_hold=0.5)
+    until(lambda: tenure.lost, "the loss")
+    assert tenure.lost == HELD_TOO_LONG
+    assert len(running.leases.renewed) >= 3
