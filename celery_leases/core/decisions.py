@@ -6,15 +6,16 @@ Before the run (first row that matches)
 the record says                              verdict
 ===========================================  =======================================================
 this call's callbacks are out                ``Drop``
-this call has finished                       ``Replay``; with callbacks, just now: ``PutBack``, they are being sent
+this call has finished                       ``Replay``;
+                                             with callbacks, just now: ``PutBack``, they are being sent
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
 this call has raised                         ``Refuse`` with the remembered failure
 this call has been retried since             ``Drop``
 failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
+waiting for an operator                      ``Refuse(PermanentFailure)``
 another fingerprint, another call            ``Refuse(KeyReused)``
 done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``
-waiting for an operator                      ``Refuse(PermanentFailure)``
 running under a live lease, or lease held    this call: ``PutBack`` until the lease ends;
                                              another: ``lease_on_held``: ``PutBack``, ``Wait``, ``Drop``, ``Refuse``
 waiting for ``retry_at``                     ``PutBack`` until then
