@@ -26,7 +26,7 @@ class LocalWorker:
 
     The whole tree ends with ``teardown()``, and when this Python process ends in any way. ``env`` goes over the
     environment of this process; ``cwd`` (default: the current directory) is put on the worker's import path.
-    The log lives in ``directory`` and holds every start of this worker.
+    The log lives in ``directory`` and holds every start of this worker; the worker's temporary files go there too.
     """
 
     def __init__(
@@ -77,7 +77,14 @@ class LocalWorker:
         self.teardown()
         path = os.pathsep.join(filter(None, (str(self._cwd), os.environ.get("PYTHONPATH", ""))))
         # C_FORCE_ROOT: a container or CI often runs as root, and a pickle-accepting app would refuse to start.
-        forced = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "C_FORCE_ROOT": "1", QUEUE_VARIABLE: self.queue}
+        # TMPDIR: a prefork worker that is killed leaves its temporary directory behind.
+        forced = {
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+            "C_FORCE_ROOT": "1",
+            "TMPDIR": str(self.log_file.parent),
+            QUEUE_VARIABLE: self.queue,
+        }
         self._process = GuardedProcess(
             self._argv(), log=self.log_file, env={**os.environ, **forced, **self._env}, cwd=self._cwd
         )
