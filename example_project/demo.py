@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import kombu
 
 from celery_leases.testing.process import NotReady
 from celery_leases.testing.servers import ServerMissing
@@ -33,6 +34,7 @@ from example_project.verdict import Kill, Verdict
 
 MONTH = "2026-04"
 TIME_LIMIT = 50.0
+NEEDED_KOMBU = (5, 7)
 EXPLANATION = f"""
   Promised where another call or copy waits for the key: ttl + one put-back delay
   = {TTL:g} + {LONGEST_PUT_BACK:g} s; where only the broker can bring the work back:
@@ -161,6 +163,9 @@ def main(*, without_leases: bool) -> None:
     """Play the demo and judge it."""
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _end)
+    if tuple(kombu.VERSION[:2]) < NEEDED_KOMBU:
+        click.secho(f"BROKEN: the demo needs kombu 5.7, this is {kombu.__version__}: it sweeps every 100 s", fg="red")
+        sys.exit(1)
     narrator = Narrator()
     try:
         with Stage(leases=not without_leases) as stage:
