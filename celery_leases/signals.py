@@ -13,7 +13,11 @@ their own, all others in the process and thread of the task.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Final
 
 from celery.utils.dispatch import Signal
@@ -92,10 +96,8 @@ class Announcer:
         a renewal.
         """
         signal, level, text = _SIGNALS[type(event)]
-        fields = _fields(event)
         if logger.isEnabledFor(level):
-            line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields)}"
-            logger.log(level, "%s", line, extra={"lease_event": signal.name, "data": fields})
+            _log(signal.name, level, text, event)
         if not signal.receivers:
             return
         if not isinstance(event, _DURING_A_RUN):
@@ -119,8 +121,23 @@ def _send(signal: Any, event: Event) -> None:
     try:
         signal.send(sender=event.task, event=event)
     except BaseException:  # a receiver may raise SystemExit, and still must not end the task
-        logger.exception("a receiver of %s raised", signal.name)
+        with _harmless():
+            logger.exception("a receiver of %s raised", signal.name)
 
 
-def _fields(event: Event) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in type(event).__dataclass_fields__}
+def _log(name: str, level: int, text: str, event: Event) -> None:
+    """One line, with the event as plain values for handlers that write for machines."""
+    with _harmless():
+        fields = asdict(event)
+        line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields)}"
+        logger.log(level, "%s", line, extra={"lease_event": name, "data": fields})
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """A log handler or filter that raises must not turn a settled outcome into another; told as logging tells it."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - whatever a user's handler raises
+        if logging.raiseExceptions:
+            traceback.print_exc()
