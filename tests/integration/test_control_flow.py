@@ -17,7 +17,6 @@ SHAPES = "tests.apps.shapes"
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
     """A worker that knows the tasks of ``tests.apps.shapes`` too."""
-    pytest.importorskip("pydantic")
     made = stage_factory(request.param, module=SHAPES)
     yield made
     try:

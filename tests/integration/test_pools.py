@@ -1,0 +1,96 @@
+"""Threads, solo, gevent and eventlet: the same protocol where bodies share a process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import (
+    PATIENCE,
+    RABBIT_DATABASE_POSTGRES,
+    RABBIT_REDIS_SQLITE,
+    REDIS_DATABASE_SQLITE,
+    REDIS_REDIS_POSTGRES,
+    Stage,
+)
+
+TTL = 2
+POOLS: list[tuple[str, int, tuple[str, ...]]] = [
+    ("threads", 4, RABBIT_REDIS_SQLITE),
+    ("solo", 1, RABBIT_DATABASE_POSTGRES),
+    ("gevent", 10, REDIS_REDIS_POSTGRES),
+    ("eventlet", 10, REDIS_DATABASE_SQLITE),
+]
+
+
+@pytest.fixture(scope="module", params=POOLS, ids=lambda pool: "-".join((pool[0], *pool[2])))
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker of each pool that logs its renewals."""
+    pool, concurrency, combination = request.param
+    if pool in ("gevent", "eventlet"):
+        pytest.importorskip(pool)
+    options: dict[str, Any] = {"pool": pool, "concurrency": concurrency, "log_level": "DEBUG"}
+    made = stage_factory(combination, worker=options, env={"TTL": str(TTL)})
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: str) -> None:
+    """Bodies and duplicates are threads or greenlets of one process, with one renewer and one set of connections."""
+    gate = stage.gate()
+    results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
+    stage.wait_for("begin", name=name)
+    if stage.worker.pool != "solo":
+        stage.wait_for_log(f"key work:{name}:", "another call holds the key", 2)
+    gate.touch()
+    values = [result.get(timeout=PATIENCE) for result in results]
+    assert values == [values[0]] * 20
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_a_body_of_twice_the_ttl_keeps_its_lease_by_renewals(stage: Stage, name: str) -> None:
+    """A renewal comes every third of a ttl; after seven of them the key is still held, and the outcome is accepted."""
+    gate = stage.gate()
+    running = stage.tasks.work.delay(name, gate=str(gate))
+    stage.wait_for_log(f"key work:{name}:", "lease renewed", 7)
+    assert stage.is_held("work", f"work:{name}")
+    gate.touch()
+    assert running.get(timeout=PATIENCE)["name"] == name
+    row = stage.row("work", f"work:{name}")
+    assert row is not None
+    assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
+
+
+def test_several_bodies_in_one_process_keep_their_own_leases(stage: Stage, name: str) -> None:
+    """Each sees its own key in ``current_lease``, and all are renewed."""
+    number = min(3, stage.worker.concurrency)
+    gate = stage.gate()
+    results = [stage.tasks.keyless.delay(f"{name}-{n}", gate=str(gate)) for n in range(number)]
+    for n, result in enumerate(results):
+        (begun,) = stage.wait_for("begin", name=f"{name}-{n}")
+        assert begun["key"] == result.id
+        stage.wait_for_log(f"key {result.id}:", "lease renewed", 1)
+    gate.touch()
+    fences = [result.get(timeout=PATIENCE)["fence"] for result in results]
+    for n in range(number):
+        (ended,) = stage.events("end", name=f"{name}-{n}")
+        assert (ended["key"], ended["fence"]) == (results[n].id, fences[n])
+
+
+def test_check_tells_the_body_when_its_lease_was_released_from_outside(stage: Stage, name: str) -> None:
+    """An operator takes the key away: ``check()`` raises, and the call runs again under a higher fence."""
+    running = stage.tasks.checks.delay(name, gate="once")
+    (begun,) = stage.wait_for("begin", name=name)
+    stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)
+    (lost,) = stage.wait_for("lost", name=name)
+    assert lost["error"] == "LeaseLost"
+    value = running.get(timeout=PATIENCE)
+    assert value["fence"] > begun["fence"]
+    row = stage.row("checks", f"checks:{name}")
+    assert row is not None
+    assert (row["state"], row["crashes"]) == ("done", 0)
