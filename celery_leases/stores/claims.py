@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, ColumnElement, Dialect, Table, TextClause, bindparam, cast, literal_column, text
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Dialect,
+    Integer,
+    Table,
+    TextualSelect,
+    bindparam,
+    cast,
+    column,
+    literal_column,
+    text,
+)
 
 from celery_leases.core.decisions import RETRY_GRACE
 
@@ -88,8 +100,11 @@ def database_now(dialect: Dialect) -> ColumnElement[int]:
     return cast(literal_column("extract(epoch from statement_timestamp()) * 1000000"), BigInteger)
 
 
-def claim_statement(records: Table, dialect: Dialect) -> TextClause:
-    """The claim of one row; where the dialect allows, it returns the row that refused it too (``won`` = 0)."""
+def claim_statement(records: Table, dialect: Dialect) -> TextualSelect:
+    """The claim of one row; where the dialect allows, it returns the row that refused it too (``won`` = 0).
+
+    The columns of the answer are those of the table in the order it was created with, then ``now`` and ``won``.
+    """
     sqlite = dialect.name == "sqlite"
     words = {
         "records": dialect.identifier_preparer.format_table(records),
@@ -98,9 +113,9 @@ def claim_statement(records: Table, dialect: Dialect) -> TextClause:
         "grace": str(int(RETRY_GRACE * 1_000_000)),
     }
     claim = _squeezed(_CLAIM.format(**words, **{name: part.format(**words) for name, part in _PARTS.items()}))
-    if sqlite:
-        return text(f"{claim} RETURNING *, started_at AS now, 1 AS won")
-    return text(_squeezed(_WITH_REFUSAL.format(claim=claim, **words)))
+    with_refusal = _squeezed(_WITH_REFUSAL.format(claim=claim, **words))
+    statement = text(f"{claim} RETURNING *, started_at AS now, 1 AS won" if sqlite else with_refusal)
+    return statement.columns(*records.c, column("now", BigInteger), column("won", Integer))
 
 
 def _squeezed(statement: str) -> str:
