@@ -115,7 +115,9 @@ def _client(ctx: click.Context) -> LeaseClient:
     app = ctx.obj.app
     app.loader.import_default_modules()
     app.finalize()
-    return apps.parts_of(app).client()
+    parts = apps.parts_of(app)
+    parts.records.check()
+    return parts.client()
 
 
 def _echo_status(status: LeaseStatus, *, as_json: bool) -> None:

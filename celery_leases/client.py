@@ -69,7 +69,7 @@ class LeaseStatus:
             case "pending" if self.error:
                 return f"The last attempt failed: {self.error.message}"
             case "pending":
-                return "Waiting to run"
+                return "Not running: it runs when it is delivered, or called again"
             case state:
                 return state.capitalize()
 

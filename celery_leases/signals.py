@@ -77,7 +77,7 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.CrashSeen: (
         crash_seen,
         logging.WARNING,
-        "the attempt before ended without a word on {host}: {crashes} crashes in a row",
+        "the attempt before ended without a word on {host}: crash {crashes} in a row",
     ),
 }
 _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseGone)

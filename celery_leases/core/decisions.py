@@ -451,9 +451,7 @@ def stood_back(call: Call, record: Record, delay: float) -> Outcome:
 
 def crash_loop(record: Record) -> PermanentFailure:
     """What a caller is told of a key that keeps killing its process."""
-    message = (
-        f"{record.key}: its process died {record.crashes} times in a row; not tried again until an operator frees it"
-    )
+    message = f"{record.key}: its process died {record.crashes} times in a row; not tried again until `leases forget`"
     return PermanentFailure(message, CRASH_LOOP)
 
 

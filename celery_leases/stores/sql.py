@@ -109,7 +109,7 @@ class SqlRecordStore:
             empty = ("fingerprint", "digests", "result", "reason", "error_type", "error_message", "error_rule")
             values |= dict.fromkeys((*empty, "finished_results", "finished_at"))
             values |= {"attempt": 0, "failures": 0, "crashes": 0, "generation": records.c.generation + 1}
-            values |= {"finished_calls": "", "call_id": "", "ended": None}
+            values |= {"finished_calls": "", "call_id": "", "holder": "", "ended": None, "previous_ended": None}
         self.database.count(update(records).where(records.c.stored_key == stored_key).values(values), {})
         return self.read(stored_key)
 

@@ -9,6 +9,8 @@ To test a store of your own, subclass in a test module and give the store as a f
         def store(self):
             return MyLeaseStore(...)
 
+``MarkStoreContract`` asks for the fixture ``marks``, ``RecordStoreContract`` for ``records``.
+
 A store may be shared with other tests: every test makes keys of its own. Times are real; raise the class attributes
 ``ttl`` and ``short`` where a store is slow.
 """
