@@ -198,6 +198,7 @@ def tidies(self, name, gate, tidying=0.3):
     try:
         wait_for(gate)
     finally:
+        note("tidying", name=name, id=self.request.id)
         time.sleep(tidying)
         note("tidied", name=name, id=self.request.id)
     note("end", name=name, id=self.request.id)

@@ -9,13 +9,14 @@ from typing import Self
 class CuttingProxy:
     """Forwards connections of 127.0.0.1 to a port there. ``cut(pattern)`` arms it for the next matching request.
 
-    ``bitten`` is set once a reply was withheld; ``closed`` proxies accept nobody until ``open``.
+    ``bitten`` is set once it has cut; from then on it refuses everybody while ``refusing``.
     """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._pattern: bytes | None = None
         self._before = False
+        self.refusing = False
         self._lock = threading.Lock()
         self.bitten = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -36,6 +37,9 @@ class CuttingProxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                if self.refusing and self.bitten.is_set():
+                    client.close()
+                    continue
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:

@@ -114,6 +114,30 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
 
 
 @BOTH_LEASES
+def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
+    scene_factory: SceneFactory, leases_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+) -> None:
+    """The row stands open under an attempt that never ran; the call comes back with its token, and counts nothing."""
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
+        env = {"LEASES_DATABASE_URL": through}
+        scene = scene_factory(combination, urls={"postgres": url}, ttl=2, visibility=60, env=env)
+        proxy.refusing = True
+        proxy.cut(CLAIM)
+        result = scene.tasks.work.delay(name)
+        assert proxy.bitten.wait(20)
+        open_row = scene.wait_for_state("work", f"work:{name}", "running")
+        scene.wait_for_log(result.id, "put back for")
+        proxy.refusing = False
+        value = result.get(timeout=40)
+        row = scene.done_once("work", name, crashes=0)
+        assert len(scene.events("begin", name=name)) == 1
+        assert value["fence"] == row["fence"] > open_row["fence"]
+        assert row["previous_ended"] == "lost"
+
+
+@BOTH_LEASES
 def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
     scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
 ) -> None:

@@ -32,8 +32,11 @@ def test_a_copy_that_met_the_holder_is_not_the_last_copy(scene_factory: SceneFac
 def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
     scene_factory: SceneFactory, name: str, step: str, first_survives: bool
 ) -> None:
-    """Before the publish, between publish and mark, and between mark and acknowledgement."""
-    scene = scene_factory(REDIS, visibility=2, module=FAILING)
+    """Before the publish, between publish and mark, and between mark and acknowledgement.
+
+    A dead first one's lease outlasts the visibility timeout, so that the copy which comes back has to wait again.
+    """
+    scene = scene_factory(REDIS, ttl=2 if first_survives else 5, visibility=2, module=FAILING)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
