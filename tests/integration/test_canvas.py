@@ -79,23 +79,20 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
     stage: Stage, name: str, callback: str
 ) -> None:
     """A copy with the mark "callbacks are out" ends without a word to Celery."""
-    side, later = stage.side_queue(), stage.side_queue()
-    call = str(uuid4())
-    link = getattr(stage.tasks, callback).si(name)
+    now, later = stage.side_queue(), stage.side_queue()
+    call, linked = str(uuid4()), str(uuid4())
+    link = getattr(stage.tasks, callback).si(name).set(task_id=linked)
     task = stage.tasks.work.s(name).set(task_id=call)
-    result = task.apply_async(queue=side, link=link)
-    with stage.app.connection_for_write() as connection:
-        connection.default_channel.queue_declare(later, durable=True, auto_delete=False)
+    result = task.apply_async(queue=now, link=link)
     task.apply_async(queue=later, link=link)
-    stage.forward(side)
+    stage.forward(now)
     assert result.get(timeout=PATIENCE)["name"] == name
-    stage.wait_for_log("succeeded", name)
-    stage.wait_for(callback)
-    before = len(stage.events(callback))
+    stage.wait_for(callback, id=linked)
+    stage.wait_for_log(call, "succeeded")
     stage.forward(later, copies=2)
     stage.wait_for_log(call, "dropped: its result and callbacks are out", 2)
     stage.wait_until_drained()
-    assert len(stage.events(callback)) == before
+    assert len(stage.events(callback, id=linked)) == 1
 
 
 def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(stage: Stage, name: str) -> None:
