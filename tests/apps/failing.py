@@ -2,9 +2,9 @@
 
 FAILPOINT names the step, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number) remembers that it has.
 ``before publish``, ``after publish``, ``after mark`` kill the whole worker in a put-back; ``after release`` kills the
-child once its success is settled and the lease released, ``after callbacks`` once Celery has sent the callbacks and
-before our mark. ``slow settle`` holds the statement back for a second, ``slow put back`` the publishing until the
-file FAILPOINT_GATE is there.
+child once its success is settled and the lease released, ``after callbacks`` the whole worker once Celery has sent
+the callbacks and before our mark. ``slow settle`` holds the statement back for a second, ``slow put back`` the
+publishing until the file FAILPOINT_GATE is there.
 """
 
 import os
@@ -36,11 +36,6 @@ def reach(step: str, *, whole_worker: bool = False) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@task_success.connect(weak=False)
-def _after_callbacks(**_):  # connected before the library connects its own
-    reach("after callbacks")
-
-
 from celery_leases import execution, putback  # noqa: E402
 from celery_leases.stores.sql import SqlRecordStore  # noqa: E402
 from tests.apps.leased import *  # noqa: E402, F403
@@ -50,6 +45,15 @@ _publish = putback.Copies._publish
 _put_back = putback.Copies.put_back
 _run = execution.Execution._run
 _settle = SqlRecordStore.settle
+
+
+@task_success.connect(weak=False)
+def _after_callbacks(**_):
+    reach("after callbacks", whole_worker=True)
+
+
+# The library is connected already, and its receiver would set the mark before this one kills.
+task_success.receivers.insert(0, task_success.receivers.pop())
 
 
 def _publish_and_die(self, *args, **kwargs):

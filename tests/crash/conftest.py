@@ -68,16 +68,35 @@ def durable_redis() -> Iterator[LocalServer]:
     yield from _own(RedisServer(options=("--appendonly", "yes", "--appendfsync", "always")))
 
 
-@pytest.fixture
-def own_postgres() -> Iterator[LocalServer]:
-    """A PostgreSQL that the test may hurt."""
+@pytest.fixture(scope="module")
+def module_postgres() -> Iterator[LocalServer]:
+    """A PostgreSQL for the tests of one module, which hurt it one after the other."""
     yield from _own(PostgresServer())
 
 
 @pytest.fixture
-def own_rabbit() -> Iterator[LocalServer]:
-    """A RabbitMQ that the test may hurt."""
+def own_postgres(module_postgres: LocalServer) -> LocalServer:
+    """A PostgreSQL that the test may hurt."""
+    return _healed(module_postgres)
+
+
+@pytest.fixture(scope="module")
+def module_rabbit() -> Iterator[LocalServer]:
+    """A RabbitMQ for the tests of one module, which hurt it one after the other."""
     yield from _own(RabbitServer())
+
+
+@pytest.fixture
+def own_rabbit(module_rabbit: LocalServer) -> LocalServer:
+    """A RabbitMQ that the test may hurt."""
+    return _healed(module_rabbit)
+
+
+def _healed(server: LocalServer) -> LocalServer:
+    """The server as it was before another test failed while it was away."""
+    if server.alive:
+        server.resume()
+    return server.start()
 
 
 @pytest.fixture

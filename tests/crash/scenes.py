@@ -63,6 +63,13 @@ class Scene(Stage):
         self.workers.append(made)
         return made.start()
 
+    def kill_worker(self) -> None:
+        """SIGKILL the first worker's main process, and return when its children are gone too."""
+        children = [Path(f"/proc/{pid}") for pid in self.worker.children()]
+        self.worker.kill()
+        self.worker.wait(20)
+        wait_until(lambda: not any(child.exists() for child in children), 20, "the children of a dead worker to end")
+
     def close(self) -> None:
         """End all workers and let all connections go."""
         for worker in self.workers:

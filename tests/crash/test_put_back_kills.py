@@ -4,7 +4,7 @@ import pytest
 
 from celery_leases.testing.process import wait_until
 from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import FAILING, kill
+from tests.crash.scenes import FAILING
 
 REDIS = ("redis", "redis", "postgres")
 STEPS = ("before publish", "after publish", "after mark")
@@ -19,7 +19,7 @@ def test_a_copy_that_met_the_holder_is_not_the_last_copy(scene_factory: SceneFac
     scene.another()
     scene.wait_for_log(result.id, "put back for")
     wait_until(lambda: "ignored" in scene.workers[1].full_log(), 20, "the end of the old delivery")
-    kill(scene.worker.pid)
+    scene.kill_worker()
     gate.touch()
     assert result.get(timeout=30)["name"] == name
     assert len(scene.events("begin", name=name)) == 2
@@ -44,7 +44,7 @@ def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
     scene.wait_until_failed(step)
     second.wait(20)
     if not first_survives:
-        kill(scene.worker.pid)
+        scene.kill_worker()
         scene.another()
     gate.touch()
     assert result.get(timeout=30)["name"] == name
@@ -66,7 +66,7 @@ def test_a_put_back_on_rabbitmq_killed_in_the_middle_loses_nothing(
     duplicate = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_until_failed(step)
     second.wait(20)
-    kill(scene.worker.pid)
+    scene.kill_worker()
     scene.another()
     gate.touch()
     assert result.get(timeout=30) == duplicate.get(timeout=30)

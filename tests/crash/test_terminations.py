@@ -40,7 +40,7 @@ def test_the_hard_time_limit_is_a_failure_and_the_next_call_runs(scene: Scene, n
 
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
 def test_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -> None:
-    """M6: ``revoke(terminate=True)`` while it runs: REVOKED, and the next call of the key runs within the ttl."""
+    """M6: ``revoke(terminate=True)`` while it runs: REVOKED, the key is free, the next call only needs a child."""
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
