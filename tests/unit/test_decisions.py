@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from celery_leases.core import decisions
 from celery_leases.core.decisions import (
-    NOT_JSON,
     REMEMBERED_CALLS,
     REMEMBERED_RESULT_MAX,
     RETRY_GRACE,
     SHORTEST_DELAY,
-    TOO_LARGE,
     Call,
     Drop,
     Facts,
@@ -48,6 +46,7 @@ from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.results import NOT_JSON, TOO_LARGE
 
 NOW = 1_000_000_000_000
 SECOND = 1_000_000
@@ -353,7 +352,7 @@ class TestHeldByAnotherCall:
     def test_wait_tries_again_soon_and_puts_back_when_its_time_is_over(self) -> None:
         call = a_call(on_held="wait", options=LeaseOptions(key="k", wait=5.0))
         assert decide(call, holder=held_by(THEIRS), waited=0.0, chance=0.0) == Wait(0.2)
-        assert decide(call, holder=held_by(THEIRS), waited=4.9, chance=0.9) == Wait(pytest.approx(0.1))
+        assert decide(call, holder=held_by(THEIRS), waited=4.9, chance=0.9) == Wait(pytest.approx(0.1))  # type: ignore[arg-type]
         assert isinstance(decide(call, holder=held_by(THEIRS), waited=5.0), PutBack)
 
     def test_ignore_drops(self) -> None:

@@ -15,7 +15,7 @@ from celery_leases.core import errors
 from celery_leases.core.errors import KeyReused, LeaseHeld, LeaseLost, LeasesError, PermanentFailure
 
 Described = type[LeasesError] | type[LeaseLost]
-EVERY: list[Described] = [
+EVERY: list[Any] = [
     found
     for name, found in inspect.getmembers(errors, inspect.isclass)
     if issubclass(found, BaseException) and found.__module__ == errors.__name__ and not name.startswith("_")

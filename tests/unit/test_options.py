@@ -106,7 +106,9 @@ class TestWrongValues:
 class TestRightValues:
     @pytest.mark.parametrize("name", ["ttl", "max_hold", "retention", "settle_timeout"])
     def test_spans_are_seconds_or_timedeltas(self, name: str) -> None:
-        assert getattr(gathered(**{name: timedelta(minutes=2)}), name) == getattr(gathered(**{name: 120}), name) == 120
+        span: dict[str, Any] = {name: timedelta(minutes=2)}
+        seconds: dict[str, Any] = {name: 120}
+        assert getattr(gathered(**span), name) == getattr(gathered(**seconds), name) == 120
 
     def test_a_ttl_of_one_second_is_allowed(self) -> None:
         assert gathered(ttl=1).ttl == 1.0
@@ -152,7 +154,8 @@ class TestUnknownNames:
         ],
     )
     def test_a_name_misspelt_is_answered_with_the_one_meant(self, name: str, meant: str) -> None:
-        assert refused(**{name: 1}) == f"task billing.send: unknown option lease_{name}; did you mean lease_{meant}?"
+        given: dict[str, Any] = {name: 1}
+        assert refused(**given) == f"task billing.send: unknown option lease_{name}; did you mean lease_{meant}?"
 
     def test_a_name_like_no_other_is_answered_with_all_there_are(self) -> None:
         message = refused(zzz=1)
