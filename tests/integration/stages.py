@@ -122,7 +122,7 @@ class Stage:
 
     def new_worker(self, **options: Any) -> LocalWorker:
         """Another worker on this stage, not started; the stage does not end it."""
-        chosen = {"concurrency": 4, "cwd": Path.cwd(), "queue": self.queue, "env": self.env} | options
+        chosen: dict[str, Any] = {"concurrency": 4, "cwd": Path.cwd(), "queue": self.queue, "env": self.env} | options
         return LocalWorker(self.module, directory=self.directory, **chosen)
 
     def __enter__(self) -> Self:

@@ -33,7 +33,8 @@ class RedisTape:
         self._started.wait(10)
 
     def _listen(self) -> None:
-        with redis.Redis.from_url(self._url, socket_timeout=None).monitor() as monitor:
+        client = redis.Redis.from_url(self._url, socket_timeout=None)
+        with client.monitor() as monitor:
             self._started.set()
             while not self._stop.is_set():
                 command = monitor.next_command()

@@ -1,11 +1,9 @@
 """One action runs once: duplicates of a key, copies of a call, and other arguments under the same key."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
-from celery.exceptions import TaskRevokedError
 
 from celery_leases import KeyReused
 from tests.integration.conftest import StageFactory
@@ -107,53 +105,3 @@ def test_rerun_runs_once_for_each_call_and_one_after_the_other(stage: Stage, nam
     assert [event["what"] for event in events] == ["begin", "end"] * 5
     began = [event["fence"] for event in events if event["what"] == "begin"]
     assert began == sorted(began)
-
-
-def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(stage: Stage, name: str) -> None:
-    """The copy's time runs out while it is put back: it keeps coming back, and the call succeeds."""
-    gate, call = stage.gate(), str(uuid4())
-    running = stage.send("keyless", name, 0.0, str(gate), task_id=call)
-    stage.wait_for("begin", name=name)
-    stage.send("keyless", name, 0.0, str(gate), task_id=call, expires=1)
-    # The second time comes three seconds after the first.
-    stage.wait_for_log(call, "put back for", 2)
-    gate.touch()
-    assert running.get(timeout=PATIENCE)["name"] == name
-    stage.wait_for_log(call, "answered with the saved result")
-    stage.wait_until_drained()
-    assert running.state == "SUCCESS"
-
-
-def test_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_nothing(stage: Stage, name: str) -> None:
-    """M7: a normal message whose time is over is Celery's business; there is neither a lease nor a row."""
-    expired = stage.tasks.work.apply_async((name,), expires=datetime.now(UTC) - timedelta(seconds=5))
-    with pytest.raises(TaskRevokedError):
-        expired.get(timeout=PATIENCE)
-    assert stage.events(name=name) == []
-    assert stage.row("work", f"work:{name}") is None
-    assert not stage.is_held("work", f"work:{name}")
-    assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
-
-
-def test_a_redelivered_message_that_expired_before_it_began_is_revoked(stage: Stage, name: str) -> None:
-    """The worker leaves the expiry of a redelivered message to the child, which revokes it: nothing has begun."""
-    expired = stage.redeliver_expired("work", name)
-    with pytest.raises(TaskRevokedError):
-        expired.get(timeout=PATIENCE)
-    stage.wait_for_log(expired.id, "it expired before it began")
-    assert stage.row("work", f"work:{name}") is None
-    assert not stage.is_held("work", f"work:{name}")
-    assert stage.events(name=name) == []
-
-
-def test_a_redelivered_and_expired_copy_does_not_revoke_the_call_that_runs(stage: Stage, name: str) -> None:
-    """One id, so a revocation would meet the run: the copy is put back instead, from now on without an expiry."""
-    gate, call = stage.gate(), str(uuid4())
-    running = stage.send("work", name, 0.0, str(gate), task_id=call)
-    stage.wait_for("begin", name=name)
-    stage.redeliver_expired("work", name, 0.0, str(gate), task_id=call)
-    stage.wait_for_log(call, "a copy of this call is running")
-    gate.touch()
-    assert running.get(timeout=PATIENCE)["name"] == name
-    stage.wait_for_log(call, "answered with the saved result")
-    assert running.state == "SUCCESS"

@@ -65,16 +65,17 @@ def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Stage, name:
 
 def test_the_options_speak_about_other_calls_only(stage: Stage, name: str) -> None:
     """A copy of the call itself is put back and replayed even by ``ignore`` and ``fail``: it may be the last copy."""
+    gate, calls = stage.gate(), {}
     for task in ("ignores", "refuses"):
-        gate = stage.gate()
-        first = stage.send(task, f"{name}-{task}", 0.0, str(gate))
+        calls[task] = stage.send(task, f"{name}-{task}", 0.0, str(gate))
         stage.wait_for("begin", name=f"{name}-{task}")
-        stage.send(task, f"{name}-{task}", 0.0, str(gate), task_id=first.id)
-        stage.wait_for_log(first.id, "a copy of this call is running")
-        gate.touch()
-        value = first.get(timeout=PATIENCE)
-        stage.wait_for_log(first.id, "answered with the saved result")
-        assert first.get(timeout=PATIENCE) == value
+        stage.send(task, f"{name}-{task}", 0.0, str(gate), task_id=calls[task].id)
+        stage.wait_for_log(calls[task].id, "a copy of this call is running")
+    gate.touch()
+    for task, call in calls.items():
+        value = call.get(timeout=PATIENCE)
+        stage.wait_for_log(call.id, "answered with the saved result")
+        assert call.get(timeout=PATIENCE) == value
         assert len(stage.events("begin", name=f"{name}-{task}")) == 1
 
 

@@ -9,7 +9,7 @@ M3       called by ``send_task`` or beat                        here
 M4       pool child killed, message redelivered                 tests/crash
 M5       publishing fails                                       here
 M6       ``revoke(terminate=True)`` while running               tests/crash
-M7       message expires in the queue                           test_one_body.py
+M7       message expires in the queue                           test_expiry.py
 M8       hard ``time_limit``                                    tests/crash
 M9       lease ran out, a second run took over, the first ends  tests/crash
 M10      the next step of a chain is held by another call       here
