@@ -60,7 +60,7 @@ class AppParts:
     @property
     def clock(self) -> Clock:
         """The clock its deadlines are counted on."""
-        return self.parts.execution.clock
+        return self.parts.execution.entry.clock
 
     def client(self) -> LeaseClient:
         """A client on the same stores."""

@@ -12,14 +12,14 @@ from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
 
 from celery_leases import apps
-from celery_leases.core.decisions import Call
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
 from celery_leases.core.errors import KeyUnusable, LeaseHeld, LeaseLost, StoreUnavailable
 from celery_leases.core.events import CallDropped, CallPutBack, Subject
 from celery_leases.core.keys import CallKey, call_key, stored_key
 from celery_leases.core.records import Ended, Record
+from celery_leases.core.replies import Again, Answer, Over, Reply, Throw
 from celery_leases.core.results import encode, failure_of
-from celery_leases.execution import Again, Answer, Over, Reply, Throw
+from celery_leases.core.verdicts import Call
 from celery_leases.handle import Lease, leased
 from celery_leases.interruption import LimitedTooEarly, shield_here
 from celery_leases.renewal import Tenure
@@ -257,7 +257,7 @@ class Delivery:
         raise Ignore(reason)
 
     def _observe(self, event: Any) -> None:
-        self.parts.execution.observer.observe(event)
+        self.parts.execution.entry.observer.observe(event)
 
 
 def _subject(call: Call) -> Subject:

@@ -12,7 +12,7 @@ from kombu.pools import ProducerPool
 
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
-from celery_leases.execution import waiter_mark
+from celery_leases.core.replies import waiter_mark
 from celery_leases.request import HEADER, TOKEN
 
 CONFIRM_WITHIN = 5.0

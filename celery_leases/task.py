@@ -15,8 +15,8 @@ from celery_leases.client import LeaseStatus
 from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.core.keys import call_key
 from celery_leases.core.options import LeaseOptions, gather
+from celery_leases.core.replies import callbacks_mark
 from celery_leases.delivery import REPLACED, STORED_KEY, Delivery
-from celery_leases.execution import callbacks_mark
 from celery_leases.handle import UNLEASED, Lease, Unleased, lease_here, leased
 
 _RUNNING = "celery_leases_running"

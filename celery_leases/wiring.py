@@ -16,6 +16,7 @@ from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.options import OPTION_NAMES
 from celery_leases.core.ports import LeaseStore, MarkStore, Observer
 from celery_leases.core.validity import call_timeout
+from celery_leases.entry import Entry
 from celery_leases.execution import Execution
 from celery_leases.renewal import Renewer
 from celery_leases.stores.claims import DATABASE
@@ -150,8 +151,8 @@ def build(
     leases, kept_leases, marks = _lease_stores(settings, records, kept_records, call_timeout(shortest_ttl), closing)
     renewer = Renewer(kept_leases, kept_records, observer, clock)
     host = f"{socket.gethostname()}/{os.getpid()}"
-    execution = Execution(leases, records, marks, renewer, observer, clock, random.random, host, hurried)
-    return Parts(settings, leases, records, marks, renewer, execution, closing)
+    entry = Entry(leases, records, marks, observer, clock, random.random, host, hurried)
+    return Parts(settings, leases, records, marks, renewer, Execution(entry, renewer), closing)
 
 
 def open_records(settings: Settings) -> SqlRecordStore:

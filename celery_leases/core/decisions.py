@@ -1,5 +1,7 @@
 """What to do with one delivery: pure functions of facts, no clock, no I/O, no randomness.
 
+The functions of the first table are here, those of the second and of failing stores in ``outcomes``.
+
 Before the run (first row that matches)
 
 ===========================================  =======================================================
@@ -47,134 +49,32 @@ for ``lease_settle_timeout``, then the lease is left to expire and the delivery 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import assert_never
 
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
-from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, LeasesError, PermanentFailure, ResultMissing
-from celery_leases.core.keys import CallKey, differing
-from celery_leases.core.options import LeaseOptions
+from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.core.keys import differing
+from celery_leases.core.outcomes import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.core.ports import Holder
-from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.records import Ended, Failure, Record, State
 from celery_leases.core.results import NOT_JSON, TOO_LARGE
+from celery_leases.core.verdicts import (
+    Call,
+    Drop,
+    Facts,
+    GiveUp,
+    PutBack,
+    Refuse,
+    Replay,
+    Run,
+    StandBack,
+    Verdict,
+    Wait,
+)
 
-CRASH_LOOP = "crash_loop"
-NO_RESULT = ""
-_WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
-REMEMBERED_CALLS = 16
-REMEMBERED_RESULT_MAX = 4096
 RETRY_GRACE = 1.0
 DISPATCH_GRACE = 5.0
 """Seconds after its end in which a call may still be sending its callbacks; a replay would send them once more."""
 SHORTEST_DELAY = 0.05
-LONGEST_HOP = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One delivery of one call, as far as decisions look at it."""
-
-    task: str
-    call_id: str
-    key: CallKey
-    options: LeaseOptions
-    #: It was delivered before: redelivered by the broker, put back, or retried. Reading the record first is cheaper.
-    repeat: bool = False
-    #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
-    canvas: bool = False
-    #: How often this call was put back before.
-    tries: int = 0
-    #: It has begun to run before.
-    started: bool = False
-    #: How often Celery has retried it.
-    retries: int = 0
-    #: The tokens of earlier attempts of this call which we may have left open.
-    prior: tuple[str, ...] = ()
-    #: The owner token made for this delivery.
-    token: str = ""
-    #: The longest countdown the broker can be trusted with, in seconds.
-    longest_hop: float = LONGEST_HOP
-    #: The hard time limit of this call in seconds, if it has one.
-    time_limit: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Go on: acquire, claim, or run the body, whichever is next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Answer with the saved result (JSON text; ``None``: it has none), first returned to ``first_call_id``."""
-
-    result: str | None
-    first_call_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PutBack:
-    """Publish a fresh message that comes in ``delay`` seconds, then end this delivery."""
-
-    delay: float
-    reason: str
-    #: The call is known to have begun.
-    started: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Try again in this process after ``delay`` seconds."""
-
-    delay: float
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """End this delivery without a result; another message or an earlier answer stands for it."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Raise ``error`` to the caller; ``own``: unless Celery knows the outcome of this very call already."""
-
-    error: LeasesError
-    own: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StandBack:
-    """Give the claimed attempt back and wait ``delay`` seconds: the key has crashed repeatedly."""
-
-    delay: float
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Close the claimed attempt as failed for good, and raise ``error`` to the caller."""
-
-    error: PermanentFailure
-
-
-Verdict = Run | Replay | PutBack | Wait | Drop | Refuse | StandBack | GiveUp
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known before the run: of the lease, of the record, and of this delivery's past."""
-
-    record: Record | None = None
-    holder: Holder | None = None
-    #: The record was claimed by this delivery.
-    claimed: bool = False
-    #: The callbacks of this very call are known to have been sent, whoever finished the work.
-    callbacks_out: bool = False
-    #: Seconds this delivery has been waiting in this process (``lease_on_held="wait"``).
-    waited: float = 0.0
-    #: A random number in [0, 1) for jitter.
-    chance: float = 0.0
 
 
 def before_run(call: Call, facts: Facts) -> Verdict:
@@ -229,11 +129,6 @@ def may_run_in(call: Call, record: Record) -> float:
     return max(0.0, record.waits - grace)
 
 
-def crash_pause(crashes: int) -> float:
-    """Seconds to wait before the next attempt after so many crashes in a row."""
-    return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
-
-
 def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
     ours = record.call_id == call.call_id
@@ -257,7 +152,7 @@ def _agree(ours: str | None, theirs: str | None) -> bool:
 
 def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
     if record.state is State.DONE and record.call_id == call.call_id:
-        if record.reason in _WITHOUT_RESULT:
+        if record.reason in WITHOUT_RESULT:
             return Drop(f"it was {record.reason} by the task itself")
         if call.canvas and (wait := _dispatching(record)) > 0:
             return PutBack(_hop(call, wait + _jitter(facts)), "its callbacks are being sent", started=True)
@@ -292,7 +187,7 @@ def _done_by_other(call: Call, record: Record) -> Verdict | None:
 
 
 def _saved(record: Record, *, own: bool = False) -> Verdict:
-    if record.reason in (TOO_LARGE, NOT_JSON, *_WITHOUT_RESULT):
+    if record.reason in (TOO_LARGE, NOT_JSON, *WITHOUT_RESULT):
         message = f"{record.key} is done, but it has no result to give ({record.reason})"
         return Refuse(ResultMissing(message, record.key, record.reason), own)
     return Replay(record.result, record.call_id)
@@ -348,125 +243,3 @@ def _hop(call: Call, delay: float) -> float:
 
 def _jitter(facts: Facts) -> float:
     return 0.1 + 0.4 * facts.chance
-
-
-# -- when a store fails ------------------------------------------------------------------------------------
-
-
-def store_pause(tries: int, chance: float) -> float:
-    """How long a delivery stays away while a store does not answer: 5 s doubling to 60 s, with jitter below it."""
-    return float(min(60.0, 5.0 * 2.0 ** min(tries, 10)) * (0.8 + 0.2 * chance))
-
-
-def settle_pause(tries: int) -> float:
-    """How long to wait before the outcome is written again."""
-    return float(min(2.0, 0.05 * 2.0 ** min(tries, 10)))
-
-
-def settle_until(call: Call, now: float, taken: float) -> float:
-    """Until when to keep trying to write an outcome: ``lease_settle_timeout``, cut to what the hard limit leaves.
-
-    *taken* is when the delivery was taken up, which is about when Celery began to count the limit.
-    """
-    until = now + call.options.settle_timeout
-    return min(until, taken + call.time_limit - 1.0) if call.time_limit else until
-
-
-# -- after the run -----------------------------------------------------------------------------------------
-
-
-def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
-    """How the attempt that ran on *record* is closed; see the table above."""
-    closed = Outcome(
-        State.PENDING,
-        Ended.RETURNED,
-        record.attempt,
-        record.failures,
-        record.crashes,
-        call.options.retention,
-        record.retries,
-    )
-    # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
-    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
-    crashes = record.crashes if other else 0
-    unspent = replace(closed, attempt=record.attempt - 1)
-    match ending:
-        case Returned(_, result, missing):
-            finished = _finished(call, record, result)
-            done = replace(closed, state=State.DONE, failures=0, crashes=crashes)
-            return replace(done, result=result, reason=missing, finished=finished)
-        case Raised(_, failure):
-            failures = record.failures + 1
-            return replace(closed, ended=Ended.FAILED, failure=failure, failures=failures, crashes=crashes)
-        case Lost(reason):
-            return replace(unspent, ended=Ended.LOST, reason=reason)
-        case Interrupted():
-            return replace(unspent, ended=Ended.INTERRUPTED)
-        case Terminated(_, reason):
-            return _crashed(
-                call,
-                replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=(0 if other else record.crashes) + 1),
-            )
-        case Passed(_, again, delay, ended):
-            passed = replace(closed, ended=ended, crashes=crashes)
-            if again:
-                retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
-                return replace(passed, retry_after=delay, retries=retries)
-            finished = _finished(call, record, NO_RESULT)
-            return replace(passed, state=State.DONE, reason=ended.value, failures=0, finished=finished)
-        case _ as never:
-            assert_never(never)
-
-
-def gave_up(call: Call, record: Record) -> Outcome:
-    """How a claimed attempt is closed that must not run any more."""
-    unrun = Outcome(
-        State.PENDING,
-        Ended.CRASHED,
-        record.attempt - 1,
-        record.failures,
-        record.crashes,
-        call.options.retention,
-        record.retries,
-    )
-    return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
-
-
-def stood_back(call: Call, record: Record, delay: float) -> Outcome:
-    """How a claimed attempt is given back unrun; how the one before it ended is kept."""
-    before = record.previous or Attempt(Ended.WAITING)
-    attempt, keep = record.attempt - 1, call.options.retention
-    return Outcome(
-        State.PENDING,
-        before.ended,
-        attempt,
-        record.failures,
-        record.crashes,
-        keep,
-        record.retries,
-        retry_after=delay or None,
-        failure=before.error,
-    )
-
-
-def crash_loop(record: Record) -> PermanentFailure:
-    """What a caller is told of a key that keeps killing its process."""
-    message = f"{record.key}: its process died {record.crashes} times in a row; not tried again until `leases forget`"
-    return PermanentFailure(message, CRASH_LOOP)
-
-
-def _crashed(call: Call, outcome: Outcome) -> Outcome:
-    if outcome.crashes < call.options.max_crashes:
-        return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
-    message = f"{call.key.key}: its process died {outcome.crashes} times in a row"
-    failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP)
-    return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
-
-
-def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
-    if not call.options.rerun:
-        return None
-    results = record.finished_results or {}
-    kept = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
-    small = result if result is not None and len(result) <= REMEMBERED_RESULT_MAX else None
-    return dict([*kept, (call.call_id, small)][-REMEMBERED_CALLS:])

@@ -13,12 +13,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core import decisions
+from celery_leases.core import decisions, outcomes
 from celery_leases.core.decisions import (
-    REMEMBERED_CALLS,
-    REMEMBERED_RESULT_MAX,
     RETRY_GRACE,
     SHORTEST_DELAY,
+    before_run,
+    store_came_up_empty,
+)
+from celery_leases.core.endings import Interrupted, Lost, Passed, Raised, Returned, Terminated
+from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.core.keys import CallKey
+from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
+from celery_leases.core.outcomes import (
+    REMEMBERED_CALLS,
+    REMEMBERED_RESULT_MAX,
+    after_run,
+    crash_pause,
+    gave_up,
+    settle_pause,
+    settle_until,
+    stood_back,
+    store_pause,
+)
+from celery_leases.core.ports import Holder
+from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.results import NOT_JSON, TOO_LARGE
+from celery_leases.core.verdicts import (
     Call,
     Drop,
     Facts,
@@ -30,23 +50,7 @@ from celery_leases.core.decisions import (
     StandBack,
     Verdict,
     Wait,
-    after_run,
-    before_run,
-    crash_pause,
-    gave_up,
-    settle_pause,
-    settle_until,
-    stood_back,
-    store_came_up_empty,
-    store_pause,
 )
-from celery_leases.core.endings import Interrupted, Lost, Passed, Raised, Returned, Terminated
-from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
-from celery_leases.core.keys import CallKey
-from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
-from celery_leases.core.ports import Holder
-from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
-from celery_leases.core.results import NOT_JSON, TOO_LARGE
 
 NOW = 1_000_000_000_000
 SECOND = 1_000_000
@@ -451,7 +455,7 @@ class TestClaimed:
         assert not isinstance(self.verdict(self.claimed(limit - 1), max_crashes=limit), GiveUp)
         verdict = self.verdict(self.claimed(limit), max_crashes=limit)
         assert isinstance(verdict, GiveUp)
-        assert verdict.error.rule == decisions.CRASH_LOOP
+        assert verdict.error.rule == outcomes.CRASH_LOOP
         assert f"{limit} times in a row" in str(verdict.error)
 
     @pytest.mark.parametrize("crashes", [2, 3, 9])
@@ -663,9 +667,9 @@ class TestAfterTheRun:
 
     def test_the_last_crash_allowed_fails_for_good(self) -> None:
         outcome = self.outcome(Terminated(SystemExit(), "hard time limit"), replace(RUNNING, crashes=2))
-        assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, decisions.CRASH_LOOP)
+        assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, outcomes.CRASH_LOOP)
         assert outcome.failure is not None
-        assert outcome.failure.rule == decisions.CRASH_LOOP
+        assert outcome.failure.rule == outcomes.CRASH_LOOP
 
     @pytest.mark.parametrize("delay", [None, 0.0, 30.0])
     @pytest.mark.parametrize("ended", [Ended.RETRIED, Ended.REJECTED])
@@ -743,7 +747,7 @@ class TestRememberedCalls:
 class TestUnrunAttempts:
     def test_giving_up_fails_for_good_and_gives_the_attempt_back(self) -> None:
         outcome = gave_up(a_call(), replace(RUNNING, crashes=3))
-        assert (outcome.state, outcome.ended, outcome.reason) == (State.FAILED, Ended.CRASHED, decisions.CRASH_LOOP)
+        assert (outcome.state, outcome.ended, outcome.reason) == (State.FAILED, Ended.CRASHED, outcomes.CRASH_LOOP)
         assert (outcome.attempt, outcome.crashes) == (3, 3)
 
     def test_the_caller_and_the_record_agree_on_why(self) -> None:

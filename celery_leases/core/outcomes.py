@@ -1,0 +1,139 @@
+"""How an attempt is closed, and how long to wait when a store fails: the tables of ``decisions``, from the run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import assert_never
+
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
+from celery_leases.core.errors import PermanentFailure
+from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.verdicts import Call
+
+CRASH_LOOP = "crash_loop"
+NO_RESULT = ""
+WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
+REMEMBERED_CALLS = 16
+REMEMBERED_RESULT_MAX = 4096
+
+
+def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
+    """How the attempt that ran on *record* is closed; see the table above."""
+    closed = Outcome(
+        State.PENDING,
+        Ended.RETURNED,
+        record.attempt,
+        record.failures,
+        record.crashes,
+        call.options.retention,
+        record.retries,
+    )
+    # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
+    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
+    crashes = record.crashes if other else 0
+    unspent = replace(closed, attempt=record.attempt - 1)
+    match ending:
+        case Returned(_, result, missing):
+            finished = _finished(call, record, result)
+            done = replace(closed, state=State.DONE, failures=0, crashes=crashes)
+            return replace(done, result=result, reason=missing, finished=finished)
+        case Raised(_, failure):
+            failures = record.failures + 1
+            return replace(closed, ended=Ended.FAILED, failure=failure, failures=failures, crashes=crashes)
+        case Lost(reason):
+            return replace(unspent, ended=Ended.LOST, reason=reason)
+        case Interrupted():
+            return replace(unspent, ended=Ended.INTERRUPTED)
+        case Terminated(_, reason):
+            return _crashed(
+                call,
+                replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=(0 if other else record.crashes) + 1),
+            )
+        case Passed(_, again, delay, ended):
+            passed = replace(closed, ended=ended, crashes=crashes)
+            if again:
+                retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
+                return replace(passed, retry_after=delay, retries=retries)
+            finished = _finished(call, record, NO_RESULT)
+            return replace(passed, state=State.DONE, reason=ended.value, failures=0, finished=finished)
+        case _ as never:
+            assert_never(never)
+
+
+def gave_up(call: Call, record: Record) -> Outcome:
+    """How a claimed attempt is closed that must not run any more."""
+    unrun = Outcome(
+        State.PENDING,
+        Ended.CRASHED,
+        record.attempt - 1,
+        record.failures,
+        record.crashes,
+        call.options.retention,
+        record.retries,
+    )
+    return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
+
+
+def stood_back(call: Call, record: Record, delay: float) -> Outcome:
+    """How a claimed attempt is given back unrun; how the one before it ended is kept."""
+    before = record.previous or Attempt(Ended.WAITING)
+    attempt, keep = record.attempt - 1, call.options.retention
+    return Outcome(
+        State.PENDING,
+        before.ended,
+        attempt,
+        record.failures,
+        record.crashes,
+        keep,
+        record.retries,
+        retry_after=delay or None,
+        failure=before.error,
+    )
+
+
+def crash_loop(record: Record) -> PermanentFailure:
+    """What a caller is told of a key that keeps killing its process."""
+    message = f"{record.key}: its process died {record.crashes} times in a row; not tried again until `leases forget`"
+    return PermanentFailure(message, CRASH_LOOP)
+
+
+def _crashed(call: Call, outcome: Outcome) -> Outcome:
+    if outcome.crashes < call.options.max_crashes:
+        return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
+    message = f"{call.key.key}: its process died {outcome.crashes} times in a row"
+    failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP)
+    return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
+
+
+def _finished(call: Call, record: Record, result: str | None) -> Mapping[str, str | None] | None:
+    if not call.options.rerun:
+        return None
+    results = record.finished_results or {}
+    kept = [(name, results.get(name)) for name in record.finished_calls if name != call.call_id]
+    small = result if result is not None and len(result) <= REMEMBERED_RESULT_MAX else None
+    return dict([*kept, (call.call_id, small)][-REMEMBERED_CALLS:])
+
+
+def crash_pause(crashes: int) -> float:
+    """Seconds to wait before the next attempt after so many crashes in a row."""
+    return 0.0 if crashes < 2 else 5.0 if crashes == 2 else 30.0
+
+
+def store_pause(tries: int, chance: float) -> float:
+    """How long a delivery stays away while a store does not answer: 5 s doubling to 60 s, with jitter below it."""
+    return float(min(60.0, 5.0 * 2.0 ** min(tries, 10)) * (0.8 + 0.2 * chance))
+
+
+def settle_pause(tries: int) -> float:
+    """How long to wait before the outcome is written again."""
+    return float(min(2.0, 0.05 * 2.0 ** min(tries, 10)))
+
+
+def settle_until(call: Call, now: float, taken: float) -> float:
+    """Until when to keep trying to write an outcome: ``lease_settle_timeout``, cut to what the hard limit leaves.
+
+    *taken* is when the delivery was taken up, which is about when Celery began to count the limit.
+    """
+    until = now + call.options.settle_timeout
+    return min(until, taken + call.time_limit - 1.0) if call.time_limit else until

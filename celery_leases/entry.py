@@ -1,0 +1,257 @@
+"""The way in, up to a claimed record: look, acquire, claim. It answers with a tenancy, or with why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from celery_leases.core import decisions, events, outcomes
+from celery_leases.core.decisions import before_run
+from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
+from celery_leases.core.ports import (
+    Acquired,
+    Claimed,
+    Clock,
+    Held,
+    Holder,
+    LeaseStore,
+    MarkStore,
+    Observer,
+    RecordStore,
+    Unsettled,
+)
+from celery_leases.core.records import Bid, Outcome, Record, Refused, State, Won
+from celery_leases.core.replies import Again, callbacks_mark
+from celery_leases.core.verdicts import Call, Drop, Facts, GiveUp, PutBack, Refuse, Run, StandBack, Verdict, Wait
+from celery_leases.renewal import Tenure
+
+CLAIM_TRIES = 4
+SHORT_PAUSE = 1.0
+PEEK = 0.05
+PEEKS = 20
+
+
+class Away(Exception):
+    """A store did not answer and a row may stand open; ``again`` is what is to be done about the delivery."""
+
+    def __init__(self, again: Again) -> None:
+        super().__init__(again.reason)
+        self.again = again
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """The key is ours: the lease as we hold it, and the record as we claimed it."""
+
+    tenure: Tenure
+    record: Record
+
+
+@dataclass
+class Entry:
+    """Enters keys on one pair of stores. ``chance`` gives random numbers in [0, 1); ``host`` is ``hostname/pid``."""
+
+    leases: LeaseStore
+    records: RecordStore
+    marks: MarkStore
+    observer: Observer
+    clock: Clock
+    chance: Callable[[], float]
+    host: str
+    #: Whether the process has been told to end, so that nothing is tried for long any more.
+    hurried: Callable[[], bool] = field(default=lambda: False)
+
+    def enter(self, call: Call) -> Tenancy | Verdict:
+        """Claim the key of *call*, or say what to do instead.
+
+        Raises :class:`Away`, :class:`StoreUnavailable` and :class:`LeaseStoreMismatch`: the delivery must come back.
+        """
+        if call.repeat:
+            verdict = self.decide(call, self.records.read(call.key.stored))
+            if not isinstance(verdict, Run | Wait):
+                return verdict
+        began = self.clock.now()
+        while True:
+            entered = self._try_to_enter(call, self.clock.now() - began)
+            if not isinstance(entered, Wait):
+                return entered
+            if self.hurried():
+                return PutBack(decisions.SHORTEST_DELAY, "the worker is stopping")
+            self.clock.sleep(entered.delay)
+
+    def _try_to_enter(self, call: Call, waited: float) -> Tenancy | Verdict:
+        bid = self._bid(call)
+        sent = self.clock.now()
+        answer = self._acquire(bid)
+        if isinstance(answer, Unsettled):
+            record = self.records.read(bid.stored_key)
+            pause = decisions.store_came_up_empty(call, record, answer.age, self.chance())
+            if isinstance(pause, PutBack):
+                return pause
+            sent = self.clock.now()
+            answer = self._acquire(bid, settled=True)
+        if isinstance(answer, Held):
+            return self._held(call, answer.holder, waited)
+        options = call.options
+        tenure = Tenure(bid, sent, self.clock, renew=options.renew, max_hold=options.max_hold)
+        try:
+            if not tenure.held:
+                raise StoreUnavailable(f"{self.leases.name}: the lease was granted too late to be of use", True)
+            entered = self._claim(call, tenure, waited)
+        except (StoreUnavailable, LeaseStoreMismatch):
+            self.give_back(bid)
+            raise
+        if not isinstance(entered, Tenancy):
+            self.give_back(bid)
+        return entered
+
+    def _held(self, call: Call, holder: Holder, waited: float) -> Verdict:
+        """What holds the key may only be looking at the record: nobody is turned away for that."""
+        verdict = before_run(call, Facts(holder=holder, waited=waited, chance=self.chance()))
+        if isinstance(verdict, Drop | Refuse):
+            record = self.records.read(call.key.stored)
+            answer = self.decide(call, record, waited)
+            if not isinstance(answer, Run):
+                return answer
+            if record is None or (record.state, record.owner) != (State.RUNNING, holder.token):
+                return Wait(PEEK) if waited < PEEKS * PEEK else PutBack(SHORT_PAUSE, "the key is being looked at")
+        self._report_held(call, holder)
+        return verdict
+
+    def _acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled | Claimed:
+        if self.leases.in_records:
+            return Acquired()  # the claim is what acquires
+        try:
+            return self.leases.acquire(bid, settled=settled)
+        except StoreUnavailable:
+            self.give_back(bid)
+            raise
+
+    def _claim(self, call: Call, tenure: Tenure, waited: float) -> Tenancy | Verdict:
+        for _ in range(CLAIM_TRIES):
+            claim = self._claim_until_known(tenure)
+            if isinstance(claim, Won):
+                return self._claimed(call, tenure, claim.record)
+            if claim.record is not None and (holder := decisions.holder_in(claim.record)) is not None:
+                self._report_held(call, holder)
+            verdict = self.decide(call, claim.record, waited)
+            if not isinstance(verdict, Run):
+                return verdict
+        return PutBack(SHORT_PAUSE + self.chance(), "the record could not be seen")
+
+    def _claim_until_known(self, tenure: Tenure) -> Won | Refused:
+        """Claim, again while the outcome is unknown: repeating a claim is harmless, leaving one open is not."""
+        tries = 0
+        while True:
+            try:
+                return self._claim_once(tenure.bid)
+            except StoreUnavailable as error:
+                pause = outcomes.settle_pause(tries)
+                tries += 1
+                if self.hurried() or not tenure.remaining() > pause:
+                    # The row may be ours: the lease is left to expire, and the next attempt is told of the token.
+                    again = self.away(error, tries=0)
+                    raise Away(Again(again.delay, again.reason, prior=tenure.bid.token, away=True)) from error
+                self.clock.sleep(pause)
+
+    def _claim_once(self, bid: Bid) -> Won | Refused:
+        if not self.leases.in_records:
+            return self.records.claim(bid, self.leases.name)
+        answer = self.leases.acquire(bid)
+        if not isinstance(answer, Claimed):
+            raise TypeError(f"{self.leases.name} says its rows are the leases, but acquire answered {answer}")
+        return answer.claim
+
+    def _claimed(self, call: Call, tenure: Tenure, record: Record) -> Tenancy | Verdict:
+        tenure.fence = record.fence
+        if record.just_crashed:
+            host = record.previous.host if record.previous else None
+            self.observer.observe(events.CrashSeen(**about(call), crashes=record.crashes, host=host))
+        verdict = before_run(call, Facts(record=record, claimed=True))
+        if isinstance(verdict, GiveUp):
+            self._close(call, record, outcomes.gave_up(call, record))
+            return verdict
+        if isinstance(verdict, StandBack):
+            self._close(call, record, outcomes.stood_back(call, record, verdict.delay))
+            return PutBack(verdict.delay, "it crashed repeatedly", started=True)
+        if not tenure.held:
+            self._close(call, record, outcomes.stood_back(call, record, 0.0))
+            return PutBack(SHORT_PAUSE + self.chance(), "the claim took longer than the lease lasts", started=True)
+        return Tenancy(tenure, record)
+
+    # -- small steps, some of which the run takes too ------------------------------------------------------
+
+    def _bid(self, call: Call) -> Bid:
+        key, options = call.key, call.options
+        return Bid(
+            stored_key=key.stored,
+            task=call.task,
+            key=key.key,
+            token=call.token,
+            call_id=call.call_id,
+            ttl=options.ttl,
+            holder=self.host,
+            fingerprint=key.fingerprint,
+            digests=key.digests,
+            rerun=options.rerun,
+            prior=call.prior,
+            retries=call.retries,
+        )
+
+    def decide(self, call: Call, record: Record | None, waited: float = 0.0) -> Verdict:
+        """Decide on a record, with the callbacks mark where it counts."""
+        out = False
+        if call.canvas and (call.repeat or (record is not None and decisions.finished_by(call, record))):
+            out = self.marks.mark(call.key.stored, callbacks_mark(call.call_id)) is not None
+        return before_run(call, Facts(record=record, callbacks_out=out, waited=waited, chance=self.chance()))
+
+    def _close(self, call: Call, record: Record, outcome: Outcome) -> None:
+        """Close an attempt that never ran; if the database is away, its row waits for the next claim of the call."""
+        try:
+            if self.records.settle(record, outcome):
+                self.report(call, outcome, 0.0)
+        except StoreUnavailable as error:
+            again = self.away(error, 0)
+            raise Away(Again(again.delay, again.reason, prior=record.owner, away=True)) from error
+
+    def give_back(self, bid: Bid) -> None:
+        """Release the lease; where the claimed row is the lease, closing it was the release."""
+        if self.leases.in_records:
+            return  # closing the row was the release
+        with suppress(StoreUnavailable):  # it expires by itself
+            self.leases.release(bid.stored_key, bid.token)
+
+    def away(self, error: Exception, tries: int) -> Again:
+        """Come back later, as a store did not answer for the *tries*-th time in a row."""
+        return Again(outcomes.store_pause(tries, self.chance()), str(error), away=True)
+
+    def _report_held(self, call: Call, holder: Holder) -> None:
+        self.observer.observe(
+            events.LeaseHeldElsewhere(
+                **about(call),
+                holder=holder.host,
+                holder_call_id=holder.call_id,
+                remaining=holder.remaining,
+                same_call=holder.call_id == call.call_id,
+            )
+        )
+
+    def report(self, call: Call, outcome: Outcome, runtime: float) -> None:
+        """Tell that an attempt was closed; *runtime* is in seconds."""
+        self.observer.observe(
+            events.AttemptSettled(
+                **about(call),
+                state=outcome.state.value,
+                ended=outcome.ended.value,
+                attempt=outcome.attempt,
+                runtime=runtime,
+                failure=outcome.failure,
+                reason=outcome.reason,
+            )
+        )
+
+
+def about(call: Call) -> events.Subject:
+    """Whom an event of *call* is about."""
+    return {"task": call.task, "key": call.key.key, "call_id": call.call_id}
