@@ -12,6 +12,7 @@ from itertools import product
 import pytest
 from celery import chord, group
 
+from celery_leases.testing.process import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import FAILING, Scene
 from tests.integration.stages import BOTH_WAYS, spelled
@@ -41,9 +42,10 @@ def fail(scene: Scene, window: str) -> None:
         scene.start()
 
 
-def answered_again(scene: Scene) -> bool:
-    """Whether the redelivered member got the saved result: its callbacks were not known to be out."""
-    return bool(scene.log("answered with the saved result"))
+def answered_again(scene: Scene) -> None:
+    """Wait until the redelivered member got the saved result (its callbacks were not known to be out) and is gone."""
+    wait_until(lambda: bool(scene.log("answered with the saved result")), 30, "the answer to the redelivered member")
+    scene.wait_until_drained()
 
 
 @EVERY
@@ -58,13 +60,12 @@ def test_a_chain_goes_on_with_the_first_result(
     result = (signature | tasks.leased_link.s() | tasks.plain.s()).apply_async()
     fail(scene, window)
     assert result.get(timeout=40) == name
-    scene.wait_until_drained()
+    answered_again(scene)
     assert len(scene.events("begin", name=name)) == 1
     assert len(scene.events("leased_link")) == 1
     linked = len(scene.events("plain"))
     # Two plain callbacks: the link, sent twice at most; and the end of the chain, sent once per answer of the link.
     assert linked == 2 if window == "after release" else 3 <= linked <= 4
-    assert answered_again(scene)
     scene.done_once("work", name)
 
 
@@ -78,12 +79,11 @@ def test_a_group_completes_with_the_first_results(
     result = group(scene.tasks.work.s(each) for each in names).apply_async()
     fail(scene, window)
     values = result.get(timeout=40)
-    scene.wait_until_drained()
+    answered_again(scene)
     for each, value in zip(names, values, strict=True):
         (begun,) = scene.events("begin", name=each)
         assert value == {"name": each, "fence": begun["fence"]}
         scene.done_once("work", each)
-    assert answered_again(scene)
 
 
 @CROSSED
@@ -96,9 +96,8 @@ def test_a_chord_counts_its_member_once(
     result = chord([scene.tasks.work.s(each, answer=each) for each in names], scene.tasks.gather.s()).apply_async()
     fail(scene, window)
     assert result.get(timeout=40) == names
-    scene.wait_until_drained()
+    answered_again(scene)
     assert len(scene.events("gather")) == 1
     for each in names:
         assert len(scene.events("begin", name=each)) == 1
         scene.done_once("work", each)
-    assert answered_again(scene)
