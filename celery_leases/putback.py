@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +17,7 @@ from celery_leases.core.replies import waiter_mark
 from celery_leases.request import HEADER, TOKEN
 
 CONFIRM_WITHIN = 5.0
+FAILED_AT_ONCE = 1.0
 POOL_SIZE = 10
 _AMQP = {"confirm_publish": True, "read_timeout": CONFIRM_WITHIN, "write_timeout": CONFIRM_WITHIN}
 _REDIS = {"socket_timeout": CONFIRM_WITHIN, "socket_connect_timeout": CONFIRM_WITHIN}
@@ -57,15 +59,16 @@ class Copies:
             pool.connections.force_close_all()
 
     def _publish(self, task: Task, pin: Mapping[str, Any], delay: float) -> None:
-        try:
-            self._publish_once(task, pin, delay)
-        except Exception:  # noqa: BLE001 - a connection that went stale while idle; a copy too many does no harm
-            self.close()
+        began = time.monotonic()
+        for last in (False, True):
             try:
-                self._publish_once(task, pin, delay)
+                return self._publish_once(task, pin, delay)
             except Exception:
                 self.close()
-                raise
+                # What fails at once is a connection that went stale while idle; a copy too many does no harm.
+                if last or time.monotonic() - began > FAILED_AT_ONCE:
+                    raise
+        return None
 
     def _publish_once(self, task: Task, pin: Mapping[str, Any], delay: float) -> None:
         copy = _signature(task, pin, delay)
@@ -76,6 +79,8 @@ class Copies:
         if self._pool is None:
             scheme = self._app.connection_for_write().transport_cls
             options = dict(_OPTIONS.get(scheme, {})) if isinstance(scheme, str) else {}
+            # Each host once: kombu would go on trying for as long as the connect timeout, with pauses in between.
+            options |= {"max_retries": len(self._app.connection_for_write().alt or ()), "interval_start": 0}
             connection = self._app.connection_for_write(connect_timeout=CONFIRM_WITHIN, transport_options=options)
             connections = connection.Pool(limit=POOL_SIZE)
             self._pool = ProducerPool(connections, limit=POOL_SIZE, Producer=self._app.amqp.Producer)
