@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-PYTEST_ARGS ?=
+# Most of a test's time is waiting for something to be killed, paused or taken over; one module stays in one process.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DELETE_ON_ERROR:
 .PHONY: help test lint check demo clean

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery, signals
 
 from celery_leases.client import LeaseClient
-from celery_leases.core.errors import LeasesError, StoreUnavailable
+from celery_leases.core.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.core.options import ADVISED_TTL
 from celery_leases.core.ports import Clock, MarkStore
 from celery_leases.execution import Execution
@@ -62,6 +63,7 @@ class AppParts:
         """The clock its deadlines are counted on."""
         return self.parts.execution.entry.clock
 
+    @cached_property
     def client(self) -> LeaseClient:
         """A client on the same stores."""
         return LeaseClient.on(self.parts.leases, self.parts.records)
@@ -83,11 +85,15 @@ def parts_of(app: Celery, *, eager: bool = False) -> AppParts:
 
 def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
     """The ``leases_*`` settings of *app*; *lenient*: a missing database URL is left to the worker to complain about."""
-    conf: Mapping[str, Any] = app.conf
-    broker = conf.get("broker_write_url") or conf.get("broker_url") or "amqp://localhost//"
-    if lenient and not conf.get("leases_database_url"):
-        conf = {**{name: conf[name] for name in conf if str(name).startswith("leases_")}, "leases_database_url": "-"}
-    return read_settings(conf, broker[0] if isinstance(broker, list) else broker)
+    broker = app.conf.get("broker_write_url") or app.conf.get("broker_url") or "amqp://localhost//"
+    conf = app.conf  # what was there before the first look may have been a mere promise of it
+    namespace = (getattr(conf, "prefix", None) or "").lower()
+    names = {str(name).lower().removeprefix(namespace) for name in conf}
+    given = {name: conf[name] for name in names if name.startswith("leases_")}
+    if lenient and not given.get("leases_database_url"):
+        given["leases_database_url"] = "-"
+    broker_url = broker[0] if isinstance(broker, list) else broker
+    return read_settings(given, broker_url, conf.get("broker_transport_options"))
 
 
 def leased_tasks(app: Celery) -> dict[str, Any]:
@@ -105,7 +111,8 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
             shortest = min((task.lease_options.ttl for task in leased_tasks(app).values()), default=15.0)
             parts = build(settings, Announcer(), shortest, lambda: shield_here(os.getpid()).hurried)
             if parts.records.database.host_clock:
-                parts.records.check()
+                with suppress(StoreUnavailable):  # a delivery that cannot reach it is put back
+                    parts.records.check()
             made[eager] = AppParts(parts, Copies(app))
         return made[eager]
 
@@ -131,8 +138,14 @@ def _check_before_work(sender: Any, **_: Any) -> None:
         return
     try:
         parts = parts_of(sender.app)
+        if parts.settings.database_url == IN_MEMORY and "prefork" in str(sender.pool_cls):
+            raise LeaseConfigurationError(
+                f"leases_database_url={IN_MEMORY!r} gives each pool child records of its own; name a file or a server"
+            )
         parts.records.check()
     except StoreUnavailable as error:
+        if settings_of(sender.app).database_url.startswith("sqlite"):
+            raise SystemExit(f"celery_leases: the records file cannot be used: {error}") from None
         logger.warning("the records database does not answer yet: %s", error)
         return
     except LeasesError as error:

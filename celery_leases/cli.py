@@ -55,7 +55,7 @@ def list_keys(
     for status in found:
         counts = (str(status.attempt), str(status.crashes), str(status.failures))
         rows.append((status.state, status.key, status.task or "", *counts, status.holder or "", status.message()))
-    _echo_table(rows)
+    _echo_table(tuple(_printable(cell) for cell in row) for row in rows)
 
 
 @leases.command(cls=CeleryCommand)
@@ -80,8 +80,12 @@ def show(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: Any
 @handle_preload_options
 def release(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: Any) -> None:
     """Take KEY away from whoever holds it; what the holder still says about the outcome is refused."""
-    _echo_status(_client(ctx).release(key, task=task), as_json=as_json)
-    click.echo("released; nothing is queued by this: call the task again, or wait for its message", err=True)
+    status = _client(ctx).release(key, task=task)
+    _echo_status(status, as_json=as_json)
+    if status.state == State.FAILED:
+        click.echo("nothing held it; `leases forget` lets a failed key run again", err=True)
+    else:
+        click.echo("released; nothing is queued by this: call the task again, or wait for its message", err=True)
 
 
 @leases.command(cls=CeleryCommand)
@@ -115,9 +119,7 @@ def _client(ctx: click.Context) -> LeaseClient:
     app = ctx.obj.app
     app.loader.import_default_modules()
     app.finalize()
-    parts = apps.parts_of(app)
-    parts.records.check()
-    return parts.client()
+    return apps.parts_of(app).client
 
 
 def _echo_status(status: LeaseStatus, *, as_json: bool) -> None:
@@ -135,6 +137,10 @@ def _echo_status(status: LeaseStatus, *, as_json: bool) -> None:
 
 def _echo_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=str))
+
+
+def _printable(cell: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in cell)
 
 
 def _echo_table(rows: Iterable[tuple[str, ...]]) -> None:

@@ -18,7 +18,7 @@ from celery_leases.wiring import lease_store, open_records, read_settings
 
 ABSENT = "absent"
 ABANDONED = "abandoned"
-NOTHING_QUEUED = "nothing is queued: call the task again"
+LOOK_THROUGH = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,13 @@ class LeaseClient:
         settings = read_settings({f"leases_{name}": value for name, value in conf.items() if value is not None}, None)
         self._records = open_records(settings)
         self._leases: LeaseStore = lease_store(settings, self._records)
+        self._checked = False
 
     @classmethod
     def on(cls, leases: LeaseStore, records: SqlRecordStore) -> LeaseClient:
         """A client on stores that are open already."""
         client = cls.__new__(cls)
-        client._leases, client._records = leases, records  # noqa: SLF001 - a constructor of this very class
+        client._leases, client._records, client._checked = leases, records, False  # noqa: SLF001 - its own constructor
         return client
 
     def status(self, key: str, *, task: str | None = None, scope: str = "task") -> LeaseStatus:
@@ -104,6 +105,7 @@ class LeaseClient:
         A key nobody knows has the state ``absent``. Raises :class:`~celery_leases.StoreUnavailable` when the records
         do not answer; when only the lease store does not, ``reason`` says so.
         """
+        self._ready()
         stored = self._stored(key, task, scope)
         record = self._records.read(stored)
         if record is not None and record.expired:
@@ -115,9 +117,15 @@ class LeaseClient:
 
     def list(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[LeaseStatus]:
         """The keys with a record, the latest started first. ``abandoned`` may be asked for like any other state."""
+        self._ready()
+        known = {*State, ABANDONED}
+        if isinstance(states, str) or not known.issuperset(states):
+            raise ValueError(f"states={states!r}: give a list of {', '.join(sorted(known))}")
         wanted = {State.RUNNING.value if state == ABANDONED else state for state in states}
-        found = []
-        for record in self._records.search(states=sorted(wanted), task=task, limit=limit):
+        found: list[LeaseStatus] = []
+        for record in self._records.search(states=sorted(wanted), task=task, limit=LOOK_THROUGH if states else limit):
+            if len(found) == limit:
+                break
             try:
                 holder = self._leases.holder(record.stored_key) if record.state is State.RUNNING else None
                 status = _status(record.key, record.task, record, holder)
@@ -144,7 +152,18 @@ class LeaseClient:
             self._refuse_live(key, task)
         return self._take(key, task, keep=False)
 
+    def close(self) -> None:
+        """Let the connections go; the next call would open new ones."""
+        self._records.database.close()
+        self._leases.close()
+
+    def _ready(self) -> None:
+        if not self._checked:
+            self._records.check()
+            self._checked = True
+
     def _take(self, key: str, task: str | None, *, keep: bool) -> LeaseStatus:
+        self._ready()
         stored = self._stored(key, task)
         record = self._records.read(stored)
         holder = self._leases.holder(stored)
@@ -158,6 +177,7 @@ class LeaseClient:
         return self.status(stored)
 
     def _refuse_live(self, key: str, task: str | None) -> None:
+        self._ready()
         holder = self._leases.holder(self._stored(key, task))
         if holder is not None:
             raise LeaseIsLive(
@@ -168,10 +188,10 @@ class LeaseClient:
             )
 
     def _stored(self, key: str, task: str | None, scope: str = "task") -> str:
-        if key.startswith(("t:", "g:")):
-            return key
         if task is not None:
             return stored_key(task, key, scope)
+        if key.startswith("g:") or (key.startswith("t:") and "|" in key):
+            return key
         named = self._records.named(key)
         if len(named) > 1:
             tasks = ", ".join(sorted(record.task for record in named))

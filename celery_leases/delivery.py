@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 from uuid import uuid4
 
 from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
+from celery.worker import state as worker_state
 
 from celery_leases import apps
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
@@ -39,8 +41,11 @@ PRIOR_KEPT = 8
 class Delivery:
     """One delivery of one call of *task*, with the arguments Celery unpacked."""
 
-    def __init__(self, task: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, task: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run_body: Callable[..., Any]
+    ) -> None:
         self.task = task
+        self.run_body = run_body
         self.request = request
         self.args = args
         self.kwargs = kwargs
@@ -117,7 +122,7 @@ class Delivery:
     def _refuse_expired(self, call: Call) -> None:
         """End a redelivered message whose time is over, unless its call has begun: then this is a mere copy."""
         expires = self.request.expires
-        if not expires or self.pin.get("started") or self.request.is_eager:
+        if not expires or not call.repeat or self.pin.get("started"):
             return
         when = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
         if (when if when.tzinfo else when.replace(tzinfo=UTC)) > datetime.now(UTC):
@@ -143,7 +148,7 @@ class Delivery:
             try:
                 try:
                     with leased(lease), self.shield.opened(tenure, interrupt=self.options.on_lost == "interrupt"):
-                        value = self.task.run(*self.args, **self.kwargs)
+                        value = self.run_body(*self.args, **self.kwargs)
                 finally:
                     self.shield.shut()
             except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
@@ -168,6 +173,8 @@ class Delivery:
                     return Passed(error, again=False, ended=Ended.IGNORED)
                 # Its replacement may go on under this very key, which must then be free for it.
                 return Passed(error, again=self._same_key(call, replaced), ended=Ended.REPLACED)
+            case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
+                return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
             case Exception():
                 return Lost(tenure.lost) if tenure.lost else Raised(error, failure_of(error))
             case _:

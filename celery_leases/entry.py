@@ -197,6 +197,7 @@ class Entry:
             rerun=options.rerun,
             prior=call.prior,
             retries=call.retries,
+            repeat=call.repeat,
         )
 
     def decide(self, call: Call, record: Record | None, waited: float = 0.0) -> Verdict:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from celery_leases import native
 from celery_leases.core import validity
-from celery_leases.core.errors import LeaseLost, StoreUnavailable
+from celery_leases.core.errors import LeaseLost
 from celery_leases.core.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
 from celery_leases.core.ports import Clock, Kept, LeaseStore, Observer, RecordStore, Renewal
 from celery_leases.core.records import Bid, State
@@ -23,8 +23,10 @@ FORGOTTEN = "forgotten by the store, and the record has moved on"
 HELD_TOO_LONG = "held for lease_max_hold"
 RELEASED = "released from outside"
 
-PURGE_EVERY = 600.0
-PURGE_BATCH = 200
+DROP_PATIENCE = 5.0
+PURGE_EVERY = 60.0
+PURGE_BATCH = 500
+PURGE_BATCHES = 10
 
 
 class Tenure:
@@ -119,7 +121,8 @@ class Renewer:
         """Stop renewing *tenure* and wait for the call in flight: a late one must not revive a released lease."""
         with self._lock:
             self._tenures.pop(tenure.bid.token, None)
-        while tenure.in_flight:
+        until = self._clock.now() + DROP_PATIENCE
+        while tenure.in_flight and self._clock.now() < until:
             self._clock.sleep(0.002)
 
     def extend(self, tenure: Tenure, seconds: float) -> None:
@@ -176,7 +179,7 @@ class Renewer:
             self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining()))
 
     def _reassert(self, tenure: Tenure, sent: float) -> None:
-        if not tenure.held:
+        if not tenure.held or tenure.bid.token not in self._tenures:
             return
         if not self._leases.reassert(tenure.bid):
             self._lose(tenure, TAKEN if not self._leases.in_records else RELEASED)
@@ -204,8 +207,10 @@ class Renewer:
         self._observer.observe(RenewalFailed(**_of(tenure), error=str(error), remaining=tenure.remaining()))
 
     def _purge(self) -> None:
-        with suppress(StoreUnavailable):  # the next round deletes them
-            self._records.purge(PURGE_BATCH)
+        with suppress(Exception):  # the next round deletes them; the keeper must go on whatever it meets
+            for _ in range(PURGE_BATCHES):
+                if self._records.purge(PURGE_BATCH) < PURGE_BATCH:
+                    break
 
     # -- the watcher ---------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class LeasedMixin:
         """Gather and check the options once the task is registered."""
         super().on_bound(app)  # type: ignore[misc]
         if cls.name:  # type: ignore[attr-defined]
+            _check_class(cls)
             cls.lease_signature = _signature(cls)
             cls.lease_options = _options(cls, app)
 
@@ -56,9 +57,16 @@ class LeasedMixin:
             with leased(UNLEASED):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         request.__dict__[_RUNNING] = True
+        return Delivery(self, request, args, kwargs, self._run_body).take()
+
+    def _run_body(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body as Celery would: through the ``__call__`` of the class behind this one, if it has its own."""
+        behind = super().__call__  # type: ignore[misc]
+        if behind.__func__ is not Task.__call__:
+            return behind(*args, **kwargs)
         # What Celery's stack protection sets when Task.__call__ is entered first.
-        request._protected = 1  # noqa: SLF001
-        return Delivery(self, request, args, kwargs).take()
+        self.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
+        return self.run(*args, **kwargs)  # type: ignore[attr-defined]
 
     @property
     def lease(self) -> Lease | Unleased:
@@ -84,7 +92,7 @@ class LeasedMixin:
             )
         key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
-        return apps.parts_of(app).client().status(key.key, task=name, scope=self.lease_options.scope)
+        return apps.parts_of(app).client.status(key.key, task=name, scope=self.lease_options.scope)
 
 
 class LeasedTask(LeasedMixin, Task):
@@ -98,6 +106,22 @@ def _signature(cls: Any) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def _check_class(cls: Any) -> None:
+    """Refuse a class that would run without its lease, or that hides what it needs."""
+    if cls.__call__ is not LeasedMixin.__call__:
+        other = next(base for base in cls.__mro__ if "__call__" in vars(base))
+        raise LeaseConfigurationError(
+            f"task {cls.name}: {other.__qualname__}.__call__ stands before the lease, so the body may run without; "
+            "put LeasedMixin first, as in class MyTask(LeasedMixin, OtherTask), or move the code into run()"
+        )
+    reserved = {"lease_options": LeaseOptions, "lease_signature": inspect.Signature}
+    wrong = [name for name, kind in reserved.items() if not isinstance(getattr(cls, name, None), kind | None)]
+    if cls.lease_status is not LeasedMixin.lease_status:
+        wrong.append("lease_status")
+    if wrong:
+        raise LeaseConfigurationError(f"task {cls.name}: {wrong[0]} is no option; write each as lease_<option>")
+
+
 def _options(cls: Any, app: Celery) -> LeaseOptions:
     given = {
         name.removeprefix("lease_"): getattr(cls, name)
@@ -108,6 +132,11 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
     parameters = cls.lease_signature.parameters.values()
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     options = gather(cls.name, given, defaults, None if open_ended else [parameter.name for parameter in parameters])
+    if not cls.reject_on_worker_lost and not options.allow_loss:
+        raise LeaseConfigurationError(
+            f"task {cls.name}: reject_on_worker_lost=False gives up a message whose process was killed; "
+            "leave it out, or write lease_allow_loss=True beside it"
+        )
     if not cls.acks_late and not options.allow_loss:
         raise LeaseConfigurationError(
             f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a kill loses "

@@ -54,16 +54,23 @@ class Settings:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_settings(conf: Mapping[str, Any], broker_url: str | None) -> Settings:
-    """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown or missing ones."""
-    given = {name.removeprefix("leases_"): conf[name] for name in conf if str(name).startswith("leases_")}
+def read_settings(
+    conf: Mapping[str, Any], broker_url: str | None, transport_options: Mapping[str, Any] | None = None
+) -> Settings:
+    """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown, wrong or missing ones.
+
+    *broker_url* and its *transport_options* are Celery's; the broker is the lease store unless another one is named.
+    """
+    given = {name.removeprefix("leases_"): value for name, value in conf.items() if name.startswith("leases_")}
     for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
         known = ", ".join(f"leases_{known}" for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE)
         raise LeaseConfigurationError(f"unknown setting leases_{name}; known are {known}")
     for name in given.keys() & set(_NOT_APP_WIDE):
         raise LeaseConfigurationError(f"leases_{name} cannot be set for a whole app; set lease_{name} on each task")
+    if given.get("eager_stores") not in (None, True, False):
+        raise LeaseConfigurationError(f"leases_eager_stores={given['eager_stores']!r}: write True or False")
     broker = broker_url or ""
-    options = dict(conf.get("broker_transport_options") or {})
+    options = dict(transport_options or {})
     is_redis = _scheme(broker) in REDIS_SCHEMES
     leases_url = given.get("url") or (broker if is_redis else DATABASE)
     return Settings(
@@ -83,6 +90,8 @@ def is_local(broker: str) -> bool:
     scheme = _scheme(broker)
     if scheme in ("memory", "filesystem", "redis+socket", "unix", ""):
         return True
+    if scheme not in (*REDIS_SCHEMES, "amqp", "amqps", "pyamqp", "mongodb"):
+        return False
     hosts = [urlsplit(part).hostname or "localhost" for part in broker.split(";")]
     return all(host in ("localhost", "127.0.0.1", "::1") for host in hosts)
 

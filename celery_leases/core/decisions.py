@@ -134,7 +134,7 @@ def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
     ours = record.call_id == call.call_id
     if finished_by(call, record):
         return _own_answer(call, record, facts)
-    if ours and record.state is State.PENDING and record.ended is Ended.FAILED:
+    if ours and call.repeat and record.state is State.PENDING and record.ended is Ended.FAILED:
         return Refuse(_remembered(record), own=True)
     if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
         return Drop("a retry of this call has taken its place")

@@ -128,7 +128,10 @@ def _make_key(task: str, options: LeaseOptions, arguments: Mapping[str, Any], bo
             raise KeyUnusable(f"task {task}: lease_key={options.key!r} cannot be filled: {error!r}") from None
     else:
         assert options.key is not None
-        key = options.key(*bound.args, **bound.kwargs)
+        try:
+            key = options.key(*bound.args, **bound.kwargs)
+        except Exception as error:
+            raise KeyUnusable(f"task {task}: lease_key raised {type(error).__name__}: {error}") from error
         if not isinstance(key, str):
             raise KeyUnusable(f"task {task}: lease_key returned {type(key).__name__}; return a str")
     if not key.strip():

@@ -99,6 +99,10 @@ class LeaseStore(Protocol):
         """Who holds the key."""
         ...
 
+    def close(self) -> None:
+        """Let the connections go; the next call would open new ones."""
+        ...
+
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
         """The live leases, as pairs of stored key and holder."""
         ...

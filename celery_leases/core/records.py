@@ -134,6 +134,8 @@ class Bid:
     prior: tuple[str, ...] = ()
     #: How often Celery has retried the call.
     retries: int = 0
+    #: The delivery is a copy of an earlier one, not a fresh message that happens to have its id.
+    repeat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

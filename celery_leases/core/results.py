@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from kombu.exceptions import EncodeError
+from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
 from celery_leases.core.records import Failure
@@ -22,7 +22,9 @@ def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
         text = dumps(value, serializer="json")[2]
         text = text if isinstance(text, str) else text.decode()
         size = len(text.encode())
-    except (EncodeError, TypeError, ValueError, OverflowError, RecursionError):
+        if '"__type__"' in text:
+            decode(text)  # it may look like one of kombu's typed values and be none
+    except (EncodeError, DecodeError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
         return None, NOT_JSON
     return (text, None) if size <= limit else (None, TOO_LARGE)
 

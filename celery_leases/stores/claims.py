@@ -65,7 +65,7 @@ WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
     :rerun AND r.state IN ('done', 'failed') AND NOT {same}
     OR ({same} OR :rerun OR excluded.fingerprint IS NULL OR r.fingerprint IS NULL
         OR r.fingerprint = excluded.fingerprint OR r.ended = 'failed')
-    AND NOT ({same} AND (r.state = 'pending' AND r.ended = 'failed'
+    AND NOT ({same} AND (:repeat AND r.state = 'pending' AND r.ended = 'failed'
         OR r.retries > excluded.retries AND (r.state = 'running' OR r.ended = 'retried')))
     AND (r.state IN ('pending', 'cooling')
         AND (r.retry_at IS NULL OR r.retry_at <= excluded.fence + CASE WHEN {same} THEN {grace} ELSE 0 END)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from sqlalchemy import CursorResult, Engine, Executable, RowMapping, create_engine, event, make_url
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import StaticPool
 
-from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.errors import KeyUnusable, LeaseConfigurationError, StoreUnavailable
 from celery_leases.stores.claims import database_now
 
 T = TypeVar("T")
 SUPPORTED = ("sqlite", "postgresql")
 BUSY_TIMEOUT = 5.0
+
+_LIBPQ = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
 
 
 def engine_for(url: str) -> Engine:
@@ -36,6 +46,9 @@ def engine_for(url: str) -> Engine:
             'write "postgresql+psycopg://host/database" or "sqlite:///file.db"'
         )
     options: dict[str, Any] = {"pool_size": 0}
+    if parsed.get_driver_name().startswith("psycopg"):
+        # What libpq can do about a server that is not there any more; the URL's own parameters come first.
+        options["connect_args"] = {name: value for name, value in _LIBPQ.items() if name not in parsed.query}
     if backend == "sqlite":
         options["connect_args"] = {"timeout": BUSY_TIMEOUT, "check_same_thread": False}
         if parsed.database in (None, "", ":memory:"):
@@ -57,6 +70,18 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
         connection.execute(f"PRAGMA {pragma}").close()
 
 
+_open: WeakSet[Database] = WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for database in list(_open):
+        database.close(inherited=True)
+
+
+# A connection used by two processes answers the one with what the other asked.
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
 class Database:
     """Runs statements. A connection found dead is replaced and the statement repeated once, so all must bear that."""
 
@@ -64,6 +89,7 @@ class Database:
         self.engine = engine
         self.now = database_now(engine.dialect)
         self.host_clock = engine.dialect.name == "sqlite"
+        _open.add(self)
 
     def first(self, statement: Executable, values: Mapping[str, Any]) -> RowMapping | None:
         """Run *statement*; its first row. Raises :class:`StoreUnavailable`, as the other two do."""
@@ -82,6 +108,8 @@ class Database:
         """Turn what the database raises into :class:`StoreUnavailable`."""
         try:
             yield
+        except DataError as error:
+            raise KeyUnusable(f"the database refuses a value of this call: {error.orig}") from error
         except (SQLAlchemyError, OSError) as error:
             raise self._unavailable(error) from error
 
@@ -95,10 +123,9 @@ class Database:
         try:
             return self._once(statement, values, take)
         except DBAPIError as error:
-            if not error.connection_invalidated:
-                raise self._unavailable(error) from error
-        except (SQLAlchemyError, OSError) as error:
-            raise self._unavailable(error) from error
+            with self.errors():
+                if not error.connection_invalidated:
+                    raise
         with self.errors():
             return self._once(statement, values, take)
 

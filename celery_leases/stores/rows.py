@@ -32,6 +32,7 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
         "lease_store": lease_store,
         "lease_ttl": int(bid.ttl * MICROSECONDS),
         "rerun": bid.rerun,
+        "repeat": bid.repeat,
         "prior": " ".join(bid.prior),
         "listed": _listed(bid.call_id),
         "retries": bid.retries,

@@ -117,7 +117,10 @@ class SqlRecordStore:
         """Delete at most *limit* rows whose retention is over, and as many marks; how many rows were deleted."""
         records, marks = self.tables.records, self.tables.marks
         old = select(records.c.stored_key).where(records.c.expires_at <= self.database.now).limit(limit)
-        self.database.count(delete(marks).where(marks.c.expires_at <= self.database.now), {})
+        ended = select(marks.c.stored_key).where(marks.c.expires_at <= self.database.now).limit(limit)
+        self.database.count(
+            delete(marks).where(marks.c.stored_key.in_(ended), marks.c.expires_at <= self.database.now), {}
+        )
         return self.database.count(
             delete(records).where(records.c.stored_key.in_(old), records.c.expires_at <= self.database.now), {}
         )

@@ -1,5 +1,6 @@
 """SQLite and PostgreSQL against the published suites, and what is their own: the claim's snapshot, the schema."""
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.core.records import Refused, Won
 from celery_leases.stores.claims import claim_statement
@@ -129,6 +131,26 @@ def test_a_connection_that_died_is_replaced_within_the_call(leases_postgres_url:
         records.read(bid.stored_key)
         assert other.execute(text(killed + " AND datname = current_database()")).rowcount
     assert records.settle(record, outcome(record))
+
+
+def test_a_client_used_before_a_fork_may_be_used_after_it(leases_postgres_url: str) -> None:
+    """As in a web server that loads the application first: no connection is shared between its processes."""
+    client = LeaseClient("database", leases_postgres_url)
+    client._records.migrate()
+    client.status("x", task="t")
+    children = []
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for _ in range(50):
+                    client.status("x", task="t")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
+    assert client.status("x", task="t").state == "absent"
 
 
 def test_a_database_without_tables_stops_with_the_command_to_run(leases_postgres_url: str) -> None:

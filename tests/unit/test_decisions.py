@@ -246,10 +246,15 @@ class TestABegunCall:
 
     def test_a_copy_of_a_call_that_raised_is_told_so_and_does_not_run_again(self) -> None:
         failed = a_record(State.PENDING, OURS, ended=Ended.FAILED, failure=Failure("ValueError", "boom"))
-        verdict = decide(a_call(), failed)
+        verdict = decide(a_call(repeat=True), failed)
         assert isinstance(verdict, Refuse)
         assert verdict.own
         assert str(verdict.error) == "boom"
+
+    def test_a_fresh_message_under_the_id_of_a_call_that_raised_runs(self) -> None:
+        """From a dead-letter queue, or sent again by hand: somebody wants it tried once more."""
+        failed = a_record(State.PENDING, OURS, ended=Ended.FAILED, failure=Failure("ValueError", "boom"))
+        assert decide(a_call(repeat=False), failed) == Run()
 
     def test_another_call_may_try_with_other_arguments_what_has_raised(self) -> None:
         failed = a_record(State.PENDING, fingerprint="v1:other", ended=Ended.FAILED, failure=Failure("ValueError", "x"))
