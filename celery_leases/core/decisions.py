@@ -12,7 +12,7 @@ this call has finished                       ``Replay``;
                                              with callbacks, just now: ``PutBack``, they are being sent
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
-this call has raised                         ``Refuse`` with the remembered failure
+this call has raised, and this is a copy     ``Refuse`` with the remembered failure
 this call has been retried since             ``Drop``
 failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
 waiting for an operator                      ``Refuse(PermanentFailure)``
