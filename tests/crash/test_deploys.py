@@ -51,6 +51,24 @@ def test_three_deploys_in_a_row_count_no_crash(
 
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Celery ends the body by an error of its own there, which is no failure of the task."""
+    scene = scene_factory(combination, visibility=3, start=False)
+    solo = scene.another(pool="solo")
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    solo.kill(signal.SIGQUIT)
+    solo.wait(20)
+    gate.touch()
+    scene.another()
+    assert result.get(timeout=30)["name"] == name
+    scene.done_once("work", name, crashes=0)
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_warm_shutdown_lets_the_body_end(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
