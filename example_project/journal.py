@@ -77,7 +77,7 @@ def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 if os.environ.get(WITHOUT_LEASES):
     # The same tasks on plain Celery: late acknowledgement, and nothing that knows of duplicates.
-    del LeasedMixin.__call__
+    LeasedMixin.__call__ = lambda self, *args, **kwargs: self.run(*args, **kwargs)  # type: ignore[method-assign]
     task_prerun.connect(_begin, weak=False)
     task_postrun.connect(_end, weak=False)
 elif WORKER in os.environ:  # not in the demo itself, which only reads
