@@ -1,0 +1,149 @@
+"""``celery -A … leases …`` as an operator types it: what it prints, how it ends, and what it changes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from celery_leases.core.records import Ended, State
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts.bids import make_bid
+from celery_leases.testing.contracts.record_case import outcome, won
+
+WORK, RERUN = "tests.apps.leased.work", "tests.apps.leased.rerun"
+
+
+class Operator:
+    """Somebody at a terminal, with an app whose leases and records are in one database."""
+
+    def __init__(self, database_url: str) -> None:
+        self.env = os.environ | {
+            "LEASES_DATABASE_URL": database_url,
+            "LEASES_URL": "database",
+            "CELERY_BROKER_URL": "memory://",
+        }
+        self.records = SqlRecordStore(engine_for(database_url))
+
+    def types(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run ``celery -A tests.apps.leased leases`` with *words*."""
+        command = [sys.executable, "-m", "celery", "-A", "tests.apps.leased", "leases", *words]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+
+    def sees(self, *words: str) -> str:
+        """What a command prints that must succeed."""
+        done = self.types(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def runs(self, task: str, key: str) -> None:
+        """Let a call of *task* hold *key*."""
+        bid = make_bid(f"t:{task}|{key}", task=task, key=key)
+        DatabaseLeaseStore(self.records).acquire(bid)
+
+    def finished(self, task: str, key: str, state: State = State.DONE) -> None:
+        """Let a call of *task* have ended."""
+        bid = make_bid(f"t:{task}|{key}", task=task, key=key)
+        record = won(self.records, bid, "database")
+        assert self.records.settle(record, outcome(record, state, Ended.RETURNED, result='{"sent": 1}'))
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Operator:
+    """An operator of a SQLite database with its tables."""
+    someone = Operator(f"sqlite:///{tmp_path / 'records.db'}")
+    someone.records.migrate()
+    return someone
+
+
+def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(operator: Operator) -> None:
+    """What the holder still says is refused afterwards: its fence is gone."""
+    operator.runs(WORK, "invoice:1")
+    shown = json.loads(operator.sees("show", "invoice:1", "--json"))
+    assert (shown["state"], shown["task"], shown["attempt"]) == ("running", WORK, 1)
+    assert shown["holder"]
+    refused = operator.types("forget", "invoice:1")
+    assert refused.returncode == 1
+    assert "force" in refused.stderr
+    before = operator.records.read(f"t:{WORK}|invoice:1")
+    assert json.loads(operator.sees("forget", "invoice:1", "--force", "--json"))["state"] == "pending"
+    after = operator.records.read(f"t:{WORK}|invoice:1")
+    assert before is not None
+    assert after is not None
+    assert after.fence > before.fence
+
+
+def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> None:
+    """Release says that nothing is queued by it."""
+    operator.runs(WORK, "invoice:2")
+    done = operator.types("release", "invoice:2", "--json")
+    assert json.loads(done.stdout)["state"] == "pending"
+    assert "nothing is queued" in done.stderr
+    record = operator.records.read(f"t:{WORK}|invoice:2")
+    assert record is not None
+    assert (record.state, record.attempt, record.lease_remaining) == (State.PENDING, 1, 0.0)
+
+
+def test_a_failed_key_is_freed_by_forget_and_release_says_so(operator: Operator) -> None:
+    """A tired operator should not have to guess which of the two it is."""
+    operator.finished(WORK, "invoice:3", State.FAILED)
+    assert "leases forget" in operator.types("release", "invoice:3").stderr
+    assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "pending"
+
+
+def test_the_list_names_states_and_can_be_narrowed(operator: Operator) -> None:
+    """A key that is not fit to print is printed all the same, on one line."""
+    operator.finished(WORK, "invoice:4")
+    operator.runs(RERUN, "odd\nkey")
+    lines = operator.sees("list").splitlines()
+    assert lines[0].split()[:3] == ["STATE", "KEY", "TASK"]
+    assert len(lines) == 3
+    assert "odd\\nkey" in lines[1]
+    assert [row["key"] for row in json.loads(operator.sees("list", "--state", "done", "--json"))] == ["invoice:4"]
+    assert [row["key"] for row in json.loads(operator.sees("list", "--task", RERUN, "--json"))] == ["odd\nkey"]
+    assert json.loads(operator.sees("list", "--state", "abandoned", "--json")) == []
+
+
+def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
+    """The message names both."""
+    operator.finished(WORK, "invoice:5")
+    operator.finished(RERUN, "invoice:5")
+    asked = operator.types("show", "invoice:5")
+    assert asked.returncode == 1
+    assert WORK in asked.stderr
+    assert RERUN in asked.stderr
+    assert json.loads(operator.sees("show", "invoice:5", "--task", RERUN, "--json"))["result"] == {"sent": 1}
+
+
+def test_a_key_nobody_knows_is_said_to_be_absent(operator: Operator) -> None:
+    """With exit code 1, for scripts; and there is nothing to release."""
+    asked = operator.types("show", "nothing", "--json")
+    assert asked.returncode == 1
+    assert json.loads(asked.stdout)["state"] == "absent"
+    assert operator.types("release", "nothing").returncode == 1
+
+
+def test_without_tables_the_command_to_run_is_named_and_runs(leases_postgres_url: str) -> None:
+    """It may print its SQL first, and be run twice."""
+    operator = Operator(leases_postgres_url)
+    asked = operator.types("list")
+    assert asked.returncode == 1
+    assert "leases migrate" in asked.stderr
+    assert "CREATE TABLE" in operator.sees("migrate", "--sql")
+    assert operator.types("list").returncode == 1
+    operator.sees("migrate")
+    operator.sees("migrate")
+    assert operator.sees("list").startswith("STATE")
+
+
+def test_a_database_that_is_away_is_one_line(tmp_path: Path) -> None:
+    """No traceback, no password."""
+    operator = Operator("postgresql+psycopg://me:secret@127.0.0.1:1/x?connect_timeout=2")
+    asked = operator.types("list")
+    assert asked.returncode == 1
+    assert "Traceback" not in asked.stderr
+    assert "secret" not in asked.stderr
