@@ -155,8 +155,9 @@ class SignalShield(Shield):
             self._pending.append(signum)
 
     def _on_loss(self, signum: int, frame: FrameType | None) -> None:
-        if self._open and self._tenure is not None and self._tenure.lost is not None:
-            self._tenure.check()
+        tenure = self._tenure
+        if self._open and tenure is not None and tenure.lost is not None and not tenure.just_told():
+            tenure.check()
 
     def _interrupt(self) -> None:
         signal.pthread_kill(self._main, self._loss_signal)

@@ -23,6 +23,7 @@ FORGOTTEN = "forgotten by the store, and the record has moved on"
 HELD_TOO_LONG = "held for lease_max_hold"
 RELEASED = "released from outside"
 
+LEFT_ALONE = 0.4
 DROP_PATIENCE = 5.0
 PURGE_EVERY = 60.0
 PURGE_BATCH = 500
@@ -42,6 +43,7 @@ class Tenure:
         #: Called from another thread when the lease is lost, and again until the body has ended; must not block.
         self.interrupt: Callable[[], None] | None = None
         self._clock = clock
+        self._told = -math.inf
         self._renew_until = sent + max_hold if renew else sent
         self.due = validity.renewal_due(sent, bid.ttl)
         self.in_flight = False
@@ -67,7 +69,12 @@ class Tenure:
         """Raise :class:`LeaseLost` unless the lease still counts."""
         if not self.held:
             reason = self.lost or DEADLINE
+            self._told = self._clock.now()
             raise LeaseLost(f"{self.bid.key}: the lease is lost: {reason}", self.bid.key, reason)
+
+    def just_told(self) -> bool:
+        """Whether the body was told of the loss a moment ago: it may be cleaning up, and is left alone for it."""
+        return self._clock.now() - self._told < LEFT_ALONE
 
     def extended(self, sent: float, ttl: float) -> None:
         """The store confirmed, for a request sent at *sent*, that the lease lasts another *ttl* seconds."""
