@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from celery_leases.core.events import Event
+from celery_leases.core.gates import Closing, Gate
 from celery_leases.core.records import Bid, Outcome, Record, Refused, Won
 
 
@@ -24,7 +25,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """The lease is ours; the record must still be claimed."""
+    """The lease is ours; the record must still be claimed. ``probe``: and so is the probe's slot of the group's gate."""
+
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,33 @@ class Unsettled:
 
 
 @dataclass(frozen=True, slots=True)
+class Cooling:
+    """Nobody runs it: an attempt failed and left the key cooling for another ``remaining`` seconds."""
+
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shut:
+    """The gate of the bid's group lets no body start now; nothing was taken.
+
+    ``looked``: the store has seen the record of the key too, which is ``record``.
+    """
+
+    gate: Gate
+    record: Record | None = None
+    looked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Claimed:
-    """Lease and claim in one: where the claimed row is the lease, this is its answer."""
+    """Lease and claim in one: where the claimed row is the lease, this is its answer.
+
+    ``probe``: the claim was won together with the probe's slot of the group's gate.
+    """
 
     claim: Won | Refused
+    probe: bool = False
 
 
 class Kept(Enum):
@@ -61,11 +87,16 @@ class Kept(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """One lease to renew, for *ttl* seconds from now; a longer remaining time is never cut."""
+    """One lease to renew, for *ttl* seconds from now; a longer remaining time is never cut.
+
+    ``probe``: the cooldown group whose probe's slot the same token holds, to be renewed along with it; what becomes
+    of the slot does not change the result for the lease.
+    """
 
     stored_key: str
     token: str
     ttl: float
+    probe: str | None = None
 
 
 class LeaseStore(Protocol):
@@ -76,9 +107,11 @@ class LeaseStore(Protocol):
     #: Whether the claimed row is the lease, so that acquiring claims and settling releases.
     in_records: bool
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled | Claimed:
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
         """Take the lease in one round trip; a lease found under the bid's own token counts as taken.
 
+        The gate of ``bid.group`` is looked at by the same trip, once the lease is known to be free. Where it is
+        half-open and nobody probes, the bid takes the probe's slot for its ttl together with the lease.
         *settled*: the caller has looked at the record, so a store that just came up empty grants it all the same.
         """
         ...
@@ -95,8 +128,16 @@ class LeaseStore(Protocol):
         """Free the lease if *token* still holds it."""
         ...
 
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Turn the lease that *token* still holds into a cooldown of so many seconds, which no renewal matches."""
+        ...
+
+    def end_cooldown(self, stored_key: str) -> bool:
+        """Free the key if it is cooling; the record says whether it really is."""
+        ...
+
     def holder(self, stored_key: str) -> Holder | None:
-        """Who holds the key."""
+        """Who holds the key; nobody does while it is cooling."""
         ...
 
     def close(self) -> None:
@@ -120,6 +161,33 @@ class MarkStore(Protocol):
         ...
 
 
+class GateStore(Protocol):
+    """The gates of cooldown groups. Every call raises ``StoreUnavailable`` when the store fails."""
+
+    def gate(self, group: str) -> Gate | None:
+        """The gate of *group*; ``None`` when it is open."""
+        ...
+
+    def gates(self, limit: int = 1000) -> Iterator[Gate]:
+        """All gates that are not open."""
+        ...
+
+    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
+        """Close the gate as :func:`celery_leases.core.gates.closed` says, by compare-and-set; the gate as it is then.
+
+        A probe's slot held by *token* is given back.
+        """
+        ...
+
+    def open_gate(self, group: str, token: str | None = None) -> bool:
+        """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot the token holds."""
+        ...
+
+    def give_back_probe(self, group: str, token: str) -> bool:
+        """Free the probe's slot if *token* holds it; the gate stays half-open."""
+        ...
+
+
 class RecordStore(Protocol):
     """One durable row per key. Every call raises ``StoreUnavailable`` when the database fails."""
 
@@ -139,11 +207,13 @@ class RecordStore(Protocol):
         """Rows, the latest started first."""
         ...
 
-    def reset(self, stored_key: str, *, keep: bool, retention: float = 7 * 86_400) -> Record | None:
-        """Take the row away from whoever has it: a new fence, ``pending``.
+    def reset(
+        self, stored_key: str, *, keep: bool, forgive: bool = False, retention: float = 7 * 86_400
+    ) -> Record | None:
+        """Take the row away from whoever has it: a new fence, ``pending``, nothing to wait for.
 
-        *keep* keeps its counts and history; else it becomes an empty row of the next generation. Either way
-        it counts as absent after *retention* seconds. Returns the row as it is afterwards, ``None`` if there is none.
+        *keep* keeps its counts and history, *forgive* sets failures, crashes, quick retries and cooldowns to 0;
+        without *keep* it becomes an empty row of the next generation. Either way it counts as absent after *retention* seconds. Returns the row as it is afterwards, ``None`` if there is none.
         """
         ...
 

@@ -32,6 +32,7 @@ class Ended(StrEnum):
     INTERRUPTED = "interrupted"
     RETRIED = "retried"
     REJECTED = "rejected"
+    SNOOZED = "snoozed"
     IGNORED = "ignored"
     REPLACED = "replaced"
     RELEASED = "released"
@@ -40,11 +41,19 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as it is remembered: the class's dotted name and the truncated message, never the object."""
+    """An error as it is remembered: the class's dotted name and the redacted, truncated message, never the object.
+
+    ``rule`` is the row that decided, ``reason`` its stable code. ``group``: the cooldown group it was a failure of.
+    ``ambiguous``: what was called may have been carried out. ``operator``: waiting alone does not mend it.
+    """
 
     type: str
     message: str
     rule: str | None = None
+    reason: str | None = None
+    group: str | None = None
+    ambiguous: bool = False
+    operator: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class Record:
     holder: str
     attempt: int
     generation: int
+    #: Counted failures in a row: those that bring the key nearer to ``lease_max_failures``.
     failures: int
     crashes: int
     #: How often Celery had retried the call that claimed it last.
@@ -92,6 +102,13 @@ class Record:
     crashed_call: str | None = None
     finished_at: int | None = None
     expires_at: int | None = None
+    #: Quick retries since the last cooldown, and cooldowns in a row, which make the next one longer.
+    quick_retries: int = 0
+    cooldowns: int = 0
+    #: When the last of these failures was.
+    failed_at: int | None = None
+    #: The call that ended last comes back by itself once ``retry_at`` is over.
+    resumes: bool = False
     finished_calls: tuple[str, ...] = ()
     finished_results: Mapping[str, str | None] | None = None
 
@@ -136,6 +153,8 @@ class Bid:
     retries: int = 0
     #: The delivery is a copy of an earlier one, not a fresh message that happens to have its id.
     repeat: bool = False
+    #: The cooldown group whose gate must let the body start.
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +175,8 @@ class Refused:
 class Outcome:
     """What closes an attempt. Written only while the row is running under the attempt's fence and token.
 
-    ``attempt``, ``failures`` and ``crashes`` are the counts the row has afterwards. ``retry_after`` and
-    ``retention`` are seconds from the moment of writing: until the row may run again, and until it counts as absent.
+    ``attempt``, ``failures``, ``crashes``, ``quick_retries`` and ``cooldowns`` are the counts the row has afterwards;
+    ``failed`` notes the moment as that of the last failure. ``retry_after`` and ``retention`` are seconds from the moment of writing: until the row may run again, and until it counts as absent.
     """
 
     state: State
@@ -171,5 +190,10 @@ class Outcome:
     result: str | None = None
     reason: str | None = None
     failure: Failure | None = None
+    quick_retries: int = 0
+    cooldowns: int = 0
+    failed: bool = False
+    #: The call comes back by itself.
+    resumes: bool = False
     #: The calls finished under this key with their results (``""``: it has none), newest last; ``None``: none are kept.
     finished: Mapping[str, str | None] | None = None

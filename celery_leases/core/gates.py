@@ -1,0 +1,75 @@
+"""The gate of a cooldown group: failures of one dependency close it for all its keys, one probe opens it again. Pure.
+
+A gate is *open* (there is none), *closed* for a while, or *half-open*: its time is over, and one probe may try whether
+the dependency is back. All times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from celery_leases.core.policies import CooldownPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A gate that is not open, as its store saw it a moment ago.
+
+    ``closed_for``: how long no body starts; 0 when it is half-open. ``trips``: how often it closed in a row.
+    ``probe``: the token of the attempt that probes, whose slot lasts ``probe_for`` unless it is renewed.
+    ``reason``, ``rule`` and ``message`` say what closed it, as they would for a single key.
+    """
+
+    group: str
+    trips: int
+    closed_for: float
+    reason: str
+    rule: str | None = None
+    message: str = ""
+    probe: str | None = None
+    probe_for: float = 0.0
+
+    @property
+    def half_open(self) -> bool:
+        """Whether a probe may start, or is running."""
+        return self.closed_for <= 0
+
+    @property
+    def shut_for(self) -> float:
+        """How long nothing can start here, as far as is known: the time it is closed, or its probe's slot."""
+        return self.closed_for if self.closed_for > 0 else self.probe_for
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """A failure of the group: ``told`` is the wait the answer asked for, jitter included; else ``policy`` grows."""
+
+    policy: CooldownPolicy
+    reason: str
+    rule: str | None = None
+    message: str = ""
+    told: float | None = None
+
+
+def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
+    """The gate after *closing*, seen by the attempt with *token*; a standing time is extended, never cut.
+
+    It trips once per closing: not again while it is closed, and not by a body that began before it closed and fails
+    only now, when the gate is half-open.
+    """
+    if gate is None:
+        trips, standing = 1, 0.0
+    else:
+        trips, standing = gate.trips + (gate.half_open and gate.probe == token), gate.closed_for
+    wait = closing.told if closing.told is not None else closing.policy.longest(trips)
+    if gate is not None and standing >= wait:
+        return gate
+    shut = Gate(group, trips, wait, closing.reason, closing.rule, closing.message)
+    if gate is None or gate.probe == token:
+        return shut
+    return replace(shut, probe=gate.probe, probe_for=gate.probe_for)
+
+
+def remembered_for(gate: Gate, policy: CooldownPolicy) -> float:
+    """How long a store keeps a closed gate in mind: its time, and the quiet time after which its trips are forgotten."""
+    return gate.closed_for + policy.quiet
