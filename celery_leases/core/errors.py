@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from datetime import datetime, timedelta
+from typing import Any, ClassVar, Final, Literal
+
+YEAR_10000: Final = 253_402_300_800.0
+"""Seconds since the epoch; no datetime lies behind it."""
 
 
 class _Described(BaseException):
@@ -24,6 +28,22 @@ class _Described(BaseException):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class _Asked(_Described):
+    """What a task body asks for: the named details are the whole of ``args``, in their order."""
+
+    reason: str | None
+
+    def _ask(self, *values: Any) -> None:
+        self.__dict__.update(zip(self.details, values, strict=True))
+        BaseException.__init__(self, *values)
+
+    def __str__(self) -> str:
+        return f"{self._asked()}: {self.reason}" if self.reason else self._asked()
+
+    def _asked(self) -> str:
+        raise NotImplementedError
 
 
 class LeasesError(_Described, Exception):
@@ -82,6 +102,76 @@ class PermanentFailure(LeasesError):
     error: str | None
 
 
+class Cooldown(_Asked, LeasesError):
+    """Raised in a task body: the work failed, and the key (or its group) is left alone for a while.
+
+    ``delay`` is a number of seconds, text such as ``"5m"``, a timedelta, or ``None`` for the task's own policy;
+    ``until``, instead of it, is an aware datetime or seconds since the epoch. ``scope="group"`` closes the gate of
+    the task's cooldown group. Kept as seconds. A wrong value raises :class:`LeaseConfigurationError` here.
+    """
+
+    details = ("delay", "reason", "until", "scope")
+    delay: float | None
+    reason: str | None
+    until: float | None
+    scope: Literal["key", "group"]
+
+    def __init__(
+        self,
+        delay: float | str | timedelta | None = None,
+        reason: object = None,
+        until: datetime | float | None = None,
+        scope: Literal["key", "group"] = "key",
+    ) -> None:
+        if scope not in ("key", "group"):
+            raise LeaseConfigurationError(f"Cooldown: scope={scope!r} is not usable; write 'key' or 'group'")
+        if delay is not None and until is not None:
+            raise LeaseConfigurationError(f"Cooldown: delay={delay!r} and until={until!r} clash; write one of them")
+        self._ask(
+            None if delay is None else _seconds(delay, "Cooldown: delay"),
+            None if reason is None else str(reason),
+            None if until is None else _epoch(until, "Cooldown: until"),
+            scope,
+        )
+
+    def _asked(self) -> str:
+        span = "" if self.delay is None else f" of {self.delay:g} s"
+        span = span if self.until is None else f" until {self.until:.0f} (epoch seconds)"
+        return f"the task asked for a cooldown{span} of its {self.scope}"
+
+
+class RetryLater(_Asked, LeasesError):
+    """Raised in a task body: try again after ``delay`` (any duration, kept as seconds); counts as a quick retry.
+
+    A wrong delay raises :class:`LeaseConfigurationError` here.
+    """
+
+    details = ("delay", "reason")
+    delay: float
+    reason: str | None
+
+    def __init__(self, delay: float | str | timedelta = 1.0, reason: object = None) -> None:
+        self._ask(_seconds(delay, "RetryLater: delay", zero=True), None if reason is None else str(reason))
+
+    def _asked(self) -> str:
+        return f"the task asked to be retried after {self.delay:g} s"
+
+
+class CoolingDown(LeasesError):
+    """The key or its cooldown group is cooling down after a failure; nothing was run.
+
+    ``retry_at`` is in seconds since the epoch, ``retry_after`` in seconds from the moment of raising; ``rule`` names
+    what decided the cooldown, ``reason`` is a code of :class:`~celery_leases.core.rulings.Reason`.
+    """
+
+    details = ("key", "retry_at", "retry_after", "reason", "rule")
+    key: str
+    retry_at: float
+    retry_after: float
+    reason: str | None
+    rule: str | None
+
+
 class StoreUnavailable(LeasesError):
     """A lease or record store did not answer; ``executed`` says whether the command may have been carried out."""
 
@@ -126,3 +216,38 @@ class LeaseLost(_Described):
     details = ("key", "reason")
     key: str
     reason: str
+
+
+class Snooze(_Asked):
+    """Raised in a task body: not now, ask again after ``delay`` (any duration, kept as seconds).
+
+    Counts neither as an attempt nor as a failure. A ``BaseException``, so that ``except Exception`` in a task body
+    cannot swallow it; it never reaches Celery. A wrong delay raises :class:`LeaseConfigurationError` here.
+    """
+
+    details = ("delay", "reason")
+    delay: float
+    reason: str | None
+
+    def __init__(self, delay: float | str | timedelta, reason: object = None) -> None:
+        self._ask(_seconds(delay, "Snooze: delay"), None if reason is None else str(reason))
+
+    def _asked(self) -> str:
+        return f"the task asked to be put back for {self.delay:g} s"
+
+
+def _seconds(value: object, what: str, *, zero: bool = False) -> float:
+    # Durations raise our errors, so that module can only be imported once this one is there.
+    from celery_leases.core.durations import seconds
+
+    return seconds(value, what, zero=zero)
+
+
+def _epoch(value: object, what: str) -> float:
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return value.timestamp()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < YEAR_10000:
+        raise LeaseConfigurationError(
+            f"{what}={value!r} is not usable; write a datetime with a time zone, or seconds since the epoch"
+        )
+    return float(value)

@@ -7,19 +7,33 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from celery_leases.core import errors
-from celery_leases.core.errors import KeyReused, LeaseHeld, LeaseLost, LeasesError, PermanentFailure
+from celery_leases.core.errors import (
+    Cooldown,
+    CoolingDown,
+    KeyReused,
+    LeaseConfigurationError,
+    LeaseHeld,
+    LeaseLost,
+    LeasesError,
+    PermanentFailure,
+    RetryLater,
+    Snooze,
+)
 
 Described = type[LeasesError] | type[LeaseLost]
+ASKED: list[Any] = [Cooldown, RetryLater, Snooze]
 EVERY: list[Any] = [
     found
     for name, found in inspect.getmembers(errors, inspect.isclass)
     if issubclass(found, BaseException) and found.__module__ == errors.__name__ and not name.startswith("_")
 ]
+DESCRIBED = [kind for kind in EVERY if kind not in ASKED]
 SAMPLES: dict[str, Any] = {
     "key": "invoice:1842",
     "differing": ["amount", "month"],
@@ -32,12 +46,19 @@ SAMPLES: dict[str, Any] = {
     "executed": True,
     "ours": "redis://one",
     "theirs": "database",
+    "retry_at": 1_800_000_000.5,
+    "retry_after": 37.5,
+    "delay": 60.0,
+    "scope": "group",
 }
 
 every_error = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+described_error = pytest.mark.parametrize("kind", DESCRIBED, ids=lambda kind: kind.__name__)
 
 
-def sample(kind: Described) -> LeasesError | LeaseLost:
+def sample(kind: Any) -> Any:
+    if kind in ASKED:
+        return kind(**{name: SAMPLES[name] for name in kind.details if name != "until"})
     return kind("what happened", **{name: SAMPLES[name] for name in kind.details})
 
 
@@ -62,18 +83,18 @@ def test_an_error_is_rebuilt_from_its_args_after_json(kind: Described) -> None:
     assert told(kind(*json.loads(json.dumps(before.args)))) == told(before)
 
 
-@every_error
+@described_error
 def test_the_text_of_an_error_is_its_message(kind: Described) -> None:
     assert str(sample(kind)) == "what happened"
 
 
-@every_error
+@described_error
 def test_details_may_be_left_out_and_are_none(kind: Described) -> None:
     bare = pickle.loads(pickle.dumps(kind("what happened")))  # noqa: S301 - our own bytes
     assert [getattr(bare, name) for name in kind.details] == [None] * len(kind.details)
 
 
-@every_error
+@described_error
 def test_without_a_message_the_docstring_speaks(kind: Described) -> None:
     assert str(kind()) == inspect.cleandoc(kind.__doc__ or "") != ""
 
@@ -83,7 +104,7 @@ def test_every_detail_is_declared_and_described_by_its_type(kind: Described) -> 
     assert set(kind.details) <= set(inspect.get_annotations(kind))
 
 
-@every_error
+@described_error
 def test_an_unknown_detail_is_refused(kind: Described) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} takes a message"):
         kind("what happened", colour="red")
@@ -92,13 +113,76 @@ def test_an_unknown_detail_is_refused(kind: Described) -> None:
 
 
 @every_error
-def test_all_but_a_lost_lease_have_one_base_that_user_code_can_catch(kind: Described) -> None:
-    assert issubclass(kind, LeasesError) != (kind is LeaseLost)
+def test_all_but_the_two_that_pass_through_have_one_base_that_user_code_can_catch(kind: Described) -> None:
+    assert issubclass(kind, LeasesError) != (kind in (LeaseLost, Snooze))
 
 
-def test_a_lost_lease_passes_through_except_exception() -> None:
-    assert issubclass(LeaseLost, BaseException)
-    assert not issubclass(LeaseLost, Exception)
+@pytest.mark.parametrize("kind", [LeaseLost, Snooze])
+def test_a_lost_lease_and_a_snooze_pass_through_except_exception(kind: type[BaseException]) -> None:
+    assert issubclass(kind, BaseException)
+    assert not issubclass(kind, Exception)
+
+
+@pytest.mark.parametrize("delay", [300, 300.0, "5m", "300", timedelta(minutes=5)])
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_delay_may_be_any_duration_and_is_kept_as_seconds(kind: Any, delay: Any) -> None:
+    assert (kind(delay).delay, type(kind(delay).delay)) == (300.0, float)
+
+
+def test_a_cooldown_may_end_at_a_moment_which_is_kept_as_epoch_seconds() -> None:
+    moment = datetime(2026, 4, 1, 12, tzinfo=UTC)
+    assert Cooldown(until=moment).until == Cooldown(until=moment.timestamp()).until == 1775044800.0
+
+
+def test_a_cooldown_without_a_delay_leaves_it_to_the_policy_of_the_key() -> None:
+    bare = Cooldown()
+    assert (bare.delay, bare.until, bare.scope, bare.reason) == (None, None, "key", None)
+
+
+def test_a_reason_is_text_whatever_was_given() -> None:
+    assert Cooldown(1, ValueError("draft")).args == (1.0, "draft", None, "key")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Cooldown(0),
+        lambda: Cooldown(-1),
+        lambda: Cooldown("soon"),
+        lambda: Cooldown(float("nan")),
+        lambda: Cooldown(True),
+        lambda: Cooldown(scope="world"),  # type: ignore[arg-type]
+        lambda: Cooldown(until=datetime(2026, 4, 1)),  # noqa: DTZ001 - without a zone on purpose
+        lambda: Cooldown(until=float("inf")),
+        lambda: Cooldown(until=True),
+        lambda: Cooldown(1, until=1.0),
+        lambda: RetryLater(-1),
+        lambda: Snooze(0),
+        lambda: Snooze("later"),
+    ],
+)
+def test_a_wrong_wait_is_refused_where_it_is_written(wrong: Any) -> None:
+    with pytest.raises(LeaseConfigurationError, match=r"(Cooldown|RetryLater|Snooze): .* write "):
+        wrong()
+
+
+def test_a_retry_may_be_asked_for_at_once() -> None:
+    assert (RetryLater(0).delay, RetryLater().delay) == (0.0, 1.0)
+
+
+def test_the_text_of_what_was_asked_names_the_span_and_the_reason() -> None:
+    assert str(Cooldown(300, "draft")) == "the task asked for a cooldown of 300 s of its key: draft"
+    assert str(Cooldown(scope="group")) == "the task asked for a cooldown of its group"
+    assert (
+        str(Cooldown(until=1775044800)) == "the task asked for a cooldown until 1775044800 (epoch seconds) of its key"
+    )
+    assert str(RetryLater(10)) == "the task asked to be retried after 10 s"
+    assert str(Snooze(60, "busy")) == "the task asked to be put back for 60 s: busy"
+
+
+def test_cooling_down_tells_when_to_come_back() -> None:
+    told = CoolingDown("wait", key="k", retry_at=5.0, retry_after=2.0, reason="error", rule="anything-else")
+    assert told.args == ("wait", "k", 5.0, 2.0, "error", "anything-else")
 
 
 def test_a_subclass_of_a_user_keeps_the_details() -> None:

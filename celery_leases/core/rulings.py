@@ -1,0 +1,158 @@
+"""What is done about a failure, in the words rules are written in, and what the classifier says of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from celery_leases.core.durations import Duration, seconds
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.policies import SIX_HOURS, CooldownPolicy
+
+Kind = Literal["retry", "cooldown", "permanent"]
+Scope = Literal["key", "group"]
+Told = Literal["instead", "at_least", "ignore"]
+
+RETRY_CAP = 300.0
+
+
+class Reason(StrEnum):
+    """Why a key cools down, is retried or has failed: stable codes for programs, stored with the record."""
+
+    ASKED = "asked"
+    REFUSED = "refused"
+    OUT_OF_QUOTA = "out_of_quota"
+    DECLINED = "declined"
+    UNAUTHORIZED = "unauthorized"
+    RATE_LIMITED = "rate_limited"
+    CONFLICT = "conflict"
+    INFRASTRUCTURE = "infrastructure"
+    UNREACHABLE = "unreachable"
+    OUTCOME_UNKNOWN = "outcome_unknown"
+    RETRIES_USED_UP = "retries_used_up"
+    LIMIT_HIT = "limit_hit"
+    ERROR = "error"
+    TOO_MANY_FAILURES = "too_many_failures"
+    CRASH_LOOP = "crash_loop"
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What is done about one kind of failure. Written with :func:`retry`, :func:`cooldown` or :func:`permanent`."""
+
+    kind: Kind
+    #: How the wait grows; ``None``: as the task's ``lease_cooldown`` says.
+    policy: CooldownPolicy | None = None
+    #: How many quick retries; ``None``: as the task's ``lease_max_retries`` says.
+    max: int | None = None
+    #: Whose wait a cooldown is. Without a ``lease_cooldown_group``, *group* falls back to the key.
+    scope: Scope = "key"
+    #: The call may have been executed.
+    ambiguous: bool = False
+    #: No wait of seconds mends it: alert a human.
+    operator: bool = False
+    #: What a delay found in the answer does to the policy's.
+    told: Told = "at_least"
+    #: Seconds the policy's delay is raised to.
+    at_least: float = 0.0
+    #: What an ambiguous retry becomes unless the task is ``lease_idempotent``; ``None``: a cooldown of the key.
+    otherwise: Ruling | None = None
+    #: What a retry becomes once its tries are used up; ``None``: a cooldown of the key by the task's policy.
+    then: Ruling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the rules say about one failure."""
+
+    #: The name of the rule that matched.
+    rule: str
+    ruling: Ruling
+    reason: Reason
+    #: Seconds the answer or the exception told, at most 6 h; ``None``: the policy decides alone.
+    delay: float | None = None
+    #: Where the delay comes from, such as ``"retry-after"``.
+    source: str | None = None
+    #: The answer asked for more than 6 h.
+    clamped: bool = False
+    #: One short sentence for people: what matched.
+    why: str = ""
+
+
+def retry(
+    delay: Duration = 1.0,
+    *,
+    max: int | None = None,  # noqa: A002 - the word for it, as in lease_max_retries
+    factor: float = 2.0,
+    cap: Duration | None = None,
+    jitter: float = 0.5,
+    ambiguous: bool = False,
+    then: Ruling | None = None,
+) -> Ruling:
+    """Try again soon: *delay*, times *factor* at each try, up to *cap* (5 minutes, or *delay* if that is longer).
+
+    At most *max* times, then as *then* says. *ambiguous*: the call may have been executed, so that only a
+    ``lease_idempotent`` task is retried. A wrong value raises :class:`LeaseConfigurationError`.
+    """
+    _check_retry(max, then)
+    policy = _policy("retry", delay, factor, cap, RETRY_CAP, jitter)
+    return Ruling("retry", policy, max, ambiguous=ambiguous, then=then)
+
+
+def cooldown(
+    delay: Duration | None = None,
+    *,
+    scope: Scope = "key",
+    factor: float | None = None,
+    cap: Duration | None = None,
+    jitter: float | None = None,
+    ambiguous: bool = False,
+    operator: bool = False,
+) -> Ruling:
+    """Leave the key, or with ``scope="group"`` its whole cooldown group, alone for a while.
+
+    *delay*, times *factor* (2) at each failure, up to *cap* (6 hours, or *delay* if that is longer), and *jitter*
+    (0.5); without a delay, as the task's ``lease_cooldown`` says. A wrong value raises
+    :class:`LeaseConfigurationError`.
+    """
+    if scope not in ("key", "group"):
+        raise LeaseConfigurationError(f"cooldown: scope={scope!r} is not usable; write 'key' or 'group'")
+    if delay is None:
+        for name, value in (("factor", factor), ("cap", cap), ("jitter", jitter)):
+            if value is not None:
+                raise LeaseConfigurationError(f"cooldown: {name}={value!r} needs a delay; add the delay it goes with")
+        policy = None
+    else:
+        factor, jitter = 2.0 if factor is None else factor, 0.5 if jitter is None else jitter
+        policy = _policy("cooldown", delay, factor, cap, SIX_HOURS, jitter)
+    return Ruling("cooldown", policy, scope=scope, ambiguous=ambiguous, operator=operator)
+
+
+def permanent(*, operator: bool = False) -> Ruling:
+    """Never try again, until an operator says so."""
+    return Ruling("permanent", operator=operator)
+
+
+def exactly(span: Duration, what: str = "a retry") -> Ruling:
+    """A retry after *span* and not otherwise: no growth, no jitter, whatever the answer told.
+
+    Zero is allowed. A wrong value raises :class:`LeaseConfigurationError`, which calls it *what*.
+    """
+    delay = max(seconds(span, what, zero=True), 1e-3)
+    return Ruling("retry", CooldownPolicy(delay, 1.0, delay, 0.0), told="ignore")
+
+
+def _check_retry(tries: object, then: object) -> None:
+    if tries is not None and (isinstance(tries, bool) or not isinstance(tries, int) or tries < 0):
+        raise LeaseConfigurationError(f"retry: max={tries!r} is not usable; write a whole number of at least 0")
+    if then is not None and not isinstance(then, Ruling):
+        raise LeaseConfigurationError(f"retry: then={then!r} is not usable; write cooldown(...) or permanent()")
+
+
+def _policy(
+    word: str, delay: Duration, factor: float, cap: Duration | None, usual_cap: float, jitter: float
+) -> CooldownPolicy:
+    base = seconds(delay, f"{word}: delay")
+    top = max(base, usual_cap) if cap is None else seconds(cap, f"{word}: cap")
+    return CooldownPolicy(base, factor, top, jitter)
