@@ -14,12 +14,12 @@ from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTermi
 from celery.worker import state as worker_state
 
 from celery_leases import apps
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
-from celery_leases.core.errors import KeyUnusable, LeaseHeld, LeaseLost, StoreUnavailable
-from celery_leases.core.events import CallDropped, CallPutBack, Subject
-from celery_leases.core.keys import CallKey, call_key, stored_key
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
+from celery_leases.core.errors import KeyUnusable, LeaseHeld, LeaseLost, Snooze, StoreUnavailable
+from celery_leases.core.events import CallDropped, CallPutBack
+from celery_leases.core.keys import CallKey, call_group, call_key, stored_key
 from celery_leases.core.records import Ended, Record
-from celery_leases.core.replies import Again, Answer, Over, Reply, Throw
+from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
 from celery_leases.core.results import encode, failure_of
 from celery_leases.core.verdicts import Call
 from celery_leases.handle import Lease, leased
@@ -95,6 +95,8 @@ class Delivery:
             token=request.__dict__.get(TOKEN) or uuid4().hex,
             longest_hop=self.parts.settings.longest_hop,
             time_limit=limits[0] or self.task.time_limit,
+            group=call_group(self.task.name, self.options, self.task.lease_signature, self.args, self.kwargs),
+            comes_back=not request.is_eager,
         )
 
     def _key(self) -> CallKey:
@@ -161,6 +163,8 @@ class Delivery:
         match error:
             case LeaseLost():
                 return Lost(error.reason or "the body said so")
+            case Snooze():
+                return Snoozed(error, error.delay, error.reason)
             case LimitedTooEarly():
                 return Lost("the soft time limit fired before the body began")
             case Retry():
@@ -176,7 +180,9 @@ class Delivery:
             case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
                 return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
             case Exception():
-                return Lost(tenure.lost) if tenure.lost else Raised(error, failure_of(error))
+                if tenure.lost:
+                    return Lost(tenure.lost)
+                return Raised(error, failure_of(error), self.options.rules.judge(error, time.time()))
             case _:
                 return self._taken_away(call, error, elapsed)
 
@@ -205,7 +211,8 @@ class Delivery:
                 if call.canvas:
                     self.request.__dict__[STORED_KEY] = (call.key.stored, call.call_id)
                 return value
-            case Throw(error, own):
+            case Throw(error, own, news):
+                self._announce(call, news)
                 if own and self._celery_knows():
                     self._drop(call, "its outcome is known already")
                 raise error
@@ -218,7 +225,8 @@ class Delivery:
         """End this delivery once a copy of it is with the broker; always raises."""
         delay = min(again.delay, call.longest_hop)
         if self.request.is_eager:
-            raise LeaseHeld(f"{call.key.key}: {again.reason}, and an eager call cannot come back", call.key.key, delay)
+            held = f"{call.key.key}: {again.reason}, and an eager call cannot come back"
+            raise again.refusal or LeaseHeld(held, call.key.key, delay)
         away = self.pin.get("away", 0) + 1 if again.away else 0
         prior = [*call.prior, again.prior][-PRIOR_KEPT:] if again.prior else list(self.pin.get("prior", ()))
         news = {"tries": call.tries + 1, "away": away, "prior": prior}
@@ -232,13 +240,20 @@ class Delivery:
             logger.warning(
                 "%s[%s] could not be put back, given to the broker again: %s", call.task, call.call_id, error
             )
-            self._observe(CallPutBack(**_subject(call), delay=0.0, reason=again.reason, confirmed=False))
+            self._observe(CallPutBack(**call.subject, delay=0.0, reason=again.reason, confirmed=False))
             parts.clock.sleep(PAUSE_UNCONFIRMED)
             raise Reject(again.reason, requeue=True) from None
         if not published:
             self._drop(call, "another copy of this call waits already")
-        self._observe(CallPutBack(**_subject(call), delay=delay, reason=again.reason))
+        self._observe(CallPutBack(**call.subject, delay=delay, reason=again.reason))
+        self._announce(call, again.news)
         raise Ignore(f"put back: {again.reason}")
+
+    def _announce(self, call: Call, news: News | None) -> None:
+        """Tell Celery's event state, and so Flower, why the call does not run now."""
+        if news is not None:
+            fields = {"key": call.key.key, "retry_after": news.retry_after, "reason": news.reason}
+            self.parts.copies.announce(self.task, news.what, **fields)
 
     def _celery_knows(self) -> bool:
         """Whether the result backend has a final state for this call."""
@@ -260,12 +275,8 @@ class Delivery:
         return key.stored == call.key.stored
 
     def _drop(self, call: Call, reason: str) -> NoReturn:
-        self._observe(CallDropped(**_subject(call), reason=reason))
+        self._observe(CallDropped(**call.subject, reason=reason))
         raise Ignore(reason)
 
     def _observe(self, event: Any) -> None:
         self.parts.execution.entry.observer.observe(event)
-
-
-def _subject(call: Call) -> Subject:
-    return {"task": call.task, "key": call.key.key, "call_id": call.call_id}

@@ -6,19 +6,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from celery_leases.core import decisions, events, outcomes
+from celery_leases.core import decisions, events, outcomes, waiting
 from celery_leases.core.decisions import before_run
 from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
+from celery_leases.core.gates import Gate
 from celery_leases.core.ports import (
     Acquired,
     Claimed,
     Clock,
+    Cooling,
+    GateStore,
     Held,
     Holder,
     LeaseStore,
     MarkStore,
     Observer,
     RecordStore,
+    Shut,
     Unsettled,
 )
 from celery_leases.core.records import Bid, Outcome, Record, Refused, State, Won
@@ -55,12 +59,15 @@ class Entry:
     leases: LeaseStore
     records: RecordStore
     marks: MarkStore
+    gates: GateStore
     observer: Observer
     clock: Clock
     chance: Callable[[], float]
     host: str
     #: Whether the process has been told to end, so that nothing is tried for long any more.
     hurried: Callable[[], bool] = field(default=lambda: False)
+    #: The wall clock in seconds since the epoch, for what is shown to people.
+    today: Callable[[], float] = field(default=lambda: 0.0)
 
     def enter(self, call: Call) -> Tenancy | Verdict:
         """Claim the key of *call*, or say what to do instead.
@@ -77,34 +84,57 @@ class Entry:
             if not isinstance(entered, Wait):
                 return entered
             if self.hurried():
-                return PutBack(decisions.SHORTEST_DELAY, "the worker is stopping")
+                return PutBack(waiting.SHORTEST_DELAY, "the worker is stopping")
             self.clock.sleep(entered.delay)
 
     def _try_to_enter(self, call: Call, waited: float) -> Tenancy | Verdict:
         bid = self._bid(call)
         sent = self.clock.now()
         answer = self._acquire(bid)
+        if isinstance(answer, Cooling):
+            verdict = self.decide(call, self.records.read(bid.stored_key), waited)
+            if not isinstance(verdict, Run):
+                return verdict
+            # The record is the truth, and says that nothing is to be waited for.
+            self.leases.end_cooldown(bid.stored_key)
+            sent = self.clock.now()
+            answer = self._acquire(bid)
         if isinstance(answer, Unsettled):
             record = self.records.read(bid.stored_key)
-            pause = decisions.store_came_up_empty(call, record, answer.age, self.chance())
+            pause = waiting.store_came_up_empty(call, record, answer.age, self.chance())
             if isinstance(pause, PutBack):
                 return pause
             sent = self.clock.now()
             answer = self._acquire(bid, settled=True)
-        if isinstance(answer, Held):
-            return self._held(call, answer.holder, waited)
+        match answer:
+            case Held(holder):
+                return self._held(call, holder, waited)
+            case Shut():
+                return self._shut(call, answer, waited)
+            case Acquired():
+                return self._acquired(call, bid, sent, answer, waited)
+            case _:
+                return PutBack(SHORT_PAUSE + self.chance(), "the lease store is of two minds")
+
+    def _acquired(self, call: Call, bid: Bid, sent: float, answer: Acquired, waited: float) -> Tenancy | Verdict:
         options = call.options
         tenure = Tenure(bid, sent, self.clock, renew=options.renew, max_hold=options.max_hold)
+        tenure.probe = bid.group if answer.probe else None
         try:
             if not tenure.held:
                 raise StoreUnavailable(f"{self.leases.name}: the lease was granted too late to be of use", True)
             entered = self._claim(call, tenure, waited)
         except (StoreUnavailable, LeaseStoreMismatch):
-            self.give_back(bid)
+            self.give_back(tenure)
             raise
         if not isinstance(entered, Tenancy):
-            self.give_back(bid)
+            self.give_back(tenure)
         return entered
+
+    def _shut(self, call: Call, shut: Shut, waited: float) -> Verdict:
+        """A closed gate stops bodies only: work that is finished is replayed."""
+        record = shut.record if shut.looked else self.records.read(call.key.stored)
+        return self.decide(call, record, waited, shut.gate)
 
     def _held(self, call: Call, holder: Holder, waited: float) -> Verdict:
         """What holds the key may only be looking at the record: nobody is turned away for that."""
@@ -119,13 +149,13 @@ class Entry:
         self._report_held(call, holder)
         return verdict
 
-    def _acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled | Claimed:
+    def _acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
         if self.leases.in_records:
             return Acquired()  # the claim is what acquires
         try:
             return self.leases.acquire(bid, settled=settled)
         except StoreUnavailable:
-            self.give_back(bid)
+            self._give_back(bid, bid.group)
             raise
 
     def _claim(self, call: Call, tenure: Tenure, waited: float) -> Tenancy | Verdict:
@@ -133,6 +163,8 @@ class Entry:
             claim = self._claim_until_known(tenure)
             if isinstance(claim, Won):
                 return self._claimed(call, tenure, claim.record)
+            if isinstance(claim, Shut):
+                return self._shut(call, claim, waited)
             if claim.record is not None and (holder := decisions.holder_in(claim.record)) is not None:
                 self._report_held(call, holder)
             verdict = self.decide(call, claim.record, waited)
@@ -140,12 +172,12 @@ class Entry:
                 return verdict
         return PutBack(SHORT_PAUSE + self.chance(), "the record could not be seen")
 
-    def _claim_until_known(self, tenure: Tenure) -> Won | Refused:
+    def _claim_until_known(self, tenure: Tenure) -> Won | Refused | Shut:
         """Claim, again while the outcome is unknown: repeating a claim is harmless, leaving one open is not."""
         tries = 0
         while True:
             try:
-                return self._claim_once(tenure.bid)
+                return self._claim_once(tenure)
             except StoreUnavailable as error:
                 pause = outcomes.settle_pause(tries)
                 tries += 1
@@ -155,19 +187,23 @@ class Entry:
                     raise Away(Again(again.delay, again.reason, prior=tenure.bid.token, away=True)) from error
                 self.clock.sleep(pause)
 
-    def _claim_once(self, bid: Bid) -> Won | Refused:
+    def _claim_once(self, tenure: Tenure) -> Won | Refused | Shut:
+        bid = tenure.bid
         if not self.leases.in_records:
             return self.records.claim(bid, self.leases.name)
         answer = self.leases.acquire(bid)
+        if isinstance(answer, Shut):
+            return answer
         if not isinstance(answer, Claimed):
             raise TypeError(f"{self.leases.name} says its rows are the leases, but acquire answered {answer}")
+        tenure.probe = bid.group if answer.probe else None
         return answer.claim
 
     def _claimed(self, call: Call, tenure: Tenure, record: Record) -> Tenancy | Verdict:
         tenure.fence = record.fence
         if record.just_crashed:
             host = record.previous.host if record.previous else None
-            self.observer.observe(events.CrashSeen(**about(call), crashes=record.crashes, host=host))
+            self.observer.observe(events.CrashSeen(**call.subject, crashes=record.crashes, host=host))
         verdict = before_run(call, Facts(record=record, claimed=True))
         if isinstance(verdict, GiveUp):
             self._close(call, record, outcomes.gave_up(call, record))
@@ -198,14 +234,16 @@ class Entry:
             prior=call.prior,
             retries=call.retries,
             repeat=call.repeat,
+            group=call.group,
         )
 
-    def decide(self, call: Call, record: Record | None, waited: float = 0.0) -> Verdict:
+    def decide(self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None) -> Verdict:
         """Decide on a record, with the callbacks mark where it counts."""
         out = False
         if call.canvas and (call.repeat or (record is not None and decisions.finished_by(call, record))):
             out = self.marks.mark(call.key.stored, callbacks_mark(call.call_id)) is not None
-        return before_run(call, Facts(record=record, callbacks_out=out, waited=waited, chance=self.chance()))
+        facts = Facts(record, callbacks_out=out, waited=waited, chance=self.chance(), gate=gate, today=self.today())
+        return before_run(call, facts)
 
     def _close(self, call: Call, record: Record, outcome: Outcome) -> None:
         """Close an attempt that never ran; if the database is away, its row waits for the next claim of the call."""
@@ -216,12 +254,16 @@ class Entry:
             again = self.away(error, 0)
             raise Away(Again(again.delay, again.reason, prior=record.owner, away=True)) from error
 
-    def give_back(self, bid: Bid) -> None:
-        """Release the lease; where the claimed row is the lease, closing it was the release."""
-        if self.leases.in_records:
-            return  # closing the row was the release
-        with suppress(StoreUnavailable):  # it expires by itself
-            self.leases.release(bid.stored_key, bid.token)
+    def give_back(self, tenure: Tenure) -> None:
+        """Release the lease, and the probe's slot that came with it."""
+        self._give_back(tenure.bid, tenure.probe)
+
+    def _give_back(self, bid: Bid, probe: str | None) -> None:
+        with suppress(StoreUnavailable):  # both end by themselves
+            if probe is not None:
+                self.gates.give_back_probe(probe, bid.token)
+            if not self.leases.in_records:  # where the claimed row is the lease, closing it was the release
+                self.leases.release(bid.stored_key, bid.token)
 
     def away(self, error: Exception, tries: int) -> Again:
         """Come back later, as a store did not answer for the *tries*-th time in a row."""
@@ -230,7 +272,7 @@ class Entry:
     def _report_held(self, call: Call, holder: Holder) -> None:
         self.observer.observe(
             events.LeaseHeldElsewhere(
-                **about(call),
+                **call.subject,
                 holder=holder.host,
                 holder_call_id=holder.call_id,
                 remaining=holder.remaining,
@@ -242,17 +284,13 @@ class Entry:
         """Tell that an attempt was closed; *runtime* is in seconds."""
         self.observer.observe(
             events.AttemptSettled(
-                **about(call),
+                **call.subject,
                 state=outcome.state.value,
                 ended=outcome.ended.value,
                 attempt=outcome.attempt,
                 runtime=runtime,
                 failure=outcome.failure,
                 reason=outcome.reason,
+                retry_after=outcome.retry_after,
             )
         )
-
-
-def about(call: Call) -> events.Subject:
-    """Whom an event of *call* is about."""
-    return {"task": call.task, "key": call.key.key, "call_id": call.call_id}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from celery_leases.core import events, outcomes
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
-from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.core.records import Outcome, Record
-from celery_leases.core.replies import Again, Answer, Over, Reply, Throw
+from celery_leases.core.durations import in_words
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
+from celery_leases.core.errors import Cooldown, CoolingDown, LeaseStoreMismatch, RetryLater, StoreUnavailable
+from celery_leases.core.failures import AfterFailure, CoolDown, after_failure, says_nothing_of_the_group
+from celery_leases.core.records import Outcome, Record, State
+from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
 from celery_leases.core.results import decode
 from celery_leases.core.verdicts import Call, Drop, GiveUp, PutBack, Refuse, Replay, Run, StandBack, Verdict, Wait
-from celery_leases.entry import SHORT_PAUSE, Away, Entry, Tenancy, about
+from celery_leases.core.waiting import RETRY_GRACE
+from celery_leases.entry import SHORT_PAUSE, Away, Entry, Tenancy
 from celery_leases.renewal import Renewer, Tenure
 
 Body = Callable[[Tenure, Record], Ending]
@@ -42,28 +46,72 @@ class Execution:
     def _run(self, call: Call, tenancy: Tenancy, body: Body, away: int, taken: float) -> Reply:
         tenure, record = tenancy.tenure, tenancy.record
         self.renewer.add(tenure)
-        self.entry.observer.observe(events.LeaseAcquired(**about(call), fence=record.fence, attempt=record.attempt))
+        self.entry.observer.observe(events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt))
         began = self.entry.clock.now()
         ending = body(tenure, record)
         runtime = self.entry.clock.now() - began
-        outcome = outcomes.after_run(call, record, ending)
+        verdict = self._failed(call, record, ending)
+        outcome = outcomes.after_run(call, record, ending, verdict)
         written = self._settle(call, record, outcome, ending, taken)
         self.renewer.drop(tenure)
         if written is None:
             reason = "the outcome could not be written"
             delay = outcomes.store_pause(away, self.entry.chance())
             return _passing(ending) or Again(delay, reason, started=True, prior=record.owner, away=True)
-        if tenure.lost is None:
-            self.entry.give_back(tenure.bid)
+        self._let_go(call, tenure, outcome if written else None, verdict)
         if not written:
             return _passing(ending) or self._stale(call, record)
         self.entry.report(call, outcome, runtime)
-        return self._ended(ending, outcome)
+        return self._ended(call, ending, outcome)
+
+    def _failed(self, call: Call, record: Record, ending: Ending) -> AfterFailure | None:
+        """What a failure means; one of the group has closed its gate then, which knows best for how long."""
+        if not isinstance(ending, Raised):
+            return None
+        verdict = after_failure(call, record, ending, self.entry.chance())
+        if not isinstance(verdict, CoolDown) or verdict.closing is None or call.group is None:
+            return verdict
+        try:
+            gate = self.entry.gates.close_gate(call.group, verdict.closing, record.owner)
+        except StoreUnavailable:
+            return verdict  # the key cools down all the same, and the next failure of the group closes the gate
+        self.entry.observer.observe(
+            events.GateClosed(
+                **call.subject,
+                group=gate.group,
+                closed_for=gate.closed_for,
+                trips=gate.trips,
+                reason=gate.reason,
+                rule=gate.rule,
+            )
+        )
+        return replace(verdict, delay=gate.closed_for)
+
+    def _let_go(self, call: Call, tenure: Tenure, outcome: Outcome | None, verdict: AfterFailure | None) -> None:
+        """Free the key, or leave it cooling; and tell the gate of the group what its probe has found."""
+        if tenure.lost is not None:
+            return  # it is somebody else's now, and so may the probe's slot be
+        entry, bid = self.entry, tenure.bid
+        with suppress(StoreUnavailable):  # lease and slot end by themselves, and the record holds the cooldown
+            if tenure.probe is not None and outcome is not None and _clears(outcome, verdict):
+                if entry.gates.open_gate(tenure.probe, bid.token):
+                    entry.observer.observe(events.GateOpened(**call.subject, group=tenure.probe))
+                tenure.probe = None
+            cooling = outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
+            if (
+                cooling is not None
+                and cooling > RETRY_GRACE
+                and entry.leases.cool(bid.stored_key, bid.token, cooling - RETRY_GRACE)
+            ):
+                if tenure.probe is not None:
+                    entry.gates.give_back_probe(tenure.probe, bid.token)
+                return
+        entry.give_back(tenure)
 
     def _settle(self, call: Call, record: Record, outcome: Outcome, ending: Ending, taken: float) -> bool | None:
         """Write the outcome; ``None`` when the database did not answer for as long as is allowed."""
         until = outcomes.settle_until(call, self.entry.clock.now(), taken)
-        patient = isinstance(ending, Returned | Raised | Passed)
+        patient = isinstance(ending, Returned | Raised | Snoozed | Passed)
         tries = 0
         while True:
             try:
@@ -75,18 +123,33 @@ class Execution:
                     return None
                 self.entry.clock.sleep(pause)
 
-    def _ended(self, ending: Ending, outcome: Outcome) -> Reply:
+    def _ended(self, call: Call, ending: Ending, outcome: Outcome) -> Reply:
         match ending:
             case Returned(value):
                 return Answer(decode(outcome.result) if outcome.result is not None else value)
-            case Raised(error):
-                return Throw(error)
+            case Raised() | Snoozed():
+                return self._deferred(call, ending, outcome)
             case Lost(reason):
                 return Again(SHORT_PAUSE + self.entry.chance(), f"the lease was lost: {reason}", started=True)
             case Interrupted(error) | Terminated(error) | Passed(error):
                 return Throw(error)
             case _ as never:
                 assert_never(never)
+
+    def _deferred(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Reply:
+        """Put back what comes back by itself; else the caller is told: of the error, or when to ask again."""
+        wait, why = outcome.retry_after or 0.0, outcome.reason or "it asked for it"
+        cooling = outcome.state is State.COOLING
+        news = News("snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff", wait, why)
+        if outcome.resumes:
+            return Again(wait, f"{outcome.state.value}: {why}", started=True, news=news)
+        if isinstance(ending, Raised) and not isinstance(ending.error, Cooldown | RetryLater):
+            return Throw(ending.error, news=news if cooling else None)
+        rule = outcome.failure.rule if outcome.failure else None
+        message = f"Retry available in {in_words(wait)}: {ending.error}"
+        refusal = CoolingDown(message, call.key.key, self.entry.today() + wait, wait, outcome.reason, rule)
+        refusal.__cause__ = ending.error
+        return Throw(refusal, news=news)
 
     def _stale(self, call: Call, record: Record) -> Reply:
         """A later attempt owns the key, or the row is gone: its answer counts, not ours."""
@@ -95,7 +158,7 @@ class Execution:
         except StoreUnavailable as error:
             return self.entry.away(error, 0)
         self.entry.observer.observe(
-            events.OutcomeRefused(**about(call), fence=record.fence, state=now.state.value if now else None)
+            events.OutcomeRefused(**call.subject, fence=record.fence, state=now.state.value if now else None)
         )
         try:
             verdict = self.entry.decide(replace(call, started=True), now)
@@ -108,19 +171,20 @@ class Execution:
     def _reply(self, call: Call, verdict: Verdict, *, started: bool = False) -> Reply:
         match verdict:
             case Replay(result, first_call_id):
-                self.entry.observer.observe(events.ResultReplayed(**about(call), first_call_id=first_call_id))
+                self.entry.observer.observe(events.ResultReplayed(**call.subject, first_call_id=first_call_id))
                 return Answer(decode(result))
             case Drop(reason):
-                self.entry.observer.observe(events.CallDropped(**about(call), reason=reason))
+                self.entry.observer.observe(events.CallDropped(**call.subject, reason=reason))
                 return Over(reason)
             case Refuse(error, own):
-                self.entry.observer.observe(events.CallRefused(**about(call), error=str(error)))
+                self.entry.observer.observe(events.CallRefused(**call.subject, error=str(error)))
                 return Throw(error, own)
             case GiveUp(error):
-                self.entry.observer.observe(events.CallRefused(**about(call), error=str(error)))
+                self.entry.observer.observe(events.CallRefused(**call.subject, error=str(error)))
                 return Throw(error)
-            case PutBack(delay, reason, begun):
-                return Again(delay, reason, started=started or begun)
+            case PutBack(delay, reason, begun, refusal, what):
+                news = News(what, delay, reason) if what else None
+                return Again(delay, reason, started=started or begun, refusal=refusal, news=news)
             case Run() | Wait() | StandBack():
                 raise AssertionError(f"{verdict} is not an answer")
             case _ as never:
@@ -130,3 +194,10 @@ class Execution:
 def _passing(ending: Ending) -> Throw | None:
     """What goes on to Celery whatever became of the outcome: it has been published, or the process is ending."""
     return Throw(ending.error) if isinstance(ending, Interrupted | Terminated | Passed) else None
+
+
+def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:
+    """Whether a probe that ended so shows that its group is back: it succeeded, or failed of something else."""
+    if verdict is None:
+        return outcome.state is State.DONE
+    return verdict.failure.group is None and not says_nothing_of_the_group(verdict)

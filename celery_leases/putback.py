@@ -14,7 +14,7 @@ from kombu.pools import ProducerPool
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
 from celery_leases.core.replies import waiter_mark
-from celery_leases.request import HEADER, TOKEN
+from celery_leases.request import HEADER, TOKEN, WATCHED
 
 CONFIRM_WITHIN = 5.0
 FAILED_AT_ONCE = 1.0
@@ -50,6 +50,18 @@ class Copies:
             # Set after the broker has the message: a mark without a message would end the last copy.
             marks.swap_mark(stored_key, mark, ours, nonce, delay + 2 * ttl)
         return True
+
+    def announce(self, task: Task, what: str, **fields: Any) -> None:
+        """Send the task event ``task-<what>`` for the call that runs here, if the worker sends task events.
+
+        Never raises: an event that cannot be sent within 5 s is not sent.
+        """
+        request = task.request
+        if not (request.__dict__.get(WATCHED) and task.send_events):
+            return
+        with suppress(Exception), self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer:
+            events = self._app.events.Dispatcher(hostname=request.hostname, enabled=False)
+            events.publish(f"task-{what}", {"uuid": request.id, **fields}, producer, retry=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -89,7 +101,7 @@ class Copies:
 
 def _signature(task: Task, pin: Mapping[str, Any], delay: float) -> Any:
     request = task.request
-    dropped = {TOKEN, HEADER, "redelivered"}
+    dropped = {TOKEN, WATCHED, HEADER, "redelivered"}
     headers = {name: value for name, value in (request.headers or {}).items() if name not in dropped}
     return task.signature_from_request(
         request,

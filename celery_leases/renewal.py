@@ -38,6 +38,8 @@ class Tenure:
     def __init__(self, bid: Bid, sent: float, clock: Clock, *, renew: bool = True, max_hold: float = 86_400.0) -> None:
         self.bid = bid
         self.fence = 0
+        #: The cooldown group for which this attempt is the probe; its slot is renewed along with the lease.
+        self.probe: str | None = None
         self.hard = validity.hard_deadline(sent, bid.ttl)
         self.lost: str | None = None
         #: Called from another thread when the lease is lost, and again until the body has ended; must not block.
@@ -254,7 +256,7 @@ class Renewer:
 
 
 def _renewal(tenure: Tenure, ttl: float) -> Renewal:
-    return Renewal(tenure.bid.stored_key, tenure.bid.token, ttl)
+    return Renewal(tenure.bid.stored_key, tenure.bid.token, ttl, tenure.probe)
 
 
 def _of(tenure: Tenure) -> Subject:

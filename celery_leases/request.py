@@ -10,6 +10,8 @@ from celery.worker.request import Request
 TOKEN = "celery_leases_token"  # noqa: S105 - the name of a field, not a password
 """Where the token travels to the pool child: a field of the request, and so of ``task.request``."""
 
+WATCHED = "celery_leases_watched"
+"""Tells the pool child, in the same way, whether the worker sends task events now."""
 
 HEADER = "celery_leases"
 """The message header that pins key and fingerprint of a call, and names its copies."""
@@ -24,6 +26,9 @@ class LeaseRequest(Request):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._request_dict[TOKEN] = uuid4().hex
+        events = self._eventer
+        # Without -E the dispatcher sends events of workers only; Flower may switch it at any time.
+        self._request_dict[WATCHED] = bool(events and events.enabled and (not events.groups or "task" in events.groups))
 
     def maybe_expire(self) -> Any:
         """Leave the expiry of a copy to the child, which can see whether the call has begun.

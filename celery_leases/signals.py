@@ -43,6 +43,8 @@ lease_lost = _signal("lease_lost")
 outcome_refused = _signal("outcome_refused")
 attempt_settled = _signal("attempt_settled")
 crash_seen = _signal("crash_seen")
+gate_closed = _signal("gate_closed")
+gate_opened = _signal("gate_opened")
 
 logger = logging.getLogger("celery_leases")
 
@@ -79,6 +81,12 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
         logging.WARNING,
         "the attempt before ended without a word on {host}: crash {crashes} in a row",
     ),
+    events.GateClosed: (
+        gate_closed,
+        logging.WARNING,
+        "cooldown group {group} is closed for {closed_for:.1f} s by rule {rule}: trip {trips} in a row",
+    ),
+    events.GateOpened: (gate_opened, logging.INFO, "cooldown group {group} is open again"),
 }
 _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseGone)
 

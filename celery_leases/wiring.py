@@ -132,7 +132,7 @@ class Parts:
     """The parts of one app in one process."""
 
     settings: Settings
-    leases: LeaseStore
+    leases: RedisLeaseStore | DatabaseLeaseStore
     records: SqlRecordStore
     marks: MarkStore
     renewer: Renewer
@@ -157,11 +157,11 @@ def build(
     closing = [lambda inherited: records.database.close(inherited=inherited)]
     if not shared:
         closing.append(lambda inherited: kept_records.database.close(inherited=inherited))
-    leases, kept_leases, marks = _lease_stores(settings, records, kept_records, call_timeout(shortest_ttl), closing)
+    leases, kept_leases = _lease_stores(settings, records, kept_records, call_timeout(shortest_ttl), closing)
     renewer = Renewer(kept_leases, kept_records, observer, clock)
     host = f"{socket.gethostname()}/{os.getpid()}"
-    entry = Entry(leases, records, marks, observer, clock, random.random, host, hurried)
-    return Parts(settings, leases, records, marks, renewer, Execution(entry, renewer), closing)
+    entry = Entry(leases, records, leases, leases, observer, clock, random.random, host, hurried, time.time)
+    return Parts(settings, leases, records, leases, renewer, Execution(entry, renewer), closing)
 
 
 def open_records(settings: Settings) -> SqlRecordStore:
@@ -188,11 +188,11 @@ def _lease_stores(
     kept_records: SqlRecordStore,
     timeout: float,
     closing: list[Callable[[bool], None]],
-) -> tuple[LeaseStore, LeaseStore, MarkStore]:
+) -> tuple[RedisLeaseStore | DatabaseLeaseStore, LeaseStore]:
     leases = lease_store(settings, records)
     if isinstance(leases, DatabaseLeaseStore):
-        return leases, DatabaseLeaseStore(kept_records), leases
+        return leases, DatabaseLeaseStore(kept_records)
     kept = leases.bounded(timeout)
     closing.append(lambda inherited: None if inherited else leases.close())
     closing.append(lambda inherited: None if inherited else kept.close())
-    return leases, kept, leases
+    return leases, kept

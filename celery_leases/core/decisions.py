@@ -1,6 +1,7 @@
 """What to do with one delivery: pure functions of facts, no clock, no I/O, no randomness.
 
-The functions of the first table are here, those of the second and of failing stores in ``outcomes``.
+The functions of the first table are here, those of the second in ``failures`` and ``outcomes``, with those of failing
+stores.
 
 Before the run (first row that matches)
 
@@ -12,7 +13,8 @@ this call has finished                       ``Replay``;
                                              with callbacks, just now: ``PutBack``, they are being sent
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
-this call has raised, and this is a copy     ``Refuse`` with the remembered failure
+this call's caller was told of a failure,
+and this is a copy                           ``Refuse`` with the remembered failure
 this call has been retried since             ``Drop``
 failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
 waiting for an operator                      ``Refuse(PermanentFailure)``
@@ -21,6 +23,9 @@ done by another call                         ``lease_on_done``: ``Replay``, ``Dr
 running under a live lease, or lease held    this call: ``PutBack`` until the lease ends;
                                              another: ``lease_on_held``: ``PutBack``, ``Wait``, ``Drop``, ``Refuse``
 waiting for ``retry_at``                     ``PutBack`` until then
+cooling, or the gate of its group is shut    this call, or one that has begun: ``PutBack`` until then;
+                                             another: ``lease_on_cooldown``:
+                                             ``Refuse(CoolingDown)``, ``PutBack``, ``Drop``
 claimed, and crashed too often in a row      ``GiveUp``
 claimed, second crash in a row or later      ``StandBack`` 5 s, then 30 s
 anything else                                ``Run``
@@ -35,13 +40,22 @@ After the run
 the body                                     how the attempt is closed, and what Celery gets
 ===========================================  =======================================================
 returned                                     ``done``; the value as it was stored
-raised                                       ``pending``, a failure; the exception
+raised, and the rules say: permanent         ``failed``; the exception
+raised, and the rules say: retry             ``pending`` for the delay, a quick retry; put back
+raised, and the rules say: cooldown          ``cooling`` for the delay, a failure unless it is its group's;
+                                             ``lease_after_cooldown``: put back, or the exception
+raised once too often                        a retry above ``lease_max_retries`` becomes a cooldown,
+                                             a failure above ``lease_max_failures`` ``failed``
+``Snooze``                                   ``pending`` for the delay, attempt given back; put back
 lost its lease                               ``pending``, attempt given back; put back
 was interrupted by a shutdown or revoke      ``pending``, attempt given back; the interruption goes on
 ran into the hard limit, or exited           ``pending``, a crash; the interruption goes on
 ``Retry``, ``Reject(requeue=True)``          ``pending``, until the countdown is over; passed through
 ``Ignore``, ``Reject``, ``replace()``        ``done`` without a result; passed through
 ===========================================  =======================================================
+
+A failure of the group closes the gate of ``lease_cooldown_group`` first. A probe's success opens it, and so does its
+failure if that is clearly not the group's; a quick retry, an ambiguous failure or no failure leave it half-open.
 
 When a store fails: before the body has run the delivery is put back; an outcome is tried again
 for ``lease_settle_timeout``, then the lease is left to expire and the delivery is put back.
@@ -51,7 +65,13 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.core.errors import (
+    AlreadyDone,
+    KeyReused,
+    LeaseHeld,
+    PermanentFailure,
+    ResultMissing,
+)
 from celery_leases.core.keys import differing
 from celery_leases.core.outcomes import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.core.ports import Holder
@@ -70,11 +90,10 @@ from celery_leases.core.verdicts import (
     Verdict,
     Wait,
 )
+from celery_leases.core.waiting import hop, jitter, may_run_in, too_early
 
-RETRY_GRACE = 1.0
 DISPATCH_GRACE = 5.0
 """Seconds after its end in which a call may still be sending its callbacks; a replay would send them once more."""
-SHORTEST_DELAY = 0.05
 
 
 def before_run(call: Call, facts: Facts) -> Verdict:
@@ -94,21 +113,10 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     holder = facts.holder or (holder_in(record) if record is not None else None)
     if holder is not None:
         return _held(call, holder, facts)
-    if record is not None and record.state in (State.PENDING, State.COOLING) and may_run_in(call, record) > 0:
-        started = record.call_id == call.call_id
-        return PutBack(_hop(call, record.waits + _jitter(facts)), "waiting for its retry time", started)
+    waiting = record is not None and record.state in (State.PENDING, State.COOLING) and may_run_in(call, record) > 0
+    if waiting or facts.gate is not None:
+        return too_early(call, record if waiting else None, facts)
     return Run()
-
-
-def store_came_up_empty(call: Call, record: Record | None, age: float, chance: float) -> PutBack | Run:
-    """Whether a key may be claimed under a lease store that lost its data *age* seconds ago.
-
-    Its live holders re-assert their leases with the next renewal; until their ttl is over nobody takes over from them.
-    """
-    if record is None or record.state is not State.RUNNING:
-        return Run()
-    wait = record.lease_ttl - age
-    return PutBack(_hop(call, wait + 0.4 * chance), "the lease store came up empty") if wait > 0 else Run()
 
 
 def finished_by(call: Call, record: Record) -> bool:
@@ -123,25 +131,19 @@ def holder_in(record: Record) -> Holder | None:
     return Holder(record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining)
 
 
-def may_run_in(call: Call, record: Record) -> float:
-    """Seconds until this call may run the key; the call that waits is granted the travel time of its message."""
-    grace = RETRY_GRACE if record.call_id == call.call_id else 0.0
-    return max(0.0, record.waits - grace)
-
-
 def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
     ours = record.call_id == call.call_id
     if finished_by(call, record):
         return _own_answer(call, record, facts)
-    if ours and call.repeat and record.state is State.PENDING and record.ended is Ended.FAILED:
+    told = record.ended is Ended.FAILED and not record.resumes and record.state in (State.PENDING, State.COOLING)
+    if ours and call.repeat and told:
         return Refuse(_remembered(record), own=True)
     if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
         return Drop("a retry of this call has taken its place")
     if record.state is State.UNCERTAIN or (record.state is State.FAILED and (ours or not call.options.rerun)):
         return Refuse(_remembered(record))
-    freed = record.state is State.PENDING and record.ended is Ended.FAILED
-    if not (ours or freed or call.options.rerun or _agree(record.fingerprint, call.key.fingerprint)):
+    if not (ours or told or call.options.rerun or _agree(record.fingerprint, call.key.fingerprint)):
         return Refuse(_reused(call, record))
     return _done_by_other(call, record) if record.state is State.DONE else None
 
@@ -155,7 +157,7 @@ def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
         if record.reason in WITHOUT_RESULT:
             return Drop(f"it was {record.reason} by the task itself")
         if call.canvas and (wait := _dispatching(record)) > 0:
-            return PutBack(_hop(call, wait + _jitter(facts)), "its callbacks are being sent", started=True)
+            return PutBack(hop(call, wait + jitter(facts)), "its callbacks are being sent", started=True, what="")
         return _saved(record, own=True)
     result = (record.finished_results or {}).get(call.call_id)
     if result == NO_RESULT:
@@ -195,12 +197,12 @@ def _saved(record: Record, *, own: bool = False) -> Verdict:
 
 def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
     longest = max(1.0, holder.remaining)
-    growing = min(2.0 ** min(call.tries, 20), longest) + _jitter(facts)
+    growing = min(2.0 ** min(call.tries, 20), longest) + jitter(facts)
     if holder.call_id == call.call_id:
         # The message of a retry may overtake the end of the attempt that sent it.
-        delay = growing if call.retries and not call.tries else holder.remaining + _jitter(facts)
-        return PutBack(_hop(call, delay), "a copy of this call is running", started=True)
-    put_back = PutBack(_hop(call, growing), "another call holds the key")
+        delay = growing if call.retries and not call.tries else holder.remaining + jitter(facts)
+        return PutBack(hop(call, delay), "a copy of this call is running", started=True, what="")
+    put_back = PutBack(hop(call, growing), "another call holds the key", what="held")
     match "put_back" if call.started else call.options.on_held:
         case "put_back":
             return put_back
@@ -235,11 +237,3 @@ def _reused(call: Call, record: Record) -> KeyReused:
     names = differing(call.key.digests, record.digests)
     listed = ", ".join(names) or "their fingerprint"
     return KeyReused(f"{record.key} stands for a call with other arguments; they differ in {listed}", record.key, names)
-
-
-def _hop(call: Call, delay: float) -> float:
-    return max(SHORTEST_DELAY, min(delay, call.longest_hop))
-
-
-def _jitter(facts: Facts) -> float:
-    return 0.1 + 0.4 * facts.chance

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_leases.core.records import Ended, Failure
+from celery_leases.core.rulings import Judgement
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,20 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception."""
+    """An exception, and what the rules say of it."""
 
     error: Exception
     failure: Failure
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Snoozed:
+    """The body asked to run again after ``delay`` seconds as if it had not run."""
+
+    error: BaseException
+    delay: float
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +68,4 @@ class Passed:
     ended: Ended = Ended.RETRIED
 
 
-Ending = Returned | Raised | Lost | Interrupted | Terminated | Passed
+Ending = Returned | Raised | Snoozed | Lost | Interrupted | Terminated | Passed

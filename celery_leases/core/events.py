@@ -106,7 +106,10 @@ class OutcomeRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSettled(Event):
-    """An attempt was closed; ``state`` is where the key stands now, ``runtime`` how long the body took."""
+    """An attempt was closed; ``state`` is where the key stands now, ``runtime`` how long the body took.
+
+    ``retry_after``: how long the key waits now; ``failure`` says by which rule.
+    """
 
     state: str
     ended: str
@@ -114,6 +117,25 @@ class AttemptSettled(Event):
     runtime: float
     failure: Failure | None = None
     reason: str | None = None
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateClosed(Event):
+    """A failure closed the gate of a cooldown group, or kept it closed, for another ``closed_for`` seconds."""
+
+    group: str
+    closed_for: float
+    trips: int
+    reason: str
+    rule: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateOpened(Event):
+    """A probe found the dependency back: the gate of its cooldown group is open."""
+
+    group: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,13 +42,22 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A failure of the group: ``told`` is the wait the answer asked for, jitter included; else ``policy`` grows."""
+    """A failure of the group. ``policy`` grows with each trip; ``told`` is the wait the answer asked for, jitter
+    included, which counts ``instead``, or where it is the longer one.
+    """
 
     policy: CooldownPolicy
     reason: str
     rule: str | None = None
     message: str = ""
     told: float | None = None
+    instead: bool = True
+
+    def wait(self, trips: int) -> float:
+        """Seconds to close for, the *trips*-th time in a row."""
+        if self.told is not None and self.instead:
+            return self.told
+        return max(self.told or 0.0, self.policy.longest(trips))
 
 
 def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
@@ -61,7 +70,7 @@ def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
         trips, standing = 1, 0.0
     else:
         trips, standing = gate.trips + (gate.half_open and gate.probe == token), gate.closed_for
-    wait = closing.told if closing.told is not None else closing.policy.longest(trips)
+    wait = closing.wait(trips)
     if gate is not None and standing >= wait:
         return gate
     shut = Gate(group, trips, wait, closing.reason, closing.rule, closing.message)
@@ -71,5 +80,5 @@ def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
 
 
 def remembered_for(gate: Gate, policy: CooldownPolicy) -> float:
-    """How long a store keeps a closed gate in mind: its time, and the quiet time after which its trips are forgotten."""
+    """How long a store keeps a closed gate in mind: its time, and the quiet time that makes its trips forgotten."""
     return gate.closed_for + policy.quiet

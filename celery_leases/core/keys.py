@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,22 @@ def call_key(
         return CallKey(call_id, stored_key(task, call_id, "task"))
     bound = _bound(task, signature, args, kwargs)
     arguments = _by_name(signature, bound)
-    key = _make_key(task, options, arguments, bound)
+    key = _filled(task, "key", options.key, arguments, bound)
     fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, signature, arguments, bound)
     return CallKey(key, stored_key(task, key, options.scope), fingerprint, digests)
+
+
+def call_group(
+    task: str, options: LeaseOptions, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """The cooldown group of one call of *task*; ``None`` without ``lease_cooldown_group``.
+
+    Raises :class:`KeyUnusable` as :func:`call_key` does.
+    """
+    if options.cooldown_group is None:
+        return None
+    bound = _bound(task, signature, args, kwargs)
+    return _filled(task, "cooldown_group", options.cooldown_group, _by_name(signature, bound), bound)
 
 
 def bind(task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,27 +133,34 @@ def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dic
     return arguments
 
 
-def _make_key(task: str, options: LeaseOptions, arguments: Mapping[str, Any], bound: inspect.BoundArguments) -> str:
-    if isinstance(options.key, str):
+def _filled(
+    task: str,
+    option: str,
+    maker: str | Callable[..., str],
+    arguments: Mapping[str, Any],
+    bound: inspect.BoundArguments,
+) -> str:
+    """The text that a template or a callable makes of the arguments; refused where no store could hold it."""
+    name = f"task {task}: lease_{option}"
+    if isinstance(maker, str):
         try:
-            key = _CanonicalFormatter().vformat(options.key, (), arguments)
+            text = _CanonicalFormatter().vformat(maker, (), arguments)
         except (LookupError, AttributeError, ValueError, TypeError) as error:
-            raise KeyUnusable(f"task {task}: lease_key={options.key!r} cannot be filled: {error!r}") from None
+            raise KeyUnusable(f"{name}={maker!r} cannot be filled: {error!r}") from None
     else:
-        assert options.key is not None
         try:
-            key = options.key(*bound.args, **bound.kwargs)
+            text = maker(*bound.args, **bound.kwargs)
         except Exception as error:
-            raise KeyUnusable(f"task {task}: lease_key raised {type(error).__name__}: {error}") from error
-        if not isinstance(key, str):
-            raise KeyUnusable(f"task {task}: lease_key returned {type(key).__name__}; return a str")
-    if not key.strip():
-        raise KeyUnusable(f"task {task}: lease_key came out empty; every call would share it")
-    if "\x00" in key:
-        raise KeyUnusable(f"task {task}: the key has a NUL character, which SQL text cannot hold")
-    if any("\ud800" <= character <= "\udfff" for character in key):
-        raise KeyUnusable(f"task {task}: the key {key!r} has half a surrogate pair, which no store can hold")
-    return key
+            raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise KeyUnusable(f"{name} returned {type(text).__name__}; return a str")
+    if not text.strip():
+        raise KeyUnusable(f"{name} came out empty; every call would share it")
+    if "\x00" in text:
+        raise KeyUnusable(f"{name} came out with a NUL character, which SQL text cannot hold")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise KeyUnusable(f"{name} came out as {text!r}, with half a surrogate pair, which no store can hold")
+    return text
 
 
 def _fingerprint(

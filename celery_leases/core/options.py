@@ -6,11 +6,13 @@ import difflib
 import string
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields
-from datetime import timedelta
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, NoReturn, cast
 
+from celery_leases.core.durations import seconds
 from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.rules import Rules
 
 DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0
@@ -19,6 +21,8 @@ ADVISED_TTL: Final = 10.0
 OnLost = Literal["interrupt", "flag"]
 OnHeld = Literal["put_back", "wait", "ignore", "fail"]
 OnDone = Literal["replay", "ignore", "fail", "rerun"]
+OnCooldown = Literal["fail", "put_back", "ignore"] | None
+AfterCooldown = Literal["resume", "stop"]
 Scope = Literal["task", "global"]
 KeyMaker = str | Callable[..., str] | None
 FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
@@ -27,9 +31,13 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_lost": ("interrupt", "flag"),
     "on_held": ("put_back", "wait", "ignore", "fail"),
     "on_done": ("replay", "ignore", "fail", "rerun"),
+    "on_cooldown": ("fail", "put_back", "ignore"),
+    "after_cooldown": ("resume", "stop"),
     "scope": ("task", "global"),
 }
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
+_FLAGS: Final = ("renew", "allow_loss", "idempotent")
+_COUNTS: Final[Mapping[str, int]] = {"max_crashes": 1, "result_max": 1, "max_retries": 0, "max_failures": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,15 @@ class LeaseOptions:
     on_held: OnHeld = "put_back"
     wait: float = 30.0
     on_done: OnDone = "replay"
+    #: ``None``: ``"fail"``, and ``"put_back"`` for a delivery that carries chain, chord, group or link.
+    on_cooldown: OnCooldown = None
+    after_cooldown: AfterCooldown = "resume"
+    cooldown: CooldownPolicy = field(default_factory=CooldownPolicy)
+    cooldown_group: KeyMaker = None
+    rules: Rules = field(default_factory=Rules.default)
+    idempotent: bool = False
+    max_retries: int = 5
+    max_failures: int = 10
     max_crashes: int = 3
     retention: float = 7 * DAY
     result_max: int = 256 * 1024
@@ -107,28 +124,22 @@ def _checked(option: str, name: str, value: Any) -> Any:
         return value
     if name in _SECONDS:
         return _seconds(option, name, value)
-    if name in ("renew", "allow_loss"):
+    if name in _FLAGS:
         if not isinstance(value, bool):
             raise _wrong(option, value, "True or False")
         return value
-    if name in ("max_crashes", "result_max"):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _wrong(option, value, "a whole number of at least 1")
+    if name in _COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]:
+            raise _wrong(option, value, f"a whole number of at least {_COUNTS[name]}")
         return value
-    if name == "fingerprint":
-        return _fingerprint(option, value)
-    if value is not None and not (isinstance(value, str) and value) and not callable(value):
-        raise _wrong(option, value, 'a template such as "invoice:{customer_id}", or a callable of the arguments')
-    return value
+    return _OWN_WAYS[name](option, value)
 
 
 def _seconds(option: str, name: str, value: Any) -> float:
-    span = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(span, bool) or not isinstance(span, int | float) or not 0 < span < 10 * 365 * DAY:
-        raise _wrong(option, value, "a number of seconds above 0, or a timedelta")
+    span = seconds(value, option)
     if name == "ttl" and span < MINIMUM_TTL:
         raise _wrong(option, value, f"at least {MINIMUM_TTL:.0f} (seconds); {ADVISED_TTL:.0f} or more is advised")
-    return float(span)
+    return span
 
 
 def _fingerprint(option: str, value: Any) -> FingerprintMaker:
@@ -137,6 +148,32 @@ def _fingerprint(option: str, value: Any) -> FingerprintMaker:
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         return tuple(value)
     raise _wrong(option, value, "a list of argument names, a callable of the arguments, or False")
+
+
+def _maker(option: str, value: Any) -> KeyMaker:
+    if value is None or (isinstance(value, str) and value) or callable(value):
+        return cast(KeyMaker, value)
+    example = "openai:{model}" if option.endswith("group") else "invoice:{customer_id}"
+    raise _wrong(option, value, f'a template such as "{example}", or a callable of the arguments')
+
+
+def _rules(option: str, value: Any) -> Rules:
+    if isinstance(value, Rules):
+        return value
+    raise _wrong(option, value, "Rules.default().on(...), or Rules() for rules of your own alone")
+
+
+def _policy(option: str, value: Any) -> CooldownPolicy:
+    return CooldownPolicy.of(value, option)
+
+
+_OWN_WAYS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "key": _maker,
+    "fingerprint": _fingerprint,
+    "cooldown": _policy,
+    "cooldown_group": _maker,
+    "rules": _rules,
+}
 
 
 def _check_together(
@@ -158,28 +195,29 @@ def _check_together(
         refuse("fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out')
     if options.max_hold < options.ttl and "max_hold" in given:
         refuse("max_hold", f"is below lease_ttl={options.ttl:g}; raise lease_max_hold or shorten lease_ttl")
-    if isinstance(options.key, str):
-        _check_template(task, options.key, parameters)
+    _check_templates(task, options, parameters)
     if isinstance(options.fingerprint, tuple) and parameters is not None and "fingerprint" in given:
         for name in sorted(set(options.fingerprint) - set(parameters)):
             refuse("fingerprint", f"names {name!r}, which is not a parameter of the task; name its parameters")
 
 
-def _check_template(task: str, template: str, parameters: Sequence[str] | None) -> None:
+def _check_templates(task: str, options: LeaseOptions, parameters: Sequence[str] | None) -> None:
+    for name in ("key", "cooldown_group"):
+        if isinstance(template := getattr(options, name), str):
+            _check_template(_named(task, name), template, parameters)
+
+
+def _check_template(option: str, template: str, parameters: Sequence[str] | None) -> None:
     try:
         fields_found = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise _wrong(_named(task, "key"), template, f"a template with balanced braces ({error})") from None
+        raise _wrong(option, template, f"a template with balanced braces ({error})") from None
     for _, name, _, conversion in fields_found:
         if conversion not in (None, "r", "s", "a"):
-            raise _wrong(
-                _named(task, "key"), template, f"no conversion, or one of !r, !s, !a; {conversion!r} is none of them"
-            )
+            raise _wrong(option, template, f"no conversion, or one of !r, !s, !a; {conversion!r} is none of them")
         root = (name or "").split(".")[0].split("[")[0]
         if not root or root.isdigit():
-            raise _wrong(_named(task, "key"), template, "the names of parameters in the braces, not positions")
+            raise _wrong(option, template, "the names of parameters in the braces, not positions")
         if parameters is not None and root not in parameters:
             known = ", ".join(parameters) or "none"
-            raise _wrong(
-                _named(task, "key"), template, f"names of the task's parameters ({known}); {root!r} is none of them"
-            )
+            raise _wrong(option, template, f"names of the task's parameters ({known}); {root!r} is none of them")

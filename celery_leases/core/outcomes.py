@@ -6,21 +6,73 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
 
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Terminated
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
 from celery_leases.core.errors import PermanentFailure
+from celery_leases.core.failures import AfterFailure, CoolDown, Fail, RetryAfter
 from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.rulings import Reason
 from celery_leases.core.verdicts import Call
 
-CRASH_LOOP = "crash_loop"
+CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
 WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
 REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
 
 
-def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
-    """How the attempt that ran on *record* is closed; see the table above."""
-    closed = Outcome(
+def after_run(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None = None) -> Outcome:
+    """How the attempt that ran on *record* is closed; *verdict* is that of ``after_failure`` where the body raised."""
+    closed = _kept(call, record)
+    # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
+    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
+    crashes = record.crashes if other else 0
+    unspent = replace(closed, attempt=record.attempt - 1)
+    match ending:
+        case Returned(_, result, missing):
+            done = replace(
+                _cleared(closed), state=State.DONE, crashes=crashes, finished=_finished(call, record, result)
+            )
+            return replace(done, result=result, reason=missing)
+        case Raised():
+            assert verdict is not None
+            return _failed(call, record, replace(closed, ended=Ended.FAILED, crashes=crashes), verdict)
+        case Snoozed(_, delay, reason):
+            resumes = call.comes_back
+            return replace(unspent, ended=Ended.SNOOZED, reason=reason, retry_after=delay or None, resumes=resumes)
+        case Lost(reason):
+            return replace(unspent, ended=Ended.LOST, reason=reason)
+        case Interrupted():
+            return replace(unspent, ended=Ended.INTERRUPTED)
+        case Terminated(_, reason):
+            died = (0 if other else record.crashes) + 1
+            return _crashed(call, replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=died))
+        case Passed(_, again, delay, ended):
+            passed = replace(closed, ended=ended, crashes=crashes)
+            if again:
+                retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
+                return replace(passed, retry_after=delay, retries=retries)
+            finished = _finished(call, record, NO_RESULT)
+            return replace(_cleared(passed), state=State.DONE, reason=ended.value, finished=finished)
+        case _ as never:
+            assert_never(never)
+
+
+def gave_up(call: Call, record: Record) -> Outcome:
+    """How a claimed attempt is closed that must not run any more."""
+    unrun = replace(_kept(call, record), ended=Ended.CRASHED, attempt=record.attempt - 1)
+    return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
+
+
+def stood_back(call: Call, record: Record, delay: float) -> Outcome:
+    """How a claimed attempt is given back unrun; how the one before it ended is kept."""
+    before = record.previous or Attempt(Ended.WAITING)
+    unrun = replace(_kept(call, record), ended=before.ended, attempt=record.attempt - 1)
+    return replace(unrun, retry_after=delay or None, failure=before.error, resumes=True)
+
+
+def _kept(call: Call, record: Record) -> Outcome:
+    """An outcome that leaves all counts as they are."""
+    return Outcome(
         State.PENDING,
         Ended.RETURNED,
         record.attempt,
@@ -28,73 +80,40 @@ def after_run(call: Call, record: Record, ending: Ending) -> Outcome:
         record.crashes,
         call.options.retention,
         record.retries,
+        quick_retries=record.quick_retries,
+        cooldowns=record.cooldowns,
     )
-    # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
-    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
-    crashes = record.crashes if other else 0
-    unspent = replace(closed, attempt=record.attempt - 1)
-    match ending:
-        case Returned(_, result, missing):
-            finished = _finished(call, record, result)
-            done = replace(closed, state=State.DONE, failures=0, crashes=crashes)
-            return replace(done, result=result, reason=missing, finished=finished)
-        case Raised(_, failure):
-            failures = record.failures + 1
-            return replace(closed, ended=Ended.FAILED, failure=failure, failures=failures, crashes=crashes)
-        case Lost(reason):
-            return replace(unspent, ended=Ended.LOST, reason=reason)
-        case Interrupted():
-            return replace(unspent, ended=Ended.INTERRUPTED)
-        case Terminated(_, reason):
-            return _crashed(
-                call,
-                replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=(0 if other else record.crashes) + 1),
-            )
-        case Passed(_, again, delay, ended):
-            passed = replace(closed, ended=ended, crashes=crashes)
-            if again:
-                retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
-                return replace(passed, retry_after=delay, retries=retries)
-            finished = _finished(call, record, NO_RESULT)
-            return replace(passed, state=State.DONE, reason=ended.value, failures=0, finished=finished)
+
+
+def _cleared(outcome: Outcome) -> Outcome:
+    return replace(outcome, failures=0, quick_retries=0, cooldowns=0)
+
+
+def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) -> Outcome:
+    counts = verdict.counts
+    failed = replace(
+        closed,
+        failures=counts.failures,
+        quick_retries=counts.quick_retries,
+        cooldowns=counts.cooldowns,
+        failed=True,
+        failure=verdict.failure,
+        reason=verdict.failure.reason,
+    )
+    match verdict:
+        case Fail():
+            return replace(failed, state=State.FAILED, finished=_finished(call, record, NO_RESULT))
+        case RetryAfter(delay):
+            return replace(failed, retry_after=delay, resumes=call.comes_back)
+        case CoolDown(delay, resume=resume):
+            return replace(failed, state=State.COOLING, retry_after=delay, resumes=resume)
         case _ as never:
             assert_never(never)
 
 
-def gave_up(call: Call, record: Record) -> Outcome:
-    """How a claimed attempt is closed that must not run any more."""
-    unrun = Outcome(
-        State.PENDING,
-        Ended.CRASHED,
-        record.attempt - 1,
-        record.failures,
-        record.crashes,
-        call.options.retention,
-        record.retries,
-    )
-    return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
-
-
-def stood_back(call: Call, record: Record, delay: float) -> Outcome:
-    """How a claimed attempt is given back unrun; how the one before it ended is kept."""
-    before = record.previous or Attempt(Ended.WAITING)
-    attempt, keep = record.attempt - 1, call.options.retention
-    return Outcome(
-        State.PENDING,
-        before.ended,
-        attempt,
-        record.failures,
-        record.crashes,
-        keep,
-        record.retries,
-        retry_after=delay or None,
-        failure=before.error,
-    )
-
-
 def crash_loop(record: Record) -> PermanentFailure:
     """What a caller is told of a key that keeps killing its process."""
-    message = f"{record.key}: its process died {record.crashes} times in a row; not tried again until `leases forget`"
+    message = f"{record.key}: its process died {record.crashes} times in a row; not tried again until `leases retry`"
     return PermanentFailure(message, CRASH_LOOP)
 
 
@@ -102,7 +121,7 @@ def _crashed(call: Call, outcome: Outcome) -> Outcome:
     if outcome.crashes < call.options.max_crashes:
         return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
     message = f"{call.key.key}: its process died {outcome.crashes} times in a row"
-    failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP)
+    failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP, CRASH_LOOP, operator=True)
     return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
 
 

@@ -25,7 +25,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """The lease is ours; the record must still be claimed. ``probe``: and so is the probe's slot of the group's gate."""
+    """The lease is ours; the record must still be claimed. ``probe``: so is the probe's slot of the group's gate."""
 
     probe: bool = False
 
@@ -213,7 +213,8 @@ class RecordStore(Protocol):
         """Take the row away from whoever has it: a new fence, ``pending``, nothing to wait for.
 
         *keep* keeps its counts and history, *forgive* sets failures, crashes, quick retries and cooldowns to 0;
-        without *keep* it becomes an empty row of the next generation. Either way it counts as absent after *retention* seconds. Returns the row as it is afterwards, ``None`` if there is none.
+        without *keep* it becomes an empty row of the next generation. Either way it counts as absent after
+        *retention* seconds. Returns the row as it is afterwards, ``None`` if there is none.
         """
         ...
 

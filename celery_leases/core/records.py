@@ -176,7 +176,8 @@ class Outcome:
     """What closes an attempt. Written only while the row is running under the attempt's fence and token.
 
     ``attempt``, ``failures``, ``crashes``, ``quick_retries`` and ``cooldowns`` are the counts the row has afterwards;
-    ``failed`` notes the moment as that of the last failure. ``retry_after`` and ``retention`` are seconds from the moment of writing: until the row may run again, and until it counts as absent.
+    ``failed`` notes the moment as that of the last failure. ``retry_after`` and ``retention`` are seconds from the
+    moment of writing: until the row may run again, and until it counts as absent.
     """
 
     state: State

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from celery_leases.core.errors import LeasesError
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What those who watch Celery's events are told of a call that does not run now: ``what``, and for how long."""
+
+    what: str
+    retry_after: float
+    reason: str
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -22,6 +33,7 @@ class Throw:
 
     error: BaseException
     own: bool = False
+    news: News | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +41,8 @@ class Again:
     """A fresh message must be published before this delivery ends.
 
     ``started``: the call has begun, so that it may no longer expire. ``prior``: the token of an attempt whose row may
-    still stand open, through no crash of it. ``away``: a store did not answer.
+    still stand open, through no crash of it. ``away``: a store did not answer. ``refusal``: what is raised
+    instead where nothing can come back.
     """
 
     delay: float
@@ -37,6 +50,8 @@ class Again:
     started: bool = False
     prior: str | None = None
     away: bool = False
+    refusal: LeasesError | None = None
+    news: News | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
 from celery_leases.core.records import Failure
+from celery_leases.core.redaction import redact
 
 TOO_LARGE = "result_too_large"
 NOT_JSON = "result_not_json"
@@ -35,7 +36,10 @@ def decode(text: str | None) -> Any:
 
 
 def failure_of(error: BaseException, rule: str | None = None) -> Failure:
-    """What is remembered of an exception: dotted class name and message, cut at 2000 characters. Never raises."""
+    """What is remembered of an exception: dotted class name and message, without secrets, cut at 2000 characters.
+
+    Never raises.
+    """
     kind = type(error)
     try:
         message = str(error)
@@ -43,4 +47,5 @@ def failure_of(error: BaseException, rule: str | None = None) -> Failure:
         message = "".join(traceback.format_exception_only(kind, None)).strip()
     message = message.replace("\x00", "").encode("utf-8", "replace").decode()
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    message = redact(message)
     return Failure(name, message if len(message) <= MESSAGE_MAX else message[: MESSAGE_MAX - 1] + "…", rule)

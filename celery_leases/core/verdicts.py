@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from celery_leases.core.errors import LeasesError, PermanentFailure
+from celery_leases.core.events import Subject
+from celery_leases.core.gates import Gate
 from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.ports import Holder
@@ -39,6 +41,15 @@ class Call:
     longest_hop: float = LONGEST_HOP
     #: The hard time limit of this call in seconds, if it has one.
     time_limit: float | None = None
+    #: The cooldown group it belongs to.
+    group: str | None = None
+    #: It can be put back; an eager call cannot.
+    comes_back: bool = True
+
+    @property
+    def subject(self) -> Subject:
+        """Whom an event of this call is about."""
+        return {"task": self.task, "key": self.key.key, "call_id": self.call_id}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,10 @@ class PutBack:
     reason: str
     #: The call is known to have begun.
     started: bool = False
+    #: What is raised where a call cannot be put back.
+    refusal: LeasesError | None = None
+    #: What those who watch are told the call is; empty where another copy of it speaks for it.
+    what: str = "put-back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +132,7 @@ class Facts:
     waited: float = 0.0
     #: A random number in [0, 1) for jitter.
     chance: float = 0.0
+    #: The gate of the call's cooldown group, if it lets no body start now.
+    gate: Gate | None = None
+    #: The wall clock, in seconds since the epoch: only ever shown to people.
+    today: float = 0.0

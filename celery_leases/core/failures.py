@@ -1,0 +1,149 @@
+"""After a failure: cool down, retry soon, or fail for good. Pure functions of what the rules say and of the counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, assert_never
+
+from celery_leases.core.endings import Raised
+from celery_leases.core.gates import Closing
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.records import Failure, Record
+from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown
+from celery_leases.core.verdicts import Call
+
+SPREAD: Final = 0.1
+LONGEST_SPREAD: Final = 5.0
+"""A wait that the other side asked for is only ever made longer, by up to a tenth of it and 5 s: in simulation, 600
+keys that came back exactly when they were told, behind a limit that counts rejected calls, never drained."""
+
+_UNSURE: Final = cooldown("60s", ambiguous=True)
+_USED_UP: Final = cooldown()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a row counts: failures and cooldowns in a row, and quick retries since the last cooldown."""
+
+    failures: int = 0
+    quick_retries: int = 0
+    cooldowns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CoolDown:
+    """Let nobody run the key for ``delay`` seconds; ``closing``: close the gate of its group too, which may say longer.
+
+    ``resume``: the call comes back by itself; else its caller is told now.
+    """
+
+    delay: float
+    failure: Failure
+    counts: Counts
+    resume: bool
+    closing: Closing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """Put the call back for ``delay`` seconds."""
+
+    delay: float
+    failure: Failure
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The key has failed for good."""
+
+    failure: Failure
+    counts: Counts
+
+
+AfterFailure = CoolDown | RetryAfter | Fail
+
+
+def after_failure(call: Call, record: Record, raised: Raised, chance: float) -> AfterFailure:
+    """Decide what a failed attempt means for its key; *chance* is a random number in [0, 1) for jitter."""
+    judgement, counts = raised.judgement, _counted(call, record)
+    ruling, reason = _in_force(call, judgement, counts)
+    in_group = ruling.scope == "group" and call.group is not None
+    failure = replace(
+        raised.failure,
+        rule=judgement.rule,
+        reason=reason,
+        group=call.group if in_group else None,
+        ambiguous=ruling.ambiguous,
+        operator=ruling.operator,
+    )
+    match ruling.kind:
+        case "permanent":
+            return Fail(failure, replace(counts, failures=counts.failures + 1))
+        case "retry":
+            delay = _delay(ruling, ruling.policy or call.options.cooldown, judgement, counts.quick_retries + 1, chance)
+            return RetryAfter(delay, failure, replace(counts, quick_retries=counts.quick_retries + 1))
+        case "cooldown":
+            return _cool_down(call, ruling, judgement, failure, counts, chance)
+        case _ as never:
+            assert_never(never)
+
+
+def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
+    """Whether a probe that failed so leaves its gate half-open: neither the group's failure nor clearly another's."""
+    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous
+
+
+def _counted(call: Call, record: Record) -> Counts:
+    """The counts of the row, as if there were none after a quiet time."""
+    if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > call.options.cooldown.quiet:
+        return Counts()
+    return Counts(record.failures, record.quick_retries, record.cooldowns)
+
+
+def _in_force(call: Call, judgement: Judgement, counts: Counts) -> tuple[Ruling, Reason]:
+    """The ruling that counts for this task, now: ambiguous retries and used up ones are others."""
+    ruling, reason = judgement.ruling, judgement.reason
+    if ruling.kind == "retry" and ruling.ambiguous and not call.options.idempotent:
+        ruling = ruling.otherwise or _UNSURE
+    tries = ruling.max if ruling.max is not None else call.options.max_retries
+    if ruling.kind == "retry" and counts.quick_retries >= tries:
+        unsure = ruling.ambiguous
+        reason = reason if ruling.then else Reason.RETRIES_USED_UP
+        ruling = ruling.then or _USED_UP
+        ruling = replace(ruling, ambiguous=ruling.ambiguous or unsure)
+    # A limit or a quota is not this input's fault, however often it is met.
+    last_straw = ruling.scope == "key" and counts.failures + 1 >= call.options.max_failures
+    if ruling.kind == "cooldown" and last_straw:
+        return Ruling("permanent", ambiguous=ruling.ambiguous, operator=ruling.operator), Reason.TOO_MANY_FAILURES
+    return ruling, reason
+
+
+def _cool_down(
+    call: Call, ruling: Ruling, judgement: Judgement, failure: Failure, counts: Counts, chance: float
+) -> CoolDown:
+    policy = ruling.policy or call.options.cooldown
+    resume = call.options.after_cooldown == "resume" and call.comes_back
+    if failure.group is not None:
+        told = _told(ruling, judgement, chance)
+        closing = Closing(policy, failure.reason or "", failure.rule, failure.message, told, ruling.told == "instead")
+        return CoolDown(closing.wait(1), failure, replace(counts, quick_retries=0), resume, closing)
+    delay = _delay(ruling, policy, judgement, counts.cooldowns + 1, chance)
+    own = counts.failures + (ruling.scope == "key")
+    return CoolDown(delay, failure, Counts(own, 0, counts.cooldowns + 1), resume)
+
+
+def _delay(ruling: Ruling, policy: CooldownPolicy, judgement: Judgement, number: int, chance: float) -> float:
+    told = _told(ruling, judgement, chance)
+    if told is not None and ruling.told == "instead":
+        return told
+    return max(policy.delay(number, chance), ruling.at_least, told or 0.0)
+
+
+def _told(ruling: Ruling, judgement: Judgement, chance: float) -> float | None:
+    """What the answer or the body asked for; made a little longer, unless the body itself said it."""
+    if judgement.delay is None or ruling.told == "ignore":
+        return None
+    if judgement.reason is Reason.ASKED:
+        return judgement.delay
+    return judgement.delay + min(LONGEST_SPREAD, SPREAD * judgement.delay) * chance

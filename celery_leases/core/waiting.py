@@ -1,0 +1,81 @@
+"""How long a delivery stays away, and what another call is told that comes too early. Pure functions of facts."""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+from celery_leases.core.durations import in_words
+from celery_leases.core.errors import CoolingDown
+from celery_leases.core.records import Record, State
+from celery_leases.core.verdicts import Call, Drop, Facts, PutBack, Refuse, Run, Verdict
+
+RETRY_GRACE: Final = 1.0
+SHORTEST_DELAY: Final = 0.05
+
+
+def may_run_in(call: Call, record: Record) -> float:
+    """Seconds until this call may run the key; the call that waits is granted the travel time of its message."""
+    grace = RETRY_GRACE if record.call_id == call.call_id else 0.0
+    return max(0.0, record.waits - grace)
+
+
+def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
+    """The verdict on a key that nobody runs, and nobody may run yet: its own time or its group's is not come."""
+    ours = call.started or (record is not None and record.call_id == call.call_id)
+    waits = max(record.waits if record is not None else 0.0, facts.gate.shut_for if facts.gate is not None else 0.0)
+    refusal = _cooling_down(call, record, facts, waits)
+    started = record is not None and record.call_id == call.call_id
+    probed = facts.gate is not None and facts.gate.half_open and waits <= facts.gate.probe_for
+    # Who waits for a probe comes back sooner than its slot lasts: it may end at any moment.
+    delay = min(waits, 2.0 ** min(call.tries, 20)) if probed else waits
+    pending = facts.gate is None and record is not None and record.state is State.PENDING
+    what = "backoff" if pending else "cooldown"
+    put_back = PutBack(hop(call, delay + spread(facts)), str(refusal), started, refusal, what)
+    if ours or pending:
+        return put_back
+    match call.options.on_cooldown or ("put_back" if call.canvas else "fail"):
+        case "put_back":
+            return put_back
+        case "fail":
+            return Refuse(refusal)
+        case "ignore":
+            return put_back if call.canvas else Drop(str(refusal))
+        case _ as never:
+            assert_never(never)
+
+
+def _cooling_down(call: Call, record: Record | None, facts: Facts, waits: float) -> CoolingDown:
+    gate, failure = facts.gate, record.failure if record is not None else None
+    by_gate = gate is not None and (record is None or gate.shut_for >= record.waits)
+    name = f"cooldown group {gate.group}" if by_gate and gate is not None else call.key.key
+    reason = gate.reason if by_gate and gate is not None else failure.reason if failure else None
+    rule = gate.rule if by_gate and gate is not None else failure.rule if failure else None
+    why = f" ({reason})" if reason else ""
+    message = f"Retry available in {in_words(waits)}: {name} is waiting for its time{why}"
+    return CoolingDown(message, call.key.key, facts.today + waits, waits, reason, rule)
+
+
+def store_came_up_empty(call: Call, record: Record | None, age: float, chance: float) -> PutBack | Run:
+    """Whether a key may be claimed under a lease store that lost its data *age* seconds ago.
+
+    Its live holders re-assert their leases with the next renewal; until their ttl is over nobody takes over from them.
+    """
+    if record is None or record.state is not State.RUNNING:
+        return Run()
+    wait = record.lease_ttl - age
+    return PutBack(hop(call, wait + 0.4 * chance), "the lease store came up empty") if wait > 0 else Run()
+
+
+def hop(call: Call, delay: float) -> float:
+    """The part of a wait that the broker can be trusted with."""
+    return max(SHORTEST_DELAY, min(delay, call.longest_hop))
+
+
+def jitter(facts: Facts) -> float:
+    """Keeps those who wait for one key apart."""
+    return 0.1 + 0.4 * facts.chance
+
+
+def spread(facts: Facts) -> float:
+    """Keeps those apart who wait for a time: the calls of one key for a record's, those of all keys for a gate's."""
+    return jitter(facts) if facts.gate is None else 0.1 + 1.9 * facts.chance
