@@ -23,7 +23,7 @@ from sqlalchemy import (
     text,
 )
 
-from celery_leases.core.decisions import RETRY_GRACE
+from celery_leases.core.waiting import RETRY_GRACE
 
 DATABASE: Final = "database"
 """The name of the lease store that is the records' own database."""
@@ -32,9 +32,9 @@ _POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 10000
 
 _CLAIM: Final = """
 INSERT INTO {records} AS r (
-    stored_key, task, key, state, fence, owner, call_id, retries, holder, attempt, generation, failures, crashes,
+    stored_key, task, key, state, fence, owner, call_id, retries, holder, attempt,
     fingerprint, digests, lease_store, lease_ttl, lease_until, finished_calls, created_at, started_at)
-SELECT :stored_key, :task, :key, 'running', now, :owner, :call_id, :retries, :holder, 1, 0, 0, 0,
+SELECT :stored_key, :task, :key, 'running', now, :owner, :call_id, :retries, :holder, 1,
     CAST(:fingerprint AS TEXT), CAST(:digests AS TEXT), :lease_store, :lease_ttl,
     CASE WHEN :in_records THEN now + :lease_ttl END, '', now, now
 FROM (SELECT {now} AS now) AS clock
@@ -46,7 +46,6 @@ ON CONFLICT (stored_key) DO UPDATE SET
     fence = CASE WHEN r.fence >= excluded.fence THEN r.fence + 1 ELSE excluded.fence END,
     attempt = CASE WHEN {anew} THEN 1 ELSE r.attempt + 1 END,
     generation = CASE WHEN {anew} THEN r.generation + 1 ELSE r.generation END,
-    failures = CASE WHEN {anew} THEN 0 ELSE r.failures END,
     crashes = CASE WHEN {expired} THEN 0
         WHEN {crashed} AND :rerun AND r.crashed_call <> r.call_id THEN 1
         WHEN {crashed} THEN r.crashes + 1 ELSE r.crashes END,
@@ -54,18 +53,16 @@ ON CONFLICT (stored_key) DO UPDATE SET
     crashed_at = CASE WHEN {crashed} THEN excluded.fence END,
     previous_ended = CASE WHEN {crashed} THEN 'crashed' WHEN r.state = 'running' THEN 'lost'
         WHEN {anew} THEN NULL ELSE r.ended END,
-    previous_host = r.holder, previous_error_type = r.error_type, previous_error_message = r.error_message,
-    previous_error_rule = r.error_rule,
+    previous_host = r.holder, previous_error = r.error, error = NULL,
     fingerprint = CASE WHEN {keeps} THEN r.fingerprint ELSE excluded.fingerprint END,
     digests = CASE WHEN {keeps} THEN r.digests ELSE excluded.digests END,
     finished_calls = CASE WHEN {expired} THEN '' ELSE r.finished_calls END,
-    retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL,
-    error_type = NULL
+    retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL
 WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
     :rerun AND r.state IN ('done', 'failed') AND NOT {same}
     OR ({same} OR :rerun OR excluded.fingerprint IS NULL OR r.fingerprint IS NULL
-        OR r.fingerprint = excluded.fingerprint OR r.ended = 'failed')
-    AND NOT ({same} AND (:repeat AND r.state = 'pending' AND r.ended = 'failed'
+        OR r.fingerprint = excluded.fingerprint OR {over})
+    AND NOT ({same} AND (:repeat AND r.state IN ('pending', 'cooling') AND {over}
         OR r.retries > excluded.retries AND (r.state = 'running' OR r.ended = 'retried')))
     AND (r.state IN ('pending', 'cooling')
         AND (r.retry_at IS NULL OR r.retry_at <= excluded.fence + CASE WHEN {same} THEN {grace} ELSE 0 END)
@@ -80,6 +77,8 @@ _PARTS: Final = {
     "anew": "(r.expires_at <= excluded.fence OR :rerun AND r.call_id <> :call_id)",
     # Its owner never closed it, and did not leave it open with our knowledge.
     "crashed": "(r.state = 'running' AND {find}(:prior, r.owner) = 0)",
+    # The call that ended last has failed, and does not come back by itself.
+    "over": "r.ended = 'failed' AND r.resumes = 0",
     # A call keeps the content it came with, whatever arguments a retry of it brings.
     "keeps": "r.call_id = :call_id AND r.fingerprint IS NOT NULL",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -15,7 +16,15 @@ from celery_leases.stores.claims import DATABASE
 LISTED = "!"
 """Stands around each id in ``finished_calls``, and never inside one as it is written there."""
 
+SETTLED = (
+    *("state", "ended", "retries", "attempt", "failures", "quick_retries", "cooldowns", "counted", "crashes"),
+    *("resumes", "result", "reason", "error", "finished_calls", "finished_results"),
+)
+"""The columns that :func:`of_outcome` has a value for as it is written; two outcomes differ in one of them."""
+
 MICROSECONDS = 1e6
+
+_FAILURE = frozenset(field.name for field in fields(Failure))
 
 
 def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
@@ -42,7 +51,6 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
 
 def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
     """The parameters of the settle statement."""
-    failure = outcome.failure
     finished = outcome.finished
     results = finished if finished is not None else record.finished_results
     wait = outcome.retry_after or 0.0
@@ -57,12 +65,16 @@ def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
         "new_crashes": outcome.crashes,
         "new_result": outcome.result,
         "new_reason": outcome.reason[:255] if outcome.reason else None,
-        "new_error_type": failure.type[:255] if failure else None,
-        "new_error_message": failure.message if failure else None,
-        "new_error_rule": failure.rule if failure else None,
+        "new_error": _written(outcome.failure),
+        "new_quick_retries": outcome.quick_retries,
+        "new_cooldowns": outcome.cooldowns,
+        "new_counted": record.generation,
+        "new_resumes": int(outcome.resumes),
         "new_finished_calls": "".join(map(_listed, finished if finished is not None else record.finished_calls)),
         "new_retries": outcome.retries,
         "new_finished_results": json.dumps(dict(results)) if results is not None else None,
+        "failed": outcome.failed,
+        "last_failed": record.failed_at,
         "wait": int(wait * MICROSECONDS) if wait else None,
         "keep": int((outcome.retention + wait) * MICROSECONDS),
     }
@@ -71,8 +83,9 @@ def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
 def to_record(row: RowMapping) -> Record:
     """A record from a row that has all columns of the table and ``now``."""
     ended = row["previous_ended"]
-    before = Attempt(Ended(ended), _failure(row, "previous_"), row["previous_host"]) if ended else None
+    before = Attempt(Ended(ended), _failure(row["previous_error"]), row["previous_host"]) if ended else None
     listed = row["finished_calls"]
+    counts = row["counted"] == row["generation"]
     return Record(
         stored_key=row["stored_key"],
         task=row["task"],
@@ -85,7 +98,7 @@ def to_record(row: RowMapping) -> Record:
         retries=row["retries"],
         attempt=row["attempt"],
         generation=row["generation"],
-        failures=row["failures"],
+        failures=row["failures"] if counts else 0,
         crashes=row["crashes"],
         lease_store=row["lease_store"],
         lease_ttl=row["lease_ttl"] / MICROSECONDS,
@@ -99,12 +112,16 @@ def to_record(row: RowMapping) -> Record:
         result=row["result"],
         reason=row["reason"],
         ended=Ended(row["ended"]) if row["ended"] else None,
-        failure=_failure(row, ""),
+        failure=_failure(row["error"]),
         previous=before,
         crashed_at=row["crashed_at"],
         crashed_call=row["crashed_call"],
         finished_at=row["finished_at"],
         expires_at=row["expires_at"],
+        quick_retries=row["quick_retries"] if counts else 0,
+        cooldowns=row["cooldowns"] if counts else 0,
+        failed_at=row["failed_at"] if counts else None,
+        resumes=bool(row["resumes"]),
         finished_calls=tuple(map(unquote, listed.strip(LISTED).split(LISTED * 2))) if listed else (),
         finished_results=_json(row["finished_results"]),
     )
@@ -114,9 +131,17 @@ def _listed(call_id: str) -> str:
     return f"{LISTED}{quote(call_id, safe='')}{LISTED}"
 
 
-def _failure(row: RowMapping, prefix: str) -> Failure | None:
-    kind = row[f"{prefix}error_type"]
-    return Failure(kind, row[f"{prefix}error_message"] or "", row[f"{prefix}error_rule"]) if kind else None
+def _written(failure: Failure | None) -> str | None:
+    if failure is None:
+        return None
+    return json.dumps({name: value for name, value in asdict(failure).items() if value}, separators=(",", ":"))
+
+
+def _failure(text: str | None) -> Failure | None:
+    if text is None:
+        return None
+    said = {name: value for name, value in json.loads(text).items() if name in _FAILURE}
+    return Failure(**{"type": "", "message": "", **said})
 
 
 def _json(text: str | None) -> Mapping[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import BigInteger, BindParameter, Engine, Update, bindparam, case, delete, null, select, update
+from sqlalchemy import BigInteger, BindParameter, Boolean, Engine, Update, bindparam, case, delete, null, select, update
 
 from celery_leases.core.errors import LeaseStoreMismatch
 from celery_leases.core.records import Bid, Ended, Outcome, Record, Refused, State, Won
@@ -71,11 +71,13 @@ class SqlRecordStore:
 
         When nothing matched, the row is read: an earlier try may have been carried out without its reply coming back.
         """
-        if self.database.count(self._settle, rows.of_outcome(record, outcome)):
+        values = rows.of_outcome(record, outcome)
+        if self.database.count(self._settle, values):
             return True
-        row = self.read(record.stored_key)
-        written = (record.fence, record.owner, outcome.state, outcome.ended, outcome.result)
-        return row is not None and (row.fence, row.owner, row.state, row.ended, row.result) == written
+        row = self.database.first(self._read, {"stored_key": record.stored_key})
+        written = {"fence": record.fence, "owner": record.owner}
+        written |= {name: values[f"new_{name}"] for name in rows.SETTLED}
+        return row is not None and all(row[name] == value for name, value in written.items())
 
     def search(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[Record]:
         """Rows, the latest started first."""
@@ -92,7 +94,9 @@ class SqlRecordStore:
         query = self._reading.where(self.tables.records.c.key == key).limit(20)
         return [rows.to_record(row) for row in self.database.all(query, {})]
 
-    def reset(self, stored_key: str, *, keep: bool, retention: float = 7 * 86_400) -> Record | None:
+    def reset(
+        self, stored_key: str, *, keep: bool, forgive: bool = False, retention: float = 7 * 86_400
+    ) -> Record | None:
         """Take the row away from whoever has it; see :class:`~celery_leases.core.ports.RecordStore`."""
         records = self.tables.records
         after = records.c.fence + 1
@@ -105,10 +109,12 @@ class SqlRecordStore:
             "lease_until": None,
             "expires_at": self.database.now + int(retention * 1e6),
         }
+        if forgive or not keep:
+            values |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None, "crashes": 0}
         if not keep:
-            empty = ("fingerprint", "digests", "result", "reason", "error_type", "error_message", "error_rule")
-            values |= dict.fromkeys((*empty, "finished_results", "finished_at"))
-            values |= {"attempt": 0, "failures": 0, "crashes": 0, "generation": records.c.generation + 1}
+            empty = ("fingerprint", "digests", "result", "reason", "error", "finished_results", "finished_at")
+            values |= dict.fromkeys(empty)
+            values |= {"attempt": 0, "generation": records.c.generation + 1}
             values |= {"finished_calls": "", "call_id": "", "holder": "", "ended": None, "previous_ended": None}
         self.database.count(update(records).where(records.c.stored_key == stored_key).values(values), {})
         return self.read(stored_key)
@@ -130,15 +136,13 @@ class SqlRecordStore:
         now = self.database.now
         wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
         keep: BindParameter[int] = bindparam("keep", type_=BigInteger)
-        ended = (
-            *("state", "ended", "retries", "attempt", "failures", "crashes", "result", "reason"),
-            *("error_type", "error_message", "error_rule", "finished_calls", "finished_results"),
-        )
-        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ended}
+        failed = bindparam("failed", type_=Boolean)
+        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in rows.SETTLED}
         values |= {
             "retry_at": case((wait.is_not(None), now + wait), else_=null()),
             "expires_at": now + keep,
             "finished_at": now,
+            "failed_at": case((failed, now), else_=bindparam("last_failed", type_=BigInteger)),
             "lease_until": None,
         }
         fenced = records.update().where(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.decisions import RETRY_GRACE
 from celery_leases.core.errors import LeaseStoreMismatch
 from celery_leases.core.ports import RecordStore
 from celery_leases.core.records import Ended, Failure, Record, State, Won
+from celery_leases.core.waiting import RETRY_GRACE
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import (
     STORE,

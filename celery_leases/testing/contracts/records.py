@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from celery_leases.testing.contracts.claims import ClaimContract
+from celery_leases.testing.contracts.failures import FailureContract
 from celery_leases.testing.contracts.repair import RepairContract
 from celery_leases.testing.contracts.settling import SettleContract
 
 
-class RecordStoreContract(ClaimContract, SettleContract, RepairContract):
+class RecordStoreContract(ClaimContract, SettleContract, FailureContract, RepairContract):
     """For every ``RecordStore``.
 
     Override the fixture ``records``; and ``pass_time``, a callable of seconds, where the store's clock can be turned,

@@ -67,6 +67,23 @@ class RepairContract(RecordCase):
         record = won(records, make_bid(key))
         assert (record.attempt, record.failures, record.generation) == (4, 2, 0)
 
+    @pytest.mark.parametrize("forgive", [True, False])
+    def test_a_forgiven_row_has_no_counts_but_its_history(self, records: RecordStore, key: str, forgive: bool) -> None:
+        """Failures, cooldowns and crashes; the error stays, and so does the call that may still be on its way."""
+        failure = Failure("builtins.ValueError", "bad", "rule", "busy", group="g")
+        given: dict[str, Any] = {"failures": 4, "quick_retries": 3, "cooldowns": 2, "crashes": 1, "failed": True}
+        given |= {"ended": Ended.FAILED, "failure": failure, "retry_after": 600.0, "resumes": True}
+        closed(records, won(records, make_bid(key)), State.COOLING, **given)
+        after = records.reset(key, keep=True, forgive=forgive)
+        assert after is not None
+        counts = (after.failures, after.quick_retries, after.cooldowns, after.crashes, after.failed_at is not None)
+        assert counts == ((0, 0, 0, 0, False) if forgive else (4, 3, 2, 1, True))
+        assert (after.state, after.retry_at, after.failure, after.resumes) == (State.PENDING, None, failure, True)
+        record = won(records, make_bid(key))
+        assert (record.attempt, record.generation, record.failures) == (2, 0, 0 if forgive else 4)
+        assert record.previous is not None
+        assert record.previous.error == failure
+
     def test_a_forgotten_row_is_empty_and_of_the_next_generation(self, records: RecordStore, key: str) -> None:
         """Neither its result nor its arguments bind the next call, and the same call may run again."""
         bid = make_bid(key, fingerprint="v1:a")
