@@ -2,8 +2,9 @@
 
 They run on everything from Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and ``DELEX``.
 A lease value is the owner token, a blank, and the holder as JSON; scripts compare token and blank, and never
-parse the JSON. A key of another type than string, put there by somebody else, counts as held: ``pcall`` turns the
-WRONGTYPE error into a table. All times are milliseconds.
+parse the JSON. A key that is cooling has the same value behind the word ``cooling:``, so that nothing which looks for
+the owner's token matches it. A key of another type than string, put there by somebody else, counts as held: ``pcall``
+turns the WRONGTYPE error into a table. All times are milliseconds.
 """
 
 from __future__ import annotations
@@ -29,13 +30,21 @@ class Script:
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
+COOLING: Final = "cooling:"
+"""What the value of a key begins with while nobody runs it and nobody may."""
+
 _OURS = """
 local found = redis.pcall('GET', KEYS[1])
 local ours = type(found) == 'string' and string.sub(found, 1, #ARGV[1]) == ARGV[1]
 """
 
+_COOLING = f"""
+local cooling = type(found) == 'string' and string.sub(found, 1, {len(COOLING)}) == '{COOLING}'
+"""
+
 ACQUIRE: Final = Script(
     _OURS
+    + _COOLING
     + f"""
 local ttl = tonumber(ARGV[3])
 if ours then
@@ -43,6 +52,7 @@ if ours then
     redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, left))
     return {{'acquired'}}
 end
+if cooling then return {{'cooling', '', redis.call('PTTL', KEYS[1])}} end
 if found then
     if type(found) ~= 'string' then found = '' end
     return {{'held', found, redis.call('PTTL', KEYS[1])}}
@@ -98,6 +108,30 @@ return 0
     keys=1,
 )
 """KEYS: lease. ARGV: token and blank. Returns 1 when it was deleted."""
+
+COOL: Final = Script(
+    _OURS
+    + f"""
+if ours then
+    redis.call('SET', KEYS[1], '{COOLING}' .. found, 'PX', ARGV[2])
+    return 1
+end
+local begin = '{COOLING}' .. ARGV[1]
+return type(found) == 'string' and string.sub(found, 1, #begin) == begin and 1 or 0
+""",
+    keys=1,
+)
+"""KEYS: lease. ARGV: token and blank, how long. Returns 1 when the key is cooling after the token's attempt."""
+
+END_COOLDOWN: Final = Script(
+    "local found = redis.pcall('GET', KEYS[1])"
+    + _COOLING
+    + """
+return cooling and redis.call('DEL', KEYS[1]) or 0
+""",
+    keys=1,
+)
+"""KEYS: lease. Returns 1 when it was cooling, and was deleted."""
 
 SWAP_MARK: Final = Script(
     """

@@ -7,12 +7,12 @@ from typing import Any, Self
 
 from redis.exceptions import NoScriptError, ResponseError
 
-from celery_leases.core.ports import Acquired, Held, Holder, Kept, Renewal, Unsettled
+from celery_leases.core.ports import Acquired, Cooling, Held, Holder, Kept, Renewal, Unsettled
 from celery_leases.core.records import Bid
 from celery_leases.stores import lua
 from celery_leases.stores.redis_errors import REDIS_ERRORS, unavailable
 from celery_leases.stores.redis_url import redis_address
-from celery_leases.stores.redis_values import Keys, as_text, begin, holder_of, milliseconds, value_of
+from celery_leases.stores.redis_values import Keys, as_text, begin, holder_of, milliseconds, remaining, value_of
 
 _SCAN_COUNT = 500
 
@@ -70,7 +70,7 @@ class RedisLeaseStore:
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Unsettled:
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Unsettled:
         """Take the lease in one round trip; a lease found under the bid's own token counts as taken."""
         reply = self._run(
             lua.ACQUIRE,
@@ -86,6 +86,8 @@ class RedisLeaseStore:
                 return Acquired()
             case "unsettled":
                 return Unsettled(reply[2] / 1000)
+            case "cooling":
+                return Cooling(remaining(reply[2]))
             case _:
                 return Held(holder_of(reply[1], reply[2]))
 
@@ -114,8 +116,19 @@ class RedisLeaseStore:
         """Free the lease if *token* still holds it."""
         return bool(self._run(lua.RELEASE, self._keys.lease(stored_key), begin(token)))
 
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Turn the lease that *token* still holds into a cooldown of so many seconds, which no renewal matches."""
+        return bool(self._run(lua.COOL, self._keys.lease(stored_key), begin(token), milliseconds(seconds)))
+
+    def end_cooldown(self, stored_key: str) -> bool:
+        """Free the key if it is cooling."""
+        return bool(self._run(lua.END_COOLDOWN, self._keys.lease(stored_key)))
+
     def holder(self, stored_key: str) -> Holder | None:
-        """Who holds the key; a value that is not of our making gives a holder without ``call_id``."""
+        """Who holds the key, where nobody does while it is cooling.
+
+        A value that is not of our making gives a holder without ``call_id``.
+        """
         return self._look([self._keys.lease(stored_key)])[0]
 
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
@@ -183,7 +196,8 @@ class RedisLeaseStore:
                 if isinstance(reply, Exception):
                     raise self._unavailable(reply) from None
             gone = value is None or left == -2
-            holders.append(None if gone else holder_of("" if foreign else value, left))
+            free = gone or (not foreign and as_text(value).startswith(lua.COOLING))
+            holders.append(None if free else holder_of("" if foreign else value, left))
         return holders
 
     def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Bid
+from celery_leases.stores.lua import COOLING
 
 VERSION: Final = 1
 ENDLESS: Final = 60.0
@@ -45,8 +46,8 @@ def milliseconds(seconds: float) -> int:
 
 def begin(token: str) -> str:
     """What the value of a lease held by *token* begins with; raises ValueError for a token with blanks."""
-    if not token or any(letter.isspace() for letter in token):
-        raise ValueError(f"an owner token must be a word without blanks, not {token!r}")
+    if not token or any(letter.isspace() for letter in token) or token.startswith(COOLING):
+        raise ValueError(f"an owner token must be a word without blanks that is no cooldown's, not {token!r}")
     return f"{token} "
 
 
@@ -71,8 +72,13 @@ def holder_of(value: Any, milliseconds_left: int) -> Holder:
         str(data.get("call") or ""),
         str(data.get("host") or ""),
         float(ttl) if isinstance(ttl, int | float) else 0.0,
-        milliseconds_left / 1000 if milliseconds_left >= 0 else ENDLESS,
+        remaining(milliseconds_left),
     )
+
+
+def remaining(milliseconds_left: int) -> float:
+    """Seconds from the answer of ``PTTL`` for a key that exists."""
+    return milliseconds_left / 1000 if milliseconds_left >= 0 else ENDLESS
 
 
 def as_text(reply: Any) -> str:

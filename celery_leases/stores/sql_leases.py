@@ -59,6 +59,15 @@ class DatabaseLeaseStore:
         values = {"state": State.PENDING, "ended": Ended.RELEASED, "lease_until": None}
         return self.database.count(freed.values(values), {}) == 1
 
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Nothing to do, as the settled row holds its ``retry_at``; whether nobody but *token* runs the key."""
+        record = self.records.read(stored_key)
+        return record is None or record.state is not State.RUNNING or record.owner == token
+
+    def end_cooldown(self, stored_key: str) -> bool:
+        """Never: the row is the cooldown, and is reset."""
+        return False
+
     def holder(self, stored_key: str) -> Holder | None:
         """Who holds the key."""
         record = self.records.read(stored_key)

@@ -197,9 +197,9 @@ def test_acquiring_again_never_cuts_a_longer_lease(store: RedisLeaseStore, key: 
     assert holder.remaining > 500
 
 
-@pytest.mark.parametrize("token", ["", "two words", "line\nbreak"])
+@pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "cooling:x"])
 def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) -> None:
-    """A blank ends the token inside the value."""
+    """A blank ends the token inside the value; a cooldown is no owner."""
     with pytest.raises(ValueError, match="owner token"):
         store.acquire(replace(make_bid(key), token=token))
 

@@ -18,11 +18,12 @@ A store may be shared with other tests: every test makes keys of its own. Times 
 import pytest
 
 # Before the suites are imported, as pytest explains only the assertions it has rewritten.
-pytest.register_assert_rewrite(f"{__name__}.leases", f"{__name__}.marks", f"{__name__}.record_case")
-pytest.register_assert_rewrite(f"{__name__}.claims", f"{__name__}.settling", f"{__name__}.repair", f"{__name__}.fuzz")
+_SUITES = ("leases", "separate_leases", "fuzz", "marks", "record_case", "claims", "settling", "failures", "repair")
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))
 
-from celery_leases.testing.contracts.leases import LeaseStoreContract, SeparateLeaseStoreContract  # noqa: E402
+from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
 from celery_leases.testing.contracts.records import RecordStoreContract  # noqa: E402
+from celery_leases.testing.contracts.separate_leases import SeparateLeaseStoreContract  # noqa: E402
 
 __all__ = ["LeaseStoreContract", "MarkStoreContract", "RecordStoreContract", "SeparateLeaseStoreContract"]

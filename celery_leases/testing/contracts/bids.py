@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from celery_leases.core.ports import Acquired, Claimed, Held, Holder, LeaseStore, Unsettled
+from celery_leases.core.ports import Acquired, Claimed, Cooling, Held, Holder, LeaseStore, Shut, Unsettled
 from celery_leases.core.records import Bid, State, Won
 
-Answer = Acquired | Held | Unsettled | Claimed
+Answer = Acquired | Held | Cooling | Shut | Unsettled | Claimed
 
 
 def fresh_key() -> str:
