@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from celery import Celery, Task, signals
 
 from celery_leases import apps
-from celery_leases.client import LeaseStatus
 from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.core.keys import call_key
+from celery_leases.core.keys import call_group, call_key
 from celery_leases.core.options import LeaseOptions, gather
 from celery_leases.core.replies import callbacks_mark
+from celery_leases.core.status import LeaseStatus
 from celery_leases.delivery import REPLACED, STORED_KEY, Delivery
 from celery_leases.handle import UNLEASED, Lease, Unleased, lease_here, leased
 
@@ -91,8 +91,9 @@ class LeasedMixin:
                 f'ask LeaseClient.status(<task id>, task="{name}"), or give the task a lease_key'
             )
         key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
+        group = call_group(name, self.lease_options, self.lease_signature, args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
-        return apps.parts_of(app).client.status(key.key, task=name, scope=self.lease_options.scope)
+        return apps.parts_of(app).client.status(key.key, task=name, scope=self.lease_options.scope, group=group)
 
 
 class LeasedTask(LeasedMixin, Task):

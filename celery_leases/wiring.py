@@ -32,6 +32,9 @@ REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+socket", "valkey", "valkeys",
 STORE_TIMEOUT = 2.0
 LONGEST_HOP = 600.0
 
+AnyStore = RedisLeaseStore | DatabaseLeaseStore
+"""A lease store, which keeps marks and gates too."""
+
 _SETTINGS = ("url", "database_url", "database_schema", "prefix", "eager_stores")
 _NOT_APP_WIDE = ("key", "fingerprint")
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
@@ -132,7 +135,7 @@ class Parts:
     """The parts of one app in one process."""
 
     settings: Settings
-    leases: RedisLeaseStore | DatabaseLeaseStore
+    leases: AnyStore
     records: SqlRecordStore
     marks: MarkStore
     renewer: Renewer
@@ -169,7 +172,7 @@ def open_records(settings: Settings) -> SqlRecordStore:
     return SqlRecordStore(engine_for(settings.database_url), Tables(settings.database_schema))
 
 
-def lease_store(settings: Settings, records: SqlRecordStore) -> RedisLeaseStore | DatabaseLeaseStore:
+def lease_store(settings: Settings, records: SqlRecordStore) -> AnyStore:
     """The lease store the settings name."""
     if settings.leases_url == DATABASE:
         return DatabaseLeaseStore(records)
@@ -188,7 +191,7 @@ def _lease_stores(
     kept_records: SqlRecordStore,
     timeout: float,
     closing: list[Callable[[bool], None]],
-) -> tuple[RedisLeaseStore | DatabaseLeaseStore, LeaseStore]:
+) -> tuple[AnyStore, LeaseStore]:
     leases = lease_store(settings, records)
     if isinstance(leases, DatabaseLeaseStore):
         return leases, DatabaseLeaseStore(kept_records)

@@ -1,0 +1,151 @@
+"""``celery leases explain``: which rule a failure would meet, and what that means for a task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases import apps
+from celery_leases.cli.group import app_of, leases
+from celery_leases.cli.output import as_json, echo_fields, echo_json
+from celery_leases.core.endings import Raised
+from celery_leases.core.errorfacts import ErrorFacts, class_names
+from celery_leases.core.failures import AfterFailure, CoolDown, Fail, RetryAfter, after_failure
+from celery_leases.core.keys import CallKey
+from celery_leases.core.options import LeaseOptions
+from celery_leases.core.records import Failure, Record, State
+from celery_leases.core.rulings import Judgement
+from celery_leases.core.verdicts import Call
+
+SHOWN = 3
+"""How many failures in a row are played through."""
+
+
+@leases.command(cls=CeleryCommand)
+@click.option("--task", help="Whose rules and options count; without it the defaults.")
+@click.option("--status", type=click.IntRange(100, 599), help="An HTTP status.")
+@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header of the answer.")
+@click.option("--code", "codes", multiple=True, help="An error code in the answer's body, such as insufficient_quota.")
+@click.option("--exc", help="An exception by its dotted name, such as httpx.ReadTimeout.")
+@click.option("--sqlstate", help="A SQLSTATE, such as 40001.")
+@click.option("--grpc", help="A gRPC status, such as RESOURCE_EXHAUSTED.")
+@click.option("--message", default="", help="The error's message.")
+@as_json
+@click.pass_context
+@handle_preload_options
+def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -> None:
+    """Print the rule that a failure would meet, why, and what would be done about it."""
+    facts = _facts(given)
+    options = _options(ctx, task)
+    judgement = options.rules.judge_facts(facts, time.time())
+    values = explained(judgement, options)
+    if as_json:
+        echo_json(values)
+        return
+    click.echo(f"{judgement.rule}: {judgement.why}" if judgement.why else judgement.rule)
+    echo_fields({name: value for name, value in values.items() if name not in ("rule", "why", "failures")})
+    for number, line in enumerate(values["failures"], 1):
+        click.echo(f"  {f'failure {number}':16} {line}")
+
+
+def explained(judgement: Judgement, options: LeaseOptions) -> dict[str, Any]:
+    """What *judgement* means for a task with *options*, as plain values; the failures are those in a row."""
+    ruling = judgement.ruling
+    group = options.cooldown_group if isinstance(options.cooldown_group, str) else "its lease_cooldown_group"
+    in_group = ruling.scope == "group" and options.cooldown_group is not None
+    comes_back = "comes back by itself" if options.after_cooldown == "resume" else "ends with the error"
+    return {
+        "rule": judgement.rule,
+        "why": judgement.why,
+        "reason": judgement.reason.value,
+        "verdict": ruling.kind,
+        "scope": ruling.scope,
+        "whose_wait": f"all keys of {group}" if in_group else "the key alone",
+        "told": f"{judgement.delay:g} s by {judgement.source}" if judgement.delay is not None else None,
+        "clamped": "to 6 hours" if judgement.clamped else None,
+        "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
+        "operator": "waiting alone does not mend it" if ruling.operator else None,
+        "after_a_cooldown": f"the call {comes_back}" if ruling.kind != "permanent" else None,
+        "failures": _in_a_row(judgement, options, "a group" if in_group else None),
+    }
+
+
+def _in_a_row(judgement: Judgement, options: LeaseOptions, group: str | None) -> list[str]:
+    call = Call("", "", CallKey("", ""), options, group=group)
+    record = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)
+    lines: list[str] = []
+    for trips in range(1, SHOWN + 1):
+        raised = Raised(Exception(), Failure("", ""), judgement)
+        shortest, longest = (after_failure(call, record, raised, chance) for chance in (0.0, 1.0))
+        lines.append(_in_words(shortest, longest, trips))
+        if isinstance(longest, Fail):
+            break
+        counts = longest.counts
+        record = replace(
+            record, failures=counts.failures, quick_retries=counts.quick_retries, cooldowns=counts.cooldowns
+        )
+    return lines
+
+
+def _in_words(shortest: AfterFailure, longest: AfterFailure, trips: int) -> str:
+    if isinstance(shortest, Fail) or isinstance(longest, Fail):
+        return f"failed for good ({longest.failure.reason})"
+    waits = [shortest.delay, longest.delay]
+    if isinstance(shortest, CoolDown) and isinstance(longest, CoolDown) and shortest.closing and longest.closing:
+        waits = [shortest.closing.wait(trips), longest.closing.wait(trips)]
+    least, most = (f"{wait:.3g}" if wait < 1 else f"{wait:.0f}" for wait in waits)
+    span = f"{most} s" if least == most else f"{least} to {most} s"
+    what = "quick retry after" if isinstance(longest, RetryAfter) else "cooldown of"
+    return f"{what} {span}"
+
+
+def _options(ctx: click.Context, task: str | None) -> LeaseOptions:
+    if task is None:
+        return LeaseOptions()
+    known = apps.leased_tasks(app_of(ctx))
+    if task not in known:
+        names = ", ".join(sorted(known)) or "none"
+        raise click.BadParameter(f"{task} is no leased task of this app; known are {names}", param_hint="--task")
+    options: LeaseOptions = known[task].lease_options
+    return options
+
+
+def _facts(given: Mapping[str, Any]) -> ErrorFacts:
+    if not any(given[name] for name in ("status", "headers", "codes", "exc", "sqlstate", "grpc", "message")):
+        raise click.UsageError("say what failed: --status, --header, --code, --exc, --sqlstate, --grpc or --message")
+    headers = dict(map(_header, given["headers"]))
+    return ErrorFacts(
+        names=_names(given["exc"]) if given["exc"] else (),
+        status=given["status"],
+        codes=given["codes"],
+        sqlstate=given["sqlstate"],
+        grpc=given["grpc"].upper() if given["grpc"] else None,
+        headers=headers,
+        message=given["message"],
+    )
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE, such as retry-after=37", param_hint="--header")
+    return name.strip().lower(), value.strip()
+
+
+def _names(dotted: str) -> tuple[str, ...]:
+    """The names of the exception and of its superclasses, where it can be imported; else the one that was given."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        found = getattr(import_module(module or "builtins"), name)
+    except (ImportError, AttributeError, ValueError):
+        click.echo(f"{dotted} cannot be imported here, so only its own name counts", err=True)
+        return (dotted,)
+    if not isinstance(found, type) or not issubclass(found, BaseException):
+        raise click.BadParameter(f"{dotted} is no exception class", param_hint="--exc")
+    return class_names(found)

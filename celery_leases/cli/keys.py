@@ -1,0 +1,103 @@
+"""``celery leases list | show | retry | release | forget``: look at keys, and repair them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases.cli.group import client_of, leases
+from celery_leases.cli.output import as_json, echo_json, echo_status, echo_table
+from celery_leases.core.records import State
+from celery_leases.core.status import ABANDONED
+
+STATES = [state.value for state in State] + [ABANDONED]
+
+of_task = click.option("--task", help="The task's name; needed when several tasks have this key.")
+
+
+@leases.command(name="list", cls=CeleryCommand)
+@click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only these states.")
+@click.option("--task", help="Only this task.")
+@click.option("--limit", default=100, show_default=True, help="At most so many, the latest started first.")
+@as_json
+@click.pass_context
+@handle_preload_options
+def list_keys(
+    ctx: click.Context, states: tuple[str, ...], task: str | None, limit: int, as_json: bool, **_: Any
+) -> None:
+    """List the keys that have a record, the latest started first."""
+    found = client_of(ctx).list(states=states, task=task, limit=limit)
+    if as_json:
+        echo_json([status.as_json() for status in found])
+        return
+    rows = [("STATE", "KEY", "TASK", "ATTEMPT", "CRASHES", "FAILURES", "HOLDER", "")]
+    for status in found:
+        counts = (str(status.attempt), str(status.crashes), str(status.failures))
+        rows.append((status.state, status.key, status.task or "", *counts, status.holder or "", status.message()))
+    echo_table(rows)
+
+
+@leases.command(cls=CeleryCommand)
+@click.argument("key")
+@of_task
+@as_json
+@click.pass_context
+@handle_preload_options
+def show(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: Any) -> None:
+    """Show where KEY stands: why its task did not run, and when it will. Exits with 1 for a key nobody knows."""
+    status = client_of(ctx).status(key, task=task)
+    echo_status(status, as_json=as_json)
+    if status.state == "absent":
+        ctx.exit(1)
+
+
+@leases.command(cls=CeleryCommand)
+@click.argument("key")
+@of_task
+@click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@as_json
+@click.pass_context
+@handle_preload_options
+def retry(ctx: click.Context, key: str, task: str | None, force: bool, as_json: bool, **_: Any) -> None:
+    """End KEY's cooldown or countdown, or revive it if it has failed for good; its failures are forgiven."""
+    status = client_of(ctx).retry(key, task=task, force=force)
+    echo_status(status, as_json=as_json)
+    if status.scope == "group":
+        click.echo(f"its group {status.group} is still shut; `leases groups --open {status.group}` opens it", err=True)
+    if status.resumes:
+        click.echo(
+            "a copy of the call waits at the broker and comes with its next hop, in 10 minutes at most", err=True
+        )
+    else:
+        click.echo("nothing is queued: call the task again", err=True)
+
+
+@leases.command(cls=CeleryCommand)
+@click.argument("key")
+@of_task
+@as_json
+@click.pass_context
+@handle_preload_options
+def release(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: Any) -> None:
+    """Take KEY away from whoever holds it; what the holder still says about the outcome is refused."""
+    status = client_of(ctx).release(key, task=task)
+    echo_status(status, as_json=as_json)
+    if status.state == State.FAILED:
+        click.echo("nothing held it; `leases retry` lets a failed key run again", err=True)
+    else:
+        click.echo("released; nothing is queued by this: call the task again, or wait for its message", err=True)
+
+
+@leases.command(cls=CeleryCommand)
+@click.argument("key")
+@of_task
+@click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@as_json
+@click.pass_context
+@handle_preload_options
+def forget(ctx: click.Context, key: str, task: str | None, force: bool, as_json: bool, **_: Any) -> None:
+    """Make KEY as good as new: result, failures and counts are gone."""
+    echo_status(client_of(ctx).forget(key, task=task, force=force), as_json=as_json)
+    click.echo("forgotten; nothing is queued: call the task again", err=True)

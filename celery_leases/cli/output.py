@@ -1,0 +1,48 @@
+"""How commands print: tables and lines for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import click
+
+from celery_leases.core.status import LeaseStatus
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def echo_status(status: LeaseStatus, *, as_json: bool) -> None:
+    """Print where a key stands."""
+    values = status.as_json()
+    if as_json:
+        echo_json(values)
+        return
+    click.echo(status.message())
+    echo_fields(values)
+
+
+def echo_fields(values: dict[str, Any]) -> None:
+    """Print one line for each value that says something."""
+    for name, value in values.items():
+        if value not in (None, [], {}, "", False):
+            text = json.dumps(value) if isinstance(value, dict | list) else value
+            click.echo(f"  {name.replace('_', ' '):16} {text}")
+
+
+def echo_json(value: Any) -> None:
+    """Print JSON."""
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def echo_table(rows: Iterable[tuple[str, ...]]) -> None:
+    """Print rows in columns; what a terminal would obey is escaped."""
+    rows = [tuple(map(_printable, row)) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _printable(cell: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in cell)
