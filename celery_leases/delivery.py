@@ -247,6 +247,8 @@ class Delivery:
             self._drop(call, "another copy of this call waits already")
         self._observe(CallPutBack(**call.subject, delay=delay, reason=again.reason))
         self._announce(call, again.news)
+        if again.cause is not None:  # Celery is told nothing that it would log
+            logger.warning("%s[%s] raised, and comes back", call.task, call.call_id, exc_info=again.cause)
         raise Ignore(f"put back: {again.reason}")
 
     def _announce(self, call: Call, news: News | None) -> None:

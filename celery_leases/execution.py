@@ -141,9 +141,11 @@ class Execution:
         wait, why = outcome.retry_after or 0.0, outcome.reason or "it asked for it"
         cooling = outcome.state is State.COOLING
         news = News("snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff", wait, why)
+        asked = isinstance(ending, Snoozed) or isinstance(ending.error, Cooldown | RetryLater)
         if outcome.resumes:
-            return Again(wait, f"{outcome.state.value}: {why}", started=True, news=news)
-        if isinstance(ending, Raised) and not isinstance(ending.error, Cooldown | RetryLater):
+            cause = None if asked else ending.error
+            return Again(wait, f"{outcome.state.value}: {why}", started=True, news=news, cause=cause)
+        if not asked:
             return Throw(ending.error, news=news if cooling else None)
         rule = outcome.failure.rule if outcome.failure else None
         message = f"Retry available in {in_words(wait)}: {ending.error}"

@@ -74,7 +74,7 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.AttemptSettled: (
         attempt_settled,
         logging.INFO,
-        "attempt {attempt} {ended} after {runtime:.3f} s, the key is {state}",
+        "attempt {attempt} {ended} after {runtime:.3f} s, the key is {state}{more}",
     ),
     events.CrashSeen: (
         crash_seen,
@@ -137,8 +137,17 @@ def _log(name: str, level: int, text: str, event: Event) -> None:
     """One line, with the event as plain values for handlers that write for machines."""
     with _harmless():
         fields = asdict(event)
-        line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields)}"
+        line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields, more=_more(event))}"
         logger.log(level, "%s", line, extra={"lease_event": name, "data": fields})
+
+
+def _more(event: Event) -> str:
+    """For how long the key waits, and what went wrong by which rule."""
+    if not isinstance(event, events.AttemptSettled):
+        return ""
+    wait = f" for {event.retry_after:.1f} s" if event.retry_after else ""
+    failure = event.failure
+    return f"{wait} by rule {failure.rule}: {failure.type}: {failure.message}" if failure and failure.rule else wait
 
 
 @contextmanager

@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 from celery import Celery, Task, signals
 
 from celery_leases import apps
-from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.errors import (
+    AlreadyDone,
+    CoolingDown,
+    LeaseConfigurationError,
+    LeaseHeld,
+    StoreUnavailable,
+)
 from celery_leases.core.keys import call_group, call_key
 from celery_leases.core.options import LeaseOptions, gather
 from celery_leases.core.replies import callbacks_mark
@@ -49,6 +55,8 @@ class LeasedMixin:
             _check_class(cls)
             cls.lease_signature = _signature(cls)
             cls.lease_options = _options(cls, app)
+            # What an option asks for is logged in one line, without a traceback.
+            cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease if this is a delivery; called directly, it runs alone."""

@@ -15,7 +15,7 @@ from celery_leases import apps
 from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import as_json, echo_fields, echo_json
 from celery_leases.core.endings import Raised
-from celery_leases.core.errorfacts import ErrorFacts, class_names
+from celery_leases.core.errorfacts import ErrorFacts
 from celery_leases.core.failures import AfterFailure, CoolDown, Fail, RetryAfter, after_failure
 from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions
@@ -148,4 +148,4 @@ def _names(dotted: str) -> tuple[str, ...]:
         return (dotted,)
     if not isinstance(found, type) or not issubclass(found, BaseException):
         raise click.BadParameter(f"{dotted} is no exception class", param_hint="--exc")
-    return class_names(found)
+    return tuple(f"{c.__module__}.{c.__qualname__}" for c in found.__mro__)

@@ -42,7 +42,7 @@ class Again:
 
     ``started``: the call has begun, so that it may no longer expire. ``prior``: the token of an attempt whose row may
     still stand open, through no crash of it. ``away``: a store did not answer. ``refusal``: what is raised
-    instead where nothing can come back.
+    instead where nothing can come back. ``cause``: the error that made it come back, for the log.
     """
 
     delay: float
@@ -52,6 +52,7 @@ class Again:
     away: bool = False
     refusal: LeasesError | None = None
     news: News | None = None
+    cause: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
