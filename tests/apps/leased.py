@@ -130,7 +130,7 @@ def dies(self, name, times=100):
     return {"name": name, "fence": self.lease.fence}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="fails:{name}")
+@app.task(base=LeasedTask, bind=True, lease_key="fails:{name}", lease_after_cooldown="stop", lease_cooldown="1s")
 def fails(self, name):
     """Raise."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
@@ -263,6 +263,7 @@ def refuses(self, name, seconds=0.0, gate=None):
     base=LeasedTask,
     bind=True,
     lease_key="auto:{name}",
+    lease_after_cooldown="stop",
     autoretry_for=(ValueError,),
     retry_kwargs={"max_retries": 3, "countdown": 0.1},
 )

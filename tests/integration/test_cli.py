@@ -91,7 +91,7 @@ def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> Non
 def test_a_failed_key_is_freed_by_forget_and_release_says_so(operator: Operator) -> None:
     """A tired operator should not have to guess which of the two it is."""
     operator.finished(WORK, "invoice:3", State.FAILED)
-    assert "leases forget" in operator.types("release", "invoice:3").stderr
+    assert "leases retry" in operator.types("release", "invoice:3").stderr
     assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "pending"
 
 

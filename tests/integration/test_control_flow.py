@@ -39,7 +39,7 @@ def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(st
     first = stage.tasks.retries.delay(name, 1, countdown=2)
     stage.wait_for_state("retries", f"retries:{name}", "pending")
     other = stage.tasks.retries.delay(name, 1, countdown=2)
-    stage.wait_for_log(other.id, "waiting for its retry time")
+    stage.wait_for_log(other.id, "is waiting for its time")
     assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "retries": 1}
     begun = stage.events("begin", name=name)
     assert [event["id"] for event in begun] == [first.id] * 2
@@ -47,13 +47,13 @@ def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(st
 
 
 def test_a_retry_without_attempts_left_raises_the_last_error(stage: Stage, name: str) -> None:
-    """``autoretry_for`` gives up: the caller gets the body's own error, and the key is free."""
+    """``autoretry_for`` gives up: the original error meets the rules, its caller gets it, and the key cools down."""
     with pytest.raises(ValueError, match=f"not yet: {name}"):
         stage.tasks.auto.delay(name, 100).get(timeout=PATIENCE)
     assert [event["retries"] for event in stage.events("begin", name=name)] == [0, 1, 2, 3]
     row = stage.row("auto", f"auto:{name}")
     assert row is not None
-    assert (row["state"], row["ended"], row["failures"]) == ("pending", "failed", 1)
+    assert (row["state"], row["ended"], row["failures"], row["resumes"]) == ("cooling", "failed", 1, 0)
     assert not stage.is_held("auto", f"auto:{name}")
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from celery_leases import AlreadyDone, LeaseHeld
+from celery_leases.testing.process import wait_until
 from tests.integration.stages import PATIENCE, Stage
 
 
@@ -94,15 +95,17 @@ def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(stage:
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 1]
 
 
-def test_a_body_that_raises_frees_the_key_and_the_next_call_runs(stage: Stage, name: str) -> None:
-    """The caller gets the body's own exception; the failure is counted, and told to the next attempt."""
+def test_a_body_that_raises_leaves_its_key_cooling_and_a_later_call_runs(stage: Stage, name: str) -> None:
+    """With ``stop`` the caller gets the body's own exception; the failure is counted, and told to the next attempt."""
     failed = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match=f"no luck with {name}"):
         failed.get(timeout=PATIENCE)
-    row = stage.row("fails", f"fails:{name}")
-    assert row is not None
-    assert (row["state"], row["failures"], row["error_type"]) == ("pending", 1, "ValueError")
+    status = stage.tasks.fails.lease_status(name)
+    assert (status.state, status.failures, status.reason, status.resumes) == ("cooling", 1, "error", False)
+    assert status.error is not None
+    assert status.error.type == "ValueError"
     assert not stage.is_held("fails", f"fails:{name}")
+    wait_until(lambda: stage.tasks.fails.lease_status(name).retry_after is None, PATIENCE, "the cooldown to end")
     with pytest.raises(ValueError, match="no luck"):
         stage.tasks.fails.delay(name).get(timeout=PATIENCE)
     assert [event["previous"] for event in stage.events("begin", name=name)] == [None, "failed"]

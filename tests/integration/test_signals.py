@@ -65,6 +65,7 @@ def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
         "runtime": 0,
         "failure": None,
         "reason": None,
+        "retry_after": None,
     }
     assert {acquired["sender"], settled["sender"]} == {stage.tasks.work.name}
     assert acquired["frozen"]
@@ -79,8 +80,11 @@ def test_a_failure_is_told_with_its_class_and_message(stage: Stage, name: str) -
     with pytest.raises(ValueError, match="no luck"):
         call.get(timeout=PATIENCE)
     event = one(stage, "attempt_settled", call.id)["event"]
-    assert (event["state"], event["ended"]) == ("pending", "failed")
-    assert event["failure"] == {"type": "ValueError", "message": f"no luck with {name}", "rule": None}
+    assert (event["state"], event["ended"], event["reason"]) == ("cooling", "failed", "error")
+    assert 0.5 <= event["retry_after"] <= 1
+    failure = event["failure"]
+    assert (failure["type"], failure["message"], failure["group"]) == ("ValueError", f"no luck with {name}", None)
+    assert any(failure["rule"] in line for line in stage.log(call.id))
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
