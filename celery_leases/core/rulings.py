@@ -143,6 +143,11 @@ def exactly(span: Duration, what: str = "a retry") -> Ruling:
     return Ruling("retry", CooldownPolicy(delay, 1.0, delay, 0.0), told="ignore")
 
 
+def reason_of(ruling: Ruling) -> Reason:
+    """The reason given for a ruling that a user's rule has made."""
+    return Reason.REFUSED if ruling.kind == "permanent" else Reason.ERROR
+
+
 def _check_retry(tries: object, then: object) -> None:
     if tries is not None and (isinstance(tries, bool) or not isinstance(tries, int) or tries < 0):
         raise LeaseConfigurationError(f"retry: max={tries!r} is not usable; write a whole number of at least 0")
