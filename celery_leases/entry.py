@@ -127,6 +127,13 @@ class Entry:
         except (StoreUnavailable, LeaseStoreMismatch):
             self.give_back(tenure)
             raise
+        except Away:
+            if bid.group is not None:
+                with suppress(
+                    StoreUnavailable
+                ):  # the lease stands guard over an open row, the probe's slot guards none
+                    self.gates.give_back_probe(bid.group, bid.token)
+            raise
         if not isinstance(entered, Tenancy):
             self.give_back(tenure)
         return entered

@@ -12,7 +12,7 @@ from celery_leases.core.durations import in_words
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
 from celery_leases.core.errors import Cooldown, CoolingDown, LeaseStoreMismatch, RetryLater, StoreUnavailable
 from celery_leases.core.failures import AfterFailure, CoolDown, after_failure, says_nothing_of_the_group
-from celery_leases.core.records import Outcome, Record, State
+from celery_leases.core.records import Ended, Outcome, Record, State
 from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
 from celery_leases.core.results import decode
 from celery_leases.core.verdicts import Call, Drop, GiveUp, PutBack, Refuse, Replay, Run, StandBack, Verdict, Wait
@@ -93,9 +93,9 @@ class Execution:
             return  # it is somebody else's now, and so may the probe's slot be
         entry, bid = self.entry, tenure.bid
         with suppress(StoreUnavailable):  # lease and slot end by themselves, and the record holds the cooldown
-            if tenure.probe is not None and outcome is not None and _clears(outcome, verdict):
-                if entry.gates.open_gate(tenure.probe, bid.token):
-                    entry.observer.observe(events.GateOpened(**call.subject, group=tenure.probe))
+            clears = tenure.probe is not None and outcome is not None and _clears(outcome, verdict)
+            if tenure.probe is not None and clears and entry.gates.open_gate(tenure.probe, bid.token):
+                entry.observer.observe(events.GateOpened(**call.subject, group=tenure.probe))
                 tenure.probe = None
             cooling = outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
             if (
@@ -201,5 +201,5 @@ def _passing(ending: Ending) -> Throw | None:
 def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:
     """Whether a probe that ended so shows that its group is back: it succeeded, or failed of something else."""
     if verdict is None:
-        return outcome.state is State.DONE
+        return outcome.ended is Ended.RETURNED
     return verdict.failure.group is None and not says_nothing_of_the_group(verdict)

@@ -90,7 +90,7 @@ from celery_leases.core.verdicts import (
     Verdict,
     Wait,
 )
-from celery_leases.core.waiting import hop, jitter, may_run_in, too_early
+from celery_leases.core.waiting import hop, jitter, still_waits, too_early
 
 DISPATCH_GRACE = 5.0
 """Seconds after its end in which a call may still be sending its callbacks; a replay would send them once more."""
@@ -113,9 +113,8 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     holder = facts.holder or (holder_in(record) if record is not None else None)
     if holder is not None:
         return _held(call, holder, facts)
-    waiting = record is not None and record.state in (State.PENDING, State.COOLING) and may_run_in(call, record) > 0
-    if waiting or facts.gate is not None:
-        return too_early(call, record if waiting else None, facts)
+    if facts.gate is not None or (record is not None and still_waits(call, record)):
+        return too_early(call, record, facts)
     return Run()
 
 
@@ -134,6 +133,8 @@ def holder_in(record: Record) -> Holder | None:
 def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
     ours = record.call_id == call.call_id
+    if ours and record.state in (State.FAILED, State.UNCERTAIN):
+        return Refuse(_remembered(record), own=call.repeat)
     if finished_by(call, record):
         return _own_answer(call, record, facts)
     told = record.ended is Ended.FAILED and not record.resumes and record.state in (State.PENDING, State.COOLING)
@@ -141,7 +142,7 @@ def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
         return Refuse(_remembered(record), own=True)
     if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
         return Drop("a retry of this call has taken its place")
-    if record.state is State.UNCERTAIN or (record.state is State.FAILED and (ours or not call.options.rerun)):
+    if record.state is State.UNCERTAIN or (record.state is State.FAILED and not call.options.rerun):
         return Refuse(_remembered(record))
     if not (ours or told or call.options.rerun or _agree(record.fingerprint, call.key.fingerprint)):
         return Refuse(_reused(call, record))

@@ -16,6 +16,8 @@ SPREAD: Final = 0.1
 LONGEST_SPREAD: Final = 5.0
 """A wait that the other side asked for is only ever made longer, by up to a tenth of it and 5 s: in simulation, 600
 keys that came back exactly when they were told, behind a limit that counts rejected calls, never drained."""
+SHORTEST_TOLD: Final = 1.0
+"""Limits tell waits of milliseconds too, and such a wait does not grow: below a second, nobody would be left alone."""
 
 _UNSURE: Final = cooldown("60s", ambiguous=True)
 _USED_UP: Final = cooldown()
@@ -66,7 +68,7 @@ AfterFailure = CoolDown | RetryAfter | Fail
 
 def after_failure(call: Call, record: Record, raised: Raised, chance: float) -> AfterFailure:
     """Decide what a failed attempt means for its key; *chance* is a random number in [0, 1) for jitter."""
-    judgement, counts = raised.judgement, _counted(call, record)
+    judgement, counts = raised.judgement, _counted(call, record, raised.judgement)
     ruling, reason = _in_force(call, judgement, counts)
     in_group = ruling.scope == "group" and call.group is not None
     failure = replace(
@@ -94,20 +96,31 @@ def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
     return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous
 
 
-def _counted(call: Call, record: Record) -> Counts:
+def _counted(call: Call, record: Record, judgement: Judgement) -> Counts:
     """The counts of the row, as if there were none after a quiet time."""
-    if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > call.options.cooldown.quiet:
+    if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(call, judgement):
         return Counts()
     return Counts(record.failures, record.quick_retries, record.cooldowns)
+
+
+def _quiet(call: Call, judgement: Judgement) -> float:
+    """Seconds without a failure that make a key forget its counts: longer than it may have been told to wait."""
+    ruling = judgement.ruling
+    rulings = [one for one in (ruling, ruling.otherwise, ruling.then) if one is not None]
+    policies = [call.options.cooldown, *(one.policy for one in rulings if one.policy is not None)]
+    return max(2 * (judgement.delay or 0.0), *(policy.quiet for policy in policies))
 
 
 def _in_force(call: Call, judgement: Judgement, counts: Counts) -> tuple[Ruling, Reason]:
     """The ruling that counts for this task, now: ambiguous retries and used up ones are others."""
     ruling, reason = judgement.ruling, judgement.reason
-    if ruling.kind == "retry" and ruling.ambiguous and not call.options.idempotent:
-        ruling = ruling.otherwise or _UNSURE
-    tries = ruling.max if ruling.max is not None else call.options.max_retries
-    if ruling.kind == "retry" and counts.quick_retries >= tries:
+    while ruling.kind == "retry":
+        if ruling.ambiguous and not call.options.idempotent:
+            ruling = ruling.otherwise or _UNSURE
+            continue
+        tries = ruling.max if ruling.max is not None else call.options.max_retries
+        if counts.quick_retries < tries:
+            break
         unsure = ruling.ambiguous
         reason = reason if ruling.then else Reason.RETRIES_USED_UP
         ruling = ruling.then or _USED_UP
@@ -146,4 +159,5 @@ def _told(ruling: Ruling, judgement: Judgement, chance: float) -> float | None:
         return None
     if judgement.reason is Reason.ASKED:
         return judgement.delay
-    return judgement.delay + min(LONGEST_SPREAD, SPREAD * judgement.delay) * chance
+    told = max(judgement.delay, SHORTEST_TOLD) if ruling.kind == "cooldown" else judgement.delay
+    return told + min(LONGEST_SPREAD, SPREAD * told) * chance

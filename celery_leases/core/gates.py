@@ -71,12 +71,13 @@ def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
     else:
         trips, standing = gate.trips + (gate.half_open and gate.probe == token), gate.closed_for
     wait = closing.wait(trips)
-    if gate is not None and standing >= wait:
-        return gate
     shut = Gate(group, trips, wait, closing.reason, closing.rule, closing.message)
-    if gate is None or gate.probe == token:
+    if gate is None:
         return shut
-    return replace(shut, probe=gate.probe, probe_for=gate.probe_for)
+    if standing >= wait:
+        shut = gate
+    given_back = gate.probe == token
+    return replace(shut, probe=None if given_back else gate.probe, probe_for=0.0 if given_back else gate.probe_for)
 
 
 def remembered_for(gate: Gate, policy: CooldownPolicy) -> float:

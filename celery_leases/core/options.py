@@ -195,16 +195,19 @@ def _check_together(
         refuse("fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out')
     if options.max_hold < options.ttl and "max_hold" in given:
         refuse("max_hold", f"is below lease_ttl={options.ttl:g}; raise lease_max_hold or shorten lease_ttl")
-    _check_templates(task, options, parameters)
+    _check_templates(task, options, given, parameters)
     if isinstance(options.fingerprint, tuple) and parameters is not None and "fingerprint" in given:
         for name in sorted(set(options.fingerprint) - set(parameters)):
             refuse("fingerprint", f"names {name!r}, which is not a parameter of the task; name its parameters")
 
 
-def _check_templates(task: str, options: LeaseOptions, parameters: Sequence[str] | None) -> None:
+def _check_templates(
+    task: str, options: LeaseOptions, given: AbstractSet[str], parameters: Sequence[str] | None
+) -> None:
     for name in ("key", "cooldown_group"):
         if isinstance(template := getattr(options, name), str):
-            _check_template(_named(task, name), template, parameters)
+            option = _named(task, name) if name in given else f"{_default_named(name)} (for task {task})"
+            _check_template(option, template, parameters)
 
 
 def _check_template(option: str, template: str, parameters: Sequence[str] | None) -> None:

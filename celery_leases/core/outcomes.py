@@ -22,6 +22,10 @@ REMEMBERED_RESULT_MAX = 4096
 
 def after_run(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None = None) -> Outcome:
     """How the attempt that ran on *record* is closed; *verdict* is that of ``after_failure`` where the body raised."""
+    return _lasting(call, _closed(call, record, ending, verdict))
+
+
+def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None) -> Outcome:
     closed = _kept(call, record)
     # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
     other = call.options.rerun and record.crashed_call not in (None, call.call_id)
@@ -40,9 +44,9 @@ def after_run(call: Call, record: Record, ending: Ending, verdict: AfterFailure 
             resumes = call.comes_back
             return replace(unspent, ended=Ended.SNOOZED, reason=reason, retry_after=delay or None, resumes=resumes)
         case Lost(reason):
-            return replace(unspent, ended=Ended.LOST, reason=reason)
+            return replace(unspent, ended=Ended.LOST, reason=reason, resumes=call.comes_back)
         case Interrupted():
-            return replace(unspent, ended=Ended.INTERRUPTED)
+            return replace(unspent, ended=Ended.INTERRUPTED, resumes=call.comes_back)
         case Terminated(_, reason):
             died = (0 if other else record.crashes) + 1
             return _crashed(call, replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=died))
@@ -50,7 +54,7 @@ def after_run(call: Call, record: Record, ending: Ending, verdict: AfterFailure 
             passed = replace(closed, ended=ended, crashes=crashes)
             if again:
                 retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
-                return replace(passed, retry_after=delay, retries=retries)
+                return replace(passed, retry_after=delay, retries=retries, resumes=call.comes_back)
             finished = _finished(call, record, NO_RESULT)
             return replace(_cleared(passed), state=State.DONE, reason=ended.value, finished=finished)
         case _ as never:
@@ -67,7 +71,7 @@ def stood_back(call: Call, record: Record, delay: float) -> Outcome:
     """How a claimed attempt is given back unrun; how the one before it ended is kept."""
     before = record.previous or Attempt(Ended.WAITING)
     unrun = replace(_kept(call, record), ended=before.ended, attempt=record.attempt - 1)
-    return replace(unrun, retry_after=delay or None, failure=before.error, resumes=True)
+    return _lasting(call, replace(unrun, retry_after=delay or None, failure=before.error, resumes=call.comes_back))
 
 
 def _kept(call: Call, record: Record) -> Outcome:
@@ -83,6 +87,14 @@ def _kept(call: Call, record: Record) -> Outcome:
         quick_retries=record.quick_retries,
         cooldowns=record.cooldowns,
     )
+
+
+def _lasting(call: Call, outcome: Outcome) -> Outcome:
+    """*outcome*, kept at least until it may run again and for as long as its counts mean something."""
+    if outcome.state not in (State.PENDING, State.COOLING):
+        return outcome
+    lasts = max(outcome.retention, call.options.cooldown.quiet)
+    return replace(outcome, retention=(outcome.retry_after or 0.0) + lasts)
 
 
 def _cleared(outcome: Outcome) -> Outcome:

@@ -13,25 +13,27 @@ RETRY_GRACE: Final = 1.0
 SHORTEST_DELAY: Final = 0.05
 
 
-def may_run_in(call: Call, record: Record) -> float:
-    """Seconds until this call may run the key; the call that waits is granted the travel time of its message."""
+def still_waits(call: Call, record: Record) -> bool:
+    """Whether the key's own time is not come; the call that waits is granted the travel time of its message."""
     grace = RETRY_GRACE if record.call_id == call.call_id else 0.0
-    return max(0.0, record.waits - grace)
+    return record.state in (State.PENDING, State.COOLING) and record.waits > grace
 
 
 def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
     """The verdict on a key that nobody runs, and nobody may run yet: its own time or its group's is not come."""
-    ours = call.started or (record is not None and record.call_id == call.call_id)
+    # Also where the key itself waits for nothing: the gate may have been shut since by others.
+    started = record is not None and record.call_id == call.call_id
+    if record is not None and not still_waits(call, record):
+        record = None
     waits = max(record.waits if record is not None else 0.0, facts.gate.shut_for if facts.gate is not None else 0.0)
     refusal = _cooling_down(call, record, facts, waits)
-    started = record is not None and record.call_id == call.call_id
     probed = facts.gate is not None and facts.gate.half_open and waits <= facts.gate.probe_for
     # Who waits for a probe comes back sooner than its slot lasts: it may end at any moment.
     delay = min(waits, 2.0 ** min(call.tries, 20)) if probed else waits
     pending = facts.gate is None and record is not None and record.state is State.PENDING
     what = "backoff" if pending else "cooldown"
     put_back = PutBack(hop(call, delay + spread(facts)), str(refusal), started, refusal, what)
-    if ours or pending:
+    if started or call.started or pending:
         return put_back
     match call.options.on_cooldown or ("put_back" if call.canvas else "fail"):
         case "put_back":

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.options import OPTION_NAMES, LeaseOptions, gather
+from celery_leases.core.options import OPTION_NAMES, AfterCooldown, LeaseOptions, OnCooldown, gather
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.rules import Rules
 
 PARAMETERS = ("customer_id", "month")
 
@@ -43,6 +45,14 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         on_held="put_back",
         wait=30.0,
         on_done="replay",
+        on_cooldown=None,
+        after_cooldown="resume",
+        cooldown=CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5),
+        cooldown_group=None,
+        rules=Rules.default(),
+        idempotent=False,
+        max_retries=5,
+        max_failures=10,
         max_crashes=3,
         retention=7 * 86_400.0,
         result_max=262_144,
@@ -58,13 +68,21 @@ def test_options_are_frozen() -> None:
 
 WRONG = [
     *[(name, value) for name in ("ttl", "max_hold", "wait", "retention", "settle_timeout") for value in
-      (0, -1, "15", None, True, float("nan"), float("inf"), 1e12, timedelta(0), [15])],
+      (0, -1, "", "fifteen", "15x", "-5s", None, True, float("nan"), float("inf"), 1e12, timedelta(0), [15])],
     ("ttl", 0.5),
     ("ttl", timedelta(milliseconds=500)),
-    *[(name, value) for name in ("renew", "allow_loss") for value in (None, 0, 1, "yes", [])],
-    *[(name, value) for name in ("max_crashes", "result_max") for value in (0, -1, 1.5, True, None, "3")],
-    *[(name, value) for name in ("on_lost", "on_held", "on_done", "scope") for value in
+    ("ttl", "500ms"),
+    *[(name, value) for name in ("renew", "allow_loss", "idempotent") for value in (None, 0, 1, "yes", [])],
+    *[(name, value) for name in ("max_crashes", "result_max", "max_failures") for value in
+      (0, -1, 1.5, True, None, "3", 3.0)],
+    *[("max_retries", value) for value in (-1, 1.5, True, None, "3", 0.0)],
+    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooldown", "after_cooldown", "scope") for value in
       (None, "", "nonsense", True, 1, ["put_back"], "PUT_BACK")],
+    ("on_cooldown", "resume"),
+    ("after_cooldown", "fail"),
+    *[("cooldown", value) for value in (0, -1, "", "soon", None, True, float("nan"), [300], {"base": 300})],
+    *[("cooldown_group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
+    *[("rules", value) for value in (None, "default", [], {}, Rules, print)],
     ("on_lost", "kill"),
     *[("key", value) for value in ("", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
     *[("fingerprint", value) for value in (True, 7, "month", {"month": 1}, ["month", 1], b"month")],
@@ -90,8 +108,21 @@ class TestWrongValues:
             ("on_lost", "skip", "'interrupt' or 'flag'"),
             ("scope", "app", "'task' or 'global'"),
             ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
-            ("wait", "30", "a number of seconds above 0, or a timedelta"),
+            ("wait", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),
+            ("on_cooldown", "resume", "'fail' or 'put_back' or 'ignore'"),
+            ("after_cooldown", "fail", "'resume' or 'stop'"),
+            ("cooldown", "soon", "seconds above 0 (below ten years) as a number, as text such as"),
+            ("cooldown_group", 7, 'a template such as "openai:{model}", or a callable of the arguments'),
+            (
+                "cooldown_group",
+                "{model}",
+                "names of the task's parameters (customer_id, month); 'model' is none of them",
+            ),
+            ("rules", [], "Rules.default().on(...), or Rules() for rules of your own alone"),
+            ("idempotent", "yes", "True or False"),
+            ("max_retries", -1, "a whole number of at least 0"),
+            ("max_failures", 0, "a whole number of at least 1"),
             ("max_crashes", 0, "a whole number of at least 1"),
             ("fingerprint", "month", "a list of argument names, a callable of the arguments, or False"),
             ("key", 7, 'a template such as "invoice:{customer_id}"'),
@@ -105,10 +136,10 @@ class TestWrongValues:
 
 class TestRightValues:
     @pytest.mark.parametrize("name", ["ttl", "max_hold", "retention", "settle_timeout"])
-    def test_spans_are_seconds_or_timedeltas(self, name: str) -> None:
-        span: dict[str, Any] = {name: timedelta(minutes=2)}
-        seconds: dict[str, Any] = {name: 120}
-        assert getattr(gathered(**span), name) == getattr(gathered(**seconds), name) == 120
+    @pytest.mark.parametrize("span", [120, 120.0, timedelta(minutes=2), "2m", "120", "1m60s", "120s"])
+    def test_spans_are_seconds_text_or_timedeltas(self, name: str, span: Any) -> None:
+        given: dict[str, Any] = {name: span}
+        assert getattr(gathered(**given), name) == 120
 
     def test_a_ttl_of_one_second_is_allowed(self) -> None:
         assert gathered(ttl=1).ttl == 1.0
@@ -137,6 +168,36 @@ class TestRightValues:
     def test_names_for_the_fingerprint_are_kept_as_a_tuple(self) -> None:
         assert gathered(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
 
+    @pytest.mark.parametrize("on_cooldown", ["fail", "put_back", "ignore"])
+    @pytest.mark.parametrize("after_cooldown", ["resume", "stop"])
+    def test_what_is_done_about_a_cooldown(self, on_cooldown: OnCooldown, after_cooldown: AfterCooldown) -> None:
+        options = gathered(on_cooldown=on_cooldown, after_cooldown=after_cooldown)
+        assert (options.on_cooldown, options.after_cooldown) == (on_cooldown, after_cooldown)
+
+    @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
+    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(self, base: Any) -> None:
+        assert gathered(cooldown=base).cooldown == CooldownPolicy(600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5)
+
+    def test_a_base_above_six_hours_is_its_own_cap(self) -> None:
+        assert gathered(cooldown="8h").cooldown.cap == 8 * 3600.0
+
+    def test_a_policy_is_taken_as_it_is(self) -> None:
+        policy = CooldownPolicy("10s", factor=3.0, cap="1h", jitter=0.0)
+        assert gathered(cooldown=policy).cooldown is policy
+
+    @pytest.mark.parametrize("group", ["openai", "openai:{month}", "{customer_id[0]}", str, None])
+    def test_templates_and_callables_are_groups_with_and_without_a_key(self, group: Any) -> None:
+        assert gathered(cooldown_group=group).cooldown_group == group
+        assert gathered(cooldown_group=group, key="{month}").cooldown_group == group
+
+    def test_rules_are_taken_as_they_are(self) -> None:
+        rules = Rules()
+        assert gathered(rules=rules).rules is rules
+
+    def test_a_task_may_have_no_quick_retries_and_no_second_chance(self) -> None:
+        options = gathered(max_retries=0, max_failures=1, idempotent=True)
+        assert (options.max_retries, options.max_failures, options.idempotent) == (0, 1, True)
+
     @pytest.mark.parametrize("chosen", [False, str])
     def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:
         assert gathered(key="{month}", fingerprint=chosen).fingerprint == chosen
@@ -151,6 +212,11 @@ class TestUnknownNames:
             ("retension", "retention"),
             ("keys", "key"),
             ("max_crash", "max_crashes"),
+            ("on_cooling", "on_cooldown"),
+            ("cooldown_groups", "cooldown_group"),
+            ("rule", "rules"),
+            ("max_failure", "max_failures"),
+            ("idempotency", "idempotent"),
         ],
     )
     def test_a_name_misspelt_is_answered_with_the_one_meant(self, name: str, meant: str) -> None:
@@ -224,6 +290,36 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize("given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str)
     def test_a_task_that_did_not_ask_is_never_refused(self, defaults: dict[str, Any], given: dict[str, Any]) -> None:
         assert isinstance(gathered(defaults=defaults, **given), LeaseOptions)
+
+    @pytest.mark.parametrize(
+        "defaults",
+        [
+            {"on_cooldown": "ignore"},
+            {"after_cooldown": "stop"},
+            {"cooldown": "10m"},
+            {"cooldown_group": "billing"},
+            {"cooldown_group": str},
+            {"rules": Rules()},
+            {"idempotent": True},
+            {"max_retries": 0},
+            {"max_failures": 1},
+        ],
+        ids=lambda defaults: next(iter(defaults)),
+    )
+    @pytest.mark.parametrize("given", [{}, {"key": "{month}"}], ids=str)
+    def test_what_is_done_about_failures_may_be_said_once_for_all(
+        self, defaults: dict[str, Any], given: dict[str, Any]
+    ) -> None:
+        (name, value), *_ = defaults.items()
+        found = getattr(gathered(defaults=defaults, **given), name)
+        assert found == (CooldownPolicy.of(value) if name == "cooldown" else value)
+
+    def test_a_default_group_whose_names_a_task_has_not_is_told_as_the_setting_it_is(self) -> None:
+        message = refused(defaults={"cooldown_group": "openai:{model}"})
+        assert message.startswith(
+            "app.conf: leases_cooldown_group (for task billing.send)='openai:{model}' is not usable"
+        )
+        assert gathered(defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}").cooldown_group
 
     def test_a_default_counts_where_the_task_says_nothing(self) -> None:
         options = gathered(defaults={"ttl": 60, "on_held": "fail"}, key="{month}", ttl=20)

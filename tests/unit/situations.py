@@ -1,0 +1,114 @@
+"""Calls, rows, holders, gates and failures to decide on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from celery_leases.core.decisions import before_run
+from celery_leases.core.endings import Raised
+from celery_leases.core.gates import Gate
+from celery_leases.core.keys import CallKey
+from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
+from celery_leases.core.ports import Holder
+from celery_leases.core.records import Failure, Record, State
+from celery_leases.core.rulings import Judgement, Reason, Ruling
+from celery_leases.core.verdicts import Call, Facts, PutBack, Refuse, Verdict
+
+NOW = 1_000_000_000_000
+SECOND = 1_000_000
+TODAY = 1_800_000_000.0
+"""The wall clock, as far as people are told."""
+OURS, THEIRS = "call-ours", "call-theirs"
+GROUP = "openai:large"
+KEY = CallKey("invoice:1842", "t:billing.send|invoice:1842", "v1:same", {"month": "m1"})
+ON_HELD: tuple[OnHeld, ...] = ("put_back", "wait", "ignore", "fail")
+ON_DONE: tuple[OnDone, ...] = ("replay", "ignore", "fail", "rerun")
+FAILURE = Failure("ValueError", "boom")
+
+
+def a_call(*, on_held: OnHeld = "put_back", on_done: OnDone = "replay", **changes: Any) -> Call:
+    """A call of ours; a name of an option among *changes* changes that option, any other the call."""
+    options = changes.pop("options", LeaseOptions(key="invoice:{id}"))
+    chosen = {name: changes.pop(name) for name in list(changes) if name in LeaseOptions.__slots__ and name != "key"}
+    options = replace(options, on_held=on_held, on_done=on_done, **chosen)
+    key = replace(KEY, fingerprint=None, digests=None) if on_done == "rerun" else KEY
+    return Call(**({"task": "billing.send", "call_id": OURS, "key": key, "options": options} | changes))
+
+
+def a_record(state: State, call_id: str = THEIRS, **changes: Any) -> Record:
+    """A row of the key, claimed by another call nine seconds ago."""
+    defaults: dict[str, Any] = {
+        "stored_key": KEY.stored,
+        "task": "billing.send",
+        "key": KEY.key,
+        "state": state,
+        "fence": NOW - 9 * SECOND,
+        "owner": "token-1",
+        "call_id": call_id,
+        "holder": "host-a/17",
+        "attempt": 1,
+        "generation": 0,
+        "failures": 0,
+        "crashes": 0,
+        "retries": 0,
+        "lease_store": "redis://one",
+        "lease_ttl": 15.0,
+        "created_at": NOW - 9 * SECOND,
+        "started_at": NOW - 9 * SECOND,
+        "now": NOW,
+        "fingerprint": KEY.fingerprint,
+        "digests": KEY.digests,
+    }
+    return Record(**(defaults | changes))
+
+
+def waiting(state: State, seconds: float, call_id: str = THEIRS, **changes: Any) -> Record:
+    """A row that may run again in so many seconds."""
+    return a_record(state, call_id, retry_at=NOW + round(seconds * SECOND), **changes)
+
+
+RUNNING = a_record(State.RUNNING, OURS, attempt=4, failures=2, crashes=1)
+
+
+def held_by(call_id: str, remaining: float = 9.0) -> Holder:
+    """A lease in a store."""
+    return Holder("token-1", call_id, "host-a/17", 15.0, remaining)
+
+
+def shut(seconds: float, **changes: Any) -> Gate:
+    """The gate of the group, closed for so many seconds; 0: half-open."""
+    given: dict[str, Any] = {"group": GROUP, "trips": 1, "closed_for": seconds, "reason": "rate_limited", "rule": "r"}
+    return Gate(**(given | changes))
+
+
+def probed(seconds: float) -> Gate:
+    """The gate of the group, half-open, its probe's slot taken by another attempt for so many seconds."""
+    return shut(0.0, probe="probe", probe_for=seconds)
+
+
+def judged(ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row") -> Judgement:
+    """What the rules say of a failure; *delay* is what its answer told."""
+    return Judgement(rule, ruling, reason, delay)
+
+
+def raised(ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row") -> Raised:
+    """A body that raised what the rules judge so."""
+    return Raised(ValueError("boom"), FAILURE, judged(ruling, delay, reason, rule))
+
+
+def decide(call: Call, record: Record | None = None, holder: Holder | None = None, **facts: Any) -> Verdict:
+    """The verdict before the run."""
+    return before_run(call, Facts(record=record, holder=holder, **({"today": TODAY} | facts)))
+
+
+def refusal(verdict: Verdict) -> Exception:
+    """The error of a call that is refused."""
+    assert isinstance(verdict, Refuse), verdict
+    return verdict.error
+
+
+def put_back(verdict: Verdict) -> PutBack:
+    """The verdict, as that of a call that comes back."""
+    assert isinstance(verdict, PutBack), verdict
+    return verdict

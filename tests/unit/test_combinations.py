@@ -1,0 +1,274 @@
+"""What must hold for every combination of facts, before the run."""
+
+# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, get_args
+
+from celery_leases.core import decisions
+from celery_leases.core.decisions import before_run
+from celery_leases.core.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
+from celery_leases.core.records import Ended, Failure, Record, State
+from celery_leases.core.results import TOO_LARGE
+from celery_leases.core.verdicts import (
+    Call,
+    Drop,
+    Facts,
+    GiveUp,
+    PutBack,
+    Refuse,
+    Replay,
+    Run,
+    StandBack,
+    Verdict,
+    Wait,
+)
+from celery_leases.core.waiting import SHORTEST_DELAY
+from tests.unit.situations import NOW, ON_DONE, ON_HELD, OURS, SECOND, THEIRS, a_call, a_record, held_by, probed, shut
+
+
+@dataclass(frozen=True)
+class Combination:
+    call: Call
+    facts: Facts
+    verdict: Verdict
+
+    @property
+    def finished(self) -> bool:
+        record = self.facts.record
+        if self.facts.callbacks_out:
+            return True
+        return record is not None and not record.expired and decisions.finished_by(self.call, record)
+
+    @property
+    def live(self) -> bool:
+        record = self.facts.record
+        return self.facts.holder is not None or (record is not None and decisions.holder_in(record) is not None)
+
+    @property
+    def same(self) -> bool:
+        record, holder = self.facts.record, self.facts.holder
+        return all(found is None or found.call_id == OURS for found in (record, holder))
+
+    @property
+    def begun(self) -> bool:
+        """It is known of the call that it has begun: from its message, or from the row it stands in."""
+        record = self.facts.record
+        return self.call.started or (record is not None and not record.expired and record.call_id == OURS)
+
+
+FAILED: dict[str, Any] = {"ended": Ended.FAILED, "failure": Failure("E", "no")}
+ROWS: dict[str, dict[str, Any]] = {
+    "pending": {"state": State.PENDING},
+    "pending, later": {"state": State.PENDING, "retry_at": NOW + 60 * SECOND},
+    "pending, in a moment": {"state": State.PENDING, "retry_at": NOW + SECOND // 2},
+    "running in its row": {"state": State.RUNNING, "lease_until": NOW + 9 * SECOND},
+    "running, lease over": {"state": State.RUNNING, "lease_until": NOW - SECOND},
+    "running, lease elsewhere": {"state": State.RUNNING},
+    "done": {"state": State.DONE, "result": "1"},
+    "done, result too large": {"state": State.DONE, "reason": TOO_LARGE},
+    "done, ignored": {"state": State.DONE, "reason": "ignored"},
+    "done, long ago": {"state": State.DONE, "result": "1", "expires_at": NOW - 1},
+    "cooling": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND},
+    "cooled": {"state": State.COOLING, "retry_at": NOW - SECOND},
+    "failed": {"state": State.FAILED, "failure": Failure("E", "no")},
+    "failed, long ago": {"state": State.FAILED, "expires_at": NOW - 1},
+    "uncertain": {"state": State.UNCERTAIN},
+}
+COOLED: dict[str, dict[str, Any]] = {
+    "cooling, coming back": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND, "resumes": True, **FAILED},
+    "cooled, coming back": {"state": State.COOLING, "retry_at": NOW, "resumes": True, **FAILED},
+    "cooling, told": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND, **FAILED},
+    "cooled, told": {"state": State.COOLING, "retry_at": NOW, **FAILED},
+    "quick retry": {"state": State.PENDING, "retry_at": NOW + 2 * SECOND, "resumes": True, **FAILED},
+    "snoozed": {"state": State.PENDING, "retry_at": NOW + 60 * SECOND, "resumes": True, "ended": Ended.SNOOZED},
+}
+LISTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"finished_calls": (OURS, THEIRS), "finished_results": {OURS: "1", THEIRS: "2"}},
+    {"finished_calls": (OURS,), "finished_results": {OURS: None}},
+)
+FINGERPRINTS = ("v1:same", "v1:other", None)
+
+
+def rows(kinds: dict[str, dict[str, Any]], fingerprints: tuple[str | None, ...]) -> Iterator[Record | None]:
+    yield None
+    for row, call_id, fingerprint, listed in product(kinds.values(), (OURS, THEIRS), fingerprints, LISTS):
+        changes = {name: value for name, value in row.items() if name != "state"}
+        yield a_record(row["state"], call_id, fingerprint=fingerprint, **changes, **listed)
+
+
+@cache
+def combinations() -> list[Combination]:
+    holders = (None, held_by(OURS), held_by(THEIRS))
+    calls = [
+        a_call(on_held=on_held, on_done=on_done, canvas=canvas)
+        for on_held, on_done, canvas in product(ON_HELD, ON_DONE, (False, True))
+    ]
+    found = []
+    for call, row, holder, out in product(calls, list(rows(ROWS, FINGERPRINTS)), holders, (False, True)):
+        facts = Facts(record=row, holder=holder, callbacks_out=out)
+        found.append(Combination(call, facts, before_run(call, facts)))
+    return found
+
+
+@cache
+def cooldowns() -> list[Combination]:
+    calls = [
+        a_call(on_done=on_done, on_cooldown=on_cooldown, canvas=canvas, started=started, repeat=repeat)
+        for on_done, on_cooldown, canvas, started, repeat in product(
+            ON_DONE[::3], (None, "fail", "put_back", "ignore"), (False, True), (False, True), (False, True)
+        )
+    ]
+    gates = (None, shut(60), shut(7_200), shut(0), probed(14))
+    found = []
+    for call, row, gate in product(calls, list(rows(ROWS | COOLED, FINGERPRINTS[:2])), gates):
+        facts = Facts(record=row, gate=gate)
+        found.append(Combination(call, facts, before_run(call, facts)))
+    return found
+
+
+def breaches(found: list[Combination], broken: Callable[[Combination], bool]) -> list[Combination]:
+    return [one for one in found if broken(one)][:3]
+
+
+class TestEveryCombination:
+    """Some 50 000 combinations of row, holder, options, canvas and callbacks."""
+
+    def breaches(self, broken: Any) -> list[Combination]:
+        return breaches(combinations(), broken)
+
+    def test_there_is_a_verdict_for_each(self) -> None:
+        assert self.breaches(lambda one: not isinstance(one.verdict, get_args(Verdict))) == []
+
+    def test_a_delivery_with_a_canvas_is_dropped_only_as_this_calls_finished_business(self) -> None:
+        assert self.breaches(lambda one: isinstance(one.verdict, Drop) and one.call.canvas and not one.finished) == []
+
+    def test_a_held_key_never_runs(self) -> None:
+        assert self.breaches(lambda one: isinstance(one.verdict, Run) and one.live) == []
+
+    def test_what_this_call_has_finished_is_answered_and_never_run_or_put_back(self) -> None:
+        assert self.breaches(lambda one: one.finished and not isinstance(one.verdict, Replay | Drop | Refuse)) == []
+
+    def test_nothing_is_dropped_unasked(self) -> None:
+        """A drop is finished business of this call, or what ``ignore`` asks for."""
+
+        def unasked(one: Combination) -> bool:
+            options = one.call.options
+            asked = (options.on_held == "ignore" and one.live) or options.on_done == "ignore"
+            return isinstance(one.verdict, Drop) and not one.finished and not asked
+
+        assert self.breaches(unasked) == []
+
+    def test_the_options_about_other_calls_say_nothing_about_the_same_call(self) -> None:
+        seen: dict[Any, Verdict] = {}
+        for one in combinations():
+            if one.same:
+                known = (repr(one.facts), one.call.canvas)
+                assert repr(seen.setdefault(known, one.verdict)) == repr(one.verdict), one
+
+    def test_the_same_call_is_never_refused_for_being_held_done_or_different(self) -> None:
+        told = (LeaseHeld, AlreadyDone, KeyReused)
+        assert (
+            self.breaches(
+                lambda one: one.same and isinstance(one.verdict, Refuse) and isinstance(one.verdict.error, told)
+            )
+            == []
+        )
+
+    def test_only_the_option_makes_a_delivery_wait_in_its_process(self) -> None:
+        assert self.breaches(lambda one: isinstance(one.verdict, Wait) and one.call.options.on_held != "wait") == []
+
+    def test_only_a_claim_gives_up_or_stands_back(self) -> None:
+        assert self.breaches(lambda one: isinstance(one.verdict, GiveUp | StandBack)) == []
+
+    def test_every_delay_can_be_published(self) -> None:
+        assert self.breaches(unpublishable) == []
+
+
+class TestEveryCooldown:
+    """Some 40 000 combinations of row, gate, ``lease_on_cooldown``, canvas, and what the message knows."""
+
+    def breaches(self, broken: Any) -> list[Combination]:
+        return breaches(cooldowns(), broken)
+
+    def test_no_body_starts_at_a_gate_that_is_not_open(self) -> None:
+        assert self.breaches(lambda one: one.facts.gate is not None and isinstance(one.verdict, Run)) == []
+
+    def test_no_body_starts_before_the_keys_own_time(self) -> None:
+        def early(one: Combination) -> bool:
+            record = one.facts.record
+            waits = record is not None and record.state in (State.PENDING, State.COOLING) and record.waits > 1
+            return waits and isinstance(one.verdict, Run)
+
+        assert self.breaches(early) == []
+
+    def test_a_gate_changes_nothing_but_a_run_or_a_wait(self) -> None:
+        """Whatever is answered at an open gate is answered at a shut one: replays, drops and refusals."""
+        answers: dict[Any, Verdict] = {}
+        for one in cooldowns():
+            known = (repr(one.facts.record), repr(one.call))
+            if one.facts.gate is None:
+                answers[known] = one.verdict
+            elif not too_early(answers[known]):
+                assert repr(answers[known]) == repr(one.verdict), one
+
+    def test_a_call_that_has_begun_is_never_refused_or_dropped_for_a_cooldown(self) -> None:
+        """Whether its message knows that it has begun, or only the row does."""
+
+        def refused(one: Combination) -> bool:
+            dropped = isinstance(one.verdict, Drop) and not one.finished
+            told = isinstance(one.verdict, Refuse) and isinstance(one.verdict.error, CoolingDown)
+            return one.begun and (dropped or told)
+
+        assert self.breaches(refused) == []
+
+    def test_the_copy_of_a_call_that_stands_in_the_row_knows_that_it_has_begun(self) -> None:
+        """So that it may no longer expire."""
+
+        def forgetful(one: Combination) -> bool:
+            known = one.begun and not one.call.started
+            return known and isinstance(one.verdict, PutBack) and not one.verdict.started
+
+        assert self.breaches(forgetful) == []
+
+    def test_a_delivery_with_a_canvas_is_never_dropped_for_a_cooldown(self) -> None:
+        assert self.breaches(lambda one: isinstance(one.verdict, Drop) and one.call.canvas and not one.finished) == []
+
+    def test_only_a_copy_of_the_call_that_was_told_is_told_again(self) -> None:
+        def told(one: Combination) -> bool:
+            record = one.facts.record
+            if record is None or record.ended is not Ended.FAILED or record.resumes or one.finished:
+                return False
+            again = isinstance(one.verdict, Refuse) and one.verdict.own
+            return again is not (one.call.repeat and record.call_id == OURS)
+
+        assert self.breaches(told) == []
+
+    def test_every_wait_can_be_published_and_explained_to_an_eager_caller(self) -> None:
+        def unexplained(one: Combination) -> bool:
+            too_early = isinstance(one.verdict, PutBack) and one.verdict.what in ("cooldown", "backoff")
+            return too_early and not isinstance(one.verdict.refusal, CoolingDown)  # type: ignore[union-attr]
+
+        assert self.breaches(unpublishable) == []
+        assert self.breaches(unexplained) == []
+
+
+def unpublishable(one: Combination) -> bool:
+    delays = isinstance(one.verdict, PutBack)
+    return delays and not SHORTEST_DELAY <= one.verdict.delay <= one.call.longest_hop  # type: ignore[union-attr]
+
+
+def too_early(verdict: Verdict) -> bool:
+    """Whether the verdict is a run, or a wait that a gate may make longer."""
+    return (
+        isinstance(verdict, Run)
+        or (isinstance(verdict, PutBack) and verdict.what in ("cooldown", "backoff"))
+        or (isinstance(verdict, Refuse) and isinstance(verdict.error, CoolingDown))
+        or (isinstance(verdict, Drop) and verdict.reason.startswith("Retry available"))
+    )

@@ -1,0 +1,356 @@
+"""After a failure: cool down, retry soon, or fail for good, by what the rules say and by the counts of the row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_leases.core.endings import Raised
+from celery_leases.core.failures import (
+    LONGEST_SPREAD,
+    SHORTEST_TOLD,
+    AfterFailure,
+    CoolDown,
+    Counts,
+    Fail,
+    RetryAfter,
+    after_failure,
+    says_nothing_of_the_group,
+)
+from celery_leases.core.options import AfterCooldown
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.records import Record, State
+from celery_leases.core.rulings import Kind, Reason, Ruling, Scope, Told, cooldown, exactly, permanent, retry
+from tests.unit.situations import GROUP, NOW, OURS, SECOND, a_call, a_record, raised
+
+FRESH = a_record(State.RUNNING, OURS, started_at=NOW)
+DAY = 86_400.0
+CHANCES = st.floats(0, 1, exclude_max=True)
+MOST = 1 - 1e-9
+"""The chance that makes a wait as long as it can be."""
+
+
+def after(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> AfterFailure:
+    """The verdict on a failure of a call of ours."""
+    return after_failure(a_call(**changes), record, raised_, chance)
+
+
+def cooled(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> CoolDown:
+    """The verdict, which is to be a cooldown."""
+    verdict = after(raised_, record, chance, **changes)
+    assert isinstance(verdict, CoolDown), verdict
+    return verdict
+
+
+def retried(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> RetryAfter:
+    """The verdict, which is to be a quick retry."""
+    verdict = after(raised_, record, chance, **changes)
+    assert isinstance(verdict, RetryAfter), verdict
+    return verdict
+
+
+def counting(record: Record, verdict: AfterFailure) -> Record:
+    """The row as the next attempt finds it."""
+    counts = verdict.counts
+    return replace(
+        record, failures=counts.failures, quick_retries=counts.quick_retries, cooldowns=counts.cooldowns, failed_at=NOW
+    )
+
+
+def in_a_row(raised_: Raised, times: int, chance: float = MOST, **changes: Any) -> list[AfterFailure]:
+    """The verdicts on the same failure, so many times one after the other."""
+    record, verdicts = FRESH, []
+    for _ in range(times):
+        verdicts.append(after(raised_, record, chance, **changes))
+        record = counting(record, verdicts[-1])
+    return verdicts
+
+
+class TestEachKind:
+    """What a ruling means on its own."""
+
+    @pytest.mark.parametrize("told", ["instead", "at_least", "ignore"])
+    @pytest.mark.parametrize("group", [None, GROUP])
+    @pytest.mark.parametrize("idempotent", [False, True])
+    @pytest.mark.parametrize("scope", ["key", "group"])
+    @pytest.mark.parametrize("delay", [None, 200.0])
+    @pytest.mark.parametrize("kind", ["retry", "cooldown", "permanent"])
+    def test_every_combination(
+        self, kind: Kind, told: Told, group: str | None, idempotent: bool, scope: Scope, delay: float | None
+    ) -> None:
+        """Kind, scope and delay come out as the ruling says, whatever the task's other options are."""
+        ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, told=told)
+        verdict = after(raised(ruling, delay), group=group, idempotent=idempotent)
+        assert isinstance(verdict, {"retry": RetryAfter, "cooldown": CoolDown, "permanent": Fail}[kind])
+        in_group = scope == "group" and group is not None
+        assert verdict.failure.group == (GROUP if in_group else None)
+        if not isinstance(verdict, Fail):
+            assert verdict.delay == (200.0 if delay and told != "ignore" else 100.0)
+        if isinstance(verdict, CoolDown):
+            assert (verdict.closing is not None) is in_group
+
+    def test_the_failure_is_remembered_with_what_decided(self) -> None:
+        """The error as it was, and of the judgement rule, reason and flags."""
+        ruling = cooldown("60s", ambiguous=True, operator=True)
+        failure = after(raised(ruling, reason=Reason.UNAUTHORIZED, rule="status:401")).failure
+        assert (failure.type, failure.message) == ("ValueError", "boom")
+        assert (failure.rule, failure.reason) == ("status:401", "unauthorized")
+        assert (failure.ambiguous, failure.operator, failure.group) == (True, True, None)
+
+    def test_a_ruling_without_a_policy_takes_that_of_the_task(self) -> None:
+        """``lease_cooldown``."""
+        assert cooled(raised(cooldown()), chance=MOST, cooldown=CooldownPolicy(77.0)).delay == pytest.approx(77.0)
+
+    def test_a_permanent_failure_counts(self) -> None:
+        """The row says how often it failed."""
+        verdict = after(raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2))
+        assert verdict.counts == Counts(3, 1, 2)
+
+    def test_a_delay_that_is_raised_to_a_minimum(self) -> None:
+        """A body that ran into its soft limit is not tried again a moment later."""
+        ruling = replace(cooldown("1s"), at_least=15.0)
+        assert cooled(raised(ruling)).delay == 15.0
+        assert cooled(raised(ruling, 40.0)).delay == 40.0
+
+
+class TestWhatTheAnswerTold:
+    """A wait the other side asked for is only ever made longer."""
+
+    @given(CHANCES, st.floats(SHORTEST_TOLD, 21_600))
+    @pytest.mark.parametrize("told", ["instead", "at_least"])
+    @pytest.mark.parametrize("group", [None, GROUP])
+    def test_jitter_never_cuts_it(self, told: Told, group: str | None, chance: float, delay: float) -> None:
+        """At most a tenth is added, and 5 s."""
+        ruling = replace(cooldown("1s", scope="group"), told=told)
+        wait = cooled(raised(ruling, delay), chance=chance, group=group).delay
+        assert delay <= wait <= delay + min(LONGEST_SPREAD, 0.1 * delay)
+
+    @given(CHANCES)
+    def test_told_instead_counts_where_the_policy_says_longer(self, chance: float) -> None:
+        """The other side knows best when its window begins."""
+        ruling = replace(cooldown("1h"), told="instead")
+        assert 20.0 <= cooled(raised(ruling, 20.0), chance=chance).delay <= 22.0
+
+    @given(CHANCES)
+    def test_told_at_least_never_cuts_the_policy(self, chance: float) -> None:
+        """It raises a shorter wait only."""
+        assert cooled(raised(cooldown("1h"), 20.0), chance=chance).delay >= 1800.0
+        assert cooled(raised(cooldown("1s"), 20.0), chance=chance).delay >= 20.0
+
+    def test_what_the_body_asked_for_is_kept_exactly(self) -> None:
+        """``Cooldown(300)`` is no hint of a crowded window: nothing is added."""
+        ruling = replace(cooldown(), told="instead")
+        assert cooled(raised(ruling, 300.0, Reason.ASKED), chance=MOST).delay == 300.0
+
+    @pytest.mark.parametrize("group", [None, GROUP])
+    def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(self, group: str | None) -> None:
+        """Told waits do not grow, so nothing else would ever slow this key down."""
+        ruling = replace(cooldown("30s", scope="group"), told="instead")
+        assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_TOLD
+
+    def test_a_retry_the_body_asked_for_is_kept_exactly(self) -> None:
+        """``RetryLater(0)`` is soon."""
+        assert retried(raised(exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(0.0, abs=0.002)
+        assert retried(raised(exactly(10), 10.0, Reason.ASKED), chance=0.3).delay == 10.0
+
+
+class TestGrowth:
+    """Without a told wait the waits double, and are shown as upper bounds."""
+
+    def test_the_second_failure_waits_twice_as_long_as_the_first(self) -> None:
+        """Up to the policy's cap."""
+        waits = [verdict.delay for verdict in in_a_row(raised(cooldown()), 9) if isinstance(verdict, CoolDown)]
+        assert waits == pytest.approx([300, 600, 1200, 2400, 4800, 9600, 19_200, 21_600, 21_600])
+
+    def test_quick_retries_double_too(self) -> None:
+        """One second, two, four."""
+        waits = [verdict.delay for verdict in in_a_row(raised(retry("1s")), 5) if isinstance(verdict, RetryAfter)]
+        assert waits == pytest.approx([1, 2, 4, 8, 16])
+
+    @given(CHANCES)
+    def test_jitter_only_shortens_a_wait_of_the_policy(self, chance: float) -> None:
+        """So its full length may be shown."""
+        record = replace(FRESH, cooldowns=1)
+        assert 300.0 <= cooled(raised(cooldown()), record, chance).delay <= 600.0
+
+    def test_a_gate_grows_by_its_own_trips(self) -> None:
+        """Not by the failures of the key that met it; and without jitter, which belongs to the calls that wait."""
+        record = replace(FRESH, failures=4, cooldowns=4)
+        verdict = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
+        assert verdict.closing is not None
+        assert [verdict.closing.wait(trips) for trips in (1, 2, 3, 8)] == [30.0, 60.0, 120.0, 3600.0]
+        assert verdict.delay == 30.0, "what counts for the key while the store of gates does not answer"
+
+    def test_growth_starts_anew_after_a_quiet_time(self) -> None:
+        """Twice the cap, at least a day."""
+        record = replace(FRESH, failures=3, quick_retries=2, cooldowns=3)
+        quiet = replace(record, failed_at=NOW - int((DAY + 1) * SECOND))
+        lately = replace(record, failed_at=NOW - int((DAY - 1) * SECOND))
+        assert cooled(raised(cooldown()), quiet).counts == Counts(1, 0, 1)
+        assert cooled(raised(cooldown()), lately).counts == Counts(4, 0, 4)
+        assert cooled(raised(cooldown()), record).counts == Counts(4, 0, 4)
+
+    @pytest.mark.parametrize(
+        "failing",
+        [
+            raised(cooldown("2d")),
+            raised(replace(cooldown("1m"), told="instead"), 2 * DAY, Reason.ASKED),
+            raised(retry("1s", max=0, then=cooldown("2d"))),
+            raised(Ruling("retry", ambiguous=True, otherwise=cooldown("2d"))),
+        ],
+        ids=["policy", "asked", "then", "otherwise"],
+    )
+    def test_a_wait_of_days_is_no_quiet_time(self, failing: Raised) -> None:
+        """Else a key that fails each time it may run would never fail for good."""
+        record = replace(FRESH, failures=3, failed_at=NOW - int(2.1 * DAY * SECOND))
+        assert cooled(failing, record).counts.failures == 4
+
+
+class TestQuickRetries:
+    """They count apart from Celery's, and apart from failures."""
+
+    def test_after_the_last_one_the_key_cools_down(self) -> None:
+        """``lease_max_retries`` of them; the cooldown is a failure and gives new ones."""
+        verdicts = in_a_row(raised(retry("1s")), 7, max_retries=5)
+        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 5, CoolDown, RetryAfter]
+        assert [verdict.counts.failures for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 1]
+        assert [verdict.counts.quick_retries for verdict in verdicts] == [1, 2, 3, 4, 5, 0, 1]
+        assert verdicts[5].failure.reason == Reason.RETRIES_USED_UP
+        assert verdicts[5].failure.rule == "row"
+
+    def test_celerys_retries_are_not_counted(self) -> None:
+        """The user's own ``retry()`` has its own limit."""
+        verdict = retried(raised(retry("1s")), replace(FRESH, retries=9), retries=9, max_retries=1)
+        assert verdict.counts.quick_retries == 1
+
+    def test_a_ruling_may_have_a_limit_of_its_own(self) -> None:
+        """Which counts instead of the task's."""
+        used = replace(FRESH, quick_retries=2)
+        assert isinstance(after(raised(retry("1s", max=2)), used, max_retries=9), CoolDown)
+        assert isinstance(after(raised(retry("1s", max=3)), used, max_retries=0), RetryAfter)
+
+    def test_none_are_made_where_none_are_allowed(self) -> None:
+        """``lease_max_retries=0``."""
+        assert isinstance(after(raised(retry("1s")), max_retries=0), CoolDown)
+
+    def test_a_ruling_may_say_what_comes_after_them(self) -> None:
+        """The reason stays that of the failure: it says more than that the retries are used up."""
+        ruling = retry("1s", max=0, then=cooldown("60s", scope="group"))
+        verdict = cooled(raised(ruling, reason=Reason.UNREACHABLE), group=GROUP)
+        assert (verdict.failure.reason, verdict.failure.group) == ("unreachable", GROUP)
+        assert isinstance(after(raised(retry("1s", max=0, then=permanent()))), Fail)
+
+    def test_retries_after_retries_come_to_an_end(self) -> None:
+        """Three quick ones, then up to ten in all, then a cooldown."""
+        verdicts = in_a_row(raised(retry("1s", max=3, then=retry("1m", max=10))), 11)
+        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 10, CoolDown]
+
+    def test_a_failure_of_the_group_gives_new_ones(self) -> None:
+        """A cooldown is a cooldown; the group's counts for nothing else."""
+        verdict = cooled(raised(cooldown("60s", scope="group")), replace(FRESH, quick_retries=3), group=GROUP)
+        assert verdict.counts == Counts(0, 0, 0)
+
+
+class TestUnknownOutcomes:
+    """A call that may have been executed is repeated only where that is said to be harmless."""
+
+    def test_an_idempotent_task_is_retried(self) -> None:
+        """``lease_idempotent=True``."""
+        assert retried(raised(retry("1s", ambiguous=True)), idempotent=True).failure.ambiguous
+
+    def test_any_other_cools_down_and_says_so(self) -> None:
+        """A minute, unless the rule says otherwise, and not a single quick retry."""
+        verdict = cooled(raised(retry("1s", ambiguous=True)), chance=MOST)
+        assert verdict.delay == pytest.approx(60.0)
+        assert (verdict.failure.ambiguous, verdict.counts) == (True, Counts(1, 0, 1))
+
+    def test_a_rule_may_say_what_it_becomes(self) -> None:
+        """``otherwise``."""
+        ruling = replace(retry("1s", ambiguous=True), otherwise=permanent())
+        assert isinstance(after(raised(ruling)), Fail)
+        assert isinstance(after(raised(ruling), idempotent=True), RetryAfter)
+
+    def test_used_up_retries_stay_ambiguous(self) -> None:
+        """The last of them may have been executed too."""
+        verdict = cooled(raised(retry("1s", ambiguous=True)), replace(FRESH, quick_retries=5), idempotent=True)
+        assert verdict.failure.ambiguous
+
+    def test_a_clear_failure_is_retried_without_being_idempotent(self) -> None:
+        """A refused connection was not executed."""
+        assert isinstance(after(raised(retry("1s")), idempotent=False), RetryAfter)
+
+
+class TestTheLastStraw:
+    """Deterministic failures end."""
+
+    @pytest.mark.parametrize("limit", [1, 2, 10])
+    def test_after_so_many_failures_the_key_has_failed_for_good(self, limit: int) -> None:
+        """``lease_max_failures``; the rule that decided keeps its name."""
+        verdicts = in_a_row(raised(cooldown()), limit, max_failures=limit)
+        assert [type(verdict) for verdict in verdicts] == [*[CoolDown] * (limit - 1), Fail]
+        assert verdicts[-1].counts.failures == limit
+        assert (verdicts[-1].failure.reason, verdicts[-1].failure.rule) == (Reason.TOO_MANY_FAILURES, "row")
+
+    def test_used_up_retries_may_be_the_last_straw(self) -> None:
+        """They become a cooldown, and that counts."""
+        record = replace(FRESH, failures=9, quick_retries=5)
+        assert isinstance(after(raised(retry("1s")), record), Fail)
+
+    def test_a_quick_retry_never_is(self) -> None:
+        """It is no failure."""
+        assert isinstance(after(raised(retry("1s")), replace(FRESH, failures=9)), RetryAfter)
+
+    def test_it_keeps_what_is_known_of_the_failure(self) -> None:
+        """An operator wants to know whether the call may have been executed."""
+        failure = after(raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)).failure
+        assert (failure.ambiguous, failure.operator) == (True, True)
+
+    @pytest.mark.parametrize("group", [None, GROUP])
+    def test_failures_of_the_group_never_count_towards_it(self, group: str | None) -> None:
+        """A limit is not this input's fault; without a group the key alone waits, and waits longer each time."""
+        verdicts = in_a_row(raised(cooldown("30s", scope="group")), 30, max_failures=2, group=group)
+        assert {type(verdict) for verdict in verdicts} == {CoolDown}
+        assert {verdict.counts.failures for verdict in verdicts} == {0}
+
+    def test_without_a_group_its_failures_make_the_key_wait_longer_each_time(self) -> None:
+        """The wait falls back to the key, and so does its growth."""
+        verdicts = in_a_row(raised(cooldown("30s", scope="group", cap="1h")), 9)
+        waits = [verdict.delay for verdict in verdicts if isinstance(verdict, CoolDown)]
+        assert waits == pytest.approx([30, 60, 120, 240, 480, 960, 1920, 3600, 3600])
+
+
+class TestComingBack:
+    """Whether the call is put back, or its caller told."""
+
+    @pytest.mark.parametrize("comes_back", [True, False])
+    @pytest.mark.parametrize("after_cooldown", ["resume", "stop"])
+    @pytest.mark.parametrize("group", [None, GROUP])
+    def test_a_cooldown_resumes_where_the_option_says_so_and_it_can(
+        self, comes_back: bool, after_cooldown: AfterCooldown, group: str | None
+    ) -> None:
+        """An eager call cannot."""
+        ruling = cooldown("60s", scope="group")
+        verdict = cooled(raised(ruling), comes_back=comes_back, after_cooldown=after_cooldown, group=group)
+        assert verdict.resume is (comes_back and after_cooldown == "resume")
+
+
+class TestWhatAProbeFound:
+    """Whether a probe's failure is about its group at all."""
+
+    @pytest.mark.parametrize(
+        ("failing", "nothing"),
+        [
+            (raised(retry("1s")), True),
+            (raised(cooldown("60s", ambiguous=True)), True),
+            (raised(cooldown("60s")), False),
+            (raised(permanent()), False),
+        ],
+        ids=["quick retry", "ambiguous", "key", "permanent"],
+    )
+    def test_a_retry_or_an_unknown_outcome_says_nothing(self, failing: Raised, nothing: bool) -> None:
+        """The gate stays half-open, for the next probe."""
+        assert says_nothing_of_the_group(after(failing, group=GROUP)) is nothing

@@ -1,0 +1,147 @@
+"""The gate of a cooldown group: how it closes, what a standing time is worth, and what counts as a trip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_leases.core.gates import Closing, Gate, closed, remembered_for
+from celery_leases.core.policies import CooldownPolicy
+from tests.unit.situations import GROUP, probed, shut
+
+POLICY = CooldownPolicy(30.0, cap=3600.0)
+FAILED = Closing(POLICY, "rate_limited", "status:429", "slow down")
+OURS, LATE = "probe", "some-body-that-began-before"
+
+
+def told(seconds: float, *, instead: bool = True) -> Closing:
+    """A failure whose answer said when to come back."""
+    return Closing(POLICY, "rate_limited", told=seconds, instead=instead)
+
+
+class TestTheFirstFailure:
+    """The gate was open."""
+
+    def test_it_closes_the_gate_for_the_first_wait_of_the_policy(self) -> None:
+        """One trip, and what is known of the failure."""
+        assert closed(GROUP, None, FAILED, OURS) == Gate(GROUP, 1, 30.0, "rate_limited", "status:429", "slow down")
+
+    @pytest.mark.parametrize(("instead", "wait"), [(True, 5.0), (False, 30.0)])
+    def test_a_told_wait_counts_instead_or_where_it_is_longer(self, instead: bool, wait: float) -> None:
+        """As the rule says."""
+        assert closed(GROUP, None, told(5.0, instead=instead), OURS).closed_for == wait
+        assert closed(GROUP, None, told(300.0, instead=instead), OURS).closed_for == 300.0
+
+
+class TestWhileItIsClosed:
+    """Bodies that were running when it closed fail one after the other."""
+
+    def test_no_failure_is_another_trip(self) -> None:
+        """One trip per closing, however many bodies were under way."""
+        gate = shut(20.0, trips=3)
+        for token in (OURS, LATE):
+            assert closed(GROUP, gate, FAILED, token).trips == 3
+            assert closed(GROUP, gate, told(600.0), token).trips == 3
+
+    def test_a_longer_wait_extends_the_standing_one(self) -> None:
+        """And says why."""
+        gate = closed(GROUP, shut(20.0), replace(told(600.0), rule="quota", message="empty"), LATE)
+        assert (gate.closed_for, gate.rule, gate.message) == (600.0, "quota", "empty")
+
+    @pytest.mark.parametrize("wait", [1.0, 19.9, 20.0])
+    def test_a_shorter_one_changes_nothing(self, wait: float) -> None:
+        """Not even what is said to be the reason."""
+        gate = shut(20.0)
+        assert closed(GROUP, gate, told(wait), LATE) == gate
+
+    def test_a_failure_after_many_trips_waits_as_long_as_those(self) -> None:
+        """The gate's own trips say how far it has grown."""
+        assert closed(GROUP, shut(20.0, trips=4), FAILED, LATE).closed_for == 240.0
+
+    def test_a_probe_under_way_keeps_its_slot(self) -> None:
+        """A late failure has closed the gate over it; its own end gives the slot back."""
+        gate = closed(GROUP, probed(14.0), FAILED, LATE)
+        assert (gate.closed_for, gate.probe, gate.probe_for) == (30.0, OURS, 14.0)
+        again = closed(GROUP, gate, told(600.0), LATE)
+        assert (again.closed_for, again.probe, again.probe_for) == (600.0, OURS, 14.0)
+
+    @pytest.mark.parametrize("wait", [5.0, 600.0])
+    def test_the_failure_of_a_probe_whose_gate_was_closed_over_it_gives_its_slot_back(self, wait: float) -> None:
+        """Whether its wait is longer or not; and it is no trip, since the gate was closed already."""
+        gate = closed(GROUP, shut(20.0, trips=2, probe=OURS, probe_for=14.0), told(wait), OURS)
+        assert (gate.trips, gate.closed_for) == (2, max(20.0, wait))
+        assert (gate.probe, gate.probe_for) == (None, 0.0)
+
+
+class TestWhileItIsHalfOpen:
+    """Its time is over, and somebody may be trying."""
+
+    def test_the_failure_of_the_probe_is_the_next_trip(self) -> None:
+        """It waits twice as long, and its slot is given back."""
+        gate = closed(GROUP, probed(14.0), FAILED, OURS)
+        assert (gate.trips, gate.closed_for) == (2, 60.0)
+        assert (gate.probe, gate.probe_for) == (None, 0.0)
+
+    @pytest.mark.parametrize("gate", [probed(14.0), shut(0.0)], ids=["probed", "free"])
+    def test_a_body_that_began_before_closes_it_again_without_a_trip(self, gate: Gate) -> None:
+        """It fails of the same outage that the gate has closed for."""
+        late = closed(GROUP, gate, FAILED, LATE)
+        assert (late.trips, late.closed_for, late.probe) == (1, 30.0, gate.probe)
+
+    def test_trips_grow_by_one_for_each_probe_that_fails(self) -> None:
+        """Up to the cap of the policy."""
+        gate, waits = closed(GROUP, None, FAILED, LATE), []
+        for _ in range(8):
+            gate = closed(GROUP, replace(gate, closed_for=0.0, probe=OURS, probe_for=14.0), FAILED, OURS)
+            waits.append(gate.closed_for)
+        assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
+        assert gate.trips == 9
+
+
+GATES = st.builds(
+    shut,
+    st.sampled_from([0.0, 0.5, 20.0, 7_200.0]),
+    trips=st.integers(1, 20),
+    probe=st.sampled_from([None, OURS, "another"]),
+    probe_for=st.sampled_from([0.0, 14.0]),
+)
+CLOSINGS = st.builds(
+    Closing, st.just(POLICY), st.just("why"), told=st.none() | st.floats(1, 9_000), instead=st.booleans()
+)
+
+
+@given(st.none() | GATES, CLOSINGS, st.sampled_from([OURS, LATE]))
+def test_whatever_happens(gate: Gate | None, closing: Closing, token: str) -> None:
+    """A standing time is never cut, one failure is at most one trip, and its own slot is never kept."""
+    after = closed(GROUP, gate, closing, token)
+    assert after.closed_for >= max(gate.closed_for if gate else 0.0, closing.wait(1) if closing.instead else 30.0)
+    assert after.trips - (gate.trips if gate else 0) in (0, 1)
+    assert after.trips >= 1
+    assert after.probe != token
+    assert not after.half_open
+    if gate is not None and gate.probe != token:
+        assert (after.probe, after.probe_for, after.trips) == (gate.probe, gate.probe_for, gate.trips)
+
+
+class TestWhatItSays:
+    """As its store saw it a moment ago."""
+
+    @pytest.mark.parametrize(
+        ("gate", "half_open", "shut_for"),
+        [(shut(20.0), False, 20.0), (shut(0.0), True, 0.0), (probed(14.0), True, 14.0)],
+    )
+    def test_for_how_long_nothing_can_start(self, gate: Gate, half_open: bool, shut_for: float) -> None:
+        """The time it is closed, or that of its probe's slot."""
+        assert (gate.half_open, gate.shut_for) == (half_open, shut_for)
+
+    def test_a_closed_gate_counts_for_its_time_whoever_probes(self) -> None:
+        """The slot of a probe whose gate was closed over it keeps nobody out."""
+        assert shut(20.0, probe=OURS, probe_for=90.0).shut_for == 20.0
+
+    def test_it_is_remembered_until_its_trips_are_forgotten(self) -> None:
+        """Its time, and the quiet time of the policy: twice the cap, at least a day."""
+        assert remembered_for(shut(20.0), POLICY) == 20.0 + 86_400.0
+        assert remembered_for(shut(20.0), CooldownPolicy(30.0, cap=86_400.0)) == 20.0 + 2 * 86_400.0

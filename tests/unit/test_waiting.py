@@ -1,0 +1,320 @@
+"""How long a delivery stays away, and what another call is told that comes too early."""
+
+# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_leases.core.decisions import before_run
+from celery_leases.core.durations import in_words
+from celery_leases.core.errors import CoolingDown
+from celery_leases.core.gates import Gate
+from celery_leases.core.options import OnCooldown, OnHeld
+from celery_leases.core.records import Ended, Failure, Record, State
+from celery_leases.core.verdicts import Drop, Facts, PutBack, Refuse, Replay, Run, Verdict
+from celery_leases.core.waiting import RETRY_GRACE, SHORTEST_DELAY, store_came_up_empty
+from tests.unit.situations import (
+    GROUP,
+    KEY,
+    NOW,
+    ON_HELD,
+    OURS,
+    SECOND,
+    THEIRS,
+    TODAY,
+    a_call,
+    a_record,
+    decide,
+    held_by,
+    probed,
+    put_back,
+    refusal,
+    shut,
+    waiting,
+)
+
+ON_COOLDOWN: tuple[OnCooldown, ...] = (None, "fail", "put_back", "ignore")
+LIMITED = Failure("openai.RateLimitError", "slow down", "status:429", "rate_limited")
+COOLING = waiting(State.COOLING, 300, ended=Ended.FAILED, resumes=True, failure=LIMITED)
+ITS_OWN = replace(COOLING, call_id=OURS)
+CLOSED: list[dict[str, Any]] = [{"record": COOLING}, {"gate": shut(300)}, {"gate": probed(14)}]
+"""What keeps another call from running: the key's own cooldown, its group's, and its group's probe."""
+NAMES = ["cooling", "shut", "probed"]
+
+
+def cooling_down(verdict: Verdict) -> CoolingDown:
+    error = refusal(verdict)
+    assert isinstance(error, CoolingDown)
+    return error
+
+
+class TestWaitingForItsRetryTime:
+    def test_another_call_waits_until_then(self) -> None:
+        verdict = put_back(decide(a_call(), waiting(State.PENDING, 30), chance=0.0))
+        assert verdict.delay == pytest.approx(30.1)
+        assert not verdict.started
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
+    def test_the_call_that_waits_is_put_back_until_then(self, state: State) -> None:
+        verdict = put_back(decide(a_call(), waiting(state, 30, OURS), chance=0.0))
+        assert verdict.delay == pytest.approx(30.1)
+        assert verdict.started
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
+    @pytest.mark.parametrize("retry_at", [None, NOW, NOW - SECOND])
+    def test_it_runs_once_the_time_is_over(self, state: State, retry_at: int | None) -> None:
+        assert decide(a_call(), a_record(state, retry_at=retry_at)) == Run()
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
+    def test_the_call_that_waits_is_granted_the_travel_time_of_its_message(self, state: State) -> None:
+        """Its message was sent before the row was closed, so it may come a little early."""
+        grace = int(RETRY_GRACE * SECOND)
+        early = a_record(state, OURS, retry_at=NOW + grace)
+        assert decide(a_call(), early) == Run()
+        assert isinstance(decide(a_call(), replace(early, retry_at=NOW + grace + 1)), PutBack)
+        assert not isinstance(decide(a_call(), replace(early, call_id=THEIRS)), Run)
+
+    @pytest.mark.parametrize("on_held", ON_HELD)
+    @pytest.mark.parametrize("on_cooldown", ON_COOLDOWN)
+    def test_a_countdown_is_no_cooldown_and_no_holder(self, on_held: OnHeld, on_cooldown: OnCooldown) -> None:
+        """A quick retry or a snooze is over soon: whatever the options say, another call waits for it."""
+        verdict = put_back(decide(a_call(on_held=on_held, on_cooldown=on_cooldown), waiting(State.PENDING, 30)))
+        assert verdict.what == "backoff"
+
+    def test_an_eager_call_is_told_of_a_countdown_when_it_is_over(self) -> None:
+        verdict = put_back(decide(a_call(), waiting(State.PENDING, 30)))
+        assert isinstance(verdict.refusal, CoolingDown)
+        assert verdict.refusal.retry_after == 30.0
+
+    @pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
+    def test_other_states_ignore_a_leftover_time(self, state: State) -> None:
+        leftover = a_record(state, retry_at=NOW + 30 * SECOND, result="7")
+        assert isinstance(decide(a_call(), leftover), Run | Replay)
+
+
+class TestAnotherCallMeetsACooldown:
+    @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
+    def test_by_default_it_is_told_when_to_ask_again(self, facts: dict[str, Any]) -> None:
+        assert isinstance(refusal(decide(a_call(), **facts)), CoolingDown)
+
+    @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
+    def test_by_default_it_is_put_back_where_others_wait_for_it(self, facts: dict[str, Any]) -> None:
+        """A chain, chord or group would end with the error."""
+        verdict = put_back(decide(a_call(canvas=True), **facts))
+        assert (verdict.what, verdict.started) == ("cooldown", False)
+
+    @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
+    @pytest.mark.parametrize("canvas", [False, True])
+    def test_the_option_decides(self, facts: dict[str, Any], canvas: bool) -> None:
+        told = decide(a_call(on_cooldown="fail", canvas=canvas), **facts)
+        back = decide(a_call(on_cooldown="put_back", canvas=canvas), **facts)
+        dropped = decide(a_call(on_cooldown="ignore", canvas=canvas), **facts)
+        assert isinstance(told, Refuse)
+        assert isinstance(back, PutBack)
+        assert isinstance(dropped, PutBack if canvas else Drop), "a dropped member would hang the chord"
+
+    @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
+    @pytest.mark.parametrize("on_cooldown", ON_COOLDOWN)
+    @pytest.mark.parametrize("canvas", [False, True])
+    def test_a_call_that_has_begun_is_always_put_back(
+        self, facts: dict[str, Any], on_cooldown: OnCooldown, canvas: bool
+    ) -> None:
+        call = a_call(started=True, on_cooldown=on_cooldown, canvas=canvas)
+        assert isinstance(decide(call, **facts), PutBack)
+
+    @pytest.mark.parametrize("on_cooldown", ON_COOLDOWN)
+    def test_it_may_run_once_the_time_is_over(self, on_cooldown: OnCooldown) -> None:
+        assert decide(a_call(on_cooldown=on_cooldown), waiting(State.COOLING, 0)) == Run()
+
+
+class TestItsOwnCooldown:
+    """The options speak of another call; a delivery of the same call may be its last copy."""
+
+    @pytest.mark.parametrize("on_cooldown", ON_COOLDOWN)
+    @pytest.mark.parametrize("canvas", [False, True])
+    @pytest.mark.parametrize("repeat", [False, True])
+    @pytest.mark.parametrize("gate", [None, shut(60), probed(14)], ids=["open", "shut", "probed"])
+    def test_the_same_call_is_put_back_whatever_the_options_say(
+        self, on_cooldown: OnCooldown, canvas: bool, repeat: bool, gate: Gate | None
+    ) -> None:
+        verdict = put_back(
+            decide(a_call(on_cooldown=on_cooldown, canvas=canvas, repeat=repeat), ITS_OWN, gate=gate, chance=0.0)
+        )
+        assert verdict.started
+        assert verdict.delay == pytest.approx(300.1)
+
+    @pytest.mark.parametrize("gate", [shut(60), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize(
+        "record",
+        [
+            replace(ITS_OWN, retry_at=NOW),
+            replace(ITS_OWN, retry_at=NOW + SECOND // 2),
+            a_record(State.PENDING, OURS, ended=Ended.SNOOZED, resumes=True),
+            a_record(State.PENDING, OURS, ended=Ended.LOST),
+            a_record(State.RUNNING, OURS),
+        ],
+        ids=["cooled", "nearly cooled", "snoozed", "lost", "crashed"],
+    )
+    def test_a_copy_without_a_memory_of_its_run_is_put_back_from_a_shut_gate(self, record: Record, gate: Gate) -> None:
+        """Its process died before it could publish a copy that knows: the row still tells that the call has begun."""
+        verdict = put_back(decide(a_call(repeat=True), record, gate=gate, chance=0.0))
+        assert verdict.started
+        assert verdict.delay <= gate.shut_for + 0.1
+
+    def test_a_row_past_its_retention_tells_nothing(self) -> None:
+        gone = replace(ITS_OWN, expires_at=NOW)
+        assert decide(a_call(), gone) == Run()
+        assert isinstance(refusal(decide(a_call(), gone, gate=shut(60))), CoolingDown)
+
+
+class TestAShutGateStopsBodiesOnly:
+    @pytest.mark.parametrize("gate", [shut(60), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize("call_id", [OURS, THEIRS])
+    def test_finished_work_is_replayed(self, gate: Gate, call_id: str) -> None:
+        assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Replay("7", call_id)
+
+    def test_what_has_failed_for_good_is_told_so(self) -> None:
+        failed = a_record(State.FAILED, failure=Failure("ValueError", "boom"))
+        assert str(refusal(decide(a_call(), failed, gate=shut(60)))) == "boom"
+
+    def test_a_call_with_other_arguments_is_told_so(self) -> None:
+        record = a_record(State.PENDING, fingerprint="v1:other", digests={"month": "m2"})
+        assert "other arguments" in str(refusal(decide(a_call(), record, gate=shut(60))))
+
+    def test_a_call_whose_callbacks_are_out_is_dropped(self) -> None:
+        assert isinstance(decide(a_call(canvas=True), None, gate=shut(60), callbacks_out=True), Drop)
+
+    def test_a_running_key_is_held_by_its_holder(self) -> None:
+        running = a_record(State.RUNNING, lease_until=NOW + 9 * SECOND)
+        assert put_back(decide(a_call(), running, gate=shut(60))).what == "held"
+
+
+class TestHowLong:
+    @pytest.mark.parametrize(("own", "gate", "waits"), [(300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60)])
+    def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(self, own: int, gate: int, waits: int) -> None:
+        record = waiting(State.COOLING, own, failure=LIMITED)
+        error = cooling_down(decide(a_call(on_cooldown="fail"), record, gate=shut(gate) if gate else None))
+        assert error.retry_after == waits
+        verdict = put_back(
+            decide(a_call(on_cooldown="put_back"), record, gate=shut(gate) if gate else None, chance=0.0)
+        )
+        assert verdict.delay == pytest.approx(waits + 0.1)
+
+    def test_who_waits_for_a_probe_comes_back_sooner_than_its_slot_lasts(self) -> None:
+        """The probe may end at any moment; the slot's length only says when a dead one is given up."""
+        delays = [put_back(decide(a_call(canvas=True, tries=n), gate=probed(14), chance=0.0)).delay for n in range(5)]
+        assert delays == pytest.approx([1.1, 2.1, 4.1, 8.1, 14.1])
+
+    def test_who_waits_for_its_own_time_does_not_come_before_it_for_a_probe(self) -> None:
+        verdict = put_back(decide(a_call(canvas=True), COOLING, gate=probed(14), chance=0.0))
+        assert verdict.delay == pytest.approx(300.1)
+
+    @given(st.floats(0, 1, exclude_max=True))
+    def test_nobody_comes_before_the_time_and_all_keys_of_a_group_come_apart(self, chance: float) -> None:
+        by_key = put_back(decide(a_call(canvas=True), COOLING, chance=chance)).delay
+        by_gate = put_back(decide(a_call(canvas=True), gate=shut(300), chance=chance)).delay
+        assert 300.1 <= by_key <= 300.5
+        assert 300.1 <= by_gate <= 302.0
+
+    @pytest.mark.parametrize("gate", [None, shut(7_200)], ids=["key", "gate"])
+    def test_a_long_wait_goes_in_hops(self, gate: Gate | None) -> None:
+        verdict = put_back(decide(a_call(longest_hop=30.0), replace(ITS_OWN, retry_at=NOW + 7_200 * SECOND), gate=gate))
+        assert verdict.delay == 30.0
+
+
+class TestWhatIsTold:
+    def test_the_error_carries_everything_a_program_needs(self) -> None:
+        error = cooling_down(decide(a_call(), COOLING))
+        assert (error.key, error.retry_at, error.retry_after) == (KEY.key, TODAY + 300.0, 300.0)
+        assert (error.reason, error.rule) == ("rate_limited", "status:429")
+        assert str(error) == "Retry available in 5 minutes: invoice:1842 is waiting for its time (rate_limited)"
+
+    def test_a_shut_gate_speaks_for_its_group(self) -> None:
+        error = cooling_down(decide(a_call(), gate=shut(300, reason="out_of_quota", rule="quota")))
+        assert (error.key, error.retry_after, error.reason, error.rule) == (KEY.key, 300.0, "out_of_quota", "quota")
+        assert f"cooldown group {GROUP}" in str(error)
+
+    @pytest.mark.parametrize(("own", "gate", "by"), [(300, 60, "row"), (60, 300, "gate"), (60, 60, "gate")])
+    def test_whoever_keeps_it_longer_says_why(self, own: int, gate: int, by: str) -> None:
+        record = waiting(State.COOLING, own, failure=replace(LIMITED, rule="row"))
+        assert cooling_down(decide(a_call(), record, gate=shut(gate, rule="gate"))).rule == by
+
+    def test_a_row_without_a_failure_still_says_when(self) -> None:
+        error = cooling_down(decide(a_call(), waiting(State.COOLING, 300)))
+        assert (error.reason, error.rule) == (None, None)
+        assert str(error) == "Retry available in 5 minutes: invoice:1842 is waiting for its time"
+
+    @given(st.floats(0.001, 30_000))
+    def test_nobody_is_shown_a_time_that_is_too_short(self, seconds: float) -> None:
+        record = waiting(State.COOLING, seconds, failure=LIMITED)
+        error = cooling_down(decide(a_call(), record))
+        assert error.retry_after == record.waits
+        assert f"Retry available in {in_words(record.waits)}:" in str(error)
+        at_that_time = replace(record, now=record.now + round(error.retry_after * SECOND))
+        assert decide(a_call(), at_that_time) == Run()
+
+    @pytest.mark.parametrize(
+        ("seconds", "words"),
+        [
+            (0.4, "1 second"),
+            (1.0, "1 second"),
+            (44.2, "45 seconds"),
+            (61.0, "2 minutes"),
+            (299.2, "5 minutes"),
+            (300.0, "5 minutes"),
+            (300.1, "6 minutes"),
+            (3601.0, "2 hours"),
+        ],
+    )
+    def test_times_are_rounded_up(self, seconds: float, words: str) -> None:
+        error = cooling_down(decide(a_call(), waiting(State.COOLING, seconds)))
+        assert str(error).startswith(f"Retry available in {words}: ")
+
+    def test_what_is_put_back_says_the_same_to_those_who_watch_and_to_eager_callers(self) -> None:
+        verdict = put_back(decide(a_call(on_cooldown="put_back"), COOLING))
+        assert isinstance(verdict.refusal, CoolingDown)
+        assert verdict.reason == str(verdict.refusal)
+        assert verdict.refusal.retry_after == 300.0
+
+
+class TestHops:
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            Facts(holder=held_by(OURS, 7_200.0)),
+            Facts(holder=held_by(THEIRS, 7_200.0)),
+            Facts(record=waiting(State.PENDING, 7_200)),
+            Facts(record=waiting(State.COOLING, 7_200, OURS)),
+            Facts(gate=shut(7_200)),
+        ],
+        ids=["own copy", "another call", "retry time", "cooldown", "gate"],
+    )
+    def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
+        verdict = before_run(a_call(longest_hop=30.0, tries=20, on_cooldown="put_back"), facts)
+        assert isinstance(verdict, PutBack)
+        assert verdict.delay == 30.0
+
+    def test_a_hop_is_never_no_hop(self) -> None:
+        verdict = decide(a_call(), holder=held_by(OURS, -5.0))
+        assert isinstance(verdict, PutBack)
+        assert verdict.delay == SHORTEST_DELAY
+
+
+class TestAStoreThatCameUpEmpty:
+    def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
+        running = a_record(State.RUNNING, lease_ttl=15.0)
+        verdict = store_came_up_empty(a_call(), running, 4.0, 0.0)
+        assert isinstance(verdict, PutBack)
+        assert verdict.delay == pytest.approx(11.0)
+        assert store_came_up_empty(a_call(), running, 15.0, 0.0) == Run()
+
+    @pytest.mark.parametrize("state", [state for state in State if state is not State.RUNNING])
+    def test_any_other_key_may_be_claimed_at_once(self, state: State) -> None:
+        assert store_came_up_empty(a_call(), a_record(state), 0.0, 0.0) == Run()
+        assert store_came_up_empty(a_call(), None, 0.0, 0.0) == Run()
