@@ -1,0 +1,23 @@
+"""One task that makes a real library fail in a worker, and tells what the rules say of it there."""
+
+import os
+from typing import Any
+
+from celery import Celery
+
+from celery_leases.testing.workers import QUEUE_VARIABLE
+from tests.clients.catalog import CASES
+from tests.clients.expectations import Places, judged
+
+app = Celery("clients")
+app.conf.update(
+    task_default_queue=os.environ.get(QUEUE_VARIABLE, "celery"),
+    broker_connection_retry_on_startup=True,
+    worker_prefetch_multiplier=1,
+)
+
+
+@app.task
+def judge(name: str, places: dict[str, str]) -> dict[str, Any]:
+    """What the rules say of the error of one case, before anything of it is pickled."""
+    return judged(CASES[name].raised(Places(**places)))

@@ -1,0 +1,23 @@
+"""Every real error the failure rules are tested with, by name."""
+
+from tests.clients.cloud_calls import BOTOCORE, GOOGLE, GRPC
+from tests.clients.database_calls import MYSQL, POSTGRES, SQLITE
+from tests.clients.expectations import Case
+from tests.clients.http_calls import AIOHTTP, HTTPX, REQUESTS, URLLIB
+from tests.clients.mail_calls import SMTPLIB
+from tests.clients.model_calls import ANTHROPIC, OPENAI
+from tests.clients.payment_calls import STRIPE
+from tests.clients.python_calls import PYTHON, WRAPPED
+from tests.clients.redis_calls import REDIS
+
+_MODELS_AND_MONEY = [*OPENAI, *ANTHROPIC, *STRIPE]
+_HTTP = [*REQUESTS, *HTTPX, *AIOHTTP, *URLLIB]
+_CLOUDS = [*BOTOCORE, *GOOGLE, *GRPC]
+_OUR_OWN = [*SMTPLIB, *POSTGRES, *MYSQL, *SQLITE, *REDIS]
+
+ALL = [*_MODELS_AND_MONEY, *_HTTP, *_CLOUDS, *_OUR_OWN, *PYTHON, *WRAPPED]
+
+CASES: dict[str, Case] = {case.name: case for case in ALL}
+
+if len(CASES) != len(ALL):
+    raise ValueError("two cases have one name")

@@ -1,0 +1,70 @@
+"""The real servers some cases need, and a look at what the others leave behind."""
+
+import gc
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis
+
+from celery_leases.testing.plugin import missing_server
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import PostgresServer, RedisServer, ServerMissing
+from tests.clients.expectations import Case, Places
+
+PASSWORD = "right"
+
+
+@pytest.fixture(scope="session")
+def clients_postgres(leases_postgres: PostgresServer) -> str:
+    """An empty database."""
+    return leases_postgres.new_database()
+
+
+@pytest.fixture(scope="session")
+def clients_redis() -> Iterator[str]:
+    """A private Redis that wants a password and is the replica of nobody, so that nothing can be written to it."""
+    server = RedisServer()
+    try:
+        server.start()
+    except ServerMissing as missing:
+        missing_server(str(missing))
+    with server:
+        with redis.Redis.from_url(server.url) as client, socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            client.replicaof("127.0.0.1", str(nobody.getsockname()[1]))
+            client.config_set("requirepass", PASSWORD)
+        yield server.url.replace("redis://", f"redis://:{PASSWORD}@")
+
+
+@pytest.fixture
+def places(request: pytest.FixtureRequest) -> Callable[[Case], Places]:
+    """``places(case)``: the real servers that one case needs, started when the first one does."""
+
+    def of(case: Case) -> Places:
+        return Places(**{case.needs: request.getfixturevalue(f"clients_{case.needs}")}) if case.needs else Places()
+
+    return of
+
+
+def open_sockets() -> set[str]:
+    """The sockets of this process, where the system tells."""
+    found = set()
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):
+            found.add(str(entry.readlink()))
+    return {target for target in found if target.startswith("socket:")}
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """The test leaves no thread and no socket."""
+    threads, sockets = set(threading.enumerate()), open_sockets()
+    yield
+    wait_until(lambda: set(threading.enumerate()) <= threads, 5, "the threads to end")
+    if open_sockets() - sockets:
+        gc.collect()  # an error holds its frames, and those what a client has not closed; slow, and so not always
+        wait_until(lambda: open_sockets() <= sockets, 1, "the sockets to be closed")

@@ -1,0 +1,121 @@
+"""What the rules should say of an error: one constant per row of the rule table, and the case that expects it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
+
+from tests.clients.servers import Server, nobody
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The part of a judgement that a task meets; the names of the rules are not part of it."""
+
+    reason: str
+    kind: str
+    scope: str = "key"
+    ambiguous: bool = False
+    operator: bool = False
+    delay: float | None = None
+    #: The answer named a moment, and time has passed since.
+    slack: float = 0.0
+    #: What a retry becomes once its tries are used up, when the rule says so.
+    then: str | None = None
+
+    def after(self, seconds: float) -> Self:
+        """The same, and the answer told how long to wait."""
+        return replace(self, delay=seconds)
+
+    def about(self, seconds: float) -> Self:
+        """The same, and the answer told until when to wait."""
+        return replace(self, delay=seconds, slack=2.0)
+
+
+TOLD_TO_STOP = Expected("outcome_unknown", "cooldown", ambiguous=True, operator=True)
+OUT_OF_QUOTA = Expected("out_of_quota", "cooldown", "group", operator=True)
+DECLINED = Expected("declined", "permanent")
+UNAUTHORIZED = Expected("unauthorized", "cooldown", "group", operator=True)
+RATE_LIMITED = Expected("rate_limited", "cooldown", "group")
+CONFLICT = Expected("conflict", "retry")
+INFRASTRUCTURE = Expected("infrastructure", "retry")
+UNREACHABLE = Expected("unreachable", "retry", then="cooldown of the group")
+OUTCOME_UNKNOWN = Expected("outcome_unknown", "retry", ambiguous=True)
+REFUSED = Expected("refused", "permanent")
+LIMIT_HIT = Expected("limit_hit", "cooldown", ambiguous=True)
+ERROR = Expected("error", "cooldown")
+
+
+def judged(error: BaseException) -> dict[str, Any]:
+    """What the default rules say of *error* now, as JSON can carry it. A warning is an error here."""
+    from celery_leases.core.rules import Rules
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        judgement = Rules.default().judge(error, time.time())
+    ruling = judgement.ruling
+    then = f"{ruling.then.kind} of the {ruling.then.scope}" if ruling.then else None
+    found = Expected(
+        reason=str(judgement.reason),
+        kind=ruling.kind,
+        scope=ruling.scope,
+        ambiguous=ruling.ambiguous,
+        operator=ruling.operator,
+        delay=judgement.delay,
+        then=then,
+    )
+    return asdict(found)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the real servers are that take longer to start than one call."""
+
+    postgres: str = ""
+    redis: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One real error: *call* makes the library raise it, given the URL of *server*, or the real servers."""
+
+    name: str
+    call: Callable[..., Any]
+    server: Server
+    expected: Expected
+    needs: Literal["postgres", "redis"] | None = None
+
+    def raised(self, places: Places) -> Exception:
+        """Let the library raise. Raises AssertionError when it does not."""
+        try:
+            with self.server() as url:
+                self.call(url or places)
+        except Exception as error:  # noqa: BLE001 - which one is the question
+            return error
+        raise AssertionError(f"{self.name}: nothing was raised")
+
+    def check(self, found: Mapping[str, Any]) -> None:
+        """Assert that a judgement is the expected one."""
+        wanted = asdict(self.expected)
+        slack = wanted["slack"]
+        near = {"slack": slack}
+        if slack and found["delay"] is not None and abs(found["delay"] - wanted["delay"]) <= slack:
+            near["delay"] = wanted["delay"]
+        assert {**found, **near} == wanted, self.name
+
+
+def cases(library: str, call: Callable[..., Any], table: Mapping[str, tuple[Server, Expected]]) -> list[Case]:
+    """One call of a library, met by one server after the other."""
+    return [Case(f"{library} {name}", call, server, expected) for name, (server, expected) in table.items()]
+
+
+def raising(
+    library: str,
+    table: Mapping[str, tuple[Callable[[Places], Any], Expected]],
+    needs: Literal["postgres", "redis"] | None = None,
+) -> list[Case]:
+    """Errors that need no misbehaving server, and maybe a real one."""
+    return [Case(f"{library} {name}", call, nobody, expected, needs) for name, (call, expected) in table.items()]

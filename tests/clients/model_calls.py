@@ -1,0 +1,195 @@
+"""Calls of language models: OpenAI and Anthropic."""
+
+from typing import Any
+
+from tests.clients.expectations import (
+    CONFLICT,
+    ERROR,
+    OUT_OF_QUOTA,
+    OUTCOME_UNKNOWN,
+    RATE_LIMITED,
+    REFUSED,
+    TOLD_TO_STOP,
+    UNAUTHORIZED,
+    UNREACHABLE,
+    cases,
+)
+from tests.clients.servers import (
+    TIMEOUT,
+    accepts_nobody,
+    answers,
+    breaks_off,
+    hangs_up,
+    http_date,
+    is_not_trusted,
+    name_servers_away,
+    never_answers,
+    refuses,
+    resets,
+    rfc3339,
+)
+
+
+def openai(url: str) -> Any:
+    """One chat completion."""
+    import openai as library
+
+    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=TIMEOUT) as client:
+        return client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
+
+
+def openai_async(url: str) -> Any:
+    """One chat completion in an event loop of its own."""
+    import asyncio
+
+    import openai as library
+
+    async def ask() -> Any:
+        client = library.AsyncOpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=TIMEOUT)
+        async with client:
+            return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
+
+    return asyncio.run(ask())
+
+
+def openai_stream(url: str) -> Any:
+    """One chat completion, piece by piece."""
+    import openai as library
+
+    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=TIMEOUT) as client:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        return list(client.chat.completions.create(model="m", messages=messages, stream=True))
+
+
+def anthropic(url: str) -> Any:
+    """One message."""
+    import anthropic as library
+
+    with library.Anthropic(api_key="made-up", base_url=url, max_retries=0, timeout=TIMEOUT) as client:
+        return client.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}])
+
+
+def openai_says(code: str | None, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """The body of OpenAI's errors."""
+    return {"error": {"message": "No.", "type": kind, "param": None, "code": code}}
+
+
+def anthropic_says(kind: str, error_code: str | None = None) -> dict[str, Any]:
+    """The body of Anthropic's errors."""
+    details = {"details": {"error_code": error_code}} if error_code else {}
+    return {"type": "error", "error": {"type": kind, "message": "No.", **details}, "request_id": "req_1"}
+
+
+_LIMIT = openai_says("rate_limit_exceeded", "requests")
+_SPENT = openai_says("project_spend_limit_exceeded", "billing")
+_BROKEN = openai_says(None, "server_error")
+_EMPTY_WINDOW = {
+    "x_ratelimit_remaining_requests": "12",
+    "x_ratelimit_reset_requests": "6m0s",
+    "x_ratelimit_remaining_tokens": "0",
+    "x_ratelimit_reset_tokens": "1m30s",
+}
+_ERROR_IN_STREAM = (
+    'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[]}\n\n'
+    'data: {"error":{"message":"The server had an error.","type":"server_error","code":null}}\n\n'
+)
+
+OPENAI = [
+    *cases(
+        "openai",
+        openai,
+        {
+            "429, Retry-After in seconds": (answers(429, _LIMIT, retry_after="20"), RATE_LIMITED.after(20)),
+            "429, Retry-After is a date": (answers(429, _LIMIT, retry_after=http_date(90)), RATE_LIMITED.about(90)),
+            "429, Retry-After is a past date": (answers(429, _LIMIT, retry_after=http_date(-90)), RATE_LIMITED),
+            "429, retry-after-ms": (
+                answers(429, _LIMIT, retry_after="2", retry_after_ms="1500"),
+                RATE_LIMITED.after(1.5),
+            ),
+            "429, the window that is empty": (answers(429, _LIMIT, **_EMPTY_WINDOW), RATE_LIMITED.after(90)),
+            "429, nothing told": (answers(429, _LIMIT), RATE_LIMITED),
+            "429 insufficient_quota": (answers(429, openai_says("insufficient_quota")), OUT_OF_QUOTA),
+            "429 insufficient_quota, Retry-After": (
+                answers(429, openai_says("insufficient_quota"), retry_after="20"),
+                OUT_OF_QUOTA.after(20),
+            ),
+            "429 credit_balance_exhausted": (answers(429, openai_says("credit_balance_exhausted")), OUT_OF_QUOTA),
+            "429 project_spend_limit_exceeded": (answers(429, _SPENT), OUT_OF_QUOTA),
+            "401": (answers(401, openai_says("invalid_api_key")), UNAUTHORIZED),
+            "403": (answers(403, openai_says("unsupported_country_region_territory")), REFUSED),
+            "400": (answers(400, openai_says("context_length_exceeded")), REFUSED),
+            "404": (answers(404, openai_says("model_not_found")), REFUSED),
+            "409": (answers(409, openai_says(None)), CONFLICT),
+            "422": (answers(422, openai_says(None)), REFUSED),
+            "500": (answers(500, _BROKEN), OUTCOME_UNKNOWN),
+            "500, not JSON": (answers(500, "<html>Internal Server Error</html>"), OUTCOME_UNKNOWN),
+            "503": (answers(503, _BROKEN), OUTCOME_UNKNOWN),
+            "503, Retry-After": (answers(503, _BROKEN, retry_after="7"), RATE_LIMITED.after(7)),
+            "520": (answers(520, "<html>Web server is returning an unknown error</html>"), OUTCOME_UNKNOWN),
+            "does not answer": (never_answers, OUTCOME_UNKNOWN),
+            "hangs up": (hangs_up, OUTCOME_UNKNOWN),
+            "resets": (resets, OUTCOME_UNKNOWN),
+            "breaks off": (breaks_off, OUTCOME_UNKNOWN),
+            "refuses the connection": (refuses, UNREACHABLE),
+            "accepts nobody": (accepts_nobody, UNREACHABLE),
+            "name servers away": (name_servers_away, UNREACHABLE),
+            "is not trusted": (is_not_trusted, REFUSED),
+        },
+    ),
+    *cases(
+        "openai, async:",
+        openai_async,
+        {
+            "429": (answers(429, _LIMIT, retry_after="20"), RATE_LIMITED.after(20)),
+            "does not answer": (never_answers, OUTCOME_UNKNOWN),
+            "refuses the connection": (refuses, UNREACHABLE),
+        },
+    ),
+    *cases(
+        "openai, stream:",
+        openai_stream,
+        {
+            "an error inside": (answers(200, _ERROR_IN_STREAM, content_type="text/event-stream"), OUTCOME_UNKNOWN),
+            "breaks off": (breaks_off, OUTCOME_UNKNOWN),
+        },
+    ),
+]
+
+_BUSY = anthropic_says("rate_limit_error")
+_WINDOWS = {
+    "anthropic_ratelimit_requests_remaining": "0",
+    "anthropic_ratelimit_requests_reset": rfc3339(90),
+    "anthropic_ratelimit_tokens_remaining": "4000",
+    "anthropic_ratelimit_tokens_reset": rfc3339(5),
+}
+_SPENT_HERE = anthropic_says("rate_limit_error", "enforced_spend_limit_reached")
+_TOO_LARGE = anthropic_says("request_too_large")
+_OVERLOADED = anthropic_says("overloaded_error")
+_FAULT = anthropic_says("api_error")
+
+ANTHROPIC = cases(
+    "anthropic",
+    anthropic,
+    {
+        "429, windows": (answers(429, _BUSY, **_WINDOWS), RATE_LIMITED.about(90)),
+        "429, Retry-After wins": (answers(429, _BUSY, retry_after="12", **_WINDOWS), RATE_LIMITED.after(12)),
+        "429 enforced_spend_limit_reached": (answers(429, _SPENT_HERE), OUT_OF_QUOTA),
+        "529": (answers(529, _OVERLOADED), RATE_LIMITED),
+        "529, Retry-After": (answers(529, _OVERLOADED, retry_after="33"), RATE_LIMITED.after(33)),
+        "402 billing_error": (answers(402, anthropic_says("billing_error")), OUT_OF_QUOTA),
+        "400 billing_error": (answers(400, anthropic_says("billing_error")), OUT_OF_QUOTA),
+        "401": (answers(401, anthropic_says("authentication_error")), UNAUTHORIZED),
+        "403": (answers(403, anthropic_says("permission_error")), REFUSED),
+        "400": (answers(400, anthropic_says("invalid_request_error")), REFUSED),
+        "404": (answers(404, anthropic_says("not_found_error")), REFUSED),
+        "413": (answers(413, _TOO_LARGE), REFUSED),
+        "413, Retry-After": (answers(413, _TOO_LARGE, retry_after="5"), RATE_LIMITED.after(5)),
+        "500": (answers(500, _FAULT), OUTCOME_UNKNOWN),
+        "500, x-should-retry: false": (answers(500, _FAULT, x_should_retry="false"), TOLD_TO_STOP),
+        "504": (answers(504, anthropic_says("timeout_error")), OUTCOME_UNKNOWN),
+        "does not answer": (never_answers, OUTCOME_UNKNOWN),
+        "hangs up": (hangs_up, OUTCOME_UNKNOWN),
+        "refuses the connection": (refuses, UNREACHABLE),
+        "200, broken JSON": (answers(200, "{oops", content_type="application/json"), ERROR),
+    },
+)

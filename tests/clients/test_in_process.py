@@ -1,0 +1,45 @@
+"""Each real error, judged where it was raised."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.clients.catalog import CASES
+from tests.clients.expectations import Case, Places, judged
+
+CLIENTS = (
+    *("aiohttp", "anthropic", "botocore", "google", "grpc", "httpcore", "httpcore2", "httpx", "httpx2", "openai"),
+    *("psycopg", "psycopg2", "pydantic", "pymysql", "requests", "stripe", "tenacity", "urllib3"),
+)
+
+ALONE = """
+import sys
+from celery_leases.core.rules import Rules
+
+before = set(sys.modules)
+
+class RateLimitError(Exception):
+    __module__ = "openai"
+    status_code = 429
+
+for error in (RateLimitError("No."), ConnectionRefusedError(111, "No."), KeyError("total"), OSError(28, "No space")):
+    print(Rules.default().judge(error, 1_800_000_000.0).reason)
+print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:])), *(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_real_error_lands_in_its_row(case: Case, places: Callable[[Case], Places], nothing_left: None) -> None:
+    """What the rules say of an error that a real library has just raised is what the table says."""
+    case.check(judged(case.raised(places(case))))
+
+
+def test_no_client_library_is_imported_to_judge(pytestconfig: pytest.Config) -> None:
+    """A fresh interpreter judges errors and has none of the client libraries among its modules, before or after."""
+    command = [sys.executable, "-c", ALONE, *CLIENTS]
+    root: Path = pytestconfig.rootpath
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["rate_limited", "unreachable", "error", "error", ""]

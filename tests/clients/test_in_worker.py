@@ -1,0 +1,83 @@
+"""Each real error, judged in the child of a prefork worker that runs them all."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_leases.testing.servers import RedisServer
+from celery_leases.testing.workers import LocalWorker
+from tests.clients.catalog import CASES
+from tests.clients.expectations import Case, Places
+from tests.integration.stages import imported_anew
+
+APP = "tests.apps.clients"
+QUEUE = "clients"
+PATIENCE = 60.0
+"""Seconds for the whole catalog."""
+
+
+class Bench:
+    """One worker, and what it says of each case. What needs no real server is sent at once and runs side by side."""
+
+    def __init__(self, url: str, directory: Path, root: Path) -> None:
+        env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
+        self.worker = LocalWorker(APP, directory=directory, concurrency=2, queue=QUEUE, env=env, cwd=root)
+        self.app = imported_anew(APP, env).app
+        # Celery reads its own variables from the environment of the moment, and that is not the caller's any more.
+        self.app.conf.update(broker_url=url, result_backend=url)
+        self._results: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Start the worker and give it its work."""
+        self.worker.start()
+        self.children = self.worker.wait_for_children()
+        for case in CASES.values():
+            if not case.needs:
+                self.send(case, Places())
+
+    def send(self, case: Case, places: Places) -> None:
+        """Have the worker run one case."""
+        self._results[case.name] = self.app.send_task(f"{APP}.judge", (case.name, asdict(places)), queue=QUEUE)
+
+    def judged(self, case: Case) -> dict[str, Any]:
+        """What the rules said of it in the worker."""
+        found: dict[str, Any] = self._results[case.name].get(timeout=PATIENCE)
+        return found
+
+    def close(self) -> None:
+        """End the worker and let all connections go."""
+        self.worker.teardown()
+        self.app.close()
+
+
+@pytest.fixture(scope="module")
+def bench(
+    leases_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Bench]:
+    """The worker of this module."""
+    made = Bench(f"{leases_redis.url.rpartition('/')[0]}/9", tmp_path_factory.mktemp("bench"), pytestconfig.rootpath)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_real_error_lands_in_its_row_in_a_worker(
+    case: Case, bench: Bench, places: Callable[[Case], Places], request: pytest.FixtureRequest
+) -> None:
+    """What the rules say of an error in the child of a worker is what they say of it anywhere else."""
+    if case.needs:
+        bench.send(case, places(case))
+    found = bench.judged(case)
+    request.node.add_report_section("call", "log of the worker", "\n".join(bench.worker.full_log().splitlines()[-20:]))
+    case.check(found)
+
+
+def test_the_children_of_the_worker_lived_through_it_all(bench: Bench) -> None:
+    """No client library has brought down the child that it failed in."""
+    assert bench.worker.children() == bench.children
