@@ -1,16 +1,19 @@
-"""The Lua scripts of the Redis lease store, each one atomic step on the keys of one task key.
+"""The Lua scripts for leases and marks in Redis, each one atomic step on the keys of one task key.
 
 They run on everything from Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and ``DELEX``.
 A lease value is the owner token, a blank, and the holder as JSON; scripts compare token and blank, and never
 parse the JSON. A key that is cooling has the same value behind the word ``cooling:``, so that nothing which looks for
 the owner's token matches it. A key of another type than string, put there by somebody else, counts as held: ``pcall``
 turns the WRONGTYPE error into a table. All times are milliseconds.
+
+The gate of a cooldown group has three keys: ``trips`` (how often it closed in a row, a blank, and why as JSON) is
+there unless the gate is open, ``closed`` while no body may start, ``probe`` is the probe's slot, written as a lease.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 EPOCH_MS: Final = 30 * 86_400_000
@@ -42,17 +45,35 @@ _COOLING = f"""
 local cooling = type(found) == 'string' and string.sub(found, 1, {len(COOLING)}) == '{COOLING}'
 """
 
+LOOK_AT_GATE: Final = """
+local function look(trips, closed, probe)
+    local tally, slot = redis.pcall('GET', trips), redis.pcall('GET', probe)
+    if type(tally) ~= 'string' then return nil end
+    if type(slot) ~= 'string' then slot = '' end
+    return {tally, math.max(redis.call('PTTL', closed), 0), slot, math.max(redis.call('PTTL', probe), 0)}
+end
+local function probes(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == ARGV[1] end
+"""
+"""``look`` at a gate: its tally, how long it is closed, the slot's value, how long it lasts; ``nil`` for an open one.
+
+``probes`` says whether the token in ``ARGV[1]`` holds the slot.
+"""
+
 ACQUIRE: Final = Script(
     _OURS
     + _COOLING
+    + LOOK_AT_GATE
     + f"""
 local ttl = tonumber(ARGV[3])
+local gate = KEYS[3] and look(KEYS[3], KEYS[4], KEYS[5])
 if ours then
     local left = redis.call('PTTL', KEYS[1])
     redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, left))
-    return {{'acquired'}}
+    if not probes(gate) then return {{'acquired', 0}} end
+    if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
+    return {{'acquired', 1}}
 end
-if cooling then return {{'cooling', '', redis.call('PTTL', KEYS[1])}} end
+if cooling then return {{'cooling', redis.call('PTTL', KEYS[1])}} end
 if found then
     if type(found) ~= 'string' then found = '' end
     return {{'held', found, redis.call('PTTL', KEYS[1])}}
@@ -61,16 +82,27 @@ if ARGV[4] == '0' then
     local left = redis.call('PTTL', KEYS[2])
     if left == -2 then
         redis.call('SET', KEYS[2], '1', 'PX', {EPOCH_MS})
-        return {{'unsettled', '', 0}}
+        return {{'unsettled', 0}}
     end
-    if left >= 0 and {EPOCH_MS} - left < ttl then return {{'unsettled', '', {EPOCH_MS} - left}} end
+    if left >= 0 and {EPOCH_MS} - left < ttl then return {{'unsettled', {EPOCH_MS} - left}} end
+end
+if gate then
+    if gate[2] > 0 or gate[3] ~= '' and not probes(gate) then return {{'shut', gate[1], gate[2], gate[3], gate[4]}} end
+    redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl)
 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
-return {{'acquired'}}
+return {{'acquired', gate and 1 or 0}}
 """,
     keys=2,
 )
-"""KEYS: lease, epoch. ARGV: token and blank, value, ttl, 1 if settled. Returns a word, a value, milliseconds."""
+"""KEYS: lease, epoch. ARGV: token and blank, value, ttl, 1 if settled.
+
+Returns a word and what belongs to it: ``acquired``, 1 with the probe's slot; ``held``, the value, for how long;
+``cooling``, for how long; ``unsettled``, the store's age; ``shut``, what ``look`` has seen.
+"""
+
+ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
+"""The same for a bid with a group; KEYS: lease, epoch, trips, closed and probe of its gate."""
 
 RENEW: Final = Script(
     _OURS

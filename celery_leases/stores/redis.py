@@ -1,24 +1,34 @@
-"""Leases and marks in Redis or Valkey, 6.2 or later: one Lua script per step, loaded by its SHA."""
+"""Leases, marks and gates in Redis or Valkey, 6.2 or later: one Lua script per step, loaded by its SHA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Self
 
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import ResponseError
 
-from celery_leases.core.ports import Acquired, Cooling, Held, Holder, Kept, Renewal, Unsettled
+from celery_leases.core.ports import Acquired, Cooling, Held, Holder, Kept, Renewal, Shut, Unsettled
 from celery_leases.core.records import Bid
 from celery_leases.stores import lua
-from celery_leases.stores.redis_errors import REDIS_ERRORS, unavailable
+from celery_leases.stores.redis_errors import REDIS_ERRORS
+from celery_leases.stores.redis_gates import RedisGates
+from celery_leases.stores.redis_scripts import RedisScripts
 from celery_leases.stores.redis_url import redis_address
-from celery_leases.stores.redis_values import Keys, as_text, begin, holder_of, milliseconds, remaining, value_of
+from celery_leases.stores.redis_values import (
+    Keys,
+    as_text,
+    begin,
+    gate_of,
+    holder_of,
+    milliseconds,
+    remaining,
+    value_of,
+)
 
-_SCAN_COUNT = 500
 
-
-class RedisLeaseStore:
-    """A :class:`~celery_leases.core.ports.LeaseStore` and ``MarkStore`` on one Redis server.
+class RedisLeaseStore(RedisGates):
+    """A :class:`~celery_leases.core.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` on one Redis server.
 
     *client* is a redis-py client, or something like it, that must not repeat commands by itself: a repeated
     command makes ``StoreUnavailable.executed`` wrong. *prefix* begins every key, *name* is the store's identity in
@@ -29,11 +39,11 @@ class RedisLeaseStore:
     in_records = False
 
     def __init__(self, client: Any, prefix: str, name: str, *, reopen: Callable[[float], Any] | None = None) -> None:
+        super().__init__(RedisScripts(client, name), Keys(prefix))
         self.name = name
         self.prefix = prefix
         self._client = client
         self._reopen = reopen
-        self._keys = Keys(prefix)
 
     @classmethod
     def from_url(
@@ -70,59 +80,61 @@ class RedisLeaseStore:
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Unsettled:
-        """Take the lease in one round trip; a lease found under the bid's own token counts as taken."""
-        reply = self._run(
-            lua.ACQUIRE,
-            self._keys.lease(bid.stored_key),
-            self._keys.epoch,
-            begin(bid.token),
-            value_of(bid),
-            milliseconds(bid.ttl),
-            int(settled),
-        )
-        match as_text(reply[0]):
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled:
+        """Take the lease in one round trip; see :class:`~celery_leases.core.ports.LeaseStore`.
+
+        What comes first decides: our own lease, another's, a cooldown, a store that came up empty, the group's gate.
+        """
+        keys = self._keys.lease(bid.stored_key), self._keys.epoch
+        asked = begin(bid.token), value_of(bid), milliseconds(bid.ttl), int(settled)
+        if bid.group is None:
+            word, *told = self._scripts.run(lua.ACQUIRE, *keys, *asked)
+        else:
+            word, *told = self._scripts.run(lua.ACQUIRE_IN_GROUP, *keys, *self._keys.gate(bid.group), *asked)
+        match as_text(word):
             case "acquired":
-                return Acquired()
-            case "unsettled":
-                return Unsettled(reply[2] / 1000)
+                return Acquired(probe=bool(told[0]))
+            case "held":
+                return Held(holder_of(*told))
             case "cooling":
-                return Cooling(remaining(reply[2]))
+                return Cooling(remaining(told[0]))
+            case "unsettled":
+                return Unsettled(told[0] / 1000)
             case _:
-                return Held(holder_of(reply[1], reply[2]))
+                return Shut(gate_of(bid.group or "", told))
 
     def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
         """Renew many leases in one round trip, with a result for each; a longer remaining time is never cut.
 
         A lease whose renewal alone was refused by the server (an ACL, say) is reported ``MISSING``: nothing
         is known of it, and asserting it again is safe. When all were refused, that is ``StoreUnavailable``.
+        A probe's slot is written like a lease, and renewed like one.
         """
-        calls = [
-            (self._keys.lease(renewal.stored_key), begin(renewal.token), milliseconds(renewal.ttl))
-            for renewal in renewals
-        ]
-        replies = self._run_many(lua.RENEW, calls)
+        leases = [(self._keys.lease(renewal.stored_key), renewal) for renewal in renewals]
+        slots = [(self._keys.gate(renewal.probe)[2], renewal) for renewal in renewals if renewal.probe is not None]
+        calls = [(key, begin(renewal.token), milliseconds(renewal.ttl)) for key, renewal in leases + slots]
+        replies = self._scripts.run_many(lua.RENEW, calls)[: len(leases)]
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         if errors and len(errors) == len(replies):
-            raise self._unavailable(errors[0]) from None
+            raise self._scripts.unavailable(errors[0]) from None
         return [Kept.MISSING if isinstance(reply, Exception) else Kept(as_text(reply)) for reply in replies]
 
     def reassert(self, bid: Bid) -> bool:
         """Set a lease again that the store forgot, unless somebody else holds the key now."""
         key = self._keys.lease(bid.stored_key)
-        return bool(self._run(lua.REASSERT, key, begin(bid.token), value_of(bid), milliseconds(bid.ttl)))
+        return bool(self._scripts.run(lua.REASSERT, key, begin(bid.token), value_of(bid), milliseconds(bid.ttl)))
 
     def release(self, stored_key: str, token: str) -> bool:
         """Free the lease if *token* still holds it."""
-        return bool(self._run(lua.RELEASE, self._keys.lease(stored_key), begin(token)))
+        return bool(self._scripts.run(lua.RELEASE, self._keys.lease(stored_key), begin(token)))
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
         """Turn the lease that *token* still holds into a cooldown of so many seconds, which no renewal matches."""
-        return bool(self._run(lua.COOL, self._keys.lease(stored_key), begin(token), milliseconds(seconds)))
+        return bool(self._scripts.run(lua.COOL, self._keys.lease(stored_key), begin(token), milliseconds(seconds)))
 
     def end_cooldown(self, stored_key: str) -> bool:
         """Free the key if it is cooling."""
-        return bool(self._run(lua.END_COOLDOWN, self._keys.lease(stored_key)))
+        return bool(self._scripts.run(lua.END_COOLDOWN, self._keys.lease(stored_key)))
 
     def holder(self, stored_key: str) -> Holder | None:
         """Who holds the key, where nobody does while it is cooling.
@@ -133,22 +145,7 @@ class RedisLeaseStore:
 
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
         """The live leases, at most *limit*, as pairs of stored key and holder. Walks the database with ``SCAN``."""
-        seen: set[str] = set()
-        cursor = 0
-        while True:
-            try:
-                cursor, found = self._client.scan(cursor, match=self._keys.every_lease, count=_SCAN_COUNT)
-            except REDIS_ERRORS as error:
-                raise self._unavailable(error) from None
-            keys = list(dict.fromkeys(name for name in map(as_text, found) if name not in seen))
-            for key, holder in zip(keys, self._look(keys), strict=True):
-                if len(seen) >= limit:
-                    return
-                if holder is not None:
-                    seen.add(key)
-                    yield self._keys.stored_key(key), holder
-            if not int(cursor) or len(seen) >= limit:
-                return
+        return islice(self._live(), limit)
 
     # -- marks ---------------------------------------------------------------------------------------------
 
@@ -157,59 +154,30 @@ class RedisLeaseStore:
         try:
             found = self._client.get(self._keys.mark(stored_key, name))
         except REDIS_ERRORS as error:
-            raise self._unavailable(error) from None
+            raise self._scripts.unavailable(error) from None
         return None if found is None else as_text(found)
 
     def swap_mark(self, stored_key: str, name: str, expected: str | None, value: str, ttl: float) -> bool:
         """Set a mark for *ttl* seconds if it is absent or equals *expected*; having that value already counts."""
         key = self._keys.mark(stored_key, name)
         given = int(expected is not None), expected or ""
-        return bool(self._run(lua.SWAP_MARK, key, *given, value, milliseconds(ttl)))
+        return bool(self._scripts.run(lua.SWAP_MARK, key, *given, value, milliseconds(ttl)))
 
-    # -- talking to the server -----------------------------------------------------------------------------
-
-    def _run(self, script: lua.Script, *keys_and_args: Any) -> Any:
-        try:
-            try:
-                return self._client.evalsha(script.sha, script.keys, *keys_and_args)
-            except NoScriptError:
-                return self._client.eval(script.text, script.keys, *keys_and_args)
-        except REDIS_ERRORS as error:
-            raise self._unavailable(error) from None
-
-    def _run_many(self, script: lua.Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One reply or ``ResponseError`` per call; a second round trip only when the server lost the script."""
-        replies = self._pipelined([("EVALSHA", script.sha, script.keys, *call) for call in calls])
-        unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        if unknown:
-            again = self._pipelined([("EVAL", script.text, script.keys, *calls[place]) for place in unknown])
-            for place, reply in zip(unknown, again, strict=True):
-                replies[place] = reply
-        return replies
+    def _live(self) -> Iterator[tuple[str, Holder]]:
+        for names in self._scripts.scan(self._keys.every_lease):
+            for name, holder in zip(names, self._look(names), strict=True):
+                if holder is not None:
+                    yield self._keys.stored_key(name), holder
 
     def _look(self, keys: Sequence[str]) -> list[Holder | None]:
-        replies = self._pipelined([command for key in keys for command in (("GET", key), ("PTTL", key))])
+        replies = self._scripts.pipelined([command for key in keys for command in (("GET", key), ("PTTL", key))])
         holders: list[Holder | None] = []
         for value, left in zip(replies[::2], replies[1::2], strict=True):
             foreign = isinstance(value, ResponseError) and "WRONGTYPE" in str(value)
             for reply in (left, None if foreign else value):
                 if isinstance(reply, Exception):
-                    raise self._unavailable(reply) from None
+                    raise self._scripts.unavailable(reply) from None
             gone = value is None or left == -2
             free = gone or (not foreign and as_text(value).startswith(lua.COOLING))
             holders.append(None if free else holder_of("" if foreign else value, left))
         return holders
-
-    def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if not commands:
-            return []
-        try:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                return list(pipeline.execute(raise_on_error=False))
-        except REDIS_ERRORS as error:
-            raise self._unavailable(error) from None
-
-    def _unavailable(self, error: Exception) -> Exception:
-        return unavailable(self.name, error, self._client.connection_pool.connection_kwargs.get("password"))

@@ -1,14 +1,18 @@
-"""How a lease is written down in Redis: the names of its keys, and its value."""
+"""How leases and gates are written down in Redis: the names of their keys, and their values."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
+from celery_leases.core.gates import Gate
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Bid
+from celery_leases.stores.gate_values import gate_from, gate_name, why
 from celery_leases.stores.lua import COOLING
 
 VERSION: Final = 1
@@ -17,13 +21,16 @@ ENDLESS: Final = 60.0
 
 
 class Keys:
-    """The names below one prefix. All keys of a task key share a Redis Cluster hash tag."""
+    """The names below one prefix. All keys of a task key, and of a gate, share a Redis Cluster hash tag."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.epoch = f"{prefix}:epoch"
+        literally = re.sub(r"([\\*?\[\]])", r"\\\1", prefix)
         #: For ``SCAN``: every lease, and with it whatever looks like one.
-        self.every_lease = re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + ":{*}:lease"
+        self.every_lease = literally + ":{*}:lease"
+        #: The same for gates that are not open.
+        self.every_gate = literally + ":{gate:*}:trips"
 
     def lease(self, stored_key: str) -> str:
         """The key of a lease."""
@@ -31,12 +38,24 @@ class Keys:
 
     def mark(self, stored_key: str, name: str) -> str:
         """The key of a mark; braces in *name* are escaped, or it could be the lease of another stored key."""
-        escaped = name.replace("%", "%25").replace("}", "%7D")
-        return f"{self.prefix}:{{{stored_key}}}:mark:{escaped}"
+        return f"{self.prefix}:{{{stored_key}}}:mark:{_escaped(name)}"
+
+    def gate(self, group: str) -> tuple[str, str, str]:
+        """The keys of a gate: its trips, whether it is closed, its probe's slot."""
+        stem = f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}"
+        return f"{stem}:trips", f"{stem}:closed", f"{stem}:probe"
+
+    def group(self, trips: str) -> str:
+        """The group of the gate whose trips are kept under the key *trips*."""
+        return unquote(trips[len(f"{self.prefix}:{{gate:") : -len("}:trips")])
 
     def stored_key(self, lease: str) -> str:
         """The stored key whose lease key is *lease*."""
         return lease[len(self.prefix) + 2 : -len("}:lease")]
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
 
 
 def milliseconds(seconds: float) -> int:
@@ -79,6 +98,24 @@ def holder_of(value: Any, milliseconds_left: int) -> Holder:
 def remaining(milliseconds_left: int) -> float:
     """Seconds from the answer of ``PTTL`` for a key that exists."""
     return milliseconds_left / 1000 if milliseconds_left >= 0 else ENDLESS
+
+
+def tally_of(gate: Gate) -> str:
+    """The value that stands for the trips of *gate*: their number, a blank, and why it closed."""
+    return f"{gate.trips} {why(gate)}"
+
+
+def trips_in(tally: bytes | str) -> bytes | str:
+    """The number in a tally as it is written, which compares equal as long as nobody counts a trip."""
+    return tally.partition(b" ")[0] if isinstance(tally, bytes) else tally.partition(" ")[0]
+
+
+def gate_of(group: str, seen: Sequence[Any]) -> Gate:
+    """The gate of *group* from what a script has seen of it."""
+    tally, closed_for, slot, left = seen
+    trips, _, reasons = as_text(tally).partition(" ")
+    probe = (as_text(slot).partition(" ")[0], left / 1000) if slot else None
+    return gate_from(group, int(trips) if trips.isdecimal() else 1, closed_for / 1000, reasons, probe)
 
 
 def as_text(reply: Any) -> str:

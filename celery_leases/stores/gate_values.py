@@ -1,0 +1,39 @@
+"""How gates are written down in any store: a name of bounded length, and why the gate closed as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Final
+
+from celery_leases.core.gates import Gate
+
+GATE_NAME_MAX: Final = 255
+
+
+def gate_name(group: str) -> str:
+    """The name of a group's gate: the group, its tail hashed above 255 characters; a name is its own name."""
+    plain = group.replace("\0", "")  # which no text column takes
+    if len(group) <= GATE_NAME_MAX and plain == group:
+        return group
+    digest = hashlib.sha256(group.encode()).hexdigest()
+    return f"{plain[: GATE_NAME_MAX - 1 - len(digest)]}#{digest}"
+
+
+def why(gate: Gate) -> str:
+    """What closed *gate*, without what is empty."""
+    said = {"reason": gate.reason, "rule": gate.rule, "message": gate.message}
+    return json.dumps({name: value for name, value in said.items() if value}, separators=(",", ":"))
+
+
+def gate_from(group: str, trips: int, closed_for: float, text: str, probe: tuple[str, float] | None) -> Gate:
+    """A gate from what :func:`why` has written, its times in seconds; *probe* is a token and its slot's time."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        said = {}
+    token, probe_for = probe or (None, 0.0)
+    reason, message = str(said.get("reason") or ""), str(said.get("message") or "")
+    return Gate(group, trips, max(0.0, closed_for), reason, said.get("rule"), message, token, max(0.0, probe_for))

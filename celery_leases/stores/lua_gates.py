@@ -1,0 +1,42 @@
+"""The Lua scripts for the gates of cooldown groups. KEYS of each: trips, closed and probe of one gate."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from celery_leases.stores.lua import LOOK_AT_GATE, Script
+
+LOOK: Final = Script(LOOK_AT_GATE + "return look(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
+"""Returns what ``look`` has seen, or nothing."""
+
+CLOSE: Final = Script(
+    LOOK_AT_GATE
+    + """
+local gate = look(KEYS[1], KEYS[2], KEYS[3])
+local trips = gate and string.match(gate[1], '^[^ ]*') or ''
+local closed_for, mine = gate and gate[2] or 0, probes(gate)
+local as_seen = trips == ARGV[2] and (closed_for > 0) == (ARGV[3] == '1') and (mine and '1' or '0') == ARGV[4]
+if not as_seen or closed_for > tonumber(ARGV[6]) then return 0 end
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[6])
+redis.call('SET', KEYS[1], ARGV[5], 'PX', math.max(tonumber(ARGV[7]), redis.call('PTTL', KEYS[1])))
+if mine then redis.call('DEL', KEYS[3]) end
+return 1
+""",
+    keys=3,
+)
+"""ARGV: token and blank; as it was seen: trips, 1 if closed, 1 if the token probed; its new tally; how long to close
+it, and to remember it. Returns 1 when it was closed, 0 when it is not as it was seen, or closed for longer already.
+
+Why it had closed is not compared: failures that differ in their message only need not try again.
+"""
+
+OPEN: Final = Script(
+    LOOK_AT_GATE
+    + """
+local gate = look(KEYS[1], KEYS[2], KEYS[3])
+if not probes(gate) or gate[2] > 0 then return 0 end
+return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+""",
+    keys=3,
+)
+"""ARGV: token and blank. Returns 0 unless the gate was half-open and the token its probe."""
