@@ -1,8 +1,10 @@
 """The claim: one statement that inserts the row of a key, takes it over, or leaves it exactly as it is.
 
 It is written as text, not built: the condition of the takeover is the heart of the protocol and wants to be read, and
-psycopg keeps a parsed statement only up to 4096 characters. ``clock.now``, also known as ``excluded.fence``, is the
-one moment of the statement, in microseconds by the database's clock; SQLite is given the host's.
+psycopg keeps a parsed statement only up to 4096 characters. Bids with a cooldown group have a variant of their own:
+while the group's gate bars them it selects nothing to insert, and so has nothing to take over either. ``clock.now``,
+also known as ``excluded.fence``, is the one moment of the statement, in microseconds by the database's clock; SQLite
+is given the host's.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ SELECT :stored_key, :task, :key, 'running', now, :owner, :call_id, :retries, :ho
     CAST(:fingerprint AS TEXT), CAST(:digests AS TEXT), :lease_store, :lease_ttl,
     CASE WHEN :in_records THEN now + :lease_ttl END, '', now, now
 FROM (SELECT {now} AS now) AS clock
-WHERE true
+WHERE {let_in}
 ON CONFLICT (stored_key) DO UPDATE SET
     state = 'running', owner = excluded.owner, call_id = excluded.call_id, retries = excluded.retries,
     holder = excluded.holder, task = excluded.task, key = excluded.key, started_at = excluded.fence,
@@ -83,9 +85,16 @@ _PARTS: Final = {
     "keeps": "r.call_id = :call_id AND r.fingerprint IS NOT NULL",
 }
 
+# The gate is open, or half-open with the bid as its probe.
+_LET_IN: Final = """
+NOT EXISTS (SELECT 1 FROM {gates} WHERE name = :gate AND expires_at > now
+    AND NOT (closed_until <= now AND probe = :token AND probe_until > now))
+"""
+_PROBES: Final = " + (SELECT count(*) FROM {gates} WHERE name = :gate AND probe = :token)"
+
 _WITH_REFUSAL: Final = """
 WITH claim AS ({claim} RETURNING *)
-SELECT c.*, c.started_at AS now, 1 AS won FROM claim AS c
+SELECT c.*, c.started_at AS now, 1{probes} AS won FROM claim AS c
 UNION ALL
 SELECT r.*, {now} AS now, 0 AS won FROM {records} AS r
 WHERE r.stored_key = :stored_key AND NOT EXISTS (SELECT 1 FROM claim)
@@ -99,23 +108,30 @@ def database_now(dialect: Dialect) -> ColumnElement[int]:
     return cast(literal_column("extract(epoch from statement_timestamp()) * 1000000"), BigInteger)
 
 
-def claim_statement(records: Table, dialect: Dialect) -> TextualSelect:
+def claim_statement(records: Table, dialect: Dialect, gates: Table | None = None) -> TextualSelect:
     """The claim of one row; where the dialect allows, it returns the row that refused it too (``won`` = 0).
+
+    With *gates* it is the variant for bids with a group, whose gate's name is the parameter ``gate``; ``won`` is 2 for
+    one that has the probe's slot.
 
     The columns of the answer are those of the table in the order it was created with, then ``now`` and ``won``.
     """
     sqlite = dialect.name == "sqlite"
+    named = dialect.identifier_preparer.format_table
+    gated = {"gates": named(gates)} if gates is not None else None
     words = {
-        "records": dialect.identifier_preparer.format_table(records),
+        "records": named(records),
+        "let_in": _LET_IN.format(**gated) if gated else "true",
+        "probes": _PROBES.format(**gated) if gated else "",
         "now": ":now" if sqlite else _POSTGRESQL_NOW,
         "find": "instr" if sqlite else "strpos",
         "grace": str(int(RETRY_GRACE * 1_000_000)),
     }
     claim = _squeezed(_CLAIM.format(**words, **{name: part.format(**words) for name, part in _PARTS.items()}))
     with_refusal = _squeezed(_WITH_REFUSAL.format(claim=claim, **words))
-    statement = text(f"{claim} RETURNING *, started_at AS now, 1 AS won" if sqlite else with_refusal)
+    statement = text(f"{claim} RETURNING *, started_at AS now, 1{words['probes']} AS won" if sqlite else with_refusal)
     return statement.columns(*records.c, column("now", BigInteger), column("won", Integer))
 
 
 def _squeezed(statement: str) -> str:
-    return " ".join(statement.split())
+    return " ".join(statement.split()).replace(", ", ",").replace(" = ", "=")

@@ -91,6 +91,18 @@ class Tables:
             Column("value", String(255), nullable=False),
             Column("expires_at", _BIG, nullable=False),
         )
+        self.gates = Table(
+            "celery_leases_gates",
+            self.metadata,
+            Column("name", String(255), primary_key=True),
+            Column("trips", Integer, nullable=False),
+            Column("why", Text, nullable=False),
+            Column("closed_until", _BIG, nullable=False),
+            # Never null, as the claim asks whether they are *not* those of its own probe.
+            Column("probe", String(64), nullable=False, server_default=""),
+            Column("probe_until", _BIG, nullable=False, server_default="0"),
+            Column("expires_at", _BIG, nullable=False),
+        )
         self.version = Table("celery_leases_version", self.metadata, Column("version", Integer, primary_key=True))
         Index(None, self.records.c.expires_at)
         Index(None, self.records.c.state, self.records.c.started_at)

@@ -4,43 +4,76 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Executable, Update, bindparam, case, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from celery_leases.core.decisions import holder_in
-from celery_leases.core.ports import Claimed, Holder, Kept, Renewal
-from celery_leases.core.records import Bid, Ended, State
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.ports import Claimed, Holder, Kept, Renewal, Shut
+from celery_leases.core.records import Bid, Ended, Record, State, Won
+from celery_leases.core.waiting import RETRY_GRACE
 from celery_leases.stores import rows
 from celery_leases.stores.claims import DATABASE
+from celery_leases.stores.gate_values import gate_name
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_gates import SqlGates
+
+PROBE_TRIES = 3
 
 
-class DatabaseLeaseStore:
-    """A :class:`~celery_leases.core.ports.LeaseStore` and ``MarkStore`` made of the tables of *records*."""
+class DatabaseLeaseStore(SqlGates):
+    """A :class:`~celery_leases.core.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in the tables of *records*."""
 
     name = DATABASE
     in_records = True
 
     def __init__(self, records: SqlRecordStore) -> None:
+        super().__init__(records.database, records.tables)
         self.records = records
-        self.database = records.database
         self._marks = records.tables.marks
         self._swap = self._swapping()
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Claimed:
-        """Claim the row, and the lease with it."""
-        return Claimed(self.records.claim(bid, self.name))
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Claimed | Shut:
+        """Claim the row, and the lease with it: one statement, unless the gate of the bid's group is not open."""
+        if bid.group is None:
+            return Claimed(self.records.claim(bid, self.name))
+        return self._acquire_in_group(bid, bid.group, PROBE_TRIES)
+
+    def _acquire_in_group(self, bid: Bid, group: str, tries: int) -> Claimed | Shut:
+        claim, won = self.records.claim_in_group(bid, self.name, gate_name(group))
+        if won:
+            return Claimed(claim, probe=won > 1)
+        gate = self.gate(group)
+        mine = gate is not None and gate.probe == bid.token
+        if isinstance(claim, Won):  # by an earlier try, whose reply was lost
+            return Claimed(claim, probe=mine)
+        if mine:
+            self.give_back_probe(group, bid.token)
+        if gate is None or (mine and gate.half_open):
+            return Claimed(claim)
+        if not gate.half_open or gate.probe is not None or not tries:
+            return Shut(gate, claim.record, looked=True)
+        if claim.record is not None and _surely_refuses(claim.record, bid):
+            return Claimed(claim)
+        self.take_probe(group, bid.token, bid.ttl)
+        return self._acquire_in_group(bid, group, tries - 1)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
-        """Push ``lease_until`` out, never back; one statement for all leases of one ttl."""
+        """Push ``lease_until`` out, never back; one statement for all leases of one ttl, and one for their slots."""
         kept: set[tuple[str, str]] = set()
         by_ttl: defaultdict[float, list[Renewal]] = defaultdict(list)
         for renewal in renewals:
             by_ttl[renewal.ttl].append(renewal)
         for ttl, group in by_ttl.items():
             kept |= {(row["stored_key"], row["owner"]) for row in self.database.all(self._renewing(ttl, group), {})}
+        for ttl, group in by_ttl.items():
+            probes = [renewal for renewal in group if renewal.probe is not None]
+            if probes:
+                with suppress(StoreUnavailable):  # a slot that ends by itself changes nothing for the lease
+                    self.renew_probes(probes, ttl)
         return [
             Kept.OURS if (renewal.stored_key, renewal.token) in kept else self._not_ours(renewal)
             for renewal in renewals
@@ -130,3 +163,18 @@ class DatabaseLeaseStore:
         )
         statement: Executable = swapped.returning(marks.c.name)
         return statement
+
+
+def _surely_refuses(record: Record, bid: Bid) -> bool:
+    """Whether the claim is plainly refused by the record, so that the probe's slot need not be taken to find out."""
+    if record.expired:
+        return False
+    match record.state:
+        case State.RUNNING:
+            return record.lease_remaining > 0 and record.owner not in bid.prior
+        case State.PENDING | State.COOLING:
+            return record.waits > RETRY_GRACE
+        case State.DONE | State.FAILED:
+            return not bid.rerun or record.call_id == bid.call_id
+        case State.UNCERTAIN:
+            return True

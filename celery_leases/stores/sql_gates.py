@@ -1,0 +1,141 @@
+"""The gates of cooldown groups in the records' database: one row for each that is not open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Executable, RowMapping, and_, case, delete, not_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.gates import Closing, Gate, closed, remembered_for
+from celery_leases.core.ports import Renewal
+from celery_leases.stores.database import Database
+from celery_leases.stores.gate_values import gate_from, gate_name, why
+from celery_leases.stores.rows import MICROSECONDS
+from celery_leases.stores.schema import Tables
+
+CLOSE_TRIES = 10
+"""Others who close a gate at the same time make each try again that would close it for longer: few do, soon none."""
+
+
+class SqlGates:
+    """A :class:`~celery_leases.core.ports.GateStore` in the tables of one database."""
+
+    def __init__(self, database: Database, tables: Tables) -> None:
+        self.database = database
+        self._gates = tables.gates
+        self._remembered = tables.gates.c.expires_at > database.now
+        self._closed = tables.gates.c.closed_until > database.now
+
+    def gate(self, group: str) -> Gate | None:
+        """The gate of *group*; ``None`` when it is open."""
+        row = self.database.first(self._reading().where(self._named(group)), {})
+        return _gate(group, row) if row is not None else None
+
+    def gates(self, limit: int = 1000) -> Iterator[Gate]:
+        """At most *limit* gates that are not open."""
+        for row in self.database.all(self._reading().limit(limit), {}):
+            yield _gate(row["name"], row)
+
+    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
+        """Close the gate; see :class:`~celery_leases.core.ports.GateStore`."""
+        for _ in range(CLOSE_TRIES):
+            before = self.gate(group)
+            after = closed(group, before, closing, token)
+            if before is not None and after.closed_for == before.closed_for:  # it stands for long enough
+                if before.probe != token:
+                    return after
+                self.give_back_probe(group, token)
+                return replace(after, probe=None, probe_for=0.0)
+            remembered = remembered_for(after, closing.policy)
+            close = (
+                self._opening(after, remembered) if before is None else self._closing(before, after, remembered, token)
+            )
+            if self.database.first(close, {}) is not None:
+                return after
+        raise StoreUnavailable(f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False)
+
+    def open_gate(self, group: str, token: str | None = None) -> bool:
+        """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot the token holds."""
+        opened = delete(self._gates).where(self._named(group), self._remembered)
+        if token is not None:
+            opened = opened.where(not_(self._closed), self._probes(token))
+        return self.database.count(opened, {}) > 0
+
+    def give_back_probe(self, group: str, token: str) -> bool:
+        """Free the probe's slot if *token* holds it; the gate stays half-open."""
+        freed = update(self._gates).where(self._named(group), self._probes(token))
+        return self.database.count(freed.values(probe="", probe_until=0), {}) > 0
+
+    def take_probe(self, group: str, token: str, ttl: float) -> bool:
+        """Take the probe's slot of a half-open gate for *ttl* seconds, unless another probes."""
+        gates, now = self._gates.c, self.database.now
+        taken = update(self._gates).where(self._named(group), self._remembered, not_(self._closed))
+        free = (gates.probe_until <= now) | (gates.probe == token)
+        return self.database.count(taken.where(free).values(probe=token, probe_until=now + _span(ttl)), {}) > 0
+
+    def renew_probes(self, renewals: Sequence[Renewal], ttl: float) -> None:
+        """Push the ends of the slots out that the tokens of *renewals* hold, never back."""
+        gates, until = self._gates.c, self.database.now + _span(ttl)
+        names = {gate_name(renewal.probe) for renewal in renewals if renewal.probe is not None}
+        tokens = [renewal.token for renewal in renewals]
+        held = update(self._gates).where(gates.name.in_(names), gates.probe.in_(tokens))
+        self.database.count(held.values(probe_until=_later(gates.probe_until, until)), {})
+
+    def _reading(self) -> Any:
+        return select(*self._gates.c, self.database.now.label("now")).where(self._remembered)
+
+    def _named(self, group: str) -> ColumnElement[bool]:
+        return self._gates.c.name == gate_name(group)
+
+    def _probes(self, token: str) -> ColumnElement[bool]:
+        return and_(self._gates.c.probe == token, self._gates.c.probe_until > self.database.now)
+
+    def _opening(self, after: Gate, remembered: float) -> Executable:
+        """Write the row of a gate that was open; one that is forgotten may be in its place."""
+        insert = (sqlite if self.database.host_clock else postgresql).insert(self._gates)
+        values = self._values(after, remembered) | {"probe": "", "probe_until": 0}
+        written = insert.values(values | {"name": gate_name(after.group)}).on_conflict_do_update(
+            index_elements=[self._gates.c.name], set_=values, where=not_(self._remembered)
+        )
+        statement: Executable = written.returning(self._gates.c.name)
+        return statement
+
+    def _closing(self, before: Gate, after: Gate, remembered: float, token: str) -> Executable:
+        """Close the gate if what was decided on is still so, and nobody has closed it for longer meanwhile."""
+        gates, probes = self._gates.c, self._probes(token)
+        values = self._values(after, remembered)
+        as_seen = update(self._gates).where(
+            self._named(after.group),
+            self._remembered,
+            gates.trips == before.trips,
+            not_(self._closed) if before.half_open else self._closed,
+            probes if before.probe == token else not_(probes),
+            gates.closed_until <= values["closed_until"],
+        )
+        values["expires_at"] = _later(gates.expires_at, values["expires_at"])
+        values["probe"] = case((gates.probe == token, ""), else_=gates.probe)
+        values["probe_until"] = case((gates.probe == token, 0), else_=gates.probe_until)
+        return as_seen.values(values).returning(gates.name)
+
+    def _values(self, gate: Gate, remembered: float) -> dict[str, Any]:
+        now = self.database.now
+        until = {"closed_until": now + _span(gate.closed_for), "expires_at": now + _span(remembered)}
+        return {"trips": gate.trips, "why": why(gate), **until}
+
+
+def _gate(group: str, row: RowMapping) -> Gate:
+    now, left = int(row["now"]), (row["probe_until"] - int(row["now"])) / MICROSECONDS
+    probe = (row["probe"], left) if row["probe"] and left > 0 else None
+    return gate_from(group, row["trips"], (row["closed_until"] - now) / MICROSECONDS, row["why"], probe)
+
+
+def _span(seconds: float) -> int:
+    return int(seconds * MICROSECONDS)
+
+
+def _later(stands: ColumnElement[int], until: ColumnElement[int]) -> ColumnElement[int]:
+    return case((stands > until, stands), else_=until)
