@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,24 +20,9 @@ from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContrac
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.process import wait_until
+from tests.contract.sql_stores import database_url, sql_records
 
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'records.db'}"
-    return str(request.getfixturevalue("leases_postgres_url"))
-
-
-@pytest.fixture
-def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
-    """A record store with its tables."""
-    store = SqlRecordStore(engine_for(database_url))
-    store.migrate()
-    store.check()
-    yield store
-    store.database.close()
+__all__ = ["database_url", "sql_records"]
 
 
 class TestRecords(RecordStoreContract):

@@ -9,7 +9,8 @@ To test a store of your own, subclass in a test module and give the store as a f
         def store(self):
             return MyLeaseStore(...)
 
-``MarkStoreContract`` asks for the fixture ``marks``, ``RecordStoreContract`` for ``records``.
+``GateStoreContract`` asks for the fixture ``store`` too, ``MarkStoreContract`` for ``marks``, ``RecordStoreContract``
+for ``records``.
 
 A store may be shared with other tests: every test makes keys of its own. Times are real; raise the class attributes
 ``ttl`` and ``short`` where a store is slow.
@@ -18,12 +19,20 @@ A store may be shared with other tests: every test makes keys of its own. Times 
 import pytest
 
 # Before the suites are imported, as pytest explains only the assertions it has rewritten.
-_SUITES = ("leases", "separate_leases", "fuzz", "marks", "record_case", "claims", "settling", "failures", "repair")
-pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in _SUITES))
+_LEASES = ("leases", "separate_leases", "fuzz", "marks", "gate_case", "gate_closing", "gate_probes")
+_RECORDS = ("record_case", "claims", "settling", "failures", "repair")
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS)))
 
+from celery_leases.testing.contracts.gates import GateStoreContract  # noqa: E402
 from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
 from celery_leases.testing.contracts.records import RecordStoreContract  # noqa: E402
 from celery_leases.testing.contracts.separate_leases import SeparateLeaseStoreContract  # noqa: E402
 
-__all__ = ["LeaseStoreContract", "MarkStoreContract", "RecordStoreContract", "SeparateLeaseStoreContract"]
+__all__ = [
+    "GateStoreContract",
+    "LeaseStoreContract",
+    "MarkStoreContract",
+    "RecordStoreContract",
+    "SeparateLeaseStoreContract",
+]

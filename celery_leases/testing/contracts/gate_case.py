@@ -1,0 +1,100 @@
+"""What the gate suites share: the fixtures, and short words for closing gates and bidding under them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.core.gates import Closing, Gate
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.ports import Acquired, Claimed, GateStore, LeaseStore, Shut
+from celery_leases.core.records import Bid
+from celery_leases.testing.contracts.bids import Answer, acquired, fresh_key, make_bid, taken
+from celery_leases.testing.process import wait_until
+
+PATIENCE = 10.0
+POLICY = CooldownPolicy(60, 2, 3600, 0)
+
+
+class GatedLeaseStore(LeaseStore, GateStore, Protocol):
+    """A lease store that keeps the gates its bids are asked at."""
+
+
+class GateCase:
+    """Fixtures of the gate suites. ``ttl`` outlasts a test, ``short`` is what a test waits for; both are seconds."""
+
+    ttl = 15.0
+    short = 0.4
+
+    @pytest.fixture
+    def store(self) -> GatedLeaseStore:
+        """The store under test; override this."""
+        raise NotImplementedError("override the fixture `store` with a lease store that keeps gates")
+
+    @pytest.fixture
+    def group(self) -> str:
+        """A cooldown group of the test's own."""
+        return f"group-{uuid4().hex}"
+
+    def bid(self, group: str | None, **more: Any) -> Bid:
+        """A bid for a key of its own in *group*."""
+        return make_bid(more.pop("key", None) or fresh_key(), group=group, **({"ttl": self.ttl} | more))
+
+
+def closing(told: float | None = None, policy: CooldownPolicy = POLICY, **more: Any) -> Closing:
+    """A failure of a group."""
+    return Closing(policy, **({"reason": "rate_limited", "rule": "status:429", "message": "slow"} | more), told=told)
+
+
+def closed(store: GateStore, group: str, told: float | None = None, **more: Any) -> Gate:
+    """The gate after a failure of somebody who does not probe."""
+    return store.close_gate(group, closing(told, **more), uuid4().hex)
+
+
+def half_open(store: GateStore, group: str) -> None:
+    """Make the gate half-open, with one trip."""
+    closed(store, group, 0.02)
+    until_half_open(store, group)
+
+
+def until_half_open(store: GateStore, group: str) -> None:
+    """Wait for the gate's time to be over."""
+    wait_until(lambda: found(store, group).half_open, PATIENCE, "the gate to be half-open")
+
+
+def found(store: GateStore, group: str) -> Gate:
+    """The gate, which must not be open."""
+    gate = store.gate(group)
+    assert gate is not None
+    return gate
+
+
+def shut(store: LeaseStore, bid: Bid) -> Gate:
+    """The gate that must shut *bid* out."""
+    answer = taken(store, bid)
+    assert isinstance(answer, Shut), answer
+    assert answer.looked is store.in_records
+    assert answer.record is None
+    return answer.gate
+
+
+def let_in(store: LeaseStore, bid: Bid) -> Bid:
+    """The bid, which must be granted, and not as a probe."""
+    answer = taken(store, bid)
+    assert acquired(answer), answer
+    assert not probing(answer)
+    return bid
+
+
+def probe(store: LeaseStore, bid: Bid) -> Bid:
+    """The bid, which must be granted as the probe."""
+    answer = taken(store, bid)
+    assert probing(answer), answer
+    return bid
+
+
+def probing(answer: Answer) -> bool:
+    """Whether lease and slot are the bidder's."""
+    return acquired(answer) and isinstance(answer, Acquired | Claimed) and answer.probe

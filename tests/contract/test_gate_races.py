@@ -1,0 +1,157 @@
+"""A gate that changes between the look at it and the write: the decision is made again, on what it is by then."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_leases.core import gates
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.gates import Closing, Gate
+from celery_leases.stores import redis_gates, sql_gates
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.gate_case import (
+    GatedLeaseStore,
+    closed,
+    closing,
+    found,
+    half_open,
+    probe,
+    until_half_open,
+)
+
+GROUP = "openai:gpt"
+OURS, THEIRS = "our-token", "their-token"
+Step = Callable[[GatedLeaseStore], Any]
+
+
+@pytest.fixture(params=["redis", "sqlite", "postgresql"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLeaseStore]:
+    """One of the three technologies."""
+    if request.param == "redis":
+        redis_store = RedisLeaseStore.from_url(request.getfixturevalue("leases_redis_url"))
+        yield redis_store
+        redis_store.close()
+        return
+    sqlite = f"sqlite:///{tmp_path / 'records.db'}"
+    records = SqlRecordStore(
+        engine_for(sqlite if request.param == "sqlite" else request.getfixturevalue("leases_postgres_url"))
+    )
+    records.migrate()
+    yield DatabaseLeaseStore(records)
+    records.database.close()
+
+
+def opened(store: GatedLeaseStore) -> None:
+    """By an operator."""
+    assert store.open_gate(GROUP)
+
+
+def for_(told: float, by: str = "late") -> Step:
+    """Somebody fails, and closes the gate for so long."""
+    return lambda store: store.close_gate(GROUP, closing(told), by)
+
+
+def probed_by(token: str) -> Step:
+    """Half-open, with its probe."""
+
+    def step(store: GatedLeaseStore) -> None:
+        if store.gate(GROUP) is None:
+            half_open(store, GROUP)
+        probe(store, make_bid(fresh_key(), token, group=GROUP))
+
+    return step
+
+
+def all_of(*steps: Step) -> Step:
+    """One after the other."""
+
+    def step(store: GatedLeaseStore) -> None:
+        for one in steps:
+            one(store)
+
+    return step
+
+
+def given_back(store: GatedLeaseStore) -> None:
+    """Our slot."""
+    assert store.give_back_probe(GROUP, OURS)
+
+
+def over(store: GatedLeaseStore) -> None:
+    """The time it is closed for."""
+    until_half_open(store, GROUP)
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "trips", "lasts", "slot"),
+    [
+        (all_of(), for_(200), 1, 200, None),
+        (all_of(), for_(50), 1, 100, None),
+        (for_(50), for_(200), 1, 200, None),
+        (for_(50), for_(80), 1, 100, None),
+        (for_(50), opened, 1, 100, None),
+        (for_(50), all_of(opened, for_(60)), 1, 100, None),
+        (probed_by(OURS), all_of(), 2, 100, None),
+        (probed_by(OURS), for_(200), 1, 200, None),
+        (probed_by(OURS), for_(50), 1, 100, None),
+        (probed_by(OURS), all_of(given_back, probed_by(THEIRS)), 1, 100, THEIRS),
+        (probed_by(OURS), given_back, 1, 100, None),
+        (probed_by(OURS), opened, 1, 100, None),
+        (probed_by(THEIRS), for_(200, THEIRS), 2, 200, None),
+        (probed_by(THEIRS), for_(50, THEIRS), 2, 100, None),
+        (all_of(probed_by(OURS), for_(0.1)), over, 2, 100, None),
+        (all_of(probed_by(THEIRS), for_(0.1)), over, 1, 100, THEIRS),
+    ],
+)
+def test_a_gate_is_closed_as_if_one_came_after_the_other(
+    store: GatedLeaseStore,
+    monkeypatch: pytest.MonkeyPatch,
+    before: Step,
+    meanwhile: Step,
+    trips: int,
+    lasts: float,
+    slot: str | None,
+) -> None:
+    """We fail and are told to wait for 100 s; between our look at the gate and our write something happens."""
+    before(store)
+    happens = [meanwhile]
+
+    def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
+        decision = gates.closed(group, gate, cause, token)
+        if happens:
+            happens.pop()(store)
+        return decision
+
+    for module in (redis_gates, sql_gates):
+        monkeypatch.setattr(module, "closed", decided)
+    answer = store.close_gate(GROUP, closing(100.0), OURS)
+    assert not happens
+    for gate in (answer, found(store, GROUP)):
+        assert (gate.trips, gate.probe) == (trips, slot)
+        assert lasts - 10 < gate.closed_for <= lasts
+
+
+def test_a_gate_that_never_stands_still_is_left_alone_in_the_end(
+    store: GatedLeaseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is bounded; nothing has been written by it."""
+
+    def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
+        decision = gates.closed(group, gate, cause, token)
+        if token == OURS and not store.open_gate(GROUP):
+            closed(store, GROUP, 50.0)
+        return decision
+
+    for module in (redis_gates, sql_gates):
+        monkeypatch.setattr(module, "closed", decided)
+    with pytest.raises(StoreUnavailable) as caught:
+        store.close_gate(GROUP, closing(100.0), OURS)
+    assert caught.value.executed is False
+    gate = store.gate(GROUP)
+    assert gate is None or gate.closed_for <= 50

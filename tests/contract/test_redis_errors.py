@@ -1,0 +1,32 @@
+"""What errors of a Redis client become: what they say about the command, and no secrets."""
+
+import pytest
+import redis
+
+from celery_leases.stores.redis_errors import executed, unavailable
+
+SECRET = "s3cret-w0rd"
+
+
+def test_a_server_that_repeats_our_login_in_its_error_tells_no_secret() -> None:
+    """Redis lists the arguments of an unknown command, AUTH and HELLO among them."""
+    told = redis.ResponseError(f"unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' '{SECRET}'")
+    assert SECRET not in str(unavailable("redis:h:1/0", told, SECRET))
+
+
+@pytest.mark.parametrize(
+    ("error", "fate"),
+    [
+        (redis.BusyLoadingError("Redis is loading the dataset in memory"), False),
+        (redis.exceptions.MaxConnectionsError("Too many connections"), False),
+        (redis.ConnectionError("max number of clients reached"), False),
+        (redis.ConnectionError("Connection closed by server."), None),
+        (redis.TimeoutError("Timeout reading from socket"), None),
+        (redis.TimeoutError("Timeout connecting to server"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), None),
+        (ConnectionRefusedError(111, "Connection refused"), False),
+    ],
+)
+def test_what_an_error_says_about_the_command(error: Exception, fate: bool | None) -> None:
+    """Where it cannot be known, the answer is that nobody knows."""
+    assert executed(error) is fate

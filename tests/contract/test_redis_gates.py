@@ -1,0 +1,220 @@
+"""Gates in Redis against the published suite, and what is their own: one trip, young stores, foreign values, names."""
+
+from typing import Any
+
+import pytest
+import redis
+
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.ports import Acquired, Cooling, Held, Renewal, Shut, Unsettled
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.testing.contracts import GateStoreContract
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.gate_case import POLICY, closed, closing, found, half_open
+from tests.contract.redis_stores import OpenStore, open_store, valkey_url
+
+__all__ = ["open_store", "valkey_url"]
+
+GROUP = "openai:gpt"
+TRIPS, CLOSED, PROBE = (f"celery_leases:{{gate:{GROUP}}}:{part}" for part in ("trips", "closed", "probe"))
+
+
+@pytest.fixture
+def store(open_store: OpenStore) -> RedisLeaseStore:
+    """The default store on an empty server."""
+    return open_store()
+
+
+class TestGates(GateStoreContract):
+    """The published suite for gates, where the script that grants leases asks at them."""
+
+    @pytest.fixture
+    def store(self, open_store: OpenStore) -> RedisLeaseStore:
+        """One of the three servers."""
+        return open_store()
+
+
+def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore) -> None:
+    """Whoever gives a client of their own may have one of either kind."""
+    store = open_store(decode_responses=True)
+    half_open(store, GROUP)
+    bid = make_bid(fresh_key(), group=GROUP)
+    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP), settled=True), Shut)
+    assert [gate.group for gate in store.gates()] == [GROUP]
+    assert store.close_gate(GROUP, closing(60.0), bid.token).trips == 2
+    assert found(store, GROUP).message == "slow"
+
+
+# -- what comes before the gate ------------------------------------------------------------------------------
+
+
+def test_a_store_that_came_up_empty_gives_no_slot(store: RedisLeaseStore) -> None:
+    """The bidder must look at the record first; until it has, others may probe."""
+    half_open(store, GROUP)
+    bid = make_bid(fresh_key(), group=GROUP)
+    assert store.acquire(bid) == Unsettled(0.0)
+    assert found(store, GROUP).probe is None
+    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    closed(store, GROUP, 60.0)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Unsettled)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP), settled=True), Shut)
+
+
+def test_a_key_that_is_held_or_cools_says_so_at_any_gate(store: RedisLeaseStore) -> None:
+    """And takes no slot; the holder itself is let in again, as its body may have begun."""
+    held, cooling = make_bid(fresh_key(), group=GROUP), make_bid(fresh_key(), group=GROUP)
+    for bid in (held, cooling):
+        assert store.acquire(bid, settled=True) == Acquired()
+    assert store.cool(cooling.stored_key, cooling.token, 60.0)
+    half_open(store, GROUP)
+    for _ in range(2):
+        assert isinstance(store.acquire(make_bid(held.stored_key, group=GROUP), settled=True), Held)
+        assert isinstance(store.acquire(make_bid(cooling.stored_key, group=GROUP), settled=True), Cooling)
+        assert found(store, GROUP).probe is None
+        assert store.acquire(held) == Acquired()
+        closed(store, GROUP, 60.0)
+
+
+# -- trips ---------------------------------------------------------------------------------------------------
+
+
+def test_every_step_is_one_trip_and_closing_two(leases_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acquiring asks at the gate in the same trip, renewals take the slots along; without a group nothing is sent."""
+    store = RedisLeaseStore.from_url(leases_redis_url)
+    closed(store, "closed", 60.0)
+    half_open(store, GROUP)
+    bid, plain = make_bid(fresh_key(), group=GROUP), make_bid(fresh_key())
+    store.acquire(bid, settled=True)
+    store.give_back_probe(GROUP, "x")
+    store.cool("x", "x", 1.0)
+    store.end_cooldown("x")
+    store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)])
+    store.open_gate("open", "x")
+    sent: list[bytes] = []
+    send: Any = redis.connection.AbstractConnection.send_packed_command
+
+    def counted(self: Any, command: Any, check_health: bool = True) -> Any:
+        sent.append(b"".join([command] if isinstance(command, bytes) else command))
+        return send(self, command, check_health)
+
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    for trips, step in (
+        (1, lambda: store.acquire(plain, settled=True)),
+        (1, lambda: store.acquire(make_bid(fresh_key(), group="open"), settled=True)),
+        (1, lambda: store.acquire(make_bid(fresh_key(), group="closed"), settled=True)),
+        (1, lambda: store.acquire(bid)),
+        (1, lambda: store.acquire(make_bid(fresh_key(), group=GROUP), settled=True)),
+        (1, lambda: store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)] * 20)),
+        (1, lambda: store.gate(GROUP)),
+        (2, lambda: store.close_gate(GROUP, closing(60.0), bid.token)),
+        (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
+        (1, lambda: store.open_gate(GROUP, bid.token)),
+        (1, lambda: store.open_gate(GROUP)),
+        (1, lambda: store.give_back_probe(GROUP, bid.token)),
+        (1, lambda: store.cool(bid.stored_key, bid.token, 60.0)),
+        (1, lambda: store.end_cooldown(bid.stored_key)),
+    ):
+        sent.clear()
+        step()
+        assert len(sent) == trips
+        if trips == 1 and plain.stored_key.encode() in sent[0]:
+            assert b"gate:" not in sent[0]
+    store.close()
+
+
+def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
+    """SCRIPT FLUSH, or a failover, between any two steps."""
+    half_open(store, GROUP)
+    bid = make_bid(fresh_key(), group=GROUP)
+    store._client.script_flush()
+    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    for step in (
+        lambda: found(store, GROUP).probe == bid.token,
+        lambda: [gate.group for gate in store.gates()] == [GROUP],
+        lambda: store.give_back_probe(GROUP, bid.token),
+        lambda: closed(store, GROUP, 60.0).trips == 1,
+        lambda: store.cool(bid.stored_key, bid.token, 60.0),
+        lambda: store.end_cooldown(bid.stored_key),
+        lambda: not store.open_gate(GROUP, bid.token),
+    ):
+        store._client.script_flush()
+        assert step()
+
+
+# -- how long a gate is remembered ---------------------------------------------------------------------------
+
+
+def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
+    """Counted from the end of the cooldown; a closing with a shorter memory cuts neither."""
+    closed(store, GROUP, 3600.0)
+    assert 3600 + POLICY.quiet - 60 < store._client.pttl(TRIPS) / 1000 <= 3600 + POLICY.quiet
+    long = CooldownPolicy(60, 2, 30 * 86_400, 0)
+    closed(store, GROUP, 7200.0, policy=long)
+    for told in (7300.0, 7200.0):
+        closed(store, GROUP, told)
+        assert store._client.pttl(TRIPS) / 1000 > long.quiet
+    store._client.delete(CLOSED)
+    assert found(store, GROUP).half_open
+    store._client.pexpire(TRIPS, 1)
+    bid = make_bid(fresh_key(), group=GROUP)
+    while store.gate(GROUP) is not None:
+        pass
+    assert store.acquire(bid, settled=True) == Acquired()
+    assert closed(store, GROUP, 60.0).trips == 1
+
+
+def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
+    """Accepted: the next failure closes them again."""
+    closed(store, GROUP, 60.0)
+    store._client.flushall()
+    assert store.gate(GROUP) is None
+    assert store.acquire(make_bid(fresh_key(), group=GROUP), settled=True) == Acquired()
+
+
+# -- values and names ----------------------------------------------------------------------------------------
+
+
+def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
+    """Cluster keeps them on one node, and none of them is kept for ever."""
+    half_open(store, GROUP)
+    store.acquire(make_bid("t:x|y", group=GROUP), settled=True)
+    closed(store, GROUP, 60.0)
+    found_keys = {name.decode() for name in store._client.keys("*")}
+    assert found_keys == {TRIPS, CLOSED, PROBE, "celery_leases:{t:x|y}:lease"}
+    assert all(store._client.pttl(name) > 0 for name in found_keys)
+
+
+@pytest.mark.parametrize("value", [b"garbage", b"", b"7 {not json", b"7 [1, 2]", b"\xff\xfe \x00", b'-3 {"reason":5}'])
+def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> None:
+    """Of which little is known; it is closed, probed and opened like any other."""
+    store._client.set(TRIPS, value, px=60_000)
+    store._client.set(PROBE, b"stranger", px=60_000)
+    gate = found(store, GROUP)
+    assert gate.trips == (7 if value.startswith(b"7") else 1)
+    assert (gate.probe, gate.half_open) == ("stranger", True)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP), settled=True), Shut)
+    assert closed(store, GROUP, 60.0).trips == gate.trips
+    assert [gate.group for gate in store.gates()] == [GROUP]
+    assert store.open_gate(GROUP)
+    assert store._client.keys("*gate*") == []
+
+
+def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
+    """Nothing breaks, and a failure replaces it."""
+    for name in (TRIPS, PROBE):
+        store._client.hset(name, "a", "b")
+    assert store.gate(GROUP) is None
+    assert store.acquire(make_bid(fresh_key(), group=GROUP), settled=True) == Acquired()
+    half_open(store, GROUP)
+    assert store.acquire(make_bid(fresh_key(), group=GROUP), settled=True) == Acquired(probe=True)
+
+
+@pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])
+def test_any_prefix_finds_its_own_gates_only(open_store: OpenStore, prefix: str) -> None:
+    """Characters that mean something to SCAN stand for themselves; other prefixes are other stores."""
+    store, other = open_store(prefix), open_store("aab")
+    closed(store, "mine", 60.0)
+    closed(other, "theirs", 60.0)
+    assert [gate.group for gate in store.gates()] == ["mine"]
+    assert [gate.group for gate in other.gates()] == ["theirs"]

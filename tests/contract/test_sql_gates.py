@@ -1,0 +1,271 @@
+"""Gates in SQL databases against the published suite, and what is their own: statements, and what the record says."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+
+from celery_leases.core.ports import Claimed, Kept, Renewal, Shut
+from celery_leases.core.records import Ended, Record, Refused, State, Won
+from celery_leases.stores.claims import DATABASE, claim_statement
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.schema import Tables
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts import GateStoreContract
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.gate_case import closed, closing, found, half_open, probing
+from celery_leases.testing.contracts.record_case import closed as settled
+from celery_leases.testing.contracts.record_case import row, won
+from tests.contract.sql_stores import database_url, sql_records
+
+__all__ = ["database_url", "sql_records"]
+
+GROUP = "openai:gpt"
+Shutting = Callable[[DatabaseLeaseStore, str], Any]
+
+
+@pytest.fixture
+def store(sql_records: SqlRecordStore) -> DatabaseLeaseStore:
+    """Leases and gates in one of the two databases."""
+    return DatabaseLeaseStore(sql_records)
+
+
+class TestGates(GateStoreContract):
+    """The published suite for gates, where the claim asks at them."""
+
+    @pytest.fixture
+    def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
+        """One of the two databases."""
+        return DatabaseLeaseStore(sql_records)
+
+
+@contextmanager
+def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
+    """The first words of the statements that are sent meanwhile."""
+    sent: list[str] = []
+
+    def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
+        sent.append("CLAIM" if "ON CONFLICT (stored_key)" in statement else statement.split(maxsplit=1)[0])
+
+    event.listen(store.database.engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(store.database.engine, "before_cursor_execute", note)
+
+
+def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **more: Any) -> Record:
+    """The row of a key after an attempt."""
+    return settled(store.records, won(store.records, make_bid(key), DATABASE), state, **more)
+
+
+# -- statements ----------------------------------------------------------------------------------------------
+
+
+def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
+    """The claim asks for itself; only who is shut out, or probes, asks again."""
+    closed(store, "closed", 60.0)
+    half_open(store, GROUP)
+    reads = ["SELECT"] if store.database.host_clock else []  # SQLite cannot return the row that refused
+    probe = make_bid(fresh_key(), group=GROUP)
+    for sent, bid in (
+        (["CLAIM"], make_bid(fresh_key())),
+        (["CLAIM"], make_bid(fresh_key(), group="open")),
+        (["CLAIM", *reads, "SELECT"], make_bid(fresh_key(), group="closed")),
+        (["CLAIM", *reads, "SELECT", "UPDATE", "CLAIM"], probe),
+        (["CLAIM", *reads, "SELECT"], make_bid(fresh_key(), group=GROUP)),
+    ):
+        with counted(store) as statements:
+            store.acquire(bid)
+        assert statements == sent
+    for sent, renewals in (
+        (["UPDATE"], [Renewal(probe.stored_key, probe.token, 15.0)]),
+        (["UPDATE", "UPDATE"], [Renewal(probe.stored_key, probe.token, 15.0, GROUP)]),
+    ):
+        with counted(store) as statements:
+            assert store.renew(renewals) == [Kept.OURS]
+        assert statements == sent
+    with counted(store) as statements:
+        store.close_gate(GROUP, closing(60.0), probe.token)
+        store.close_gate(GROUP, closing(30.0), "another")
+        store.close_gate("fresh", closing(30.0), "another")
+    assert statements == ["SELECT", "UPDATE", "SELECT", "SELECT", "INSERT"]
+
+
+@pytest.mark.parametrize("schema", [None, "celery_leases", "a_schema_with_a_really_long_name"])
+def test_both_claims_are_short_enough_for_psycopg_to_keep_them_parsed(schema: str | None) -> None:
+    """Above 4096 characters they would be taken apart anew for every task, which costs more than the round trip."""
+    engine, tables = engine_for("postgresql+psycopg://127.0.0.1/x"), Tables(schema)
+    for gates in (None, tables.gates):
+        claim = claim_statement(tables.records, engine.dialect, gates)
+        assert len(str(claim.compile(dialect=engine.dialect))) < 4096
+
+
+# -- the record and the gate ---------------------------------------------------------------------------------
+
+
+def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
+    """Closed."""
+    closed(store, group, 60.0)
+
+
+def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
+    """Half-open, and another probes."""
+    half_open(store, group)
+    assert probing(store.acquire(make_bid(fresh_key(), group=group)))
+
+
+@pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING, State.COOLING])
+def test_who_is_shut_out_is_shown_the_record(store: DatabaseLeaseStore, shutting: Shutting, state: State) -> None:
+    """Whatever it says: finished work is replayed at a closed gate too, and nothing has been written."""
+    key = fresh_key()
+    done = finished(store, key, state, result='"a"', retry_after=60.0 if state is State.COOLING else None)
+    shutting(store, GROUP)
+    answer = store.acquire(make_bid(key, group=GROUP))
+    assert isinstance(answer, Shut)
+    assert answer.looked
+    assert answer.record is not None
+    assert answer.record.result == '"a"'
+    assert row(store.records, key) == done
+
+
+@pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
+def test_who_holds_the_key_is_shown_at_a_closed_gate_too(store: DatabaseLeaseStore, shutting: Shutting) -> None:
+    """In the record that comes with the answer."""
+    bid = make_bid(fresh_key(), group=GROUP)
+    assert isinstance(store.acquire(bid), Claimed)
+    shutting(store, GROUP)
+    answer = store.acquire(make_bid(bid.stored_key, group=GROUP))
+    assert isinstance(answer, Shut)
+    assert answer.record is not None
+    assert (answer.record.state, answer.record.owner) == (State.RUNNING, bid.token)
+    again = store.acquire(bid)
+    assert isinstance(again, Claimed)
+    assert isinstance(again.claim, Won)
+
+
+@pytest.mark.parametrize(
+    ("state", "more"),
+    [
+        (State.DONE, {}),
+        (State.FAILED, {"ended": Ended.FAILED}),
+        (State.UNCERTAIN, {}),
+        (State.PENDING, {"retry_after": 60.0}),
+        (State.COOLING, {"retry_after": 60.0}),
+        (State.RUNNING, {}),
+    ],
+)
+def test_a_record_that_refuses_takes_no_slot(store: DatabaseLeaseStore, state: State, more: dict[str, Any]) -> None:
+    """At a half-open gate the record is what stands in the way, and nothing is written to find that out."""
+    key = fresh_key()
+    if state is State.RUNNING:
+        store.acquire(make_bid(key))
+    else:
+        finished(store, key, state, **more)
+    half_open(store, GROUP)
+    with counted(store) as statements:
+        answer = store.acquire(make_bid(key, group=GROUP))
+    assert isinstance(answer, Claimed)
+    assert isinstance(answer.claim, Refused)
+    assert answer.claim.record is not None
+    assert answer.claim.record.state is state
+    assert "UPDATE" not in statements
+    assert found(store, GROUP).probe is None
+
+
+def test_a_slot_that_was_taken_in_vain_is_given_back(store: DatabaseLeaseStore) -> None:
+    """The claim knows more reasons to refuse than are looked at before: other arguments, say."""
+    bid = make_bid(fresh_key(), fingerprint="v1:a")
+    settled(store.records, won(store.records, bid, DATABASE), State.PENDING, ended=Ended.LOST)
+    half_open(store, GROUP)
+    with counted(store) as statements:
+        answer = store.acquire(make_bid(bid.stored_key, group=GROUP, fingerprint="v1:b"))
+    assert isinstance(answer, Claimed)
+    assert isinstance(answer.claim, Refused)
+    assert statements.count("UPDATE") == 2
+    assert found(store, GROUP).probe is None
+
+
+@pytest.mark.parametrize(
+    ("rerun", "state"), [(True, State.DONE), (True, State.FAILED), (False, State.RUNNING), (False, State.PENDING)]
+)
+def test_a_record_that_may_be_taken_over_is_probed(store: DatabaseLeaseStore, rerun: bool, state: State) -> None:
+    """Another call of a ``rerun`` task, the next attempt after a crash that was told of, and any that is due."""
+    key = fresh_key()
+    bid = make_bid(key)
+    if state is State.RUNNING:
+        store.acquire(bid)
+    else:
+        finished(store, key, state)
+    half_open(store, GROUP)
+    assert probing(store.acquire(make_bid(key, group=GROUP, rerun=rerun, prior=(bid.token,))))
+
+
+def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
+    """It counts as absent."""
+    key = fresh_key()
+    finished(store, key, State.DONE, retention=0.0)
+    half_open(store, GROUP)
+    assert probing(store.acquire(make_bid(key, group=GROUP)))
+
+
+def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(store: DatabaseLeaseStore) -> None:
+    """The database went away between slot and claim."""
+    half_open(store, GROUP)
+    bid = make_bid(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, bid.token, 15.0)
+    with counted(store) as statements:
+        assert probing(store.acquire(bid))
+    assert statements == ["CLAIM"]
+    assert probing(store.acquire(bid))
+
+
+def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
+    """A late failure came between slot and claim."""
+    half_open(store, GROUP)
+    bid = make_bid(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, bid.token, 15.0)
+    closed(store, GROUP, 60.0)
+    answer = store.acquire(bid)
+    assert isinstance(answer, Shut)
+    assert found(store, GROUP).probe is None
+
+
+def test_leases_are_renewed_whatever_becomes_of_their_slots(store: DatabaseLeaseStore) -> None:
+    """Even if there is no table of gates any more."""
+    bid = make_bid(fresh_key())
+    store.acquire(bid)
+    with store.database.engine.connect() as connection:
+        connection.execute(text("DROP TABLE celery_leases_gates"))
+    assert store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)]) == [Kept.OURS]
+
+
+# -- how long a gate is remembered ---------------------------------------------------------------------------
+
+
+def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
+    """It counts as open, the next failure is the first again, and purging deletes it."""
+    closed(store, GROUP, 60.0)
+    for forgotten in (lambda: closed(store, GROUP, 60.0).trips == 1, lambda: store.records.purge(10) == 0):
+        with store.database.engine.connect() as connection:
+            connection.execute(text("UPDATE celery_leases_gates SET trips = 5, expires_at = 1, probe = 'x'"))
+        assert store.gate(GROUP) is None
+        assert list(store.gates()) == []
+        assert not store.open_gate(GROUP)
+        assert not store.take_probe(GROUP, "y", 15.0)
+        answer = store.acquire(make_bid(fresh_key(), group=GROUP))
+        assert isinstance(answer, Claimed)
+        assert isinstance(answer.claim, Won)
+        assert forgotten()
+    with store.database.engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM celery_leases_gates")).scalar() == 0
+
+
+def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:
+    """Neither a closed nor a half-open one."""
+    half_open(store, GROUP)
+    closed(store, "closed", 60.0)
+    store.records.purge(10)
+    assert len(list(store.gates())) == 2
