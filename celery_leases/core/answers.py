@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Iterator
+from itertools import islice
 from typing import Any, Final
 
 from celery_leases.core.attributes import attribute, called, members, own, whole, word
@@ -104,7 +105,7 @@ def codes_in(body: Any) -> Iterator[str]:
         deeper: list[Any] = []
         for part in level:
             if isinstance(part, dict):
-                lowered = {str(name).lower(): value for name, value in list(part.items())[:50]}
+                lowered = {str(name).lower(): value for name, value in islice(part.items(), 50)}
                 yield from (code for name in _CODE_KEYS if (code := as_code(lowered.get(name))))
                 deeper += [value for value in lowered.values() if isinstance(value, dict | list)]
             elif isinstance(part, list):

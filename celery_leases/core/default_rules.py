@@ -104,6 +104,7 @@ _THROTTLING: Final = (  # botocore/retries/standard.py: ThrottledRetryableChecke
     "EC2ThrottledException",
 )
 # Errors inside a stream come after a status of 200: only their code says what they are.
+_GOOGLE_LIMITS: Final = ("rateLimitExceeded", "userRateLimitExceeded")  # with 403
 _LIMITS_IN_STREAMS: Final = ("rate_limit_exceeded", "rate_limit_error", "overloaded_error", "server_overloaded")
 _FAULTS_IN_STREAMS: Final = ("api_error", "server_error", "timeout_error", "internal_error")
 _RETRY_AFTER: Final = (HasHeader("retry-after"), HasHeader("retry-after-ms"))
@@ -195,7 +196,7 @@ DEFAULTS: Final = (
             _status(429, 509, 529),
             *((_status(403, 413, 503), header) for header in _RETRY_AFTER),
             (_status(403), HasHeader("x-ratelimit-remaining", "0")),
-            _code(*_THROTTLING, *_LIMITS_IN_STREAMS),
+            _code(*_THROTTLING, *_GOOGLE_LIMITS, *_LIMITS_IN_STREAMS),
             _grpc("RESOURCE_EXHAUSTED"),
             _smtp(421),
             (_named("urllib3.ResponseError"), _text("too many (429|509|529) error responses")),

@@ -21,6 +21,7 @@ _FALSE_BY_DEFAULT: Final = frozenset(
         "stripe._error.APIConnectionError",
         "stripe.error.APIConnectionError",
         "google.auth.exceptions.TransportError",
+        "google.auth.exceptions.TimeoutError",
     }
 )
 """Not retryable unless somebody said otherwise, which nobody does: it says nothing of an answer that broke off."""
@@ -96,7 +97,7 @@ def names_of(kind: type) -> tuple[str, ...]:
     return tuple(
         one.__qualname__ if one.__module__ == "builtins" else f"{one.__module__}.{one.__qualname__}"
         for one in kind.__mro__[:NAMES_MAX]
-        if one not in (object, BaseException, Exception)
+        if not any(one is every for every in (object, BaseException, Exception))
     )
 
 

@@ -63,7 +63,7 @@ BROKEN_OFF_WRAPPED: Final = NamedAs(
     | _in_each(_HTTPX, "TransportError", "TimeoutException", "NetworkError")
     | _in_each("requests", "ConnectionError", "Timeout", "RetryError")
     | _in_each("urllib3", "MaxRetryError", "TimeoutError", "SSLError")
-    | _in_each("google", "TransportError", "RetryError")
+    | _in_each("google", "TransportError", "TimeoutError", "RetryError")
     | _in_each("builtins", "ConnectionError", "TimeoutError")
     | {"aiohttp.ClientConnectionError", "botocore.HTTPClientError", "http.client.HTTPException"}
     | {"ssl.SSLError", "grpc.RpcError"}

@@ -67,9 +67,13 @@ class Asking:
 
 
 def _sentence(found: Sequence[tuple[str, ErrorFacts]]) -> str:
-    words = " and ".join(word for word, _ in found if word)
-    name = next((facts.names[0] for _, facts in found if facts.names), "")
-    return f"{words} of {name}" if words and name else words or name
+    """Such as ``status 503 and header retry-after: 7 of openai.InternalServerError``."""
+    parts = []
+    for facts in {id(facts): facts for _, facts in found}.values():
+        words = " and ".join(word for word, its in found if word and its is facts)
+        name = facts.names[0] if facts.names else ""
+        parts.append(f"{words} of {name}" if words and name else words or name)
+    return " and ".join(parts)
 
 
 def matching(rules: Sequence[Rule], chain: Sequence[ErrorFacts]) -> tuple[Rule, str] | None:

@@ -28,6 +28,7 @@ To = Ruling | float | str | timedelta
 
 _CLASSES: Final = {f"{digit}xx": range(digit * 100, digit * 100 + 100) for digit in range(1, 6)}
 _KINDS: Final = {"retry": retry(), "cooldown": cooldown(), "permanent": permanent()}
+_EVERYTHING: Final = frozenset({"Exception", "BaseException", "builtins.Exception", "builtins.BaseException"})
 _NAME: Final = re.compile(r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*")
 
 
@@ -101,12 +102,14 @@ def _exc(value: Any) -> Condition:
     write = 'an exception class, its name such as "shop.errors.Declined", or a list of them'
     names = set()
     for one in _each("exc", value, (type, str), write):
-        if isinstance(one, str) and _NAME.fullmatch(one):
-            names.add(one)
-        elif isinstance(one, type) and issubclass(one, BaseException):
+        if isinstance(one, type) and issubclass(one, BaseException):
             names.add(f"{one.__module__}.{one.__qualname__}")
+        elif isinstance(one, str) and _NAME.fullmatch(one):
+            names.add(one)
         else:
             _refuse("exc", value, write)
+    if not names.isdisjoint(_EVERYTHING):
+        _refuse("exc", value, f"{write}; this one would be every failure")
     return NamedAs(frozenset(names))
 
 

@@ -25,7 +25,7 @@ from celery_leases.core.errors import Cooldown, LeaseConfigurationError, RetryLa
 from celery_leases.core.hooks import answer
 from celery_leases.core.redaction import redact
 from celery_leases.core.rule import Asking, Hook, Rule, Turn, matching
-from celery_leases.core.rulings import Judgement, Reason, reason_of
+from celery_leases.core.rulings import Judgement, Reason, exact_delay, reason_of
 
 __all__ = ["Asking", "Hook", "Rule", "Rules"]
 
@@ -121,6 +121,8 @@ class Rules:
     def _judged(self, facts: ErrorFacts, now: float, error: BaseException | None) -> Judgement:
         found = self._found(facts, error)
         told = told_delay(facts, now)
+        if (exact := exact_delay(found.ruling)) is not None:
+            return replace(found, delay=exact, source="rule")
         if found.ruling.kind == "permanent" or told is None:
             return found
         return replace(found, delay=told.seconds, source=told.source, clamped=told.clamped)

@@ -143,6 +143,12 @@ def exactly(span: Duration, what: str = "a retry") -> Ruling:
     return Ruling("retry", CooldownPolicy(delay, 1.0, delay, 0.0), told="ignore")
 
 
+def exact_delay(ruling: Ruling) -> float | None:
+    """The seconds of a ruling made by :func:`exactly`; ``None`` for any other."""
+    exact = ruling.kind == "retry" and ruling.told == "ignore" and ruling.policy is not None
+    return ruling.policy.base if exact and ruling.policy else None
+
+
 def reason_of(ruling: Ruling) -> Reason:
     """The reason given for a ruling that a user's rule has made."""
     return Reason.REFUSED if ruling.kind == "permanent" else Reason.ERROR

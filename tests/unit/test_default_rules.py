@@ -1,0 +1,397 @@
+"""The default rules, row by row, and the traps between them."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import sqlite3
+import ssl
+from typing import Any
+
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
+
+from celery_leases.core.default_rules import DEFAULTS
+from celery_leases.core.errors import CoolingDown, StoreUnavailable
+from celery_leases.core.rules import Rules
+from celery_leases.core.rulings import Judgement, Reason, Ruling
+from tests.unit.lookalikes import RpcError, aws, caused, http_error, kind, lookalike
+
+NOW = 1_800_000_000.0
+
+
+def judged(error: BaseException) -> Judgement:
+    """What the default rules say of *error* now."""
+    return Rules.default().judge(error, NOW)
+
+
+def code(*codes: str, status: int = 400, **headers: str) -> Any:
+    """An answer with these codes in its body."""
+    first, *rest = codes
+    return http_error(
+        status, {"error": {"type": first, "details": {"error_code": rest[0]} if rest else None}}, **headers
+    )
+
+
+def mail(name: str, **attributes: Any) -> Any:
+    """An error of smtplib's, which are all OSErrors."""
+    return lookalike(f"smtplib.{name}", kind("smtplib.SMTPException", OSError), **attributes)
+
+
+HttpxTimeout = kind("httpx.TransportError")
+UrllibError = kind("urllib.error.URLError", OSError)
+RequestsError = kind("requests.exceptions.RequestException", OSError)
+RequestsConnection = kind("requests.exceptions.ConnectionError", RequestsError)
+RequestsTimeout = kind("requests.exceptions.Timeout", RequestsError)
+AiohttpConnection = kind("aiohttp.client_exceptions.ClientConnectionError")
+AiohttpOs = kind("aiohttp.client_exceptions.ClientOSError", AiohttpConnection, OSError)
+RedisConnection = kind("redis.exceptions.ConnectionError")
+PsycopgOperational = kind("psycopg.OperationalError")
+
+ROWS: dict[str, list[Any]] = {
+    "not-retryable": [
+        lookalike("temporalio.exceptions.ApplicationError", non_retryable=True),
+        lookalike("google.auth.exceptions.RefreshError", retryable=False),
+        lookalike("shop.Error", should_retry=False),
+    ],
+    "told-not-to-retry": [
+        http_error(500, x_should_retry="false"),
+        http_error(503, stripe_should_retry="False", retry_after="5"),
+        http_error(529, x_should_retry="false"),
+    ],
+    "out-of-quota": [
+        *(
+            code(one, status=429, retry_after="5")
+            for one in (
+                "insufficient_quota",
+                "credit_balance_exhausted",
+                "organization_spend_limit_exceeded",
+                "project_spend_limit_exceeded",
+                "organization_usage_limit_exceeded",
+            )
+        ),
+        code("rate_limit_error", "enforced_spend_limit_reached", status=429),
+        code("billing_error", status=402),
+        code("billing_error", status=400),
+        lookalike("google.genai.errors.ClientError", kind("google.genai.errors.APIError"), code=402),
+        lookalike(
+            "anthropic.BadRequestError",
+            kind("anthropic.APIStatusError"),
+            said="Your credit balance is too low to access the API",
+            status_code=400,
+        ),
+    ],
+    "lock-timeout": [code("invalid_request_error", "lock_timeout", status=429), code("lock_timeout", status=400)],
+    "already-exists": [RpcError("ALREADY_EXISTS"), lookalike("google.Error", status="ALREADY_EXISTS", code=409)],
+    "declined": [lookalike("stripe._error.CardError", http_status=402), lookalike("stripe.CardError"), http_error(402)],
+    "bad-credentials": [
+        http_error(401),
+        aws("ExpiredToken"),
+        aws("ExpiredTokenException"),
+        aws("UnrecognizedClientException"),
+        aws("InvalidClientTokenId", 403),
+        RpcError("UNAUTHENTICATED"),
+        mail("SMTPAuthenticationError", smtp_code=535),
+        lookalike("redis.exceptions.AuthenticationError", RedisConnection),
+    ],
+    "rate-limited": [
+        *(http_error(status) for status in (429, 509, 529)),
+        *(http_error(status, retry_after="5") for status in (403, 413, 503)),
+        http_error(403, x_ratelimit_remaining="0", x_ratelimit_reset=f"{NOW + 60:.0f}"),
+        *(
+            aws(one)
+            for one in (
+                "Throttling",
+                "ThrottlingException",
+                "ThrottledException",
+                "RequestThrottledException",
+                "TooManyRequestsException",
+                "ProvisionedThroughputExceededException",
+                "TransactionInProgressException",
+                "RequestLimitExceeded",
+                "BandwidthLimitExceeded",
+                "LimitExceededException",
+                "RequestThrottled",
+                "SlowDown",
+                "PriorRequestNotComplete",
+                "EC2ThrottledException",
+            )
+        ),
+        code("overloaded_error", status=200),
+        code("userRateLimitExceeded", status=403),
+        RpcError("RESOURCE_EXHAUSTED"),
+        mail("SMTPServerBusy", smtp_code=421),
+        lookalike(
+            "urllib3.exceptions.MaxRetryError",
+            reason=lookalike("urllib3.exceptions.ResponseError", said="too many 429 error responses"),
+        ),
+    ],
+    "conflict": [*(http_error(status) for status in (409, 421, 423, 425)), RpcError("ABORTED")],
+    "infrastructure": [
+        *(
+            lookalike("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
+            for state in ("40001", "40P01", "08006", "57P01", "57P02", "57P03", "53300", "55P03", "25006")
+        ),
+        lookalike("sqlalchemy.exc.OperationalError", orig=lookalike("asyncpg.Error", sqlstate="40001")),
+        lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=True),
+        lookalike("sqlalchemy.exc.TimeoutError"),
+        PsycopgOperational("connection failed"),
+        *(lookalike("pymysql.err.OperationalError", said=(number, "no")) for number in (1205, 1213, 2006, 2013)),
+        sqlite3.OperationalError("database is locked"),
+        sqlite3.OperationalError("database table is locked: t"),
+        RedisConnection(),
+        lookalike("redis.exceptions.TimeoutError"),
+        lookalike("redis.exceptions.BusyLoadingError", RedisConnection),
+        *(
+            lookalike(f"redis.exceptions.{name}")
+            for name in ("TryAgainError", "ClusterDownError", "MasterDownError", "ReadOnlyError")
+        ),
+        caused(RedisConnection(), ConnectionRefusedError(111, "refused")),
+        StoreUnavailable("away"),
+        caused(lookalike("kombu.exceptions.OperationalError"), ValueError()),
+    ],
+    "connect-phase": [
+        *(
+            lookalike(f"{library}.{name}", HttpxTimeout)
+            for library in ("httpx", "httpx2", "httpcore")
+            for name in ("ConnectTimeout", "ConnectError", "PoolTimeout")
+        ),
+        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        OSError(errno.ENETUNREACH, "unreachable"),
+        socket.gaierror(socket.EAI_AGAIN, "try again"),
+        lookalike("requests.exceptions.ConnectTimeout", RequestsConnection, RequestsTimeout),
+        lookalike("urllib3.exceptions.NameResolutionError", kind("urllib3.exceptions.NewConnectionError")),
+        lookalike("aiohttp.client_exceptions.ClientConnectorDNSError", kind("aiohttp.ClientConnectorError", AiohttpOs)),
+        lookalike("botocore.exceptions.EndpointConnectionError"),
+        UrllibError("<urlopen error timed out>"),
+        RpcError("UNAVAILABLE", "failed to connect to all addresses; last error: ..."),
+    ],
+    "outcome-unknown": [
+        *(http_error(status) for status in (408, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524)),
+        *(
+            RpcError(one)
+            for one in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS")
+        ),
+        *(lookalike(f"{library}.ReadTimeout", HttpxTimeout) for library in ("httpx", "httpx2", "httpcore2")),
+        lookalike("httpx.RemoteProtocolError", HttpxTimeout),
+        lookalike("requests.exceptions.ReadTimeout", RequestsTimeout),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        BrokenPipeError(),
+        TimeoutError(),
+        ConnectionError(),
+        mail("SMTPServerDisconnected"),
+        lookalike(
+            "aiohttp.client_exceptions.ServerDisconnectedError",
+            kind("aiohttp.ServerConnectionError", AiohttpConnection),
+        ),
+        lookalike("botocore.exceptions.ReadTimeoutError"),
+        aws("RequestTimeout", 400),
+        code("server_error", status=200),
+        lookalike("openai.APIConnectionError"),
+        lookalike("openai.APITimeoutError", kind("openai.APIConnectionError")),
+        lookalike("stripe._error.APIConnectionError", should_retry=False),
+        lookalike("google.auth.exceptions.TransportError", retryable=False),
+    ],
+    "request-refused": [
+        *(http_error(status) for status in (400, 403, 404, 405, 410, 413, 422, 424, 451, 501, 505)),
+        *(lookalike("psycopg.errors.Some", sqlstate=state) for state in ("22003", "23505", "42P01")),
+        lookalike("sqlalchemy.exc.IntegrityError"),
+        sqlite3.IntegrityError("UNIQUE constraint failed"),
+        *(mail("SMTPDataError", smtp_code=reply) for reply in (550, 554)),
+        mail("SMTPRecipientsRefused", recipients={"a@x": (550, b"no")}),
+        *(
+            RpcError(one)
+            for one in (
+                "INVALID_ARGUMENT",
+                "NOT_FOUND",
+                "PERMISSION_DENIED",
+                "FAILED_PRECONDITION",
+                "OUT_OF_RANGE",
+                "UNIMPLEMENTED",
+            )
+        ),
+        FileNotFoundError(errno.ENOENT, "no such file"),
+        PermissionError(errno.EACCES, "denied"),
+        lookalike("requests.exceptions.MissingSchema", RequestsError, ValueError),
+        lookalike("requests.exceptions.InvalidURL", RequestsError, ValueError),
+        lookalike("httpx.UnsupportedProtocol", HttpxTimeout),
+        lookalike("httpx.InvalidURL"),
+        UrllibError("<urlopen error unknown url type: gopher>"),
+        aws("ValidationException"),
+    ],
+    "certificate-rejected": [
+        ssl.SSLCertVerificationError(1, "certificate verify failed"),
+        caused(lookalike("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")),
+        lookalike("requests.exceptions.SSLError", RequestsConnection, said=(ssl.SSLCertVerificationError(1, "no"),)),
+        lookalike("aiohttp.ClientConnectorCertificateError", AiohttpOs, ssl.SSLCertVerificationError),
+    ],
+    "broken-answer": [
+        caused(
+            lookalike("aiohttp.client_exceptions.ClientResponseError", status=400),
+            lookalike("aiohttp.http_exceptions.BadStatusLine", kind("aiohttp.http_exceptions.HttpProcessingError")),
+        )
+    ],
+    "time-or-memory-limit": [
+        SoftTimeLimitExceeded(),
+        MemoryError(),
+        caused(lookalike("openai.APIConnectionError"), SoftTimeLimitExceeded()),
+    ],
+    "anything-else": [
+        TypeError(),
+        KeyError("total"),
+        ValueError(),
+        OSError(errno.ENOSPC, "no space"),
+        IsADirectoryError(errno.EISDIR, "a directory"),
+        Exception(),
+        http_error(507),
+        http_error(304),
+        lookalike("psycopg.errors.QueryCanceled", PsycopgOperational, sqlstate="57014"),
+        sqlite3.OperationalError("no such table: t"),
+        mail("SMTPDataError", smtp_code=450),
+        lookalike("redis.exceptions.ResponseError"),
+        CoolingDown("not now", key="k", retry_after=5.0),
+    ],
+}
+
+CASES = [(row, error) for row, errors in ROWS.items() for error in errors]
+
+
+def said(error: BaseException) -> str:
+    """An error in a few words, for the name of its test."""
+    return f"{type(error).__name__} {getattr(error, 'status_code', '')} {error}"[:50]
+
+
+@pytest.mark.parametrize(("row", "error"), CASES, ids=[f"{row}: {said(error)}" for row, error in CASES])
+def test_an_error_lands_in_its_row(row: str, error: BaseException) -> None:
+    """By the table of the documentation."""
+    assert judged(error).rule == row
+
+
+def test_every_row_has_an_example() -> None:
+    """A row without one would be a guess."""
+    matchable = {row.name for row in Rules.default().rows() if not row.name.startswith("asked-")}
+    assert set(ROWS) == matchable
+
+
+# -- what the rows do ------------------------------------------------------------------------------------------
+
+DOES: dict[str, dict[str, Any]] = {
+    "not-retryable": {"kind": "permanent"},
+    "told-not-to-retry": {"kind": "cooldown", "ambiguous": True, "operator": True},
+    "out-of-quota": {"kind": "cooldown", "scope": "group", "operator": True, "told": "ignore"},
+    "lock-timeout": {"kind": "retry"},
+    "already-exists": {"kind": "permanent"},
+    "declined": {"kind": "permanent"},
+    "bad-credentials": {"kind": "cooldown", "scope": "group", "operator": True, "told": "ignore"},
+    "rate-limited": {"kind": "cooldown", "scope": "group", "told": "instead"},
+    "conflict": {"kind": "retry"},
+    "infrastructure": {"kind": "retry"},
+    "connect-phase": {"kind": "retry"},
+    "outcome-unknown": {"kind": "retry", "ambiguous": True},
+    "request-refused": {"kind": "permanent"},
+    "certificate-rejected": {"kind": "permanent"},
+    "broken-answer": {"kind": "retry", "ambiguous": True},
+    "time-or-memory-limit": {"kind": "cooldown", "ambiguous": True, "at_least": 15.0},
+    "anything-else": {"kind": "cooldown"},
+}
+REASONS = {
+    "not-retryable": Reason.REFUSED,
+    "told-not-to-retry": Reason.OUTCOME_UNKNOWN,
+    "out-of-quota": Reason.OUT_OF_QUOTA,
+    "lock-timeout": Reason.CONFLICT,
+    "already-exists": Reason.REFUSED,
+    "declined": Reason.DECLINED,
+    "bad-credentials": Reason.UNAUTHORIZED,
+    "rate-limited": Reason.RATE_LIMITED,
+    "conflict": Reason.CONFLICT,
+    "infrastructure": Reason.INFRASTRUCTURE,
+    "connect-phase": Reason.UNREACHABLE,
+    "outcome-unknown": Reason.OUTCOME_UNKNOWN,
+    "request-refused": Reason.REFUSED,
+    "certificate-rejected": Reason.REFUSED,
+    "broken-answer": Reason.OUTCOME_UNKNOWN,
+    "time-or-memory-limit": Reason.LIMIT_HIT,
+    "anything-else": Reason.ERROR,
+}
+WAITS: dict[str, list[float]] = {
+    "out-of-quota": [3600, 7200, 14_400, 21_600, 21_600],
+    "bad-credentials": [900, 1800, 3600, 7200, 14_400, 21_600, 21_600],
+    "rate-limited": [30, 60, 120, 240, 480, 960, 1920, 3600, 3600],
+    "conflict": [1, 2, 4],
+    "lock-timeout": [1, 2, 4],
+    "infrastructure": [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30],
+    "connect-phase": [1, 2, 4],
+    "outcome-unknown": [1, 2, 4],
+}
+
+
+def ruling_of(row: str) -> Ruling:
+    """What a row does."""
+    return judged(ROWS[row][0]).ruling
+
+
+@pytest.mark.parametrize("row", DOES)
+def test_a_row_does_what_the_table_says(row: str) -> None:
+    """Kind, scope, flags and reason; what is not named has its default."""
+    wanted = {"scope": "key", "ambiguous": False, "operator": False, "told": "at_least", "at_least": 0.0, "max": None}
+    found = ruling_of(row)
+    assert {name: getattr(found, name) for name in [*wanted, "kind"]} == {**wanted, **DOES[row]}
+    assert {judged(error).reason for error in ROWS[row]} == {REASONS[row]}
+
+
+@pytest.mark.parametrize("row", WAITS)
+def test_a_row_waits_as_the_table_says(row: str) -> None:
+    """The upper bounds, before chance shortens them."""
+    policy = ruling_of(row).policy
+    assert policy is not None
+    assert [policy.longest(n) for n, _ in enumerate(WAITS[row], 1)] == pytest.approx(WAITS[row])
+
+
+@pytest.mark.parametrize("row", sorted(set(DOES) - set(WAITS) - {"broken-answer"}))
+def test_the_other_rows_follow_the_policy_of_the_task(row: str) -> None:
+    """``lease_cooldown``."""
+    assert ruling_of(row).policy is None
+
+
+def test_a_conflict_is_retried_with_full_jitter() -> None:
+    """Those who collided must not collide again."""
+    policy = ruling_of("conflict").policy
+    assert policy is not None
+    assert policy.jitter == 1.0
+
+
+def test_what_a_retry_becomes_is_part_of_its_row() -> None:
+    """Once its tries are used up, or where it must not be made."""
+    unreachable, unknown = ruling_of("connect-phase"), ruling_of("outcome-unknown")
+    assert unreachable.then is not None
+    assert (unreachable.then.kind, unreachable.then.scope) == ("cooldown", "group")
+    assert unknown.otherwise is not None
+    assert unknown.otherwise.policy is not None
+    assert (unknown.otherwise.kind, unknown.otherwise.scope, unknown.otherwise.ambiguous) == ("cooldown", "key", True)
+    assert unknown.otherwise.policy.longest(1) == 60.0
+    assert unknown.then is None
+
+
+def test_names_are_what_an_operator_can_read() -> None:
+    """In kebab-case, and one name means one thing."""
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name) for rule in Rules.default().rows())
+    by_name = {rule.name: (rule.ruling, rule.reason) for rule in DEFAULTS}
+    assert all(by_name[rule.name] == (rule.ruling, rule.reason) for rule in DEFAULTS)
+
+
+# -- delays ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_limit_carries_the_delay_that_was_told() -> None:
+    """With where it was found, and whether it was cut."""
+    judgement = judged(http_error(429, retry_after="37"))
+    assert (judgement.delay, judgement.source, judgement.clamped) == (37.0, "retry-after", False)
+    judgement = judged(http_error(429, retry_after="86400"))
+    assert (judgement.delay, judgement.clamped) == (21_600.0, True)
+    assert judged(http_error(429)).delay is None
+
+
+def test_what_cooling_down_tells_is_kept() -> None:
+    """The error of another leased task, met in the body of this one."""
+    assert judged(CoolingDown("not now", key="k", retry_at=NOW + 5, retry_after=5.0)).delay == 5.0

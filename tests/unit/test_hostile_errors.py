@@ -1,0 +1,127 @@
+"""Whatever an error holds, it is read: fast, and without importing anything."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_leases.core.errorfacts import facts_of
+from celery_leases.core.errors import Cooldown
+from tests.unit.lookalikes import http_error, lookalike
+
+
+class Hostile(Exception):
+    """Every attribute raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __str__(self) -> str:
+        raise RuntimeError("text")
+
+
+class Liar:
+    """Even its class cannot be asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Mocked(Exception):
+    """Every attribute is there, and is a Mock."""
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock()
+
+
+class Endless:
+    """A collection without an end."""
+
+    def items(self) -> Any:
+        """Pairs for ever."""
+        while True:
+            yield "retry-after", "3"
+
+
+ATTRIBUTES = [
+    "status_code", "status", "code", "http_status", "response", "resp", "headers", "body", "json_body", "details",
+    "content", "type", "error", "reason", "sqlstate", "pgcode", "orig", "errno", "retryable", "retry_after", "kwargs",
+    "cause", "exceptions", "recipients", "smtp_code", "grpc_status_code", "connection_invalidated", "os_error",
+]  # fmt: skip
+
+
+def values() -> list[Any]:
+    """What attributes may hold."""
+    return [
+        None, True, 0, -1, 429, 10**30, 1.5, float("nan"), "", "429", "text", b"\xff", b"{}", '{"code": "x"}', [], {},
+        (), {"error": {"code": "x"}}, [("retry-after", "3")], {1: {2: 3}}, {"error": ValueError()}, [ValueError()],
+        ValueError(), ValueError, Liar(), Mock(), MagicMock(), Endless(), object(), lambda: 5, timedelta(1),
+        SimpleNamespace(status_code=500, headers=Endless()), iter([1]), range(10**9), Cooldown(5),
+    ]  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(ATTRIBUTES), st.sampled_from(range(len(values())))))
+def test_no_attribute_whatever_it_holds_breaks_the_reading(drawn: dict[str, int]) -> None:
+    """The facts of any soup are of the types they promise."""
+    facts = facts_of(lookalike("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()}))
+    assert facts.names[0] == "shop.SMTPSoup"
+    assert facts.status is None or 100 <= facts.status <= 599
+    assert all(type(code) is str for code in facts.codes)
+    assert all(type(name) is type(value) is str for name, value in facts.headers.items())
+    assert facts.retry_after is None or facts.retry_after > 0
+    assert len(facts.chain) <= 16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Hostile, Mocked, lambda: lookalike("shop.Error", response=Liar(), reason=Liar())],
+    ids=["raising", "mocked", "lying"],
+)
+def test_hostile_errors_have_at_least_a_name(make: Any) -> None:
+    """Nothing an error carries may hide the error."""
+    assert facts_of(make()).names
+
+
+def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
+    """It happens in a worker between two tasks."""
+    error: BaseException | None = None
+    for _ in range(5):
+        outer = http_error(429, {"error": {"code": "slow", "type": "limit"}}, retry_after="3", x_other="1")
+        outer.__cause__ = error
+        error = outer
+    assert error is not None
+    taken = []
+    for _ in range(200):
+        begun = time.perf_counter()
+        facts_of(error)
+        taken.append(time.perf_counter() - begun)
+    assert statistics.median(taken) < 1e-3
+
+
+ALONE = """
+import sys
+from celery_leases.core.rules import Rules
+before = set(sys.modules)
+class RateLimitError(Exception):
+    __module__ = "openai"
+    status_code = 429
+print(Rules.default().judge(RateLimitError(), 1e9).rule)
+print(*sorted({name.split(".")[0] for name in sys.modules} & LIBRARIES))
+print(*sorted(set(sys.modules) - before))
+""".replace("LIBRARIES", repr({"openai", "httpx", "requests", "botocore", "grpc", "stripe", "aiohttp", "anthropic"}))
+
+
+def test_no_client_library_is_imported() -> None:
+    """Neither by importing the classifier nor by judging."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "rate-limited\n\n\n"

@@ -1,0 +1,120 @@
+"""How the waits of a key grow."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.policies import CooldownPolicy
+
+policies = st.builds(
+    lambda base, factor, growth, jitter: CooldownPolicy(base, factor, base * growth, jitter),
+    st.floats(0.001, 10_000),
+    st.floats(1, 10),
+    st.floats(1, 10_000),
+    st.floats(0, 1),
+)
+
+
+def test_the_default_is_five_minutes_doubling_to_six_hours() -> None:
+    """As the options promise it."""
+    policy = CooldownPolicy()
+    assert [policy.longest(n) for n in (1, 2, 3, 7, 8, 9)] == [300.0, 600.0, 1200.0, 19200.0, 21600.0, 21600.0]
+    assert (policy.factor, policy.cap, policy.jitter) == (2.0, 21_600.0, 0.5)
+
+
+def test_durations_may_be_written_in_any_form() -> None:
+    """They are kept as seconds."""
+    assert CooldownPolicy("5m", cap=timedelta(hours=6)) == CooldownPolicy(300, 2, 21600.0)
+
+
+@pytest.mark.parametrize("n", [10**6, 10**400])
+def test_a_huge_number_of_failures_waits_for_the_cap(n: int) -> None:
+    """The power of the growth would overflow."""
+    assert CooldownPolicy(0.001, 1000, "6h").longest(n) == 21_600.0
+    assert CooldownPolicy(5, factor=1).longest(n) == 5.0
+
+
+def test_before_the_first_failure_the_wait_is_that_of_the_first() -> None:
+    """A count that is off by one is no reason to fail."""
+    assert CooldownPolicy().longest(0) == CooldownPolicy().longest(-3) == 300.0
+
+
+@pytest.mark.parametrize(
+    ("jitter", "chance", "part"),
+    [(0.5, 0.0, 0.5), (0.5, 0.5, 0.75), (0.5, 1.0, 1.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (1.0, 0.25, 0.25)],
+)
+def test_jitter_takes_a_part_of_the_wait_away(jitter: float, chance: float, part: float) -> None:
+    """A jitter of 0.5 leaves U(0.5, 1) of it, 1 leaves U(0, 1)."""
+    assert CooldownPolicy(300, jitter=jitter).delay(2, chance) == 600 * part
+
+
+@given(policies, st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_a_wait_is_never_above_its_upper_bound_and_never_falls(policy: CooldownPolicy, n: int, chance: float) -> None:
+    """What is shown to people is an upper bound that includes the jitter."""
+    assert policy.longest(n) * (1 - policy.jitter) * 0.999 <= policy.delay(n, chance) <= policy.longest(n)
+    assert policy.base <= policy.longest(n) <= policy.longest(n + 1) <= policy.cap
+
+
+WRONG: list[dict[str, Any]] = [
+    {"base": 0},
+    {"base": "soon"},
+    {"base": True},
+    {"cap": None},
+    {"base": 600, "cap": 599},
+    {"base": "7h"},
+    {"factor": 0.5},
+    {"factor": "2"},
+    {"factor": True},
+    {"factor": float("nan")},
+    {"factor": float("inf")},
+    {"jitter": -0.1},
+    {"jitter": 1.1},
+    {"jitter": float("nan")},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_policy_out_of_range_cannot_be_made(wrong: dict[str, Any]) -> None:
+    """The message names the field."""
+    with pytest.raises(LeaseConfigurationError, match=rf"CooldownPolicy: .*({'|'.join(wrong)})=.*; (write|raise)"):
+        CooldownPolicy(**wrong)
+
+
+def test_a_number_stands_for_the_base_and_lifts_the_cap_where_it_must() -> None:
+    """``lease_cooldown = "12h"`` is no mistake."""
+    assert CooldownPolicy.of(60) == CooldownPolicy(60)
+    assert CooldownPolicy.of("12h") == CooldownPolicy(43_200, cap=43_200)
+    assert CooldownPolicy.of(timedelta(minutes=1)).base == 60.0
+    policy = CooldownPolicy(1, 3, 9, 0)
+    assert CooldownPolicy.of(policy) is policy
+
+
+def test_what_stands_for_no_policy_is_refused_by_its_name() -> None:
+    """The name is the caller's, such as that of the option."""
+    with pytest.raises(LeaseConfigurationError, match="task t: lease_cooldown='soon' is not usable"):
+        CooldownPolicy.of("soon", "task t: lease_cooldown")
+
+
+def test_growth_starts_anew_after_twice_the_cap_but_not_within_a_day() -> None:
+    """A key that fails every few hours keeps growing."""
+    assert CooldownPolicy().quiet == 86_400.0
+    assert CooldownPolicy(cap="1d").quiet == 172_800.0
+
+
+def test_a_policy_is_a_frozen_value() -> None:
+    """It can be compared, hashed, pickled, and copied with a change that is checked again."""
+    policy = CooldownPolicy(60)
+    assert pickle.loads(pickle.dumps(policy)) == policy  # noqa: S301 - our own bytes
+    assert hash(policy) == hash(CooldownPolicy(60.0))
+    with pytest.raises(FrozenInstanceError):
+        policy.base = 5.0  # type: ignore[misc]
+    with pytest.raises(LeaseConfigurationError):
+        replace(policy, cap=59.0)

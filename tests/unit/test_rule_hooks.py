@@ -1,0 +1,161 @@
+"""Functions of the user's that judge failures, and what the body itself asks for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errorfacts import ErrorFacts, facts_of
+from celery_leases.core.errors import Cooldown, PermanentFailure, RetryLater, Snooze
+from celery_leases.core.rules import Rules
+from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
+from tests.unit.lookalikes import caused, http_error, lookalike
+
+NOW = 1_800_000_000.0
+STOP = permanent(operator=True)
+
+
+def judged(rules: Rules, error: BaseException) -> Judgement:
+    """What *rules* say of *error* now."""
+    return rules.judge(error, NOW)
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "ruling", "delay"),
+    [
+        (STOP, STOP, None),
+        (cooldown("1h", scope="group"), cooldown("1h", scope="group"), None),
+        (True, retry(), None),
+        (False, permanent(), None),
+    ],
+    ids=str,
+)
+def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> None:
+    """A ruling, or whether to retry at all."""
+    judgement = judged(Rules.default().use(lambda *_: said, name="mine"), http_error(500))
+    assert (judgement.rule, judgement.ruling, judgement.delay) == ("mine", ruling, delay)
+
+
+@pytest.mark.parametrize(("said", "delay"), [(7, 7.0), (0.5, 0.5), (0, 0.001), (1, 1.0)])
+def test_a_number_of_a_hook_is_a_retry_after_exactly_that(said: float, delay: float) -> None:
+    """In seconds; 1 is one second, True is not."""
+    judgement = judged(Rules.default().use(lambda *_: said), http_error(429, retry_after="60"))
+    assert (judgement.ruling.kind, judgement.delay) == ("retry", delay)
+
+
+def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
+    """Once per failure, however many errors there are."""
+    seen = []
+    error = caused(lookalike("shop.Failed"), http_error(404))
+    Rules().use(lambda exc, facts: seen.append((exc, facts))).judge(error, NOW)  # type: ignore[arg-type]
+    assert seen == [(error, facts_of(error))]
+
+
+def test_a_hook_that_says_nothing_lets_the_next_rule_decide() -> None:
+    """Whatever it was asked."""
+    rules = Rules.default().use(lambda *_: None).on(status=404, to=STOP)
+    assert judged(rules, http_error(404)).ruling is STOP
+
+
+@pytest.mark.parametrize(
+    "said", ["retry", "5s", -1, float("nan"), float("inf"), 10**400, [], object(), retry], ids=repr
+)
+def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
+    said: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure must not grow into another one."""
+    judgement = judged(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
+    assert judgement.rule == "rate-limited"
+    assert [(entry.name, entry.levelno) for entry in caplog.records] == [("celery_leases", logging.ERROR)]
+    assert "'mine' returned" in caplog.text
+
+
+def test_a_hook_that_raises_counts_as_silent_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With its traceback."""
+    judgement = judged(Rules.default().use(lambda *_: 1 // 0, name="mine"), http_error(429))
+    assert judgement.rule == "rate-limited"
+    assert "'mine' raised" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_hook_does_not_swallow_what_ends_a_run() -> None:
+    """An interruption is nobody's failure."""
+
+    def interrupted(exc: BaseException, facts: ErrorFacts) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judged(Rules().use(interrupted), ValueError())
+
+
+def test_hooks_are_not_asked_about_facts_alone() -> None:
+    """There is no exception to show them."""
+    rules = Rules.default().use(lambda *_: False)
+    assert rules.judge_facts(ErrorFacts(status=429), NOW).rule == "rate-limited"
+
+
+# -- what the body asked for ------------------------------------------------------------------------------------------
+
+EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
+
+
+@pytest.mark.parametrize(
+    ("error", "rule", "kind_", "delay"),
+    [
+        (Cooldown(300, "draft"), "asked-cooldown", "cooldown", 300.0),
+        (Cooldown("2d"), "asked-cooldown", "cooldown", 172_800.0),
+        (Cooldown(until=NOW + 90), "asked-cooldown", "cooldown", 90.0),
+        (Cooldown(until=NOW - 90), "asked-cooldown", "cooldown", None),
+        (Cooldown(), "asked-cooldown", "cooldown", None),
+        (RetryLater(10), "asked-retry", "retry", 10.0),
+        (RetryLater(0), "asked-retry", "retry", 0.0),
+        (Snooze(60), "asked-snooze", "retry", 60.0),
+        (PermanentFailure("unknown invoice"), "asked-permanent", "permanent", None),
+    ],
+    ids=repr,
+)
+def test_what_the_body_asks_for_comes_before_every_rule(
+    error: BaseException, rule: str, kind_: str, delay: float | None
+) -> None:
+    """And exactly: no limit is put on it, and no policy raises it."""
+    judgement = judged(EVERYTHING, error)
+    assert (judgement.rule, judgement.ruling.kind, judgement.reason) == (rule, kind_, Reason.ASKED)
+    assert (judgement.delay, judgement.clamped) == (delay, False)
+    assert judgement.ruling.told == "instead" or kind_ == "permanent"
+
+
+def test_a_cooldown_of_the_group_is_one() -> None:
+    """The scope is the body's word too."""
+    assert judged(EVERYTHING, Cooldown(5, scope="group")).ruling.scope == "group"
+    assert judged(EVERYTHING, Cooldown(5)).ruling.scope == "key"
+
+
+def test_what_the_body_asks_for_is_found_in_groups_and_causes() -> None:
+    """Such as those of a ``TaskGroup``."""
+    assert judged(Rules(), ExceptionGroup("two", [ValueError(), Cooldown(5)])).rule == "asked-cooldown"
+    assert judged(Rules(), caused(RuntimeError(), PermanentFailure("no"))).rule == "asked-permanent"
+
+
+def test_a_subclass_of_the_users_asks_for_the_same() -> None:
+    """With its own words."""
+
+    class Declined(PermanentFailure):
+        """The card was declined."""
+
+    assert judged(Rules(), Declined()).rule == "asked-permanent"
+
+
+def test_facts_alone_tell_what_was_asked_for() -> None:
+    """For the command line, which has no exception."""
+    facts = ErrorFacts(names=("celery_leases.core.errors.PermanentFailure",))
+    assert Rules().judge_facts(facts, NOW).rule == "asked-permanent"
+
+
+def test_the_reason_of_the_body_is_shown_without_secrets() -> None:
+    """It is stored."""
+    assert judged(Rules(), Cooldown(5, "token=abc123")).why.endswith("of its key: token=[redacted]")

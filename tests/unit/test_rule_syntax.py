@@ -1,0 +1,172 @@
+"""What users may write in ``Rules.on``, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.rules import Rules
+from celery_leases.core.rulings import permanent, retry
+from tests.unit.lookalikes import RpcError, caused, http_error, kind, lookalike
+
+NOW = 1_800_000_000.0
+STOP = permanent(operator=True)
+
+
+def matches(error: BaseException, **conditions: Any) -> bool:
+    """Whether a rule with these conditions is about *error*."""
+    return Rules().on(**conditions, to=STOP).judge(error, NOW).ruling is STOP
+
+
+# -- conditions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "met", "missed"),
+    [
+        (404, [404], [403, 405, 500]),
+        ("5xx", [500, 555, 599], [499, 404]),
+        ("4XX", [400, 499], [500]),
+        (range(500, 503), [500, 502], [503]),
+        ([404, "5xx"], [404, 500], [403]),
+        ({404, 410}, [404, 410], [409]),
+        ([range(400, 402), 404], [400, 401, 404], [402]),
+    ],
+    ids=str,
+)
+def test_a_rule_may_be_about_statuses(status: Any, met: list[int], missed: list[int]) -> None:
+    """One, a class of them, a range, or several of those."""
+    assert [matches(http_error(one), status=status) for one in met] == [True] * len(met)
+    assert [matches(http_error(one), status=status) for one in missed] == [False] * len(missed)
+    assert not matches(ValueError(), status=status)
+
+
+def test_a_rule_may_be_about_codes() -> None:
+    """As written, or with any ending."""
+    error = http_error(400, {"error": {"code": "card_declined", "type": "card_error"}})
+    assert matches(error, code="card_declined")
+    assert matches(error, code=["other", "card_error"])
+    assert matches(error, code="card_*")
+    assert not matches(error, code="card")
+    assert not matches(error, code="Card_declined")
+
+
+Family = kind("shop.errors.Declined", kind("shop.errors.ShopError", LookupError))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shop.errors.Declined",
+        "shop.Declined",
+        "Declined",
+        "shop.errors.ShopError",
+        "LookupError",
+        "builtins.LookupError",
+        Family,
+        LookupError,
+        [KeyError, "shop.errors.Declined"],
+    ],
+    ids=str,
+)
+def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
+    """By the class, by its dotted name, with or without the modules in between, or by its bare name."""
+    assert matches(Family(), exc=name)
+    assert matches(caused(RuntimeError(), Family()), exc=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["errors.Declined", "shop.error.Declined", "declined", "shop", KeyError, "builtins.Declined"]
+)
+def test_a_name_that_is_only_similar_is_another_one(name: Any) -> None:
+    """The first module and the class must be right."""
+    assert not matches(Family(), exc=name)
+
+
+def test_a_builtin_class_is_not_every_class_of_that_name() -> None:
+    """The timeouts of redis are none of Python's."""
+    error = lookalike("redis.exceptions.TimeoutError")
+    assert matches(error, exc="TimeoutError")
+    assert not matches(error, exc=TimeoutError)
+    assert matches(TimeoutError(), exc=TimeoutError)
+
+
+def test_a_rule_may_be_about_databases_grpc_headers_and_texts() -> None:
+    """Each in its own words."""
+    busy = lookalike("psycopg.errors.LockNotAvailable", sqlstate="55P03")
+    assert matches(busy, sqlstate="55")
+    assert matches(busy, sqlstate=["40", "55P03"])
+    assert not matches(busy, sqlstate="5P")
+    assert matches(RpcError("NOT_FOUND"), grpc="NOT_FOUND")
+    assert matches(RpcError("NOT_FOUND"), grpc=["ABORTED", "NOT_FOUND"])
+    assert not matches(RpcError("NOT_FOUND"), grpc="ABORTED")
+    assert matches(http_error(500, x_shop_closed="yes"), header="X-Shop-Closed")
+    assert not matches(http_error(500), header="X-Shop-Closed")
+    assert matches(ValueError("draft 17 is not ready"), message=r"draft \d+")
+    assert matches(ValueError("Draft"), message=re.compile("draft", re.IGNORECASE))
+    assert not matches(ValueError("Draft"), message="draft")
+
+
+def test_a_text_is_searched_without_its_secrets() -> None:
+    """A rule cannot be about what is not kept."""
+    assert not matches(ValueError("token=abc123"), message="abc123")
+
+
+def test_all_that_is_given_must_be_met_by_some_error_of_the_chain() -> None:
+    """An error of the application's own and the answer behind it."""
+    error = caused(lookalike("shop.errors.Failed"), http_error(404))
+    assert matches(error, exc="shop.errors.Failed", status=404)
+    assert not matches(error, exc="shop.errors.Failed", status=403)
+    assert not matches(http_error(404), exc="shop.errors.Failed", status=404)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+WRONG: list[dict[str, Any]] = [
+    {},
+    *({"status": value} for value in (42, 1000, 99, 600, "6xx", "0xx", "404", "", [], (), range(0), range(90, 110))),
+    *({"status": value} for value in (True, 4.04, [404, 1000], [404, None], [[404]], object())),
+    *({"code": value} for value in ("", " ", "*", [], 5, ["a", ""], ["a", 5], True)),
+    *({"exc": value} for value in ("", "1x", "a b", "a.", ".a", [], 5, int, ["a", 5], ValueError(), [int])),
+    *({"exc": value} for value in (Exception, BaseException, "Exception", ["Declined", Exception])),
+    *({"sqlstate": value} for value in ("", "400011", "4000a", 40001, [], ["40", ""])),
+    *({"grpc": value} for value in ("", "not_found", "OK", 5, [], ["NOT_FOUND", "X"])),
+    *({"header": value} for value in ("", "two words", "x:", 5, ["retry-after"])),
+    *({"message": value} for value in ("", "(", "[a", 5, b"x", ["x"])),
+]
+
+
+@pytest.mark.parametrize("conditions", WRONG, ids=str)
+def test_a_rule_that_can_never_match_is_refused_when_it_is_written(conditions: dict[str, Any]) -> None:
+    """The message names the argument and the value."""
+    with pytest.raises(LeaseConfigurationError, match=r"^Rules\.on: ") as refused:
+        Rules.default().on(**conditions, to=permanent())
+    for name, value in conditions.items():
+        assert f"{name}={value!r} is not usable; write " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "to", [None, "soon", "", -1, -1.5, float("nan"), float("inf"), True, False, [], retry, object()]
+)
+def test_what_is_done_must_be_something(to: Any) -> None:
+    """A ruling, a kind of ruling, or a duration."""
+    with pytest.raises(LeaseConfigurationError, match=r"Rules\.on: to="):
+        Rules().on(status=404, to=to)
+
+
+@pytest.mark.parametrize("name", ["", " ", 5])
+def test_a_name_must_be_a_name(name: Any) -> None:
+    """Operators read it."""
+    with pytest.raises(LeaseConfigurationError, match="name="):
+        Rules().on(status=404, name=name, to=STOP)
+    with pytest.raises(LeaseConfigurationError, match="name="):
+        Rules().use(lambda *_: None, name=name)
+
+
+def test_a_hook_must_be_callable() -> None:
+    """A ruling alone says nothing of when."""
+    with pytest.raises(LeaseConfigurationError, match=r"Rules\.use: .* write a function"):
+        Rules().use(permanent())  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""What was met with real errors, and looks different at first sight."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errorfacts import ErrorFacts
+from celery_leases.core.rules import Rules
+from celery_leases.core.rulings import Judgement
+from tests.unit.lookalikes import aws, caused, http_error, kind, lookalike
+
+NOW = 1_800_000_000.0
+
+UrllibError = kind("urllib.error.URLError", OSError)
+RequestsError = kind("requests.exceptions.RequestException", OSError)
+RequestsConnection = kind("requests.exceptions.ConnectionError", RequestsError)
+RedisConnection = kind("redis.exceptions.ConnectionError")
+PsycopgOperational = kind("psycopg.OperationalError")
+
+
+def judged(error: BaseException) -> Judgement:
+    """What the default rules say of *error* now."""
+    return Rules.default().judge(error, NOW)
+
+
+def code(value: str, status: int) -> Any:
+    """An answer with this code in its body."""
+    return http_error(status, {"error": {"type": "invalid_request_error", "code": value}})
+
+
+def test_codes_beat_status() -> None:
+    """AWS throttles with 400, and Stripe reports a lock with 429."""
+    assert judged(aws("ThrottlingException", 400)).rule == "rate-limited"
+    assert judged(aws("ValidationException", 400)).rule == "request-refused"
+    assert judged(code("lock_timeout", status=429)).rule == "lock-timeout"
+    assert judged(code("insufficient_quota", status=429)).rule == "out-of-quota"
+    assert judged(code("overloaded_error", status=200)).rule == "rate-limited"
+
+
+def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -> None:
+    """An application's own error often copies the status, and nothing else."""
+    failed = lookalike("shop.errors.UpstreamFailed", status_code=400)
+    assert judged(caused(failed, aws("ThrottlingException", 400))).rule == "rate-limited"
+    failed = lookalike("shop.errors.UpstreamFailed", status_code=503)
+    judgement = judged(caused(failed, http_error(503, retry_after="7")))
+    assert (judgement.rule, judgement.delay) == ("rate-limited", 7.0)
+    other = lookalike("shop.errors.UpstreamFailed", status_code=404)
+    assert judged(caused(other, http_error(429))).rule == "request-refused"
+
+
+def test_families_of_classes_lie() -> None:
+    """An OSError may be a wrong URL, and an authentication error one of the connection."""
+    wrong_url = lookalike("requests.exceptions.InvalidURL", RequestsError, ValueError)
+    assert isinstance(wrong_url, OSError)
+    assert judged(wrong_url).rule == "request-refused"
+    wrong_password = lookalike("redis.exceptions.AuthenticationError", RedisConnection)
+    assert judged(wrong_password).rule == "bad-credentials"
+    assert judged(lookalike("stripe._error.PermissionError", http_status=409)).rule == "conflict"
+    assert judged(lookalike("shop.TimeoutError")).rule == "anything-else"
+    assert judged(lookalike("shop.PermissionError")).rule == "anything-else"
+
+
+WRAPPERS = [
+    lookalike("openai.APIConnectionError"),
+    lookalike("anthropic.APITimeoutError", kind("anthropic.APIConnectionError")),
+    lookalike("stripe._error.APIConnectionError", should_retry=False),
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda wrapper: type(wrapper).__module__)
+@pytest.mark.parametrize(
+    ("cause", "row"),
+    [
+        (lookalike("httpx2.ConnectTimeout"), "connect-phase"),
+        (lookalike("httpx2.ReadTimeout"), "outcome-unknown"),
+        (lookalike("httpx.UnsupportedProtocol"), "request-refused"),
+        (ssl.SSLCertVerificationError(1, "no"), "certificate-rejected"),
+        (ValueError("unknown"), "outcome-unknown"),
+        (None, "outcome-unknown"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_sdks_connection_error_lets_its_cause_decide(wrapper: Any, cause: Any, row: str) -> None:
+    """Only when the cause says nothing is the outcome unknown."""
+    assert judged(caused(wrapper, cause)).rule == row
+
+
+def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
+    """It is told only where one looks into its arguments."""
+    refused = lookalike("urllib3.exceptions.NewConnectionError")
+    exceeded = lookalike("urllib3.exceptions.MaxRetryError", reason=refused)
+    assert judged(RequestsConnection(exceeded)).rule == "connect-phase"
+    aborted = lookalike("urllib3.exceptions.ProtocolError", said=("aborted", ConnectionResetError(104, "reset")))
+    assert judged(RequestsConnection(aborted)).rule == "outcome-unknown"
+    assert judged(RequestsConnection()).rule == "outcome-unknown"
+
+
+def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
+    """``HTTPError`` of urllib is a ``URLError``."""
+    answered = lookalike("urllib.error.HTTPError", UrllibError, said="HTTP Error 500: no", code=500)
+    assert judged(answered).rule == "outcome-unknown"
+    answered = lookalike("urllib.error.HTTPError", UrllibError, said="HTTP Error 507: no", code=507)
+    assert judged(answered).rule == "anything-else"
+
+
+def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
+    """``orig`` knows."""
+    unique = lookalike("psycopg.errors.UniqueViolation", sqlstate="23505")
+    assert judged(lookalike("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "request-refused"
+    away = lookalike("sqlalchemy.exc.OperationalError", orig=PsycopgOperational("connection failed"))
+    assert judged(away).rule == "infrastructure"
+    broker = caused(lookalike("kombu.exceptions.OperationalError"), RedisConnection())
+    assert judged(broker).rule == "infrastructure"
+
+
+def test_an_error_of_the_application_lets_its_cause_decide() -> None:
+    """What the rules do not know is passed over."""
+    error = caused(
+        RuntimeError("the month failed"), caused(lookalike("shop.Failed"), http_error(429, retry_after="20"))
+    )
+    judgement = judged(error)
+    assert (judgement.rule, judgement.delay) == ("rate-limited", 20.0)
+    assert judged(ExceptionGroup("1 of 3", [ValueError(), http_error(429)])).rule == "rate-limited"
+
+
+def test_the_outermost_error_that_is_known_decides() -> None:
+    """A file that is missing is missing, whatever was tried before."""
+    assert judged(caused(FileNotFoundError(), http_error(429))).rule == "request-refused"
+
+
+def test_facts_alone_are_judged_like_errors() -> None:
+    """As the command line gives them."""
+    rules = Rules.default()
+    assert rules.judge_facts(ErrorFacts(status=429, headers={"retry-after": "37"}), NOW).delay == 37.0
+    assert rules.judge_facts(ErrorFacts(names=("openai.APIConnectionError",)), NOW).rule == "outcome-unknown"
+    assert rules.judge_facts(ErrorFacts(names=("stripe.CardError",)), NOW).rule == "declined"
+    assert rules.judge_facts(ErrorFacts(sqlstate="40001"), NOW).rule == "infrastructure"
+    assert rules.judge_facts(ErrorFacts(grpc="ABORTED"), NOW).rule == "conflict"
+    assert rules.judge_facts(ErrorFacts(codes=("SlowDown",)), NOW).rule == "rate-limited"
+    assert rules.judge_facts(ErrorFacts(), NOW).rule == "anything-else"
