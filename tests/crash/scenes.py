@@ -19,7 +19,7 @@ from celery_leases.core.keys import stored_key
 from celery_leases.core.ports import Holder
 from celery_leases.testing.process import wait_until
 from celery_leases.testing.workers import LocalWorker
-from tests.integration.stages import APP, PATIENCE, Stage
+from tests.integration.stages import PATIENCE, Stage
 
 FAILING = "tests.apps.failing"
 PUT_BACK = 0.5
@@ -106,13 +106,13 @@ class Scene(Stage):
         hidden = "" if self.record_store == "sqlite" else "xmin::text, ctid::text, "
         query = text(f"SELECT {hidden}* FROM celery_leases_records WHERE stored_key = :key")  # noqa: S608
         with self._engine.connect() as connection:
-            row = connection.execute(query, {"key": stored_key(f"{APP}.{task}", key, "task")}).one()
+            row = connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key, "task")}).one()
         return tuple(row)
 
     def holder(self, task: str, key: str) -> Holder | None:
         """Who has a live lease on the key; nobody where the stores do not answer."""
         with contextlib.suppress(RedisError, SQLAlchemyError, OSError, StoreUnavailable):
-            return self.client._leases.holder(stored_key(f"{APP}.{task}", key, "task"))
+            return self.client._leases.holder(stored_key(f"{self.home}.{task}", key, "task"))
         return None
 
     def wait_until_free(self, task: str, key: str, timeout: float = PATIENCE) -> float:

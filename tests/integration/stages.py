@@ -78,7 +78,8 @@ def imported_anew(name: str, env: Mapping[str, str]) -> Any:
 class Stage:
     """Broker, stores, one worker and the tasks as a caller has them. Close it, or use it as a context manager.
 
-    ``app`` and ``tasks`` are the caller's side, imported for this stage alone; ``env`` is what the worker gets.
+    ``app`` and ``tasks`` are the caller's side, imported from *home* for this stage alone; ``env`` is what the worker
+    gets, and *module* what it imports.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class Stage:
         urls: Mapping[str, str],
         directory: Path,
         *,
-        module: str = APP,
+        module: str | None = None,
+        home: str = APP,
         worker: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.broker, self.lease_store, self.record_store = combination
+        self.home = home
         self.directory = directory
         self.journal = directory / "journal"
         self.queue = f"leases-{uuid4().hex[:12]}"
@@ -110,10 +113,10 @@ class Stage:
             QUEUE_VARIABLE: self.queue,
             **(env or {}),
         }
-        self.module = module
+        self.module = module or home
         self._engine = create_engine(self.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
         Tables().create(self._engine)
-        self.tasks = imported_anew(APP, self.env)
+        self.tasks = imported_anew(home, self.env)
         self.app = self.tasks.app
         # Celery reads its own variables from the environment of the moment, and that is not the caller's any more.
         self.app.conf.update(broker_url=self.broker_url, result_backend=self.redis_url)
@@ -142,7 +145,7 @@ class Stage:
 
     def send(self, task: str, *args: Any, **options: Any) -> Any:
         """Publish a call by name, as another program would; repeat with one ``task_id`` for copies of one call."""
-        return self.app.send_task(f"{APP}.{task}", args=args, **options)
+        return self.app.send_task(f"{self.home}.{task}", args=args, **options)
 
     def side_queue(self) -> str:
         """A queue the worker does not consume: its messages wait for :meth:`forward` or :meth:`redeliver`."""
@@ -228,7 +231,7 @@ class Stage:
     def row(self, task: str, key: str) -> dict[str, Any] | None:
         """The whole row of a key; on PostgreSQL with the version of its tuple."""
         records = Tables().records
-        query = select(records).where(records.c.stored_key == stored_key(f"{APP}.{task}", key, "task"))
+        query = select(records).where(records.c.stored_key == stored_key(f"{self.home}.{task}", key, "task"))
         with self._engine.connect() as connection:
             found = connection.execute(query).mappings().first()
         return dict(found) if found is not None else None
@@ -247,7 +250,7 @@ class Stage:
 
     def is_held(self, task: str, key: str) -> bool:
         """Whether anybody has a live lease on the key."""
-        return self.client.status(key, task=f"{APP}.{task}").holder is not None
+        return self.client.status(key, task=f"{self.home}.{task}").holder is not None
 
     # -- what is left --------------------------------------------------------------------------------------
 

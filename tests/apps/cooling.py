@@ -1,0 +1,137 @@
+"""Leased tasks that fail by a script: run number n of a name plays step n, and the last step from then on.
+
+A step is a list: a word of :data:`STEPS` and its arguments. Each run first writes down that it was paid for.
+"""
+
+import builtins
+import json
+import os
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from urllib.request import urlopen
+
+from celery.exceptions import Ignore, Reject
+
+from celery_leases import (
+    Cooldown,
+    CooldownPolicy,
+    LeasedTask,
+    PermanentFailure,
+    RetryLater,
+    Rules,
+    Snooze,
+    cooldown,
+    permanent,
+    retry,
+)
+from tests.apps.leased import app, gather, note, plain, wait_for
+from tests.integration.remote import Answered
+
+__all__ = ["app", "gather", "plain"]
+
+
+def _exactly(seconds):
+    return CooldownPolicy(seconds, jitter=0)
+
+
+def _paid(name):
+    lines = Path(os.environ["JOURNAL"]).read_text().splitlines() if Path(os.environ["JOURNAL"]).exists() else []
+    return sum(event["what"] == "paid" and event.get("name") == name for event in map(json.loads, lines))
+
+
+def _play(self, name, script):
+    run, lease = _paid(name), self.lease
+    step = script[min(run, len(script) - 1)]
+    previous = asdict(lease.previous) if lease.previous else None
+    seen = {"attempt": lease.attempt, "retries": self.request.retries, "held": lease.held, "previous": previous}
+    note("paid", name=name, id=self.request.id, wall=time.time(), **seen)
+    value = _step(self, step)
+    return value if value is not None else {"name": name, "paid": run + 1}
+
+
+def _step(self, step):
+    word, *arguments = step
+    return STEPS[word](self, *arguments)
+
+
+def _raise(kind, *arguments):
+    raise kind(*arguments)
+
+
+def _when(self, gate, *step):
+    wait_for(gate)
+    return _step(self, step)
+
+
+def _read_timeout(self):
+    """Ask a server that accepts and never answers: the error is a real one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        urlopen(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=0.2)
+
+
+STEPS = {
+    "ok": lambda self: None,
+    "when": _when,
+    "answer": lambda self, *answer: _raise(Answered, *answer),
+    "raise": lambda self, kind, *arguments: _raise(getattr(builtins, kind), *arguments),
+    "read timeout": _read_timeout,
+    "sleep": lambda self, seconds: time.sleep(seconds),
+    "cooldown": lambda self, seconds, why=None, scope="key": _raise(Cooldown, seconds, why, None, scope),
+    "later": lambda self, seconds: _raise(RetryLater, seconds),
+    "snooze": lambda self, seconds: _raise(Snooze, seconds),
+    "permanent": lambda self, why: _raise(PermanentFailure, why),
+    "retry": lambda self, seconds: _raise(lambda: self.retry(countdown=seconds, max_retries=100)),
+    "ignore": lambda self: _raise(Ignore),
+    "reject": lambda self: _raise(Reject, "no", False),
+    "requeue": lambda self: _raise(Reject, "again", True),
+    "die": lambda self: os.kill(os.getpid(), 9),
+}
+
+
+def _task(name, **options):
+    @app.task(base=LeasedTask, bind=True, name=f"{__name__}.{name}", lease_key=name + ":{name}", **options)
+    def play(self, name, script, group="nobody"):
+        return _play(self, name, script)
+
+    return play
+
+
+_CONFLICT = Rules.default().on(status=409, to=retry("400ms", max=2, factor=1, jitter=0), name="taken")
+_BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
+_GROUPED = {"lease_cooldown_group": "{group}", "lease_rules": _BUSY, "lease_cooldown": _exactly(1.5)}
+
+resumes = _task("resumes", lease_cooldown=_exactly(1.5))
+stops = _task("stops", lease_cooldown=_exactly(1.5), lease_after_cooldown="stop")
+slow = _task("slow", lease_cooldown=_exactly(300), lease_after_cooldown="stop")
+firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
+breaks = _task("breaks", lease_cooldown=_exactly(1), lease_max_failures=2)
+quick = _task("quick", lease_rules=_CONFLICT, lease_cooldown=_exactly(1.5), lease_max_crashes=1)
+auto = _task("auto", autoretry_for=(Answered,), retry_kwargs={"max_retries": 2, "countdown": 0.1})
+limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(1.5), lease_after_cooldown="stop")
+repeatable = _task("repeatable", lease_idempotent=True)
+refuses = _task("refuses", lease_cooldown=_exactly(1.5), lease_on_cooldown="fail")
+waits = _task("waits", lease_cooldown=_exactly(1.5), lease_on_cooldown="put_back")
+ignores = _task("ignores", lease_cooldown=_exactly(1.5), lease_on_cooldown="ignore")
+grouped = _task("grouped", lease_on_cooldown="put_back", **_GROUPED)
+gated = _task("gated", lease_after_cooldown="stop", **_GROUPED)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooldown="put_back")
+def asks(self, number, url):
+    """Call the limited server; each key for itself."""
+    return _ask(number, url)
+
+
+@app.task(
+    base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooldown="put_back", lease_cooldown_group="{url}"
+)
+def asks_together(self, number, url):
+    """Call the limited server; all keys behind one gate."""
+    return _ask(number, url)
+
+
+def _ask(number, url):
+    with urlopen(url, timeout=10):
+        return number

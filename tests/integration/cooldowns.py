@@ -1,0 +1,99 @@
+"""What the tests of cooldowns share: the words of their scripts, how a refusal looks, and what must hold for any run."""
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from celery_leases import CoolingDown, LeaseStatus
+from celery_leases.testing.process import wait_until
+from tests.integration.stages import PATIENCE, Stage
+
+COOLING = "tests.apps.cooling"
+OK = ["ok"]
+BROKEN = ["raise", "KeyError", "customer"]
+BUSY = ["answer", 429]
+TAKEN = ["answer", 409]
+GRACE = 1.0
+"""Seconds by which the call that waits itself may come early: the travel time of its message."""
+
+_SETTLED = re.compile(
+    r"^\[([\d-]+ [\d:]+),(\d+): .*\]  ?\S+\[([\w-]+)(?:~\d+)?\] key (\S+): attempt \d+ (\w+) after [\d.]+ s, "
+    r"the key is (\w+)(?: for ([\d.]+) s)?",
+    re.MULTILINE,
+)
+
+
+def limited(seconds: float) -> list[Any]:
+    """The step of a script that meets a rate limit which tells how long to wait."""
+    return ["answer", 429, {"retry-after": f"{seconds:g}"}]
+
+
+def refusal(result: Any) -> CoolingDown:
+    """The error of a caller that came during a cooldown."""
+    with pytest.raises(CoolingDown) as told:
+        result.get(timeout=PATIENCE)
+    assert isinstance(told.value, CoolingDown)
+    return told.value
+
+
+def paid(stage: Stage, name: str) -> list[dict[str, Any]]:
+    """The runs that were paid for, oldest first."""
+    return stage.events("paid", name=name)
+
+
+def status(stage: Stage, task: str, name: str) -> LeaseStatus:
+    """Where the key of a name stands."""
+    return stage.client.status(f"{task}:{name}", task=f"{COOLING}.{task}")
+
+
+def cooled(stage: Stage, task: str, name: str, cooldowns: int = 1) -> dict[str, Any]:
+    """The row once its key has begun so many cooldowns in a row."""
+
+    def seen() -> bool:
+        row = stage.row(task, f"{task}:{name}") or {}
+        return (row.get("state"), row.get("cooldowns")) == ("cooling", cooldowns)
+
+    wait_until(seen, PATIENCE, f"cooldown {cooldowns} of {task}:{name}")
+    row = stage.row(task, f"{task}:{name}")
+    assert row is not None
+    return row
+
+
+def wait_until_over(stage: Stage, task: str, name: str) -> None:
+    """Return when nothing is to be waited for any more, by the database's own clock."""
+    wait_until(lambda: not status(stage, task, name).retry_after, PATIENCE, f"the end of the cooldown of {name}")
+
+
+def lasted(row: dict[str, Any]) -> float:
+    """Seconds from the outcome in a row to its ``retry_at``."""
+    return float(row["retry_at"] - row["finished_at"]) / 1e6
+
+
+def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
+    """Each outcome of *key* in a log: when (epoch), whose call, how the attempt ended, the state, and its wait."""
+    found = []
+    for when, milliseconds, call, about, ended, state, wait in _SETTLED.findall(log):
+        if about == key:
+            moment = datetime.fromisoformat(when).timestamp() + int(milliseconds) / 1000
+            found.append((moment, call, ended, state, float(wait or 0)))
+    return sorted(found)
+
+
+def assert_sound(stage: Stage, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0) -> None:
+    """No run began while its key was cooling, and each run ended in exactly one outcome or one crash."""
+    runs = paid(stage, name)
+    log = "\n".join(logs) or stage.worker.full_log()
+    outcomes = settled(log, f"{task}:{name}")
+    for when, call, _, state, wait in outcomes:
+        for run in runs:
+            early = GRACE if run["id"] == call else 0.0
+            between = when < run["wall"] < when + wait - early - 0.1
+            assert not (state == "cooling" and between), (
+                f"{run} began while {name} was cooling for {wait} s: {outcomes}"
+            )
+    gone = [line for line in log.splitlines() if f"key {task}:{name}:" in line and "ended without a word" in line]
+    assert len(gone) == crashes, gone
+    assert len(outcomes) + crashes == len(runs), (outcomes, runs)

@@ -1,0 +1,119 @@
+"""The other side of a paid call: the error a client library raises, and a limit that counts what it rejects.
+
+``python -m tests.integration.remote LIMIT WINDOW`` serves a sliding window on 127.0.0.1 and prints its port.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+from urllib.request import urlopen
+
+from celery_leases.testing.process import GuardedProcess
+
+
+class Answered(Exception):  # noqa: N818 - it says what happened, as client libraries do not
+    """An answer with an error status, as a client library would raise it; rebuilt from ``args`` by any backend."""
+
+    def __init__(self, status: int, headers: Mapping[str, str] | None = None, message: str = "") -> None:
+        super().__init__(status, dict(headers or {}), message)
+        self.status = status
+        self.headers = dict(headers or {})
+
+    def __str__(self) -> str:
+        return str(self.args[2]) or f"status {self.status}"
+
+
+class Window:
+    """At most *limit* calls in any *seconds*; one that is rejected counts like any other, as with real providers."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._lifted = False
+        self._calls: deque[float] = deque()
+        self._lock = threading.Lock()
+        self._counts = {"accepted": 0, "rejected": 0}
+
+    def call(self) -> float | None:
+        """``None``: accepted; else the seconds after which it would be, if nobody else called meanwhile."""
+        with self._lock:
+            now = time.monotonic()
+            while self._calls and self._calls[0] <= now - self._seconds:
+                self._calls.popleft()
+            self._calls.append(now)
+            if self._lifted or len(self._calls) <= self._limit:
+                self._counts["accepted"] += 1
+                return None
+            self._counts["rejected"] += 1
+            return self._calls[-self._limit] + self._seconds - now
+
+    def lift(self) -> None:
+        """Accept everything from now on."""
+        self._lifted = True
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many calls were accepted and rejected so far."""
+        with self._lock:
+            return dict(self._counts)
+
+
+def _handler(window: Window) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/lift":
+                window.lift()
+            wait = window.call() if self.path == "/call" else None
+            body = json.dumps(window.counts).encode()
+            self.send_response(200 if wait is None else 429)
+            if wait is not None:
+                self.send_header("Retry-After", f"{wait:.3f}")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    return Handler
+
+
+class Limiter:
+    """That server as a process of its own, which ends with this one. A context manager."""
+
+    def __init__(self, limit: int, window: float, log: Path) -> None:
+        argv = [sys.executable, "-m", __name__, str(limit), str(window)]
+        self._process = GuardedProcess(argv, log=log, cwd=Path.cwd())
+        port = self._process.wait_for_log(r"listening on (\d+)", 20)[1]
+        self.url = f"http://127.0.0.1:{port}/call"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Its own count of calls: ``accepted`` and ``rejected``."""
+        return self._ask("counts")
+
+    def lift(self) -> None:
+        """Let it accept everything from now on."""
+        self._ask("lift")
+
+    def _ask(self, what: str) -> Any:
+        with urlopen(self.url.replace("/call", f"/{what}"), timeout=10) as answer:  # noqa: S310 - our own server
+            return json.load(answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.end()
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(Window(int(sys.argv[1]), float(sys.argv[2]))))
+    print(f"listening on {server.server_port}", flush=True)
+    server.serve_forever()

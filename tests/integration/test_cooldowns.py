@@ -1,0 +1,222 @@
+"""Presses during a cooldown, quick retries, and failures for good: what reaches the paid side, and what callers get."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from celery_leases import CoolingDown, PermanentFailure
+from tests.integration.conftest import StageFactory
+from tests.integration.cooldowns import (
+    BROKEN,
+    COOLING,
+    OK,
+    TAKEN,
+    assert_sound,
+    cooled,
+    lasted,
+    limited,
+    paid,
+    refusal,
+    status,
+    wait_until_over,
+)
+from tests.integration.remote import Answered
+from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker of the tasks that cool down; at its end nothing may be left in the queue."""
+    made = stage_factory(request.param, home=COOLING)
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+# -- presses -----------------------------------------------------------------------------------------------
+
+
+def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(stage: Stage, name: str) -> None:
+    """The one that ran gets the original error, the others are told until when and why; nothing else is paid."""
+    presses = [stage.tasks.stops.delay(name, [limited(60)]) for _ in range(20)]
+    errors = [press.get(timeout=PATIENCE, propagate=False) for press in presses]
+    now = time.time()
+    (original,) = [error for error in errors if isinstance(error, Answered)]
+    assert (original.status, original.headers) == (429, {"retry-after": "60"})
+    told = [error for error in errors if isinstance(error, CoolingDown)]
+    assert len(told) == 19
+    for error in told:
+        assert (error.key, error.reason, error.rule) == (f"stops:{name}", "rate_limited", "rate-limited")
+        assert 50 < error.retry_after <= 66
+        assert 50 < error.retry_at - now <= 66
+    assert max(error.retry_at for error in told) - min(error.retry_at for error in told) < 0.5
+    (run,) = paid(stage, name)
+    assert run["id"] == presses[errors.index(original)].id
+    assert_sound(stage, "stops", name)
+
+
+def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(stage: Stage, name: str) -> None:
+    """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same result."""
+    first = stage.tasks.resumes.delay(name, [limited(4), OK])
+    row = cooled(stage, "resumes", name)
+    refusals = [refusal(stage.tasks.resumes.delay(name, [limited(4), OK])) for _ in range(19)]
+    assert all(0 < told.retry_after <= 4.4 and told.reason == "rate_limited" for told in refusals)
+    assert len(paid(stage, name)) == 1
+    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    runs = paid(stage, name)
+    assert [run["id"] for run in runs] == [first.id] * 2
+    assert 4.0 <= lasted(row) <= 4.4
+    assert runs[1]["wall"] >= row["retry_at"] / 1e6 - 1.0
+    assert stage.tasks.resumes.delay(name, [limited(4), OK]).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(stage, "resumes", name)
+
+
+def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is(stage: Stage, name: str) -> None:
+    """For jobs a person restarts: the error goes to its caller, nobody is queued, and the key waits all the same."""
+    script = [limited(1.5), OK]
+    with pytest.raises(Answered):
+        stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
+    refusal(stage.tasks.stops.delay(name, script))
+    shown = status(stage, "stops", name)
+    assert (shown.state, shown.resumes) == ("cooling", False)
+    wait_until_over(stage, "stops", name)
+    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(stage, "stops", name)
+
+
+def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(stage: Stage, name: str) -> None:
+    """Without a header the policy decides: 1.5 s, then 3 s."""
+    script = [BROKEN, BROKEN, OK]
+    waits = []
+    for number in (1, 2):
+        with pytest.raises(KeyError):
+            stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
+        row = cooled(stage, "stops", name, number)
+        told = refusal(stage.tasks.stops.delay(name, script))
+        assert told.reason == "error"
+        assert told.retry_after <= lasted(row)
+        waits.append(lasted(row))
+        assert (row["failures"], row["cooldowns"]) == (number, number)
+        wait_until_over(stage, "stops", name)
+    assert waits == pytest.approx([1.5, 3.0], abs=0.01)
+    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 3}
+    row = stage.row("stops", f"stops:{name}")
+    assert row is not None
+    assert (row["state"], row["failures"], row["cooldowns"]) == ("done", 0, 0)
+    assert_sound(stage, "stops", name)
+
+
+# -- failures for good -------------------------------------------------------------------------------------
+
+
+def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(stage: Stage, name: str) -> None:
+    """Class, message and rule are remembered; the first caller has the original error."""
+    script = [["raise", "ValueError", f"no document {name}"], OK]
+    with pytest.raises(ValueError, match=f"no document {name}"):
+        stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
+    for _ in range(3):
+        with pytest.raises(PermanentFailure, match=f"no document {name}") as told:
+            stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
+        assert (told.value.error, told.value.rule) == ("ValueError", "no such document")
+    assert len(paid(stage, name)) == 1
+    shown = status(stage, "firm", name)
+    assert (shown.state, shown.message()) == ("failed", f"Failed for good: no document {name}")
+
+    assert not stage.client.retry(f"firm:{name}", task=f"{COOLING}.firm").resumes
+    assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+
+
+def test_a_body_that_says_so_fails_for_good(stage: Stage, name: str) -> None:
+    """``PermanentFailure`` from user code needs no rule."""
+    script = [["permanent", "unknown invoice"], OK]
+    for _ in range(2):
+        with pytest.raises(PermanentFailure, match="unknown invoice"):
+            stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE)
+    assert len(paid(stage, name)) == 1
+
+
+def test_the_last_failure_that_is_allowed_ends_the_key(stage: Stage, name: str) -> None:
+    """``lease_max_failures=2``: the call resumes once, then its caller gets the error and later ones are told."""
+    first = stage.tasks.breaks.delay(name, [BROKEN])
+    with pytest.raises(KeyError):
+        first.get(timeout=PATIENCE)
+    assert [run["id"] for run in paid(stage, name)] == [first.id] * 2
+    row = stage.row("breaks", f"breaks:{name}")
+    assert row is not None
+    assert (row["state"], row["failures"], row["reason"]) == ("failed", 2, "too_many_failures")
+    with pytest.raises(PermanentFailure) as told:
+        stage.tasks.breaks.delay(name, [BROKEN]).get(timeout=PATIENCE)
+    assert told.value.error == "KeyError"
+    assert len(paid(stage, name)) == 2
+    assert_sound(stage, "breaks", name)
+
+
+# -- quick retries, snoozes --------------------------------------------------------------------------------
+
+
+def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(stage: Stage, name: str) -> None:
+    """Two are allowed: the third failure cools the key, and the user's own ``request.retries`` stay untouched."""
+    gate = stage.gate()
+    first = stage.tasks.quick.delay(name, [TAKEN, TAKEN, ["when", str(gate), *TAKEN], OK])
+    stage.wait_for("paid", 3, name=name)
+    row = stage.row("quick", f"quick:{name}")
+    assert row is not None
+    assert (row["quick_retries"], row["failures"], row["cooldowns"]) == (2, 0, 0)
+    gate.touch()
+    row = cooled(stage, "quick", name)
+    assert (row["quick_retries"], row["failures"], row["reason"]) == (0, 1, "retries_used_up")
+    assert lasted(row) == pytest.approx(1.5, abs=0.01)
+    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 4}
+    runs = paid(stage, name)
+    assert [(run["id"], run["retries"]) for run in runs] == [(first.id, 0)] * 4
+    assert runs[1]["t"] - runs[0]["t"] >= 0.4
+    assert runs[2]["t"] - runs[1]["t"] >= 0.4
+    assert_sound(stage, "quick", name)
+
+
+def test_another_call_does_not_jump_the_queue_during_a_quick_retry(stage: Stage, name: str) -> None:
+    """It comes back after the key's own call and gets its result; it is neither run nor refused."""
+    script = [["later", 3], OK]
+    first = stage.tasks.refuses.delay(name, script)
+    stage.wait_for_state("refuses", f"refuses:{name}", "pending")
+    other = stage.tasks.refuses.delay(name, script)
+    stage.wait_for_log(other.id, "is waiting for its time")
+    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert [run["id"] for run in paid(stage, name)] == [first.id] * 2
+    assert paid(stage, name)[1]["t"] - paid(stage, name)[0]["t"] >= 2.0
+
+
+def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
+    """Nor a failure, nor a quick retry, nor a crash: the twenty-first run is still the first attempt."""
+    result = stage.tasks.quick.delay(name, [*[["snooze", 0.05]] * 20, OK])
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 21}
+    assert [run["attempt"] for run in paid(stage, name)] == [1] * 21
+    row = stage.row("quick", f"quick:{name}")
+    assert row is not None
+    assert (row["attempt"], row["failures"], row["quick_retries"], row["crashes"]) == (1, 0, 0, 0)
+    assert_sound(stage, "quick", name)
+
+
+def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(stage: Stage, name: str) -> None:
+    """Six calls on the brink (``lease_max_crashes=1``), stopped in the middle of it all: every one finishes."""
+    gate = stage.gate()
+    steps = [["later", 0.2], ["snooze", 0.2], TAKEN, ["when", str(gate), "snooze", 0.2], BROKEN, ["later", 0.1], OK]
+    results = [stage.tasks.quick.delay(f"{name}-{n}", steps[n:]) for n in range(6)]
+    stage.wait_for("paid", name=f"{name}-3")
+    stage.worker.kill(signal.SIGTERM)
+    stage.worker.wait_for_log("Warm shutdown")
+    gate.touch()
+    assert stage.worker.wait(30) == 0
+    stage.worker.start()
+    for n, result in enumerate(results):
+        assert result.get(timeout=PATIENCE) == {"name": f"{name}-{n}", "paid": 7 - n}
+        row = stage.row("quick", f"quick:{name}-{n}")
+        assert row is not None
+        snoozes = sum(step[0] == "snooze" or "snooze" in step for step in steps[n:])
+        assert (row["state"], row["crashes"], row["attempt"]) == ("done", 0, 7 - n - snoozes)
+        assert_sound(stage, "quick", f"{name}-{n}")
