@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.core.errorfacts import facts_of
+from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, kind, lookalike
 
 # -- databases, gRPC, mail --------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
         ({"retryable": lambda: False}, None),
         ({"retryable": Mock()}, None),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_an_error_may_say_whether_it_is_worth_a_retry(attributes: dict[str, Any], said: bool | None) -> None:
     """Only plain truth values count."""
@@ -139,7 +140,7 @@ def test_a_false_that_nobody_has_set_says_nothing(name: str) -> None:
         ("1m30s", 90.0),
         *((none, None) for none in (0, -1, True, "soon", None, float("nan"), float("inf"), 10**400, Mock(), lambda: 3)),
     ],
-    ids=repr,
+    ids=steady,
 )
 def test_an_error_may_tell_how_long_to_wait(value: Any, seconds: float | None) -> None:
     """As telegram's and discord's do."""

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from celery_leases.core.errorfacts import facts_of
+from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, answer, aws, http_error, kind, lookalike
 
 # -- names and message ------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_a_code_is_found_in_a_body_of_any_form(error: BaseException) -> None:
 @pytest.mark.parametrize(
     "body",
     ["<html>", b"\xff\xfe", "{oops", "", "[1, 2", "[" * 15_000, 5, Mock(), {"code": ["a"]}, {5: 6}, [[[[[PARSED]]]]]],
-    ids=lambda body: repr(body)[:20],
+    ids=steady,
 )
 def test_a_body_without_codes_has_none(body: Any) -> None:
     """Broken, huge, deep and foreign ones too."""

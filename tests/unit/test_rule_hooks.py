@@ -11,6 +11,7 @@ from celery_leases.core.errorfacts import ErrorFacts, facts_of
 from celery_leases.core.errors import Cooldown, PermanentFailure, RetryLater, Snooze
 from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
+from tests.unit.ids import steady
 from tests.unit.lookalikes import caused, http_error, lookalike
 
 NOW = 1_800_000_000.0
@@ -33,7 +34,7 @@ def judged(rules: Rules, error: BaseException) -> Judgement:
         (True, retry(), None),
         (False, permanent(), None),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> None:
     """A ruling, or whether to retry at all."""
@@ -63,7 +64,7 @@ def test_a_hook_that_says_nothing_lets_the_next_rule_decide() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["retry", "5s", -1, float("nan"), float("inf"), 10**400, [], object(), retry], ids=repr
+    "said", ["retry", "5s", -1, float("nan"), float("inf"), 10**400, [], object(), retry], ids=steady
 )
 def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     said: Any, caplog: pytest.LogCaptureFixture
@@ -117,7 +118,7 @@ EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
         (Snooze(60), "asked-snooze", "retry", 60.0),
         (PermanentFailure("unknown invoice"), "asked-permanent", "permanent", None),
     ],
-    ids=repr,
+    ids=steady,
 )
 def test_what_the_body_asks_for_comes_before_every_rule(
     error: BaseException, rule: str, kind_: str, delay: float | None

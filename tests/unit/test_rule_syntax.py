@@ -10,6 +10,7 @@ import pytest
 from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import permanent, retry
+from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0
@@ -35,7 +36,7 @@ def matches(error: BaseException, **conditions: Any) -> bool:
         ({404, 410}, [404, 410], [409]),
         ([range(400, 402), 404], [400, 401, 404], [402]),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_a_rule_may_be_about_statuses(status: Any, met: list[int], missed: list[int]) -> None:
     """One, a class of them, a range, or several of those."""
@@ -70,7 +71,7 @@ Family = kind("shop.errors.Declined", kind("shop.errors.ShopError", LookupError)
         LookupError,
         [KeyError, "shop.errors.Declined"],
     ],
-    ids=str,
+    ids=steady,
 )
 def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
     """By the class, by its dotted name, with or without the modules in between, or by its bare name."""
@@ -139,7 +140,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("conditions", WRONG, ids=str)
+@pytest.mark.parametrize("conditions", WRONG, ids=steady)
 def test_a_rule_that_can_never_match_is_refused_when_it_is_written(conditions: dict[str, Any]) -> None:
     """The message names the argument and the value."""
     with pytest.raises(LeaseConfigurationError, match=r"^Rules\.on: ") as refused:
