@@ -1,5 +1,5 @@
 # Everything builds its own environment; only Python 3.11+ and GNU make are needed.
-#   make test | lint | check | demo | clean        PYTHON=python3.12 chooses the interpreter
+#   make test | lint | check | demo | demo-cooldown | clean        PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: help test lint check demo clean
+.PHONY: help test lint check demo demo-cooldown clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ check: lint test
 
 demo: $(VENV)/.group-demo
 	@$(BIN)/python -m example_project.demo
+
+demo-cooldown: $(VENV)/.group-demo
+	@$(BIN)/python -m example_project.demo_cooldown
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -10,30 +10,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import click
 import kombu
 
-from celery_leases.testing.process import NotReady
-from celery_leases.testing.servers import ServerMissing
+from example_project import jsonlines
 from example_project.narrator import Narrator, short
-from example_project.stage import (
-    KEY_BOUND,
-    LONGEST_PUT_BACK,
-    RENDER,
-    SWEEP,
-    TTL,
-    VISIBILITY_TIMEOUT,
-    WORK_BOUND,
-    Stage,
-)
+from example_project.play import Play, perform
+from example_project.stage import KEY_BOUND, LONGEST_PUT_BACK, SWEEP, TTL, VISIBILITY_TIMEOUT, WORK_BOUND, Stage
 from example_project.verdict import Kill, Verdict
 
 MONTH = "2026-04"
-TIME_LIMIT = 50.0
+RENDER = 2.0
 NEEDED_KOMBU = (5, 7)
 EXPLANATION = f"""
   Promised where another call or copy waits for the key: ttl + one put-back delay
@@ -45,57 +35,65 @@ EXPLANATION = f"""
 """
 
 
-class Demo:
+class InvoiceStage(Stage):
+    """A stage with an outbox."""
+
+    def furnish(self) -> dict[str, str]:
+        """Tell the workers where the outbox is, and how long to render."""
+        self.outbox = self.home / "outbox.jsonl"
+        return {"OUTBOX": str(self.outbox), "RENDER_SECONDS": str(RENDER)}
+
+    def publish(self, customers: list[int], webs: Mapping[str, str]) -> None:
+        """Let web processes ask for invoices at the same time; *webs*: how each of them publishes, by its name."""
+        asked = [MONTH, *map(str, customers)]
+        self.run({web: ["example_project.web", web, how, *asked] for web, how in webs.items()})
+
+    def mailed(self) -> list[str]:
+        """The keys of the invoices in the outbox, as often as they were mailed."""
+        return [f"invoice:{letter['customer']}:{letter['month']}" for letter in jsonlines.read(self.outbox)]
+
+
+class Demo(Play[InvoiceStage]):
     """The story: two scenes on one stage."""
 
-    def __init__(self, stage: Stage, narrator: Narrator) -> None:
-        self.stage = stage
-        self.narrator = narrator
+    explanation = EXPLANATION
+
+    def __init__(self, stage: InvoiceStage, narrator: Narrator) -> None:
+        super().__init__(stage, narrator)
         self.kills: list[Kill] = []
 
-    def play(self) -> Verdict:
-        """Play both scenes and hand over what is to be judged."""
-        try:
-            self._set_up()
-            self._two_webs_and_a_dead_child()
-            self._a_dead_worker()
-        except TimeoutError as error:
-            self.narrator.say("demo", f"gives up waiting: {error}", colour="red")
-        self._listen()
+    def scenes(self) -> None:
+        """Play both scenes."""
+        self._two_webs_and_a_dead_child()
+        self._a_dead_worker()
+
+    def verdict(self) -> Verdict:
+        """Hand over what is to be judged."""
         stage = self.stage
         return Verdict(stage.requests, self.kills, stage.journal.events, stage.mailed(), stage.results())
-
-    def _set_up(self) -> None:
-        redis = Path(self.stage.redis.process.argv[0]).name
-        self.narrator.say("demo", f"has started {redis} on port {self.stage.redis.port}; records are kept in SQLite")
-        self.stage.start_workers("worker-a", "worker-b")
-        for name, worker in self.stage.workers.items():
-            self.narrator.say(name, f"is ready: pid {worker.pid}, pool children {_listed(worker.children())}")
 
     def _two_webs_and_a_dead_child(self) -> None:
         customers = [1842, 1843, 1844, 1845, 1846]
         self.narrator.scene("Two web processes ask for the same five invoices, and a pool child is killed")
-        self.stage.publish(MONTH, customers, {"web-1": "delay", "web-2": "send_task"})
-        begun = self._wait(lambda: self._begun(f"invoice:{customers[0]}:{MONTH}"), 15, "the first invoice to begin")
-        self._wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
+        self.stage.publish(customers, {"web-1": "delay", "web-2": "send_task"})
+        begun = self.wait(lambda: self._begun(f"invoice:{customers[0]}:{MONTH}"), 15, "the first invoice to begin")
+        self.wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
         self._kill(f"pool child {begun['pid']}", begun, begun["pid"], KEY_BOUND)
-        self._wait(self._all_answered, 25, "answers to all ten calls")
+        self.wait(self.all_answered, 25, "answers to all ten calls")
 
     def _a_dead_worker(self) -> None:
         customer = 1847
         key = f"invoice:{customer}:{MONTH}"
         self.narrator.scene("One more invoice, and the whole worker that is at it is killed")
-        self.stage.publish(MONTH, [customer], {"web-1": "delay"})
-        begun = self._wait(lambda: self._begun(key), 15, "the invoice to begin")
-        self._wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
+        self.stage.publish([customer], {"web-1": "delay"})
+        begun = self.wait(lambda: self._begun(key), 15, "the invoice to begin")
+        self.wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
         worker = self.stage.workers[begun["worker"]]
         self._kill(f"{begun['worker']} with its pool", begun, worker.pid, WORK_BOUND)
-        self._wait(self._all_answered, 25, "the answer")
+        self.wait(self.all_answered, 25, "the answer")
         self.narrator.scene("Asked again, long after it was done")
-        self.stage.publish(MONTH, [customer], {"web-2": "send_task"})
-        self._wait(self._all_answered, 15, "the answer")
-
-    # -- small steps ---------------------------------------------------------------------------------------
+        self.stage.publish([customer], {"web-2": "send_task"})
+        self.wait(self.all_answered, 15, "the answer")
 
     def _kill(self, what: str, begun: Mapping[str, Any], pid: int, bound: float) -> None:
         at = time.monotonic()
@@ -105,78 +103,18 @@ class Demo:
         self.narrator.say("demo", f"SIGKILLs {who}, in the middle of {short(begun['key'])}", at=at, colour="red")
 
     def _begun(self, key: str) -> Mapping[str, Any] | None:
-        begun = [
-            event for event in self.stage.journal.events if (event["what"], event["key"]) == ("LeaseAcquired", key)
-        ]
-        return begun[0] if begun else None
-
-    def _all_answered(self) -> bool:
-        requests = self.stage.requests
-        return bool(requests) and len(self.stage.results()) == len(requests)
-
-    def _wait(self, seen: Callable[[], Any], timeout: float, what: str) -> Any:
-        """Tell the news until *seen* gives something; raises TimeoutError."""
-        deadline = min(time.monotonic() + timeout, self.narrator.began + TIME_LIMIT)
-        while True:
-            self._listen()
-            if found := seen():
-                return found
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no sign of {what} after {timeout:g} s")
-            time.sleep(0.05)
-
-    def _listen(self) -> None:
-        for event in self.stage.journal.news():
-            self.narrator.tell(event)
-
-
-def _listed(numbers: list[int]) -> str:
-    return " ".join(map(str, numbers))
-
-
-def _end(signum: int, _: Any) -> NoReturn:
-    raise SystemExit(128 + signum)
-
-
-def _judge(verdict: Verdict, stage: Stage, narrator: Narrator) -> int:
-    broken = [*verdict.broken(), *(f"{left} was left behind" for left in stage.left_behind())]
-    narrator.scene("What became of it")
-    verdict.show()
-    click.echo(EXPLANATION)
-    for line in broken:
-        click.secho(f"BROKEN: {line}", fg="red", bold=True)
-    if not broken:
-        answers = len(verdict.requests)
-        click.secho(
-            f"KEPT: {len(verdict.keys)} invoices, {answers} calls, each invoice mailed once, each call answered, "
-            "nothing left behind",
-            fg="green",
-            bold=True,
-        )
-    click.echo(f"({time.monotonic() - narrator.began:.0f} s)")
-    return 1 if broken else 0
+        events = self.stage.journal.events
+        return next((event for event in events if (event["what"], event["key"]) == ("LeaseAcquired", key)), None)
 
 
 @click.command()
 @click.option("--without-leases", is_flag=True, help="The same story on plain Celery.")
 def main(*, without_leases: bool) -> None:
     """Play the demo and judge it."""
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _end)
     if tuple(kombu.VERSION[:2]) < NEEDED_KOMBU:
         click.secho(f"BROKEN: the demo needs kombu 5.7, this is {kombu.__version__}: it sweeps every 100 s", fg="red")
         sys.exit(1)
-    narrator = Narrator()
-    try:
-        with Stage(leases=not without_leases) as stage:
-            verdict = Demo(stage, narrator).play()
-    except KeyboardInterrupt:
-        click.echo("\nstopped; nothing is left behind", err=True)
-        sys.exit(130)
-    except (ServerMissing, NotReady, RuntimeError) as error:
-        click.secho(f"BROKEN: the demo could not run: {error}", fg="red", err=True)
-        sys.exit(1)
-    sys.exit(_judge(verdict, stage, narrator))
+    perform(Demo(InvoiceStage(leases=not without_leases), Narrator(done="mailed")))
 
 
 if __name__ == "__main__":

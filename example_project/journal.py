@@ -1,7 +1,6 @@
-"""What happens in the demo's workers, as one JSON line per event: receivers of celery_leases' signals, and a reader.
+"""What happens on a demo's stage, as one JSON line per event: written by all its processes, read by the demo.
 
-A worker of the demo imports this module (``--include example_project.journal``). Times are seconds of the clock that
-all processes of one machine share.
+Times are seconds of the clock that all processes of one machine share.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from celery.signals import task_postrun, task_prerun
-
-from celery_leases import signals
-from celery_leases.task import LeasedMixin
+from example_project import jsonlines
 
 FILE = "DEMO_JOURNAL"
 WORKER = "DEMO_WORKER"
@@ -25,13 +20,9 @@ WITHOUT_LEASES = "DEMO_WITHOUT_LEASES"
 
 
 def write(what: str, **fields: Any) -> None:
-    """Append one event, in one write: a process that is killed leaves a whole line or none."""
+    """Append one event."""
     event = {"t": time.monotonic(), "what": what, "pid": os.getpid(), "worker": os.environ.get(WORKER), **fields}
-    journal = os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(journal, json.dumps(event, default=str).encode() + b"\n")
-    finally:
-        os.close(journal)
+    jsonlines.append(Path(os.environ[FILE]), event)
 
 
 class Journal:
@@ -54,42 +45,3 @@ class Journal:
         found = sorted((json.loads(line) for line in whole), key=lambda event: float(event["t"]))
         self.events += found
         return found
-
-
-def _receive(event: Any, **_: Any) -> None:
-    write(type(event).__name__, **asdict(event))
-
-
-def _begin(sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any) -> None:
-    sender.request.began = time.monotonic()
-    write("LeaseAcquired", key=_key(args, kwargs), call_id=task_id, attempt=None)
-
-
-def _end(sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any) -> None:
-    runtime = time.monotonic() - sender.request.began
-    write("AttemptSettled", key=_key(args, kwargs), call_id=task_id, state="done", runtime=runtime)
-
-
-def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    customer, month = args or (kwargs["customer_id"], kwargs["month"])
-    return f"invoice:{customer}:{month}"
-
-
-if os.environ.get(WITHOUT_LEASES):
-    # The same tasks on plain Celery: late acknowledgement, and nothing that knows of duplicates.
-    LeasedMixin.__call__ = lambda self, *args, **kwargs: self.run(*args, **kwargs)  # type: ignore[method-assign]
-    task_prerun.connect(_begin, weak=False)
-    task_postrun.connect(_end, weak=False)
-elif WORKER in os.environ:  # not in the demo itself, which only reads
-    for happened in (
-        signals.lease_acquired,
-        signals.attempt_settled,
-        signals.call_put_back,
-        signals.call_dropped,
-        signals.call_refused,
-        signals.result_replayed,
-        signals.crash_seen,
-        signals.lease_lost,
-        signals.outcome_refused,
-    ):
-        happened.connect(_receive, weak=False)

@@ -1,25 +1,35 @@
-"""Tells what happens on the demo's stage, line by line: seconds, who, and what."""
+"""Tells what happens on a demo's stage, line by line: seconds, who, and what."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
 
 WIDTH = 100
-_COLOURS = {"worker-a": "cyan", "worker-b": "magenta", "web-1": "blue", "web-2": "blue", "demo": "red"}
+_COLOURS = {
+    "worker-a": "cyan",
+    "worker-b": "magenta",
+    "web-1": "blue",
+    "web-2": "blue",
+    "operator": "green",
+    "model": "yellow",
+    "demo": "red",
+}
 
 
 class Narrator:
-    """Prints lines, each with the seconds since it was made."""
+    """Prints lines, each with the seconds since it was made. *done* says what a worker has done with a key."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: str) -> None:
         self.began = time.monotonic()
+        self._done = done
         self._webs: dict[str, str] = {}
         self._put_back: set[str] = set()
+        self._refused: set[str] = set()
 
     def scene(self, text: str) -> None:
         """Print a headline."""
@@ -34,49 +44,72 @@ class Narrator:
         for line in more:
             click.echo(f"{'':26}{click.style(line, fg=colour)}")
 
+    def quote(self, lines: Iterable[str]) -> None:
+        """Print what a program has printed."""
+        for line in lines:
+            click.secho(f"{'':10}| {line[: WIDTH - 12]}", dim=True)
+
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Print one event of the journal, unless it is the second time that a call is put back."""
+        """Print one event of the journal, unless a call is put back, or a key refused, for the second time."""
         if event["what"] == "Asked":
-            self._webs |= dict.fromkeys(event["calls"].values(), event["worker"])
-            asked = " ".join(map(short, event["calls"]))
-            self.say(event["worker"], f"asks for {asked} with {event['how']}()", at=event["t"])
+            self._webs |= {call: event["worker"] for _, call in event["calls"]}
+            self.say(event["worker"], _asked(event), at=event["t"])
             return
         text, colour = self._worded(event)
         if text:
             self.say(f"{event['worker']} {event['pid']}", text, at=event["t"], colour=colour)
 
     def _worded(self, event: Mapping[str, Any]) -> tuple[str, str | None]:
-        invoice = short(event["key"])
-        call = f"{self._webs.get(event['call_id'], 'somebody')}'s call for {invoice}"
+        key = short(event["key"])
         match event["what"]:
             case "LeaseAcquired":
                 again = f", attempt {event['attempt']}" if (event["attempt"] or 1) > 1 else ""
-                return f"begins {invoice}{again}", "yellow" if again else None
+                return f"begins {key}{again}", "yellow" if again else None
             case "AttemptSettled" if event["state"] == "done":
-                return f"has mailed {invoice} after {event['runtime']:.1f} s", "green"
+                return f"has {self._done} {key} after {event['runtime']:.1f} s", "green"
+            case "AttemptSettled" if event["state"] == "cooling":
+                return f"has failed with {key}, which cools down for {event['retry_after']:.1f} s", "yellow"
             case "AttemptSettled":
-                return f"closes its attempt at {invoice}: {event['ended']}", "yellow"
+                return f"closes its attempt at {key}: {event['ended']}", "yellow"
+            case "CrashSeen":
+                return f"finds that whoever had {key} ({event['host']}) died without a word", "yellow"
+            case "LeaseGone":
+                return f"has lost its lease on {key}: {event['reason']}", "red"
+            case "OutcomeRefused":
+                return f"came too late with {key}: its outcome is refused", "red"
+            case "GateClosed":
+                return (
+                    f"closes the gate of {event['group']} for {event['closed_for']:.1f} s: {event['reason']}",
+                    "yellow",
+                )
+            case "GateOpened":
+                return f"opens the gate of {event['group']}", "green"
+        return self._answered(event, f"{self._webs.get(event['call_id'], 'somebody')}'s call for {key}")
+
+    def _answered(self, event: Mapping[str, Any], call: str) -> tuple[str, str | None]:
+        match event["what"]:
             case "ResultReplayed":
                 return f"answers {call} with the saved result", "green"
             case "CallPutBack" if event["call_id"] not in self._put_back:
                 self._put_back.add(event["call_id"])
                 return f"puts {call} back ({event['delay']:.1f} s): {event['reason']}", None
-            case "CrashSeen":
-                return f"finds that whoever had {invoice} ({event['host']}) died without a word", "yellow"
             case "CallDropped":
                 return f"drops {call}: {event['reason']}", None
-            case "CallRefused":
+            case "CallRefused" if event["key"] not in self._refused:
+                self._refused.add(event["key"])
                 return f"refuses {call}: {event['error']}", "red"
-            case "LeaseGone":
-                return f"has lost its lease on {invoice}: {event['reason']}", "red"
-            case "OutcomeRefused":
-                return f"came too late with {invoice}: its outcome is refused", "red"
         return "", None
 
 
 def short(key: str) -> str:
-    """The customer of an invoice's key."""
+    """The customer of an invoice's key, or the number of a document."""
     return key.split(":")[1]
+
+
+def _asked(event: Mapping[str, Any]) -> str:
+    keys = [short(key) for key, _ in event["calls"]]
+    times = f" {len(keys)} times" if len(keys) > len(set(keys)) else ""
+    return f"asks for {' '.join(dict.fromkeys(keys))}{times} with {event['how']}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:

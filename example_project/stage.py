@@ -1,13 +1,12 @@
-"""The stage of the demo: a private Redis, a directory, real worker processes, and web processes that publish."""
+"""The stage of a demo: a private Redis, a directory, real worker processes, and whatever else a story needs."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ ROOT = Path(__file__).parents[1]
 TTL = 3.0
 VISIBILITY_TIMEOUT = 6.0
 SWEEP = 1.0
-RENDER = 2.0
 LONGEST_PUT_BACK = VISIBILITY_TIMEOUT / 2
 KEY_BOUND = TTL + LONGEST_PUT_BACK
 WORK_BOUND = max(TTL, VISIBILITY_TIMEOUT + SWEEP) + LONGEST_PUT_BACK
@@ -33,38 +31,49 @@ WORK_BOUND = max(TTL, VISIBILITY_TIMEOUT + SWEEP) + LONGEST_PUT_BACK
 
 @dataclass(frozen=True)
 class Request:
-    """A web process asked for an invoice: ``call_id`` is the Celery id it got."""
+    """A web process asked for the work of a key: ``call_id`` is the Celery id it got."""
 
     web: str
     key: str
     call_id: str
 
 
-class Stage:
-    """Everything the demo starts; a context manager that leaves neither a process nor a file behind."""
+class CommandFailed(Exception):
+    """A command of the story has ended with an error."""
 
-    def __init__(self, *, leases: bool) -> None:
+
+class Stage:
+    """Everything a demo starts; a context manager that leaves neither a process nor a file behind."""
+
+    modules: Sequence[str] = ("example_project.receivers",)
+    """What workers import beside the application."""
+
+    def __init__(self, *, leases: bool = True) -> None:
         self._leases = leases
         self._stack = ExitStack()
         self._pids: set[int] = set()
         self.workers: dict[str, LocalWorker] = {}
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        with ExitStack() as undo:
+            undo.push(self._stack)
             with undisturbed():
-                self.redis = stack.enter_context(RedisServer())
+                self.redis = self._stack.enter_context(RedisServer())
             # Inside the server's directory, which goes with the server even if this process is killed.
             self.home = self.redis.home / "demo"
             self.home.mkdir()
             self._pids.add(self.redis.pid)
-            self.outbox = self.home / "outbox.jsonl"
             self.journal = journal.Journal(self.home / "journal.jsonl")
             for name in [name for name in os.environ if name.startswith(("CELERY_", "LEASES_", "DEMO_"))]:
                 del os.environ[name]
-            os.environ |= self._environment()
+            os.environ |= self._environment() | self.furnish()
             self.app = Celery("demo", broker=self._database(0), backend=self._database(1))
-            self._stack = stack.pop_all()
+            undo.pop_all()
         return self
+
+    def furnish(self) -> dict[str, str]:
+        """Start what else the story needs, and give the environment variables that tell its processes of it."""
+        return {}
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -75,8 +84,6 @@ class Stage:
             "LEASES_TTL": str(TTL),
             "VISIBILITY_TIMEOUT": str(VISIBILITY_TIMEOUT),
             "RESTORE_INTERVAL": str(SWEEP),
-            "RENDER_SECONDS": str(RENDER),
-            "OUTBOX": str(self.outbox),
             journal.FILE: str(self.home / "journal.jsonl"),
             journal.WITHOUT_LEASES: "" if self._leases else "1",
         }
@@ -93,7 +100,7 @@ class Stage:
                 concurrency=3,
                 name=name,
                 env={journal.WORKER: name},
-                options=("--include", "example_project.journal"),
+                options=("--include", ",".join(self.modules)),
                 cwd=ROOT,
             )
             self._stack.callback(self.workers[name].teardown)
@@ -102,23 +109,28 @@ class Stage:
         for name in names:
             self._pids |= {self.workers[name].wait_ready().pid, *self.workers[name].wait_for_children()}
 
-    def publish(self, month: str, customers: list[int], webs: Mapping[str, str]) -> None:
-        """Let web processes ask for invoices at the same time; *webs*: how each of them publishes, by its name."""
-        asking = {}
-        for web, how in webs.items():
-            command = [sys.executable, "-m", "example_project.web", web, how, month, *map(str, customers)]
-            with undisturbed():
-                asking[web] = GuardedProcess(command, log=self.home / f"{web}.log", cwd=ROOT)
-                self._stack.callback(asking[web].end)
-        for web, process in asking.items():
+    def start(self, name: str, command: Sequence[str]) -> GuardedProcess:
+        """Start a Python module, ``command``, which ends with the stage at the latest."""
+        with undisturbed():
+            argv = [sys.executable, "-m", *command]
+            process = GuardedProcess(argv, log=self.home / f"{name}.log", cwd=ROOT)
+            self._stack.callback(process.end)
+        self._pids.add(process.pid)
+        return process
+
+    def run(self, commands: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """Run Python modules to their ends, side by side, and give what each printed. Raises CommandFailed."""
+        processes = {name: self.start(name, command) for name, command in commands.items()}
+        for name, process in processes.items():
             if process.wait(20) != 0:
-                raise RuntimeError(f"{web} could not publish:\n{process.logs()}")
+                raise CommandFailed(f"{name} has failed and says:\n{process.logs().rstrip()}")
+        return {name: process.logs() for name, process in processes.items()}
 
     @property
     def requests(self) -> list[Request]:
         """What has been asked for, as far as the journal was read."""
         asked = [event for event in self.journal.events if event["what"] == "Asked"]
-        return [Request(event["worker"], key, call) for event in asked for key, call in event["calls"].items()]
+        return [Request(event["worker"], key, call) for event in asked for key, call in event["calls"]]
 
     def results(self) -> dict[str, Any]:
         """What the callers have got so far, by call id: a result, or the error as text."""
@@ -128,11 +140,6 @@ class Stage:
             if answer.ready():
                 found[request.call_id] = answer.result if answer.successful() else repr(answer.result)
         return found
-
-    def mailed(self) -> list[str]:
-        """The keys of the invoices in the outbox, as often as they were mailed."""
-        lines = self.outbox.read_text().splitlines() if self.outbox.exists() else []
-        return [key_of(json.loads(line)) for line in lines]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -162,11 +169,6 @@ def undisturbed() -> Iterator[None]:
             signal.signal(signum, handler)
     if held:
         signal.raise_signal(held[0])
-
-
-def key_of(letter: Mapping[str, Any]) -> str:
-    """The key of the invoice that a letter in the outbox, or an answer to a caller, is about."""
-    return f"invoice:{letter['customer']}:{letter['month']}"
 
 
 def _alive(pid: int) -> bool:

@@ -1,4 +1,8 @@
-"""The tasks of the example: one invoice per customer and month is mailed, whoever asks and however often."""
+"""The tasks of the example: invoices that are mailed once, and document summaries that are paid for once.
+
+One invoice per customer and month is mailed, whoever asks and however often. A summary comes from a paid model that
+is rate limited now and then: whoever asks meanwhile is told when to ask again, and the model is left alone.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,19 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
-from celery_leases import LeasedTask
-from example_project import app
+from celery_leases import CooldownPolicy, LeasedTask
+from example_project import app, jsonlines
 
 OUTBOX = Path(os.environ.get("OUTBOX") or Path(tempfile.gettempdir()) / "outbox.jsonl")
 """What has been mailed, one JSON object per line."""
 
 RENDER_SECONDS = float(os.environ.get("RENDER_SECONDS", "2"))
+MODEL_URL = os.environ.get("MODEL_URL", "http://localhost:8099")
+COOLDOWN_SECONDS = float(os.environ.get("COOLDOWN_SECONDS", "300"))
+PATIENCE = 30.0
+"""Seconds to wait for the model."""
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="invoice:{customer_id}:{month}")
@@ -24,8 +33,31 @@ def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
     """Render one invoice and mail it; every caller gets the same answer, from the one run that mailed it."""
     pages = render(customer_id, month)
     self.lease.check()  # still ours? A process that slept through its lease stops here, before the mail leaves
-    mail({"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence})
+    jsonlines.append(OUTBOX, {"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence})
     return {"mailed_by": f"{socket.gethostname()}/{os.getpid()}", "customer": customer_id, "month": month}
+
+
+@app.task(
+    base=LeasedTask,
+    lease_key="document:{document_id}",
+    lease_cooldown_group="model:{model}",  # a rate limit is the model's, whichever document meets it
+    lease_after_cooldown="stop",  # a person waits: tell them when to press the button again
+)
+def write_summary(document_id: int, model: str) -> dict[str, Any]:
+    """Have one document summarised, for the person who has pressed the button."""
+    return ask_model(document_id, model, account="leases")
+
+
+@app.task(
+    base=LeasedTask,
+    lease_key="document:{document_id}",
+    lease_cooldown_group="model:{model}",
+    lease_on_cooldown="put_back",  # nobody waits: what comes while the model cools down waits as well
+    lease_cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0),
+)
+def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:
+    """Have one document summarised, sometime this night."""
+    return ask_model(document_id, model, account="leases")
 
 
 def render(customer_id: int, month: str) -> list[str]:
@@ -34,11 +66,9 @@ def render(customer_id: int, month: str) -> list[str]:
     return [f"Invoice {month} for customer {customer_id}"]
 
 
-def mail(letter: dict[str, Any]) -> None:
-    """Append *letter* to the outbox in one write, so that a process that is killed leaves a whole line or none."""
-    line = json.dumps(letter).encode() + b"\n"
-    outbox = os.open(OUTBOX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(outbox, line)
-    finally:
-        os.close(outbox)
+def ask_model(document_id: int, model: str, account: str) -> dict[str, Any]:
+    """One call of the paid model. Raises what urllib raises, and KeyError or ValueError for an unusable answer."""
+    question = json.dumps({"document": document_id, "model": model}).encode()
+    request = Request(f"{MODEL_URL}/summaries", question, {"Authorization": f"Bearer {account}"})  # noqa: S310 - http
+    with urlopen(request, timeout=PATIENCE) as answer:  # noqa: S310 - the address is ours
+        return {"document": document_id, "summary": json.load(answer)["summary"]}

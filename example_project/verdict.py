@@ -60,6 +60,10 @@ class Verdict:
         """One line for each promise that was not kept."""
         return [*self._broken_mails(), *self._broken_answers(), *self._broken_takeovers()]
 
+    def kept(self) -> str:
+        """What there is to say when all were kept."""
+        return f"{len(self.keys)} invoices, {len(self.requests)} calls, each invoice mailed once, each call answered"
+
     def _broken_mails(self) -> list[str]:
         mails = Counter(self.mailed)
         return [f"{key} was mailed {mails[key]} times, not once" for key in self.keys if mails[key] != 1]

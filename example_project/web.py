@@ -1,4 +1,4 @@
-"""A web process of the demo: ask for the invoices of some customers, and note the ids of the calls in the journal.
+"""A web process of a demo: ask for the invoices of some customers, and note the ids of the calls in the journal.
 
 ``python -m example_project.web web-1 delay 2026-04 1842 1843``. With ``send_task`` it imports no task, as a process
 that shares no code with the workers would.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 from example_project import app, journal
 
 
-def ask(how: str, month: str, customers: list[int]) -> dict[str, str]:
-    """Publish one call per customer; the calls' ids by key."""
-    calls: dict[str, Any] = {}
+def ask(how: str, month: str, customers: list[int]) -> list[tuple[str, str]]:
+    """Publish one call per customer; key and id of each."""
+    calls = []
     for customer in customers:
         if how == "delay":
             from example_project.tasks import send_invoice
@@ -23,7 +22,7 @@ def ask(how: str, month: str, customers: list[int]) -> dict[str, str]:
             call = send_invoice.delay(customer, month)
         else:
             call = app.send_task("example_project.tasks.send_invoice", kwargs={"customer_id": customer, "month": month})
-        calls[f"invoice:{customer}:{month}"] = call.id
+        calls.append((f"invoice:{customer}:{month}", call.id))
     return calls
 
 
@@ -31,7 +30,7 @@ def main(web: str, how: str, month: str, *customers: str) -> None:
     """Ask, and note when and under which ids."""
     began = time.monotonic()
     calls = ask(how, month, [int(customer) for customer in customers])
-    journal.write("Asked", t=began, worker=web, how=how, key=next(iter(calls)), calls=calls)
+    journal.write("Asked", t=began, worker=web, how=f"{how}()", key=calls[0][0], calls=calls)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""``make demo`` keeps its promises, finds out when one is broken, and leaves nothing behind."""
+"""``make demo`` and ``make demo-cooldown`` keep their promises, notice a broken one, and leave nothing behind."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -14,17 +16,32 @@ from celery_leases.testing.process import GuardedProcess, wait_until
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "example_project.demo"]
+COOLDOWN = [sys.executable, "-m", "example_project.demo_cooldown"]
 
 
-def play(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The demo to its end, with a directory of its own for temporary files."""
+def play(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A demo to its end, with a directory of its own for temporary files."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    return subprocess.run([*DEMO, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=70, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """Where a demo that is started beside the test keeps its temporary files."""
+    made = tmp_path / "temporary"
+    made.mkdir()
+    return made
+
+
+def begin(command: list[str], temporary: Path) -> GuardedProcess:
+    """A demo that runs beside the test."""
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    return GuardedProcess(command, log=temporary.parent / "demo.log", cwd=ROOT, env=env)
 
 
 def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
     """Both kills are told, taken over from and within their bounds; exit code 0, in lines of at most 100 columns."""
-    done = play(tmp_path)
+    done = play(tmp_path, *DEMO)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"SIGKILLs", done.stdout)) == 2
     assert len(re.findall(r"begins \d+, attempt 2", done.stdout)) == 2
@@ -35,19 +52,61 @@ def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
 
 def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
     """The same story without leases: invoices are mailed twice, and the demo says so and fails."""
-    done = play(tmp_path, "--without-leases")
+    done = play(tmp_path, *DEMO, "--without-leases")
     assert done.returncode == 1
     assert "BROKEN: invoice:1842:2026-04 was mailed 2 times, not once" in done.stdout
     assert "KEPT" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_demo_that_is_stopped_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> None:
+    """Twelve paid calls, counted by the model itself, beside those of plain Celery; exit code 0, in 100 columns."""
+    done = play(tmp_path, *COOLDOWN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = [re.split(r"  +", line.strip()) for line in done.stdout.splitlines() if re.match(r"  the \w+  ", line)]
+    night = table.pop(3)  # how often plain Celery asks for the second document depends on when that comes
+    assert table == [
+        ["the button", "celery_leases", "22", "2", "$0.04", "1 of 1"],
+        ["the button", "plain Celery", "22", "22", "$0.44", "1 of 1"],
+        ["the night", "celery_leases", "6", "7", "$0.14", "6 of 6"],
+        ["the nonsense", "celery_leases", "1", "3", "$0.06", "1 of 1"],
+        ["the nonsense", "plain Celery", "1", "3", "$0.06", "1 of 1"],
+    ]
+    assert (night[:3], night[5]) == (["the night", "plain Celery", "6"], "6 of 6")
+    assert int(night[3]) > 7
+    assert "got CoolingDown as the answer to 20 of 20 presses" in done.stdout
+    assert done.stdout.count("shows its reader: Retry available in 5 minutes") == 2
+    assert "KEPT: 10 promises, 12 paid calls where plain Celery paid for " in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
+    """One more call on the account of the leased task, from outside, is a broken promise: exit code 1."""
+    demo = begin(COOLDOWN, temporary)
+    try:
+        demo.wait_for_log("has started", 30)
+        port = re.findall(r"port (\d+)", next(temporary.glob("*/demo/model.log")).read_text())[0]
+        stray = json.dumps({"document": 1842, "model": "quill"}).encode()
+        url = f"http://127.0.0.1:{port}/summaries"
+        urlopen(Request(url, stray, {"Authorization": "Bearer leases"}), timeout=10).close()
+        assert demo.wait(90) == 1, demo.logs()
+        assert "BROKEN: the button: paid calls after 21 presses: 2, not 1" in demo.logs()
+        assert "KEPT" not in demo.logs()
+        assert list(temporary.iterdir()) == []
+    finally:
+        demo.end()
+
+
+STOPS = [(DEMO, signal.SIGINT, 130), (DEMO, signal.SIGTERM, 143), (COOLDOWN, signal.SIGINT, 130)]
+
+
+@pytest.mark.parametrize(("command", "sent", "code"), STOPS)
+def test_a_demo_that_is_stopped_leaves_nothing_behind(
+    temporary: Path, command: list[str], sent: signal.Signals, code: int
+) -> None:
     """Ctrl-C in the middle: no process, no file."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    demo = GuardedProcess(DEMO, log=tmp_path / "demo.log", cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary)})
+    demo = begin(command, temporary)
     try:
         demo.wait_for_log(r"begins 1842", 30)
         below = demo.children()

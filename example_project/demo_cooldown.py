@@ -1,0 +1,227 @@
+"""``make demo-cooldown``: documents for a paid model that is rate limited, and the same on plain Celery, then judged.
+
+Exits with 1 when a promise was broken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from urllib.request import Request, urlopen
+
+import click
+
+from example_project.bill import LEASES, PLAIN, Account, Bill, Promise
+from example_project.model import PRICE, Charge, charges
+from example_project.narrator import Narrator
+from example_project.play import Play, perform
+from example_project.stage import Stage
+
+FIVE_MINUTES = 295
+"""Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5 s."""
+
+SHORT_LIMIT = 3
+COOLDOWN = 1.0
+PRESSES = 20
+ACCOUNTS = {LEASES: "leases", PLAIN: "plain"}
+WEBS = {LEASES: "web-1", PLAIN: "web-2"}
+MODULES = {LEASES: "example_project.tasks", PLAIN: "example_project.plain"}
+EXPLANATION = f"""
+  Every call is billed, {PRICE} cents, whether the model answers it or not. Plain Celery: the same bodies,
+  for the button without retries, overnight with autoretry_for and retry_backoff.
+  Promised: what cools down is not run, whoever asks; it runs again when its time is over.
+  Not promised: a call whose process dies is paid for again by the attempt that takes over.
+  docs/guarantees.md says more.
+"""
+
+
+class PaidStage(Stage):
+    """A stage with a paid model, a process of its own."""
+
+    modules = (*Stage.modules, "example_project.plain")
+
+    def furnish(self) -> dict[str, str]:
+        """Start the model, and tell the workers where it is."""
+        self._ledger = self.home / "ledger.jsonl"
+        model = self.start("model", ["example_project.model", str(self._ledger)])
+        port = model.wait_for_log(r"listens on port (\d+)$", 20)[1]
+        self.model_url = f"http://127.0.0.1:{port}"
+        return {"MODEL_URL": self.model_url, "COOLDOWN_SECONDS": str(COOLDOWN), "no_proxy": "127.0.0.1"}
+
+    def trouble(self, model: str, **what: float) -> None:
+        """Say what is wrong with a model from now on; nothing, if nothing is said."""
+        url, body = f"{self.model_url}/troubles/{model}", json.dumps(what).encode()
+        urlopen(Request(url, body, method="PUT"), timeout=5).close()  # noqa: S310 - the model of this stage
+
+    def charges(self, side: str, model: str) -> list[Charge]:
+        """What one side was billed for calls of one model."""
+        account = ACCOUNTS[side]
+        return [charge for charge in charges(self._ledger) if (charge.account, charge.model) == (account, model)]
+
+    def press(self, task: str, times: int, model: str, documents: Sequence[int]) -> None:
+        """Press the button *times* times for each document, on both sides at once."""
+        asked = [str(times), model, *map(str, documents)]
+        buttons = {
+            WEBS[side]: ["example_project.button", WEBS[side], f"{MODULES[side]}.{task}", *asked] for side in MODULES
+        }
+        self.run(buttons)
+
+    def page(self, key: str) -> str:
+        """What the page of a document says to its reader."""
+        return self.run({"page": ["example_project.page", f"{MODULES[LEASES]}.write_summary", key]})["page"].strip()
+
+    def operate(self, *words: str) -> str:
+        """What ``celery leases`` prints."""
+        return self.run({"operator": ["celery", "-A", "example_project", "leases", *words]})["operator"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, and the documents that it is asked to summarise."""
+
+    name: str
+    model: str
+    documents: Sequence[int]
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of its documents."""
+        return [f"document:{document}" for document in self.documents]
+
+
+BUTTON = Scene("the button", "quill", [1842])
+NIGHT = Scene("the night", "plume", [11, 12, 13, 14, 15, 16])
+NONSENSE = Scene("the nonsense", "nib", [21])
+
+
+class Demo(Play[PaidStage]):
+    """The story: three scenes, each with its own model and its own trouble."""
+
+    explanation = EXPLANATION
+
+    def __init__(self, stage: PaidStage, narrator: Narrator) -> None:
+        super().__init__(stage, narrator)
+        self.promises: list[Promise] = []
+
+    def scenes(self) -> None:
+        """Play all scenes."""
+        self._a_button_pressed_again_and_again()
+        self._an_operator_who_looks()
+        self._a_night_with_a_short_limit()
+        self._a_model_that_talks_nonsense()
+
+    def verdict(self) -> Bill:
+        """Hand over what is to be judged."""
+        scenes = [BUTTON, NIGHT, NONSENSE]
+        return Bill(self.promises, [self._account(scene, side) for scene in scenes for side in (LEASES, PLAIN)])
+
+    # -- the scenes ----------------------------------------------------------------------------------------
+
+    def _a_button_pressed_again_and_again(self) -> None:
+        self._begin(BUTTON, "A document is submitted, its model is rate limited, and its reader is impatient")
+        self.narrator.say("demo", f"{WEBS[LEASES]} has a button with leases, {WEBS[PLAIN]} one of plain Celery")
+        self._limit(BUTTON, FIVE_MINUTES)
+        self._press("write_summary", BUTTON)
+        self._show(BUTTON)
+        self._press("write_summary", BUTTON, PRESSES)
+        leased, plain = ([*self._answers(side)][-PRESSES:] for side in (LEASES, PLAIN))
+        refused = [answer for answer in leased if str(answer).startswith("CoolingDown(")]
+        self.narrator.say(WEBS[LEASES], f"got CoolingDown as the answer to {len(refused)} of {PRESSES} presses")
+        self.narrator.say(WEBS[PLAIN], f"got {plain[-1]} as the answer to {plain.count(plain[-1])} of {PRESSES}")
+        paid, plainly_paid = (len(self.stage.charges(side, BUTTON.model)) for side in (LEASES, PLAIN))
+        self.narrator.say("model", f"has billed {paid} call{'' if paid == 1 else 's'}; plain Celery {plainly_paid}")
+        self._promise(f"the button: presses answered with CoolingDown, of {PRESSES}", PRESSES, len(refused))
+        self._promise(f"the button: paid calls after {PRESSES + 1} presses", 1, paid)
+        self._promise("the button: what its page says", "Retry available in 5 minutes", self._show(BUTTON))
+
+    def _an_operator_who_looks(self) -> None:
+        key, group = BUTTON.keys[0], f"model:{BUTTON.model}"
+        self.narrator.scene("An operator looks, buys a larger quota, and lets it run")
+        self._operate("show", key)
+        self._operate("groups")
+        self.stage.trouble(BUTTON.model)
+        self.narrator.say("model", f"{BUTTON.model} answers again, to both accounts")
+        self._operate("groups", "--open", group)
+        self._operate("retry", key, fields=False)
+        self._press("write_summary", BUTTON)
+        self._promise("the button: what its page says in the end", "Done", self._show(BUTTON))
+        self._promise("the button: paid calls in the end", 2, len(self.stage.charges(LEASES, BUTTON.model)))
+
+    def _a_night_with_a_short_limit(self) -> None:
+        number = len(NIGHT.documents)
+        self._begin(NIGHT, f"{number} documents overnight, and a model that is limited for {SHORT_LIMIT} seconds")
+        self._limit(NIGHT, SHORT_LIMIT)
+        self.stage.press("write_summary_overnight", 1, NIGHT.model, NIGHT.documents[:1])
+        self.wait(lambda: self._events("GateClosed", NIGHT.keys), 15, "a closed gate")
+        self._press("write_summary_overnight", NIGHT, documents=NIGHT.documents[1:])
+        times = [charge.t for charge in self.stage.charges(LEASES, NIGHT.model)]
+        early = [t for t in times[1:] if t < times[0] + SHORT_LIMIT]
+        finished = self._account(NIGHT, LEASES).finished
+        self._promise(f"the night: documents finished by themselves, of {number}", number, finished)
+        self._promise("the night: paid calls, one of them turned away", number + 1, len(times))
+        self._promise("the night: calls before the model's Retry-After was over", 0, len(early))
+
+    def _a_model_that_talks_nonsense(self) -> None:
+        self._begin(NONSENSE, "A model whose first two answers break off: nothing says how long to wait")
+        self.stage.trouble(NONSENSE.model, nonsense=2)
+        self._press("write_summary_overnight", NONSENSE)
+        waits = [event["retry_after"] for event in self._events("AttemptSettled", NONSENSE.keys)][:-1]
+        times = [charge.t for charge in self.stage.charges(LEASES, NONSENSE.model)]
+        early = [wait for (before, t), wait in zip(pairwise(times), waits, strict=False) if t < before + wait]
+        promised, seen = (", then ".join(f"{wait:g} s" for wait in each) for each in ([COOLDOWN, 2 * COOLDOWN], waits))
+        self._promise("the nonsense: how long the document was left alone", promised, seen)
+        self._promise("the nonsense: calls that came earlier", 0, len(early))
+
+    # -- small steps ---------------------------------------------------------------------------------------
+
+    def _begin(self, scene: Scene, headline: str) -> None:
+        self.narrator.scene(f"{headline} (model {scene.model})")
+
+    def _limit(self, scene: Scene, seconds: float) -> None:
+        self.stage.trouble(scene.model, limited_for=seconds)
+        self.narrator.say("model", f"{scene.model} turns every account away, for {seconds} s from its first call on")
+
+    def _press(self, task: str, scene: Scene, times: int = 1, documents: Sequence[int] | None = None) -> None:
+        self.stage.press(task, times, scene.model, documents or scene.documents)
+        self.wait(self.all_answered, 25, "all answers")
+
+    def _show(self, scene: Scene) -> str:
+        says = self.stage.page(scene.keys[0])
+        self.narrator.say(WEBS[LEASES], f"shows its reader: {says}", colour="green")
+        return says
+
+    def _operate(self, *words: str, fields: bool = True) -> None:
+        printed = self.stage.operate(*words).splitlines()
+        self.narrator.say("operator", f"celery leases {' '.join(words)}")
+        self.narrator.quote(line for line in printed if fields or not line.startswith("  "))
+
+    def _promise(self, what: str, promised: object, seen: object) -> None:
+        self.promises.append(Promise(what, promised, seen))
+
+    def _events(self, what: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
+        return [event for event in self.stage.journal.events if event["what"] == what and event["key"] in keys]
+
+    def _answers(self, side: str) -> Iterator[Any]:
+        results = self.stage.results()
+        return (results.get(request.call_id) for request in self.stage.requests if request.web == WEBS[side])
+
+    def _account(self, scene: Scene, side: str) -> Account:
+        asked = [request for request in self.stage.requests if request.web == WEBS[side] and request.key in scene.keys]
+        results = self.stage.results()
+        finished = {request.key for request in asked if isinstance(results.get(request.call_id), dict)}
+        billed = self.stage.charges(side, scene.model)
+        cents = sum(charge.cents for charge in billed)
+        return Account(scene.name, side, len(asked), len(billed), cents, len(scene.documents), len(finished))
+
+
+@click.command()
+def main() -> None:
+    """Play the demo and judge it."""
+    perform(Demo(PaidStage(), Narrator(done="summarised")))
+
+
+if __name__ == "__main__":
+    main(standalone_mode=False)

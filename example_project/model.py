@@ -1,0 +1,127 @@
+"""A paid language model, as small as can be: a server of its own that bills every call it is sent, answered or not.
+
+``python -m example_project.model LEDGER [PORT]`` listens on 127.0.0.1, by default on a free port, and prints which.
+
+* ``POST /summaries`` with ``{"document", "model"}`` and the account as bearer token: a line in the ledger, a summary.
+* ``PUT /troubles/MODEL`` says what is wrong with a model from now on: ``{"limited_for": 300}`` answers 429 with
+  ``Retry-After`` for as many seconds, counted for each account from its first call; ``{"nonsense": 2}`` breaks off the
+  first two answers to each account; ``{}`` mends everything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from example_project import jsonlines
+
+PRICE = 2
+"""Cents for each call."""
+
+THINKING = 0.2
+"""Seconds that a summary takes."""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One line of the ledger; ``t`` is on the clock that all processes of a machine share."""
+
+    t: float
+    account: str
+    model: str
+    document: int
+    status: int
+    cents: int
+
+
+@dataclass
+class Trouble:
+    """What is wrong with a model, and how far each account is through it."""
+
+    limited_for: float = 0.0
+    nonsense: int = 0
+    since: dict[str, float] = field(default_factory=dict)
+    heard: dict[str, int] = field(default_factory=dict)
+
+    def limited(self, account: str) -> float:
+        """For how many more seconds *account* is turned away."""
+        since = self.since.setdefault(account, time.monotonic())
+        return max(0.0, since + self.limited_for - time.monotonic())
+
+    def breaks_off(self, account: str) -> bool:
+        """Whether this answer is no use to *account*."""
+        self.heard[account] = self.heard.get(account, 0) + 1
+        return self.heard[account] <= self.nonsense
+
+
+class Model(ThreadingTCPServer):
+    """The server: answers calls, and keeps the books."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, ledger: Path, port: int) -> None:
+        super().__init__(("127.0.0.1", port), _Conversation)
+        self.troubles: dict[str, Trouble] = {}
+        self._ledger = ledger
+        self._lock = threading.Lock()
+
+    def answer(self, account: str, model: str, document: int) -> tuple[int, dict[str, str], bytes]:
+        """Bill one call, and give status, headers and body of its answer."""
+        with self._lock:
+            trouble = self.troubles.setdefault(model, Trouble())
+            wait = trouble.limited(account)
+            broken_off = not wait and trouble.breaks_off(account)
+            status = 429 if wait else 200
+            jsonlines.append(self._ledger, asdict(Charge(time.monotonic(), account, model, document, status, PRICE)))
+        if wait:
+            error = {"code": "rate_limit_exceeded", "message": f"{model} is busy"}
+            return status, {"Retry-After": str(math.ceil(wait))}, json.dumps({"error": error}).encode()
+        time.sleep(THINKING)
+        summary = json.dumps({"summary": f"What matters in document {document}"}).encode()
+        return status, {}, summary[: len(summary) // 2] if broken_off else summary
+
+
+class _Conversation(BaseHTTPRequestHandler):
+    server: Model
+
+    def do_POST(self) -> None:
+        asked = self._body()
+        account = self.headers["Authorization"].removeprefix("Bearer ")
+        self._send(*self.server.answer(account, asked["model"], asked["document"]))
+
+    def do_PUT(self) -> None:
+        self.server.troubles[self.path.rpartition("/")[2]] = Trouble(**self._body())
+        self._send(204, {}, b"")
+
+    def _body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: the ledger tells it all."""
+
+
+def charges(ledger: Path) -> list[Charge]:
+    """What stands in a ledger."""
+    return [Charge(**line) for line in jsonlines.read(ledger)]
+
+
+if __name__ == "__main__":
+    with Model(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0) as model:
+        print(f"listens on port {model.server_address[1]}", flush=True)
+        model.serve_forever()

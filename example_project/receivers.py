@@ -1,0 +1,59 @@
+"""Writes what happens in a demo's worker into the journal; the worker imports this (``--include``).
+
+With leases these are receivers of celery_leases' signals; without, of Celery's own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from celery.signals import task_postrun, task_prerun
+
+from celery_leases import signals
+from celery_leases.task import LeasedMixin
+from example_project import journal
+
+
+def _receive(event: Any, **_: Any) -> None:
+    journal.write(type(event).__name__, **asdict(event))
+
+
+def _begin(sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any) -> None:
+    sender.request.began = time.monotonic()
+    journal.write("LeaseAcquired", key=_key(args, kwargs), call_id=task_id, attempt=None)
+
+
+def _end(sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any) -> None:
+    runtime = time.monotonic() - sender.request.began
+    journal.write("AttemptSettled", key=_key(args, kwargs), call_id=task_id, state="done", runtime=runtime)
+
+
+def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    customer, month = args or (kwargs["customer_id"], kwargs["month"])
+    return f"invoice:{customer}:{month}"
+
+
+if os.environ.get(journal.WITHOUT_LEASES):
+    # The same tasks on plain Celery: late acknowledgement, and nothing that knows of duplicates.
+    LeasedMixin.__call__ = lambda self, *args, **kwargs: self.run(*args, **kwargs)  # type: ignore[method-assign]
+    task_prerun.connect(_begin, weak=False)
+    task_postrun.connect(_end, weak=False)
+else:
+    for happened in (
+        signals.lease_acquired,
+        signals.attempt_settled,
+        signals.call_put_back,
+        signals.call_dropped,
+        signals.call_refused,
+        signals.result_replayed,
+        signals.crash_seen,
+        signals.lease_lost,
+        signals.outcome_refused,
+        signals.gate_closed,
+        signals.gate_opened,
+    ):
+        happened.connect(_receive, weak=False)
