@@ -218,6 +218,8 @@ DEFAULTS: Final = (
             SaysOfItself("invalidated", value=True),
             library_errors.OWN_STORES,
             library_errors.LIBPQ,
+            # Its cause is a refused connection, but to our own broker: no gate may close for it.
+            _named("kombu.OperationalError"),
         ),
         INFRASTRUCTURE,
         Reason.INFRASTRUCTURE,
@@ -228,7 +230,7 @@ DEFAULTS: Final = (
         _any(
             library_errors.CONNECT_PHASE,
             ErrnoIn(_NO_WAY_THERE),
-            (_grpc("UNAVAILABLE"), _text("failed to connect to all addresses|DNS resolution failed")),
+            (_grpc("UNAVAILABLE"), _text("failed to connect to all addresses|DNS resolution failed|errors resolving ")),
         ),
         UNREACHABLE,
         Reason.UNREACHABLE,

@@ -150,6 +150,7 @@ ROWS: dict[str, list[Any]] = {
         caused(RedisConnection(), ConnectionRefusedError(111, "refused")),
         StoreUnavailable("away"),
         caused(lookalike("kombu.exceptions.OperationalError"), ValueError()),
+        caused(lookalike("kombu.exceptions.OperationalError"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
     ],
     "connect-phase": [
         *(
@@ -166,6 +167,7 @@ ROWS: dict[str, list[Any]] = {
         lookalike("botocore.exceptions.EndpointConnectionError"),
         UrllibError("<urlopen error timed out>"),
         RpcError("UNAVAILABLE", "failed to connect to all addresses; last error: ..."),
+        RpcError("UNAVAILABLE", "errors resolving shop.example:443: [field:hostname lookup error:...]"),
     ],
     "outcome-unknown": [
         *(http_error(status) for status in (408, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524)),
