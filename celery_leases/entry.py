@@ -266,9 +266,10 @@ class Entry:
         self._give_back(tenure.bid, tenure.probe)
 
     def _give_back(self, bid: Bid, probe: str | None) -> None:
-        with suppress(StoreUnavailable):  # both end by themselves
+        with suppress(StoreUnavailable):  # it ends by itself
             if probe is not None:
                 self.gates.give_back_probe(probe, bid.token)
+        with suppress(StoreUnavailable):  # and so does the lease
             if not self.leases.in_records:  # where the claimed row is the lease, closing it was the release
                 self.leases.release(bid.stored_key, bid.token)
 

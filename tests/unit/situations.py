@@ -7,6 +7,7 @@ from typing import Any
 
 from celery_leases.core.decisions import before_run
 from celery_leases.core.endings import Raised
+from celery_leases.core.failures import AfterFailure, CoolDown, RetryAfter, after_failure
 from celery_leases.core.gates import Gate
 from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
@@ -69,6 +70,9 @@ def waiting(state: State, seconds: float, call_id: str = THEIRS, **changes: Any)
 
 
 RUNNING = a_record(State.RUNNING, OURS, attempt=4, failures=2, crashes=1)
+FRESH = a_record(State.RUNNING, OURS, started_at=NOW)
+MOST = 1 - 1e-9
+"""The chance that makes a wait as long as it can be."""
 
 
 def held_by(call_id: str, remaining: float = 9.0) -> Holder:
@@ -112,3 +116,39 @@ def put_back(verdict: Verdict) -> PutBack:
     """The verdict, as that of a call that comes back."""
     assert isinstance(verdict, PutBack), verdict
     return verdict
+
+
+def after(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> AfterFailure:
+    """The verdict on a failure of a call of ours."""
+    return after_failure(a_call(**changes), record, raised_, chance)
+
+
+def cooled(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> CoolDown:
+    """The verdict, which is to be a cooldown."""
+    verdict = after(raised_, record, chance, **changes)
+    assert isinstance(verdict, CoolDown), verdict
+    return verdict
+
+
+def retried(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> RetryAfter:
+    """The verdict, which is to be a quick retry."""
+    verdict = after(raised_, record, chance, **changes)
+    assert isinstance(verdict, RetryAfter), verdict
+    return verdict
+
+
+def counting(record: Record, verdict: AfterFailure) -> Record:
+    """The row as the next attempt finds it."""
+    counts = verdict.counts
+    return replace(
+        record, failures=counts.failures, quick_retries=counts.quick_retries, cooldowns=counts.cooldowns, failed_at=NOW
+    )
+
+
+def in_a_row(raised_: Raised, times: int, chance: float = MOST, **changes: Any) -> list[AfterFailure]:
+    """The verdicts on the same failure, so many times one after the other."""
+    record, verdicts = FRESH, []
+    for _ in range(times):
+        verdicts.append(after(raised_, record, chance, **changes))
+        record = counting(record, verdicts[-1])
+    return verdicts

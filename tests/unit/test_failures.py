@@ -1,9 +1,8 @@
-"""After a failure: cool down, retry soon, or fail for good, by what the rules say and by the counts of the row."""
+"""After a failure: what each ruling means, for how long, how waits grow, and whether the call comes back."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,61 +12,19 @@ from celery_leases.core.endings import Raised
 from celery_leases.core.failures import (
     LONGEST_SPREAD,
     SHORTEST_TOLD,
-    AfterFailure,
     CoolDown,
     Counts,
     Fail,
     RetryAfter,
-    after_failure,
     says_nothing_of_the_group,
 )
 from celery_leases.core.options import AfterCooldown
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.records import Record, State
 from celery_leases.core.rulings import Kind, Reason, Ruling, Scope, Told, cooldown, exactly, permanent, retry
-from tests.unit.situations import GROUP, NOW, OURS, SECOND, a_call, a_record, raised
+from tests.unit.situations import FRESH, GROUP, MOST, NOW, SECOND, after, cooled, in_a_row, raised, retried
 
-FRESH = a_record(State.RUNNING, OURS, started_at=NOW)
 DAY = 86_400.0
 CHANCES = st.floats(0, 1, exclude_max=True)
-MOST = 1 - 1e-9
-"""The chance that makes a wait as long as it can be."""
-
-
-def after(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> AfterFailure:
-    """The verdict on a failure of a call of ours."""
-    return after_failure(a_call(**changes), record, raised_, chance)
-
-
-def cooled(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> CoolDown:
-    """The verdict, which is to be a cooldown."""
-    verdict = after(raised_, record, chance, **changes)
-    assert isinstance(verdict, CoolDown), verdict
-    return verdict
-
-
-def retried(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> RetryAfter:
-    """The verdict, which is to be a quick retry."""
-    verdict = after(raised_, record, chance, **changes)
-    assert isinstance(verdict, RetryAfter), verdict
-    return verdict
-
-
-def counting(record: Record, verdict: AfterFailure) -> Record:
-    """The row as the next attempt finds it."""
-    counts = verdict.counts
-    return replace(
-        record, failures=counts.failures, quick_retries=counts.quick_retries, cooldowns=counts.cooldowns, failed_at=NOW
-    )
-
-
-def in_a_row(raised_: Raised, times: int, chance: float = MOST, **changes: Any) -> list[AfterFailure]:
-    """The verdicts on the same failure, so many times one after the other."""
-    record, verdicts = FRESH, []
-    for _ in range(times):
-        verdicts.append(after(raised_, record, chance, **changes))
-        record = counting(record, verdicts[-1])
-    return verdicts
 
 
 class TestEachKind:
@@ -208,119 +165,6 @@ class TestGrowth:
         """Else a key that fails each time it may run would never fail for good."""
         record = replace(FRESH, failures=3, failed_at=NOW - int(2.1 * DAY * SECOND))
         assert cooled(failing, record).counts.failures == 4
-
-
-class TestQuickRetries:
-    """They count apart from Celery's, and apart from failures."""
-
-    def test_after_the_last_one_the_key_cools_down(self) -> None:
-        """``lease_max_retries`` of them; the cooldown is a failure and gives new ones."""
-        verdicts = in_a_row(raised(retry("1s")), 7, max_retries=5)
-        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 5, CoolDown, RetryAfter]
-        assert [verdict.counts.failures for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 1]
-        assert [verdict.counts.quick_retries for verdict in verdicts] == [1, 2, 3, 4, 5, 0, 1]
-        assert verdicts[5].failure.reason == Reason.RETRIES_USED_UP
-        assert verdicts[5].failure.rule == "row"
-
-    def test_celerys_retries_are_not_counted(self) -> None:
-        """The user's own ``retry()`` has its own limit."""
-        verdict = retried(raised(retry("1s")), replace(FRESH, retries=9), retries=9, max_retries=1)
-        assert verdict.counts.quick_retries == 1
-
-    def test_a_ruling_may_have_a_limit_of_its_own(self) -> None:
-        """Which counts instead of the task's."""
-        used = replace(FRESH, quick_retries=2)
-        assert isinstance(after(raised(retry("1s", max=2)), used, max_retries=9), CoolDown)
-        assert isinstance(after(raised(retry("1s", max=3)), used, max_retries=0), RetryAfter)
-
-    def test_none_are_made_where_none_are_allowed(self) -> None:
-        """``lease_max_retries=0``."""
-        assert isinstance(after(raised(retry("1s")), max_retries=0), CoolDown)
-
-    def test_a_ruling_may_say_what_comes_after_them(self) -> None:
-        """The reason stays that of the failure: it says more than that the retries are used up."""
-        ruling = retry("1s", max=0, then=cooldown("60s", scope="group"))
-        verdict = cooled(raised(ruling, reason=Reason.UNREACHABLE), group=GROUP)
-        assert (verdict.failure.reason, verdict.failure.group) == ("unreachable", GROUP)
-        assert isinstance(after(raised(retry("1s", max=0, then=permanent()))), Fail)
-
-    def test_retries_after_retries_come_to_an_end(self) -> None:
-        """Three quick ones, then up to ten in all, then a cooldown."""
-        verdicts = in_a_row(raised(retry("1s", max=3, then=retry("1m", max=10))), 11)
-        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 10, CoolDown]
-
-    def test_a_failure_of_the_group_gives_new_ones(self) -> None:
-        """A cooldown is a cooldown; the group's counts for nothing else."""
-        verdict = cooled(raised(cooldown("60s", scope="group")), replace(FRESH, quick_retries=3), group=GROUP)
-        assert verdict.counts == Counts(0, 0, 0)
-
-
-class TestUnknownOutcomes:
-    """A call that may have been executed is repeated only where that is said to be harmless."""
-
-    def test_an_idempotent_task_is_retried(self) -> None:
-        """``lease_idempotent=True``."""
-        assert retried(raised(retry("1s", ambiguous=True)), idempotent=True).failure.ambiguous
-
-    def test_any_other_cools_down_and_says_so(self) -> None:
-        """A minute, unless the rule says otherwise, and not a single quick retry."""
-        verdict = cooled(raised(retry("1s", ambiguous=True)), chance=MOST)
-        assert verdict.delay == pytest.approx(60.0)
-        assert (verdict.failure.ambiguous, verdict.counts) == (True, Counts(1, 0, 1))
-
-    def test_a_rule_may_say_what_it_becomes(self) -> None:
-        """``otherwise``."""
-        ruling = replace(retry("1s", ambiguous=True), otherwise=permanent())
-        assert isinstance(after(raised(ruling)), Fail)
-        assert isinstance(after(raised(ruling), idempotent=True), RetryAfter)
-
-    def test_used_up_retries_stay_ambiguous(self) -> None:
-        """The last of them may have been executed too."""
-        verdict = cooled(raised(retry("1s", ambiguous=True)), replace(FRESH, quick_retries=5), idempotent=True)
-        assert verdict.failure.ambiguous
-
-    def test_a_clear_failure_is_retried_without_being_idempotent(self) -> None:
-        """A refused connection was not executed."""
-        assert isinstance(after(raised(retry("1s")), idempotent=False), RetryAfter)
-
-
-class TestTheLastStraw:
-    """Deterministic failures end."""
-
-    @pytest.mark.parametrize("limit", [1, 2, 10])
-    def test_after_so_many_failures_the_key_has_failed_for_good(self, limit: int) -> None:
-        """``lease_max_failures``; the rule that decided keeps its name."""
-        verdicts = in_a_row(raised(cooldown()), limit, max_failures=limit)
-        assert [type(verdict) for verdict in verdicts] == [*[CoolDown] * (limit - 1), Fail]
-        assert verdicts[-1].counts.failures == limit
-        assert (verdicts[-1].failure.reason, verdicts[-1].failure.rule) == (Reason.TOO_MANY_FAILURES, "row")
-
-    def test_used_up_retries_may_be_the_last_straw(self) -> None:
-        """They become a cooldown, and that counts."""
-        record = replace(FRESH, failures=9, quick_retries=5)
-        assert isinstance(after(raised(retry("1s")), record), Fail)
-
-    def test_a_quick_retry_never_is(self) -> None:
-        """It is no failure."""
-        assert isinstance(after(raised(retry("1s")), replace(FRESH, failures=9)), RetryAfter)
-
-    def test_it_keeps_what_is_known_of_the_failure(self) -> None:
-        """An operator wants to know whether the call may have been executed."""
-        failure = after(raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)).failure
-        assert (failure.ambiguous, failure.operator) == (True, True)
-
-    @pytest.mark.parametrize("group", [None, GROUP])
-    def test_failures_of_the_group_never_count_towards_it(self, group: str | None) -> None:
-        """A limit is not this input's fault; without a group the key alone waits, and waits longer each time."""
-        verdicts = in_a_row(raised(cooldown("30s", scope="group")), 30, max_failures=2, group=group)
-        assert {type(verdict) for verdict in verdicts} == {CoolDown}
-        assert {verdict.counts.failures for verdict in verdicts} == {0}
-
-    def test_without_a_group_its_failures_make_the_key_wait_longer_each_time(self) -> None:
-        """The wait falls back to the key, and so does its growth."""
-        verdicts = in_a_row(raised(cooldown("30s", scope="group", cap="1h")), 9)
-        waits = [verdict.delay for verdict in verdicts if isinstance(verdict, CoolDown)]
-        assert waits == pytest.approx([30, 60, 120, 240, 480, 960, 1920, 3600, 3600])
 
 
 class TestComingBack:

@@ -1,0 +1,149 @@
+"""Workers on stores in memory: calls are run to their end under a clock that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from celery_leases.core.endings import Ending, Returned
+from celery_leases.core.gates import Closing, Gate
+from celery_leases.core.records import Record, State
+from celery_leases.core.replies import Reply, Throw
+from celery_leases.core.verdicts import Call
+from celery_leases.entry import Entry
+from celery_leases.execution import Execution
+from celery_leases.renewal import Tenure
+from tests.unit.fake_records import FakeRecords, StillClock
+from tests.unit.fake_stores import FakeStores, Journal, Seen
+from tests.unit.situations import GROUP, KEY, TODAY, a_call
+
+DONE = Returned(1, "1")
+RATE_LIMITED = Closing(policy=a_call().options.cooldown, reason="rate_limited", rule="r", told=60.0)
+
+
+class NoRenewer:
+    """Renews nothing: under this clock no lease ends unless the test says so."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+
+    def add(self, tenure: Tenure) -> None:
+        """A body begins."""
+        self.kept.add(tenure.bid.token)
+
+    def drop(self, tenure: Tenure) -> None:
+        """It has ended."""
+        self.kept.discard(tenure.bid.token)
+
+
+@dataclass
+class Bench:
+    """A worker, its stores, and what has been seen of both."""
+
+    in_records: bool = False
+    clock: StillClock = field(default_factory=StillClock)
+    journal: Journal = field(default_factory=Journal)
+    seen: Seen = field(default_factory=Seen)
+    #: The tokens of the bodies that have run.
+    ran: list[str] = field(default_factory=list)
+    hurried: bool = False
+
+    def __post_init__(self) -> None:
+        self.records = FakeRecords(self.clock, self.journal)
+        self.stores = FakeStores(self.clock, self.records, self.journal, self.in_records)
+        self.renewer = NoRenewer()
+        self._tokens = count(1)
+        stores: Any = self.stores
+        records: Any = self.records
+        entry = Entry(
+            leases=stores,
+            records=records,
+            marks=stores,
+            gates=stores,
+            observer=self.seen,
+            clock=self.clock,
+            chance=lambda: 0.0,
+            host="host-a/17",
+            hurried=lambda: self.hurried,
+            today=lambda: TODAY,
+        )
+        renewer: Any = self.renewer
+        self.execution = Execution(entry, renewer)
+
+    def call(self, **changes: Any) -> Call:
+        """A call of the group, under a token of its own."""
+        given: dict[str, Any] = {"group": GROUP, "token": f"attempt-{next(self._tokens)}"}
+        return a_call(**(given | changes))
+
+    def again(self, call: Call, **changes: Any) -> Call:
+        """A copy of *call* that came back by itself."""
+        back: dict[str, Any] = {"token": f"attempt-{next(self._tokens)}", "repeat": True, "started": True}
+        return replace(call, **(back | changes))
+
+    def redelivered(self, call: Call) -> Call:
+        """The message of *call* once more, as its dead process left it: it knows nothing of the run."""
+        return self.again(call, started=False)
+
+    def run(self, call: Call, *endings: Ending, during: Callable[[Tenure], object] = lambda _: None) -> Reply:
+        """Run *call*: its body does *during*, and ends so (by default with a value)."""
+
+        def body(tenure: Tenure, record: Record) -> Ending:
+            self.ran.append(tenure.bid.token)
+            during(tenure)
+            return endings[0] if endings else DONE
+
+        return self.execution.run(call, body)
+
+    # -- situations ----------------------------------------------------------------------------------------
+
+    def shut(self, closing: Closing = RATE_LIMITED) -> None:
+        """A failure elsewhere has closed the gate."""
+        self.stores.close_gate(GROUP, closing, "elsewhere")
+        self.journal.clear()
+
+    def half_open(self, closing: Closing = RATE_LIMITED) -> None:
+        """So it had, and its time is over: whoever comes next is the probe."""
+        self.shut(closing)
+        self.clock.sleep(closing.wait(1))
+
+    # -- findings ------------------------------------------------------------------------------------------
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate of the group, as it is now."""
+        return self.stores.gate(GROUP)
+
+    @property
+    def row(self) -> Record:
+        """The row of the key."""
+        found = self.records.row(KEY.stored)
+        assert found is not None
+        return found
+
+    @property
+    def state(self) -> State:
+        """Where the key stands."""
+        return self.row.state
+
+    def steps(self, *names: str) -> list[str]:
+        """The steps taken so far, those of *names* only if there are any."""
+        return [step for step in self.journal if not names or step in names]
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody holds the key."""
+        return self.stores.running(KEY.stored)
+
+    @property
+    def cools(self) -> bool:
+        """Whether the lease store says that the key is cooling."""
+        found = self.stores.leases.get(KEY.stored)
+        return found is not None and found.bid is None and found.until > self.clock.now()
+
+
+def error(reply: Reply) -> BaseException:
+    """What Celery gets to see."""
+    assert isinstance(reply, Throw), reply
+    return reply.error

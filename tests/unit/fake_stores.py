@@ -1,0 +1,228 @@
+"""Stores in memory under a clock that stands still: every step is noted, may be told to fail, and may be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.events import Event
+from celery_leases.core.gates import Closing, Gate, closed
+from celery_leases.core.ports import Acquired, Claimed, Cooling, Held, Holder, Kept, Renewal, Shut, Unsettled
+from celery_leases.core.records import Bid, State, Won
+from tests.unit.fake_records import FakeRecords, StillClock
+
+T = TypeVar("T")
+
+
+class Journal(list[str]):
+    """The steps of all stores in their order, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._away: dict[str, tuple[int, bool]] = {}
+        self._before: dict[str, Callable[[], object]] = {}
+
+    def away(self, *names: str, times: int = 10**9, done: bool = False) -> None:
+        """Let steps fail so many times; *done*: they are carried out, and only the reply is lost."""
+        self._away |= dict.fromkeys(names, (times, done))
+
+    def before(self, name: str, what: Callable[[], object]) -> None:
+        """Do something just before the next step of that name: what another worker does meanwhile."""
+        self._before[name] = what
+
+    def step(self, name: str, do: Callable[[], T]) -> T:
+        """Take one step."""
+        self._before.pop(name, lambda: None)()
+        self.append(name)
+        times, done = self._away.get(name, (0, False))
+        if not times:
+            return do()
+        self._away[name] = (times - 1, done)
+        if done:
+            do()
+        raise StoreUnavailable(f"{name} is away", done)
+
+
+class Seen(list[Event]):
+    """All that was observed."""
+
+    def observe(self, event: Event) -> None:
+        """Remember."""
+        self.append(event)
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        """The events of one kind."""
+        return [event for event in self if isinstance(event, kind)]
+
+
+@dataclass
+class Lasting:
+    """A lease, or with no bid a cooldown, and until when."""
+
+    token: str
+    bid: Bid | None
+    until: float
+
+
+@dataclass
+class FakeStores:
+    """Leases, marks and gates. ``in_records``: the claimed row is the lease, as with one database for everything."""
+
+    clock: StillClock
+    records: FakeRecords
+    journal: Journal
+    in_records: bool = False
+    name: str = "fake"
+    leases: dict[str, Lasting] = field(default_factory=dict)
+    marks: dict[tuple[str, str], str] = field(default_factory=dict)
+    known: dict[str, Gate] = field(default_factory=dict)
+    #: When the gates were noted, as their times are spans.
+    noted: dict[str, float] = field(default_factory=dict)
+    young: bool = False
+
+    # -- leases --------------------------------------------------------------------------------------------
+
+    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
+        """Take the lease, unless it is held, cooling, or behind a gate."""
+        return self.journal.step("acquire", lambda: self._acquire(bid, settled))
+
+    def _acquire(self, bid: Bid, settled: bool) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
+        found = None if self.in_records else self._found(bid.stored_key)
+        if found is not None and found.bid is None:
+            return Cooling(found.until - self.clock.now())
+        if found is not None and found.bid is not None and found.token != bid.token:
+            holder = Holder(
+                found.token, found.bid.call_id, found.bid.holder, found.bid.ttl, found.until - self.clock.now()
+            )
+            return Held(holder)
+        if self.young and not settled:
+            return Unsettled(0.0)
+        gate = self._gate(bid.group) if bid.group is not None else None
+        free = gate is None or (gate.half_open and gate.probe in (None, bid.token))
+        if self.in_records:
+            row = self.records.row(bid.stored_key)
+            if not free and gate is not None and self.records.would_win(bid, self.name):
+                return Shut(gate, row, looked=True)
+            claim = self.records.claim_now(bid, self.name, in_records=True)
+            return Claimed(claim, probe=isinstance(claim, Won) and self._take_slot(bid, gate))
+        if not free and gate is not None:
+            return Shut(gate)
+        self.leases[bid.stored_key] = Lasting(bid.token, bid, self.clock.now() + bid.ttl)
+        return Acquired(self._take_slot(bid, gate))
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+        """Not by these tests."""
+        return [Kept.OURS for _ in renewals]
+
+    def reassert(self, bid: Bid) -> bool:
+        """Not by these tests."""
+        return False
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Free the lease if it is still the token's."""
+        return self.journal.step("release", lambda: self._release(stored_key, token))
+
+    def _release(self, stored_key: str, token: str) -> bool:
+        found = self._found(stored_key)
+        ours = found is not None and found.bid is not None and found.token == token
+        if ours:
+            del self.leases[stored_key]
+        return ours
+
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Turn the token's lease into a cooldown."""
+        return self.journal.step("cool", lambda: self._cool(stored_key, token, seconds))
+
+    def _cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        if self.in_records:
+            return True
+        found = self._found(stored_key)
+        if found is None or found.bid is None or found.token != token:
+            return False
+        self.leases[stored_key] = Lasting(token, None, self.clock.now() + seconds)
+        return True
+
+    def end_cooldown(self, stored_key: str) -> bool:
+        """Free a key that cools."""
+        return self.journal.step("end_cooldown", lambda: self._end_cooldown(stored_key))
+
+    def _end_cooldown(self, stored_key: str) -> bool:
+        found = self._found(stored_key)
+        cools = found is not None and found.bid is None
+        if cools:
+            del self.leases[stored_key]
+        return cools
+
+    def _found(self, stored_key: str) -> Lasting | None:
+        found = self.leases.get(stored_key)
+        return found if found is not None and found.until > self.clock.now() else None
+
+    # -- marks ---------------------------------------------------------------------------------------------
+
+    def mark(self, stored_key: str, name: str) -> str | None:
+        """Read a mark."""
+        return self.marks.get((stored_key, name))
+
+    # -- gates ---------------------------------------------------------------------------------------------
+
+    def gate(self, group: str) -> Gate | None:
+        """The gate as it is now."""
+        return self._gate(group)
+
+    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
+        """Close it as the core says."""
+        return self.journal.step("close_gate", lambda: self._note(closed(group, self._gate(group), closing, token)))
+
+    def open_gate(self, group: str, token: str | None = None) -> bool:
+        """Open it, or let its probe do so."""
+        return self.journal.step("open_gate", lambda: self._open(group, token))
+
+    def _open(self, group: str, token: str | None) -> bool:
+        gate = self._gate(group)
+        may = gate is not None and (token is None or (gate.half_open and gate.probe == token))
+        if may:
+            del self.known[group]
+        return may
+
+    def give_back_probe(self, group: str, token: str) -> bool:
+        """Free the probe's slot."""
+        return self.journal.step("give_back_probe", lambda: self._give_back(group, token))
+
+    def _give_back(self, group: str, token: str) -> bool:
+        gate = self._gate(group)
+        ours = gate is not None and gate.probe == token
+        if gate is not None and ours:
+            self._note(replace(gate, probe=None, probe_for=0.0))
+        return ours
+
+    def _gate(self, group: str) -> Gate | None:
+        gate = self.known.get(group)
+        if gate is None:
+            return None
+        passed = self.clock.now() - self.noted[group]
+        probing = max(0.0, gate.probe_for - passed)
+        return replace(
+            gate,
+            closed_for=max(0.0, gate.closed_for - passed),
+            probe=gate.probe if probing else None,
+            probe_for=probing,
+        )
+
+    def _note(self, gate: Gate) -> Gate:
+        self.known[gate.group], self.noted[gate.group] = gate, self.clock.now()
+        return gate
+
+    def _take_slot(self, bid: Bid, gate: Gate | None) -> bool:
+        if gate is not None:
+            self._note(replace(gate, probe=bid.token, probe_for=bid.ttl))
+        return gate is not None
+
+    def running(self, stored_key: str) -> bool:
+        """Whether somebody holds the key."""
+        row = self.records.row(stored_key)
+        if self.in_records:
+            return row is not None and row.state is State.RUNNING and row.lease_remaining > 0
+        found = self._found(stored_key)
+        return found is not None and found.bid is not None

@@ -1,0 +1,250 @@
+"""One delivery from acquire to release: which store is told what, in which order, and what is given back when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
+from celery_leases.core.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
+from celery_leases.core.events import GateClosed, GateOpened
+from celery_leases.core.records import Ended, State
+from celery_leases.core.replies import Again, Answer, News, Over, Throw
+from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.core.waiting import RETRY_GRACE
+from tests.unit.bench import RATE_LIMITED, Bench
+from tests.unit.situations import FAILURE, GROUP, KEY, THEIRS, TODAY, judged, raised
+
+KINDS = pytest.mark.parametrize("in_records", [False, True], ids=["leases apart", "rows are leases"])
+OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
+SOON = raised(retry("2s", jitter=0.0))
+FOR_GOOD = raised(permanent())
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A worker with leases apart from the records."""
+    return Bench()
+
+
+class TestAFailure:
+    """The order of effects, and what Celery gets."""
+
+    def test_a_success_is_settled_and_released(self, bench: Bench) -> None:
+        """No gate is asked or told."""
+        assert bench.run(bench.call()) == Answer(1)
+        assert bench.steps() == ["acquire", "claim", "settle", "release"]
+        assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
+
+    def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(self, bench: Bench) -> None:
+        """Between the two the lease keeps everybody out; the value ends a little earlier than the row's time."""
+        reply = bench.run(bench.call(), OF_THE_KEY)
+        assert bench.steps() == ["acquire", "claim", "settle", "cool"]
+        news = News("cooldown", 60.0, "error")
+        assert reply == Again(60.0, "cooling: error", started=True, news=news, cause=OF_THE_KEY.error)
+        assert (bench.state, bench.row.waits, bench.held, bench.cools) == (State.COOLING, 60.0, False, True)
+        bench.clock.sleep(60.0 - RETRY_GRACE)
+        assert not bench.cools, "the call that comes back may be a little early"
+
+    def test_a_failure_of_the_group_closes_the_gate_before_anything_else(self, bench: Bench) -> None:
+        """Others must not start while this one is still writing."""
+        reply = bench.run(bench.call(), OF_THE_GROUP)
+        assert bench.steps() == ["acquire", "claim", "close_gate", "settle", "cool"]
+        assert isinstance(reply, Again)
+        assert bench.gate is not None
+        assert (bench.gate.closed_for, bench.gate.trips, bench.row.waits, reply.delay) == (60.0, 1, 60.0, 60.0)
+        assert [(event.group, event.closed_for) for event in bench.seen.of(GateClosed)] == [(GROUP, 60.0)]  # type: ignore[attr-defined]
+
+    def test_the_key_waits_as_long_as_its_gate(self, bench: Bench) -> None:
+        """Which may know of a longer wait than this failure's."""
+        longer = replace(RATE_LIMITED, told=600.0)
+        reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.shut(longer))
+        assert isinstance(reply, Again)
+        assert (reply.delay, bench.row.waits) == (600.0, 600.0)
+
+    def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(self, bench: Bench) -> None:
+        """The next failure of the group closes it."""
+        bench.journal.away("close_gate")
+        reply = bench.run(bench.call(), OF_THE_GROUP)
+        assert isinstance(reply, Again)
+        assert (reply.delay, bench.state, bench.gate) == (60.0, State.COOLING, None)
+
+    def test_a_quick_retry_is_released_and_put_back(self, bench: Bench) -> None:
+        """The row says when."""
+        reply = bench.run(bench.call(), SOON)
+        assert bench.steps() == ["acquire", "claim", "settle", "release"]
+        news = News("backoff", 2.0, "error")
+        assert reply == Again(2.0, "pending: error", started=True, news=news, cause=SOON.error)
+        assert (bench.state, bench.row.waits, bench.held) == (State.PENDING, 2.0, False)
+
+    def test_a_permanent_failure_is_raised_as_it_was(self, bench: Bench) -> None:
+        """Its caller gets the error itself."""
+        assert bench.run(bench.call(), FOR_GOOD) == Throw(FOR_GOOD.error)
+        assert (bench.state, bench.held, bench.cools) == (State.FAILED, False, False)
+
+    def test_a_call_that_shall_stop_raises_and_cools(self, bench: Bench) -> None:
+        """A person starts it again."""
+        reply = bench.run(bench.call(after_cooldown="stop"), OF_THE_KEY)
+        assert reply == Throw(OF_THE_KEY.error, news=News("cooldown", 60.0, "error"))
+        assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
+
+    def test_a_snooze_is_put_back_without_an_attempt(self, bench: Bench) -> None:
+        """And without a failure."""
+        reply = bench.run(bench.call(), Snoozed(Snooze(60), 60.0, "draft not ready"))
+        expected = News("snoozed", 60.0, "draft not ready")
+        assert reply == Again(60.0, "pending: draft not ready", started=True, news=expected)
+        assert (bench.state, bench.row.attempt, bench.row.failures, bench.held) == (State.PENDING, 0, 0, False)
+
+    def test_a_cooldown_no_longer_than_the_grace_is_not_worth_a_value(self, bench: Bench) -> None:
+        """The key is released."""
+        bench.run(bench.call(), raised(cooldown("1s", jitter=0.0)))
+        assert bench.steps() == ["acquire", "claim", "settle", "release"]
+        assert not bench.cools
+
+
+class TestEagerCalls:
+    """They cannot come back, so their callers are told."""
+
+    @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP, SOON, FOR_GOOD])
+    def test_an_error_is_raised_as_it_was(self, bench: Bench, ending: Raised) -> None:
+        """Whatever the rules say of it."""
+        reply = bench.run(bench.call(comes_back=False), ending)
+        assert isinstance(reply, Throw)
+        assert reply.error is ending.error
+        assert not bench.row.resumes
+
+    @pytest.mark.parametrize(
+        ("error", "ruling"),
+        [(Cooldown(60), cooldown("60s", jitter=0.0)), (RetryLater(60), retry("60s", jitter=0.0))],
+    )
+    def test_what_the_body_asked_for_is_told_as_a_cooldown(self, bench: Bench, error: Any, ruling: Any) -> None:
+        """With the time; what it raised is the cause."""
+        ending = Raised(error, FAILURE, judged(ruling, reason=Reason.ASKED))
+        reply = bench.run(bench.call(comes_back=False), ending)
+        assert isinstance(reply, Throw)
+        assert isinstance(reply.error, CoolingDown)
+        assert (reply.error.key, reply.error.retry_after, reply.error.retry_at) == (KEY.key, 60.0, TODAY + 60.0)
+        assert (reply.error.reason, reply.error.rule) == ("asked", "row")
+        assert reply.error.__cause__ is error
+
+    def test_a_snooze_is_told_as_a_cooldown(self, bench: Bench) -> None:
+        """An exception that no ``except Exception`` sees must not reach the caller."""
+        reply = bench.run(bench.call(comes_back=False), Snoozed(Snooze(60), 60.0))
+        assert isinstance(reply, Throw)
+        assert isinstance(reply.error, CoolingDown)
+        assert reply.error.retry_after == 60.0
+
+    @pytest.mark.parametrize("ending", [OF_THE_KEY, SOON])
+    def test_the_next_call_is_told_when_to_ask_again(self, bench: Bench, ending: Raised) -> None:
+        """A cooldown refuses it; a countdown would put it back, and carries what to raise instead."""
+        bench.run(bench.call(comes_back=False), ending)
+        reply = bench.run(bench.call(comes_back=False, call_id=THEIRS))
+        told = reply.error if isinstance(reply, Throw) else reply.refusal if isinstance(reply, Again) else None
+        assert isinstance(told, CoolingDown)
+        assert told.retry_after == bench.row.waits
+        assert len(bench.ran) == 1
+
+
+class TestStoresAwayAfterTheRun:
+    """Lease, slot and cooldown value end by themselves; the record is the truth."""
+
+    def test_a_cooldown_that_cannot_be_set_leaves_the_lease_to_its_release(self, bench: Bench) -> None:
+        """The record holds the time, so nobody starts too early."""
+        bench.journal.away("cool")
+        reply = bench.run(bench.call(), OF_THE_KEY)
+        assert isinstance(reply, Again)
+        assert bench.steps() == ["acquire", "claim", "settle", "cool", "release"]
+        assert isinstance(bench.run(bench.call(call_id=THEIRS)), Throw)
+        assert len(bench.ran) == 1
+
+    def test_a_cooldown_whose_reply_was_lost_stays(self, bench: Bench) -> None:
+        """The release does not match it."""
+        bench.journal.away("cool", done=True)
+        bench.run(bench.call(), OF_THE_KEY)
+        assert bench.cools
+
+    def test_a_lost_reply_of_the_database_counts_nothing_twice(self, bench: Bench) -> None:
+        """The second try finds the first one's work."""
+        bench.journal.away("settle", times=1, done=True)
+        bench.run(bench.call(), OF_THE_KEY)
+        assert bench.steps("settle", "cool") == ["settle", "settle", "cool"]
+        assert (bench.row.failures, bench.row.cooldowns) == (1, 1)
+
+    def test_an_outcome_that_cannot_be_written_is_put_back_and_leaves_the_lease_to_expire(self, bench: Bench) -> None:
+        """The gate knows of the failure all the same; the next attempt is told of the token."""
+        bench.journal.away("settle")
+        call = bench.call(settle_timeout=5.0)
+        reply = bench.run(call, OF_THE_GROUP)
+        assert isinstance(reply, Again)
+        assert (reply.away, reply.started, reply.prior) == (True, True, call.token)
+        assert bench.steps("close_gate", "cool", "release") == ["close_gate"]
+        assert bench.held
+
+
+class TestALostLease:
+    """It is somebody else's now: nothing is sent for it any more."""
+
+    @pytest.mark.parametrize("ending", [Lost("taken"), Returned(1, "1"), OF_THE_KEY, SOON])
+    def test_nothing_of_it_is_touched(self, bench: Bench, ending: Ending) -> None:
+        """Not released, not cooled, no slot given back; only the outcome is offered to the record."""
+        bench.half_open()
+
+        def lose(tenure: Any) -> None:
+            tenure.lost = "taken by another owner"
+
+        bench.run(bench.call(), ending, during=lose)
+        assert bench.steps("cool", "release", "give_back_probe", "open_gate") == []
+
+    def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
+        """Somebody has reset the row; his retry must not meet our cooldown."""
+        reply = bench.run(bench.call(), OF_THE_KEY, during=lambda _: bench.records.reset(KEY.stored))
+        assert isinstance(reply, Again)
+        assert bench.steps("cool", "release") == ["release"]
+        assert (bench.state, bench.held) == (State.PENDING, False)
+
+
+class TestPassingThrough:
+    """The framework's own control flow."""
+
+    @pytest.mark.parametrize(
+        ("ending", "state"),
+        [
+            (Passed(Exception(), again=True, delay=9.0), State.PENDING),
+            (Passed(Exception(), again=False, ended=Ended.IGNORED), State.DONE),
+            (Interrupted(SystemExit()), State.PENDING),
+            (Terminated(SystemExit(), "hard time limit"), State.PENDING),
+        ],
+    )
+    def test_it_goes_on_to_celery_and_frees_the_key(self, bench: Bench, ending: Any, state: State) -> None:
+        """Classified by nobody."""
+        assert bench.run(bench.call(), ending) == Throw(ending.error)
+        assert (bench.state, bench.held, bench.cools, bench.row.failures) == (state, False, False, 0)
+
+    def test_what_has_failed_for_good_is_told_to_every_later_call(self, bench: Bench) -> None:
+        """Without a body."""
+        call = bench.call()
+        bench.run(call, FOR_GOOD)
+        told = bench.run(bench.call(call_id=THEIRS))
+        assert isinstance(told, Throw)
+        assert isinstance(told.error, PermanentFailure)
+        copy = bench.run(bench.again(call))
+        assert isinstance(copy, Throw)
+        assert (copy.own, len(bench.ran)) == (True, 1)
+
+    def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(self, bench: Bench) -> None:
+        """During another call's cooldown too."""
+        first = bench.call(on_done="rerun")
+        bench.run(first)
+        bench.run(bench.call(on_done="rerun", call_id=THEIRS), OF_THE_KEY)
+        assert bench.run(bench.again(first)) == Answer(1)
+        assert not isinstance(bench.run(bench.again(first)), Over)
+        assert len(bench.ran) == 2
+
+    def test_no_gate_is_opened_without_a_probe(self, bench: Bench) -> None:
+        """A body that began before the gate closed, and succeeds, says nothing of what came after."""
+        bench.run(bench.call(), during=lambda _: bench.half_open())
+        assert bench.gate is not None
+        assert bench.seen.of(GateOpened) == []

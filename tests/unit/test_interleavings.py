@@ -1,0 +1,255 @@
+"""Two workers and an operator, step by step: what the one does between two steps of the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.endings import Interrupted, Lost, Snoozed
+from celery_leases.core.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
+from celery_leases.core.events import GateOpened
+from celery_leases.core.records import State
+from celery_leases.core.replies import Again, Answer, Reply, Throw
+from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from tests.unit.bench import RATE_LIMITED, Bench, error
+from tests.unit.situations import GROUP, KEY, THEIRS, raised
+
+OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
+OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+SOON = raised(retry("2s", jitter=0.0))
+FOR_GOOD = raised(permanent())
+OTHER_ARGUMENTS = replace(KEY, fingerprint="v1:other", digests={"month": "m2"})
+OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
+
+
+@pytest.fixture(params=[False, True], ids=["leases apart", "rows are leases"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """Both families of lease stores."""
+    return Bench(request.param)
+
+
+class TestAnotherCallDuringACooldown:
+    """It must not run, must not spoil anything, and may run afterwards."""
+
+    def test_it_is_told_and_the_first_call_resumes(self, bench: Bench) -> None:
+        """In time, with its counts."""
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        for _ in range(3):
+            assert isinstance(error(bench.run(bench.call(call_id=THEIRS))), CoolingDown)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.again(call)) == Answer(1)
+        assert (len(bench.ran), bench.row.attempt) == (2, 2)
+
+    def test_it_may_overtake_the_first_call_which_is_then_replayed(self, bench: Bench) -> None:
+        """The work is done once."""
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
+        assert bench.run(bench.again(call)) == Answer(1)
+        assert len(bench.ran) == 2
+
+    def test_it_may_fail_in_its_turn_and_both_come_back(self, bench: Bench) -> None:
+        """The counts are those of the key."""
+        first, second = bench.call(), bench.call(call_id=THEIRS)
+        bench.run(first, OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        bench.run(second, OF_THE_KEY)
+        assert isinstance(bench.run(bench.again(first)), Again)
+        assert (bench.row.failures, bench.row.cooldowns, bench.row.call_id) == (2, 2, THEIRS)
+        bench.clock.sleep(bench.row.waits)
+        assert bench.run(bench.again(first)) == Answer(1)
+        assert bench.run(bench.again(second)) == Answer(1)
+        assert len(bench.ran) == 3
+
+    def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(self, bench: Bench) -> None:
+        """Between settling and cooling it is put back, or told by the row; it never runs."""
+        met: list[Reply] = []
+        bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
+        bench.run(bench.call(), OF_THE_KEY)
+        assert isinstance(met[0], Again | Throw)
+        assert len(bench.ran) == 1
+        assert bench.state is State.COOLING
+
+    def test_in_the_last_second_it_does_not_keep_the_call_that_comes_back_out(self) -> None:
+        """The value has ended a second before the row's time: its look at the row is short."""
+        bench = Bench()
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        bench.clock.sleep(59.5)
+        met: list[Reply] = []
+        bench.journal.before("claim", lambda: met.append(bench.run(bench.again(call))))
+        assert isinstance(error(bench.run(bench.call(call_id=THEIRS))), CoolingDown)
+        assert isinstance(met[0], Again)
+        assert met[0].delay < 2.0
+        assert bench.run(bench.again(call)) == Answer(1)
+
+    def test_two_that_find_the_cooldown_over_do_not_run_together(self) -> None:
+        """One of them may remove the cooldown the other has just left: the row still keeps it out."""
+        bench = Bench()
+        bench.run(bench.call(), OF_THE_KEY)
+        bench.records.reset(KEY.stored)
+        met: list[Reply] = []
+        bench.journal.before("end_cooldown", lambda: met.append(bench.run(bench.call(call_id="third"), OF_THE_KEY)))
+        reply = bench.run(bench.call(call_id=THEIRS))
+        assert isinstance(met[0], Again)
+        assert isinstance(error(reply), CoolingDown)
+        assert len(bench.ran) == 2
+
+
+class TestAnOperator:
+    """Retries a key while a copy of its call is on its way."""
+
+    def test_the_call_called_again_runs_and_the_copy_is_replayed(self, bench: Bench) -> None:
+        """Whichever comes first does the work."""
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        bench.records.reset(KEY.stored)
+        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
+        assert bench.run(bench.again(call)) == Answer(1)
+        assert len(bench.ran) == 2
+
+    def test_the_copy_that_comes_meanwhile_is_put_back(self, bench: Bench) -> None:
+        """It has begun before, so it is never refused."""
+        call = bench.call(on_held="fail", on_cooldown="fail", on_done="fail")
+        bench.run(call, OF_THE_KEY)
+        bench.records.reset(KEY.stored)
+        met: list[Reply] = []
+        other = bench.call(call_id=THEIRS)
+        bench.run(other, during=lambda _: met.append(bench.run(bench.again(call))))
+        assert isinstance(met[0], Again)
+        assert bench.run(bench.again(call)) == Answer(1)
+
+    def test_the_copy_may_come_first_as_a_hop(self, bench: Bench) -> None:
+        """Nothing keeps it waiting any more, and its counts are forgiven."""
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        bench.records.reset(KEY.stored)
+        assert isinstance(bench.run(bench.again(call), OF_THE_KEY), Again)
+        assert (bench.row.failures, bench.row.waits) == (1, 60.0)
+
+    def test_a_retry_between_settling_and_cooling_is_not_undone(self) -> None:
+        """Forced, as the lease is live: the cooldown does not match the lease any more."""
+        bench = Bench()
+        call = bench.call()
+
+        def retry_by_force() -> None:
+            bench.records.reset(KEY.stored)
+            bench.stores.leases.clear()
+
+        bench.journal.before("cool", retry_by_force)
+        bench.run(call, OF_THE_KEY)
+        assert not bench.cools
+        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
+
+    def test_a_retry_ends_what_was_told(self, bench: Bench) -> None:
+        """A copy of a call that had stopped runs, where it was refused before."""
+        call = bench.call(after_cooldown="stop")
+        bench.run(call, OF_THE_KEY)
+        assert isinstance(error(bench.run(bench.again(call))), PermanentFailure)
+        bench.records.reset(KEY.stored)
+        assert bench.run(bench.again(call)) == Answer(1)
+
+    def test_a_retry_of_the_key_does_not_open_its_groups_gate(self, bench: Bench) -> None:
+        """That is another decision."""
+        call = bench.call()
+        bench.run(call, OF_THE_GROUP)
+        bench.records.reset(KEY.stored)
+        assert isinstance(bench.run(bench.again(call)), Again)
+        bench.stores.open_gate(GROUP)
+        assert bench.run(bench.again(call)) == Answer(1)
+
+
+class TestOtherArguments:
+    """The same key for another content, after a failure."""
+
+    def test_they_are_refused_while_the_first_call_comes_back(self, bench: Bench) -> None:
+        """During its cooldown, at its gate, and after."""
+        bench.run(bench.call(), OF_THE_GROUP)
+        for _ in range(2):
+            assert isinstance(error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), KeyReused)
+            bench.clock.sleep(61.0)
+        assert len(bench.ran) == 1
+
+    def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(self, bench: Bench) -> None:
+        """Somebody corrects the input; the first call's copy is answered with the new result, never run."""
+        call = bench.call(after_cooldown="stop")
+        bench.run(call, OF_THE_KEY)
+        assert isinstance(error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), CoolingDown)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS)) == Answer(1)
+        assert isinstance(error(bench.run(bench.redelivered(call))), KeyReused)
+        assert len(bench.ran) == 2
+
+
+class TestRerun:
+    """Each call is work of its own; the key is a mutex, and cools for all."""
+
+    def test_a_cooldown_of_one_call_keeps_the_others_out_and_each_runs_once(self, bench: Bench) -> None:
+        """In whatever order they come back."""
+        first, second = bench.call(on_done="rerun"), bench.call(on_done="rerun", call_id=THEIRS)
+        bench.run(first, OF_THE_KEY)
+        assert isinstance(error(bench.run(second)), CoolingDown)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.again(second)) == Answer(1)
+        assert bench.run(bench.again(first)) == Answer(1)
+        for call in (first, second):
+            assert bench.run(bench.again(call)) == Answer(1)
+        assert len(bench.ran) == 3
+
+    def test_a_copy_of_the_call_that_cools_does_not_run_twice(self, bench: Bench) -> None:
+        """The redelivered one meets the one that came back."""
+        call = bench.call(on_done="rerun")
+        bench.run(call, OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        met: list[Reply] = []
+        bench.run(bench.again(call), during=lambda _: met.append(bench.run(bench.redelivered(call))))
+        assert isinstance(met[0], Again)
+        assert bench.run(bench.redelivered(call)) == Answer(1)
+        assert len(bench.ran) == 2
+
+
+class TestOneGateForManyKeys:
+    """Failures of several keys at once."""
+
+    def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(self, bench: Bench) -> None:
+        """Each waits as long as the gate; when it is over one probes, and the other comes right after."""
+        first, second = bench.call(), bench.call(key=OTHER_KEY, call_id=THEIRS)
+        bench.run(first, OF_THE_GROUP, during=lambda _: bench.run(second, OF_THE_GROUP))
+        assert bench.gate is not None
+        assert bench.gate.trips == 1
+        bench.clock.sleep(60.0)
+        met: list[Reply] = []
+        bench.run(bench.again(first), during=lambda _: met.append(bench.run(bench.again(second))))
+        assert isinstance(met[0], Again)
+        assert met[0].delay <= 1.1
+        assert bench.run(bench.again(second)) == Answer(1)
+        assert len(bench.seen.of(GateOpened)) == 1
+
+    def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(self, bench: Bench) -> None:
+        """It fails while another probes: no trip, and the probe's success is the weaker witness."""
+        slow, probe = bench.call(key=OTHER_KEY, call_id=THEIRS), bench.call()
+
+        def meanwhile(_: Any) -> None:
+            bench.half_open()
+            bench.run(probe, during=late_failure)
+
+        def late_failure(_: Any) -> None:
+            bench.stores.close_gate(GROUP, RATE_LIMITED, slow.token)
+
+        bench.run(slow, during=meanwhile)
+        assert bench.gate is not None
+        assert (bench.gate.trips, bench.gate.probe, bench.gate.closed_for) == (1, None, 60.0)
+        assert bench.seen.of(GateOpened) == []
+
+
+def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> None:
+    """Snoozes, losses and shutdowns between them give no new ones."""
+    call = bench.call(max_retries=2)
+    for ending in (SOON, Snoozed(Snooze(5), 5.0), SOON, Lost("taken"), Interrupted(SystemExit()), SOON):
+        bench.run(bench.again(call), ending)
+        bench.clock.sleep(10.0)
+    assert (bench.state, bench.row.failures, bench.row.attempt, bench.row.crashes) == (State.COOLING, 1, 3, 0)

@@ -1,0 +1,109 @@
+"""A process that dies between two steps of a failing call, and the copy of the message the broker delivers then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.endings import Raised
+from celery_leases.core.errors import PermanentFailure
+from celery_leases.core.replies import Again, Answer, Throw
+from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.core.verdicts import Call
+from tests.unit.bench import Bench, error
+from tests.unit.situations import KEY, THEIRS, raised
+
+OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
+OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+SOON = raised(retry("2s", jitter=0.0))
+FOR_GOOD = raised(permanent())
+OTHER_ARGUMENTS = replace(KEY, fingerprint="v1:other", digests={"month": "m2"})
+OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after this step happens."""
+
+
+@pytest.fixture(params=[False, True], ids=["leases apart", "rows are leases"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """Both families of lease stores."""
+    return Bench(request.param)
+
+
+def killed(bench: Bench, call: Call, before: str, ending: Raised) -> None:
+    """The process that runs *call* dies just before a step; its lease ends by itself."""
+
+    def kill() -> None:
+        raise Killed
+
+    bench.journal.before(before, kill)
+    with pytest.raises(Killed):
+        bench.run(call, ending)
+    bench.clock.sleep(call.options.ttl)
+
+
+class TestAKill:
+    """At each step of a failing call; the broker delivers its message once more, as it was."""
+
+    def test_after_the_gate_was_closed(self, bench: Bench) -> None:
+        """The redelivered call waits for the gate instead of being refused: it may be the last copy."""
+        call = bench.call(on_cooldown="fail")
+        killed(bench, call, "settle", OF_THE_GROUP)
+        reply = bench.run(bench.redelivered(call))
+        assert isinstance(reply, Again)
+        assert reply.started
+        assert 45.0 <= reply.delay <= 48.0
+        bench.clock.sleep(reply.delay)
+        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.row.attempt == 2
+
+    def test_after_the_failure_was_settled(self, bench: Bench) -> None:
+        """Nobody has published the copy that comes back; the row tells the redelivered one to wait."""
+        call = bench.call(on_cooldown="fail")
+        killed(bench, call, "cool", OF_THE_KEY)
+        reply = bench.run(bench.redelivered(call))
+        assert isinstance(reply, Again)
+        assert reply.started
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.redelivered(call)) == Answer(1)
+        assert (bench.row.attempt, bench.row.crashes) == (2, 0)
+
+    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(self, bench: Bench) -> None:
+        """Its own wait has ended, but it stands in the row: at the gate it is not another call."""
+        call = bench.call(on_cooldown="fail")
+        killed(bench, call, "cool", OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        bench.shut()
+        reply = bench.run(bench.redelivered(call))
+        assert isinstance(reply, Again)
+        assert reply.started
+
+    @pytest.mark.parametrize("on_done", ["replay", "rerun"])
+    def test_before_the_caller_was_told_of_a_permanent_failure(self, bench: Bench, on_done: Any) -> None:
+        """The redelivered call tells it; dropped, a chord would wait for ever."""
+        call = bench.call(on_done=on_done, canvas=True)
+        bench.run(call, FOR_GOOD)  # and Celery never got to store it
+        reply = bench.run(bench.redelivered(call))
+        assert isinstance(error(reply), PermanentFailure)
+        assert len(bench.ran) == 1
+
+    @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP])
+    def test_before_the_caller_was_told_that_it_stopped(self, bench: Bench, ending: Raised) -> None:
+        """It is told by the copy, which does not run, neither now nor when the time is over."""
+        call = bench.call(after_cooldown="stop")
+        bench.run(call, ending)
+        for _ in range(2):
+            reply = bench.run(bench.redelivered(call))
+            assert isinstance(reply, Throw)
+            assert (str(reply.error), reply.own) == ("boom", True)
+            bench.clock.sleep(120.0)
+        assert len(bench.ran) == 1
+
+    def test_a_message_that_was_lost_does_not_block_its_key(self, bench: Bench) -> None:
+        """The row waits for a call that never comes; any other with the same arguments runs after its time."""
+        bench.run(bench.call(), OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)

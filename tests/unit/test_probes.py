@@ -1,0 +1,304 @@
+"""The probe of a half-open gate: who gets its slot, what its end means for the gate, and that the slot comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Returned, Snoozed, Terminated
+from celery_leases.core.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
+from celery_leases.core.events import GateOpened
+from celery_leases.core.records import Ended, Record, State
+from celery_leases.core.replies import Again, Answer, Throw
+from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.core.verdicts import Call
+from tests.unit.bench import DONE, RATE_LIMITED, Bench
+from tests.unit.situations import GROUP, KEY, THEIRS, a_record, probed, raised, waiting
+
+OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
+OF_THE_GROUP = raised(cooldown("30s", scope="group"), reason=Reason.RATE_LIMITED)
+
+
+@pytest.fixture(params=[False, True], ids=["leases apart", "rows are leases"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """A worker whose group's gate is half-open."""
+    bench = Bench(request.param)
+    bench.half_open()
+    return bench
+
+
+def free(bench: Bench) -> bool:
+    """Whether the gate is half-open, and the next one may probe."""
+    return bench.gate is not None and bench.gate.half_open and bench.gate.probe is None
+
+
+class TestWhoProbes:
+    """One at a time."""
+
+    def test_the_first_body_is_the_probe_and_others_wait_for_it(self, bench: Bench) -> None:
+        """Of whatever key."""
+        replies = []
+
+        def meanwhile(_: Any) -> None:
+            replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS)))
+            replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS, canvas=True)))
+
+        assert bench.run(bench.call(), during=meanwhile) == Answer(1)
+        told, back = replies
+        assert isinstance(told, Throw)
+        assert isinstance(told.error, CoolingDown)
+        assert isinstance(back, Again)
+        assert back.delay < told.error.retry_after == 15.0
+        assert len(bench.ran) == 1
+
+    def test_a_probe_that_was_killed_gives_way_when_its_slot_ends(self, bench: Bench) -> None:
+        """Its slot lasts as long as its lease, and nobody renews either."""
+        dead = bench.call(key=OTHER_KEY)
+        bench.stores.known[GROUP] = replace(probed(15.0), probe=dead.token)
+        bench.stores.noted[GROUP] = bench.clock.now()
+        assert isinstance(bench.run(bench.call()), Throw)
+        bench.clock.sleep(15.0)
+        assert bench.run(bench.call()) == Answer(1)
+        assert bench.gate is None
+
+    def test_after_a_probe_without_a_finding_the_next_one_probes(self, bench: Bench) -> None:
+        """The gate is never left without somebody who may try."""
+        bench.run(bench.call(), raised(retry("1s")))
+        assert bench.run(bench.call(key=OTHER_KEY)) == Answer(1)
+        assert bench.gate is None
+
+
+class TestWhatItsEndMeans:
+    """Success, or a failure of something else, opens; the group's closes; anything else is no finding."""
+
+    def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(self, bench: Bench) -> None:
+        """Whoever comes next starts, and the next closing is the first again."""
+        assert bench.run(bench.call()) == Answer(1)
+        assert bench.gate is None
+        assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
+        assert bench.steps("open_gate", "give_back_probe") == ["open_gate"]
+        assert bench.run(bench.call(key=OTHER_KEY)) == Answer(1)
+        assert len(bench.seen.of(GateOpened)) == 1
+        bench.run(bench.call(key=replace(OTHER_KEY, stored="t:billing.send|third")), OF_THE_GROUP)
+        assert bench.gate is not None
+        assert bench.gate.trips == 1
+
+    @pytest.mark.parametrize(
+        "ending", [raised(permanent()), raised(cooldown("60s", jitter=0.0))], ids=["permanent", "key"]
+    )
+    def test_a_failure_that_is_clearly_anothers_opens_it_too(self, bench: Bench, ending: Ending) -> None:
+        """The dependency has answered."""
+        bench.run(bench.call(), ending)
+        assert bench.gate is None
+        assert len(bench.seen.of(GateOpened)) == 1
+        assert bench.state in (State.FAILED, State.COOLING)
+
+    def test_a_failure_of_the_group_closes_it_for_longer(self, bench: Bench) -> None:
+        """The next trip; and the slot is free when its time is over."""
+        bench.run(bench.call(), OF_THE_GROUP)
+        assert bench.gate is not None
+        assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (2, 60.0, None)
+        assert (bench.state, bench.row.waits) == (State.COOLING, 60.0)
+        assert bench.seen.of(GateOpened) == []
+        bench.clock.sleep(60.0)
+        assert free(bench)
+
+    @pytest.mark.parametrize(
+        "ending",
+        [
+            raised(retry("1s")),
+            raised(cooldown("60s", ambiguous=True)),
+            raised(retry("1s", ambiguous=True)),
+            Snoozed(Snooze(60), 60.0),
+            Lost("the body said so"),
+            Interrupted(SystemExit()),
+            Terminated(SystemExit(), "hard time limit"),
+            Passed(Exception(), again=True, delay=9.0),
+            Passed(Exception(), again=False, ended=Ended.IGNORED),
+            Passed(Exception(), again=False, ended=Ended.REJECTED),
+            Passed(Exception(), again=False, ended=Ended.REPLACED),
+        ],
+        ids=lambda ending: type(ending).__name__,
+    )
+    def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(self, bench: Bench, ending: Ending) -> None:
+        """A body that gave up before it had asked the dependency has found nothing out."""
+        bench.run(bench.call(), ending)
+        assert free(bench)
+        assert bench.seen.of(GateOpened) == []
+        assert not bench.held
+
+    def test_an_outcome_that_is_not_accepted_is_no_finding(self, bench: Bench) -> None:
+        """Somebody has taken the key away meanwhile; the slot is given back all the same."""
+        bench.run(bench.call(), DONE, during=lambda _: bench.records.reset(KEY.stored))
+        assert free(bench)
+
+    def test_a_lost_lease_leaves_slot_and_gate_alone(self, bench: Bench) -> None:
+        """The slot ends by itself, like the lease."""
+
+        def lose(tenure: Any) -> None:
+            tenure.lost = "taken"
+
+        bench.run(bench.call(), DONE, during=lose)
+        assert bench.gate is not None
+        assert bench.gate.probe is not None
+        bench.clock.sleep(15.0)
+        assert free(bench)
+
+    def test_a_probe_whose_slot_has_ended_opens_nothing(self, bench: Bench) -> None:
+        """Another may be probing by then."""
+
+        def too_long(tenure: Any) -> None:
+            bench.clock.sleep(15.0)
+            tenure.hard += 15.0
+
+        bench.run(bench.call(), DONE, during=too_long)
+        assert bench.gate is not None
+        assert bench.seen.of(GateOpened) == []
+
+
+class TestAGateClosedOverItsProbe:
+    """A body that began long ago fails of the group while the probe is under way."""
+
+    @pytest.mark.parametrize("ending", [Returned(1, "1"), raised(permanent()), raised(retry("1s"))])
+    def test_its_end_opens_nothing_and_gives_the_slot_back(self, bench: Bench, ending: Ending) -> None:
+        """The later failure is the better witness; the next probe may come as soon as the gate lets it."""
+        short = replace(RATE_LIMITED, told=2.0)
+        bench.run(bench.call(), ending, during=lambda _: bench.shut(short))
+        assert bench.gate is not None
+        assert (bench.gate.closed_for, bench.gate.trips, bench.gate.probe) == (2.0, 1, None)
+        assert bench.seen.of(GateOpened) == []
+        bench.clock.sleep(2.0)
+        assert free(bench)
+
+    @pytest.mark.parametrize("late", [2.0, 600.0])
+    def test_its_own_failure_is_no_second_trip(self, bench: Bench, late: float) -> None:
+        """One for each closing; and the longer of the two waits counts, for the key as well."""
+        bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.shut(replace(RATE_LIMITED, told=late)))
+        assert bench.gate is not None
+        assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (1, max(30.0, late), None)
+        assert bench.row.waits == max(30.0, late)
+
+
+def is_running(bench: Bench, crashes: int) -> None:
+    """A row that a dead process left behind, for the so-many-th time."""
+    before = bench.records.now - 60_000_000
+    bench.records.rows[KEY.stored] = a_record(State.RUNNING, crashes=crashes - 1, lease_store="fake", started_at=before)
+
+
+def stores_row(bench: Bench, record: Record) -> None:
+    """A row that the records hold, whose times are those of the bench."""
+    waits = None if record.retry_at is None else bench.records.now + round(record.waits * 1e6)
+    bench.records.rows[KEY.stored] = replace(record, retry_at=waits, expires_at=None)
+
+
+def late_by(step: str) -> Callable[[Bench], None]:
+    """The answer to a step takes longer than the lease lasts; where rows are leases, both are one step."""
+    return lambda bench: bench.journal.before("acquire" if bench.in_records else step, lambda: bench.clock.sleep(14.0))
+
+
+def mismatched(bench: Bench) -> None:
+    """Two lease stores over one database."""
+
+    def refuse() -> None:
+        raise LeaseStoreMismatch("two stores", KEY.key, "a", "b")
+
+    bench.journal.before("acquire" if bench.in_records else "claim", refuse)
+
+
+def never_answers(bench: Bench) -> None:
+    """The claim may or may not have been carried out, and the worker is stopping."""
+    bench.hurried = True
+    bench.journal.away("acquire" if bench.in_records else "claim", done=True)
+
+
+def cannot_close(crashes: int) -> Callable[[Bench], None]:
+    """The attempt must not run, and the database is gone before its row is closed."""
+
+    def prepare(bench: Bench) -> None:
+        is_running(bench, crashes)
+        bench.journal.away("settle")
+
+    return prepare
+
+
+SITUATIONS: dict[str, Callable[[Bench], None]] = {
+    "refused: cooling, and the lease store forgot": lambda bench: stores_row(bench, waiting(State.COOLING, 60)),
+    "refused: a countdown": lambda bench: stores_row(bench, waiting(State.PENDING, 60)),
+    "refused: other arguments": lambda bench: stores_row(bench, waiting(State.PENDING, 0, fingerprint="v1:other")),
+    "refused: failed for good": lambda bench: stores_row(bench, waiting(State.FAILED, 0)),
+    "replayed": lambda bench: stores_row(bench, waiting(State.DONE, 0, result="7")),
+    "granted too late": late_by("acquire"),
+    "claimed too late": late_by("claim"),
+    "stands back": lambda bench: is_running(bench, 2),
+    "gives up": lambda bench: is_running(bench, 3),
+    "two lease stores": mismatched,
+    "the claim is not answered": never_answers,
+    "stands back, and cannot say so": cannot_close(2),
+    "gives up, and cannot say so": cannot_close(3),
+}
+
+
+class TestItsSlotComesBack:
+    """From every path that does not run the body."""
+
+    @pytest.mark.parametrize("prepare", SITUATIONS.values(), ids=SITUATIONS)
+    def test_where_the_body_does_not_run(self, bench: Bench, prepare: Callable[[Bench], None]) -> None:
+        """The gate is half-open for the next one, whatever kept this one from running."""
+        prepare(bench)
+        bench.run(bench.call())
+        assert bench.ran == []
+        assert free(bench)
+
+    def test_where_the_key_is_held_it_is_not_even_taken(self, bench: Bench) -> None:
+        """A call that waits for another must not keep the dependency from being tried."""
+        holder = bench.call(call_id=THEIRS)
+        assert bench.run(holder, during=lambda _: bench.run(bench.call())) == Answer(1)
+        assert bench.ran == [holder.token]
+        assert bench.gate is None, "the holder was the probe, and nobody else touched its slot"
+
+    def test_where_the_answer_to_acquire_was_lost(self) -> None:
+        """The slot may have come with a lease nobody knows of."""
+        bench = Bench()
+        bench.half_open()
+        bench.journal.away("acquire", times=1, done=True)
+        assert isinstance(bench.run(bench.call()), Again)
+        assert free(bench)
+        assert not bench.held
+
+    def test_a_call_that_waits_in_its_process_does_not_keep_it(self, bench: Bench) -> None:
+        """``lease_on_held="wait"``, for a row that is held although the lease is free."""
+        until = bench.records.now + 3_000_000
+        bench.records.rows[KEY.stored] = a_record(State.RUNNING, lease_store="fake", lease_until=until)
+        taken: list[bool] = []
+        call = bench.call(on_held="wait", wait=1.0)
+        bench.journal.before("release", lambda: taken.append(free(bench)))
+        assert isinstance(bench.run(call), Again)
+        assert free(bench)
+        assert all(taken)
+
+    def test_while_the_store_of_gates_is_away_it_ends_by_itself(self, bench: Bench) -> None:
+        """Nothing of that reaches the caller."""
+        bench.journal.away("give_back_probe", "open_gate")
+        assert bench.run(bench.call()) == Answer(1)
+        assert not bench.held
+        bench.clock.sleep(15.0)
+        assert free(bench)
+
+    def test_a_gate_that_could_not_be_opened_is_given_to_the_next_probe(self, bench: Bench) -> None:
+        """The slot is not kept for it."""
+        bench.journal.away("open_gate", times=1)
+        assert bench.run(bench.call()) == Answer(1)
+        assert free(bench)
+        assert bench.seen.of(GateOpened) == []
+
+
+def test_a_call_that_gave_up_at_the_gate_is_told_why(bench: Bench) -> None:
+    """The crash loop, not the gate."""
+    is_running(bench, 3)
+    call: Call = bench.call()
+    reply = bench.run(call)
+    assert isinstance(reply, Throw)
+    assert isinstance(reply.error, PermanentFailure)
