@@ -45,7 +45,7 @@ raised, and the rules say: retry             ``pending`` for the delay, a quick 
 raised, and the rules say: cooldown          ``cooling`` for the delay, a failure unless it is its group's;
                                              ``lease_after_cooldown``: put back, or the exception
 raised once too often                        a retry above ``lease_max_retries`` becomes a cooldown,
-                                             a failure above ``lease_max_failures`` ``failed``
+                                             failure number ``lease_max_failures`` is ``failed``
 ``Snooze``                                   ``pending`` for the delay, attempt given back; put back
 lost its lease                               ``pending``, attempt given back; put back
 was interrupted by a shutdown or revoke      ``pending``, attempt given back; the interruption goes on
