@@ -2,9 +2,13 @@
 
 from celery_leases.client import LeaseClient
 from celery_leases.core.errors import (
+    AlreadyCompleted,
     AlreadyDone,
+    CompletionNotCommitted,
     Cooldown,
     CoolingDown,
+    EffectMisused,
+    GuardOpen,
     KeyReused,
     KeyUnusable,
     LeaseConfigurationError,
@@ -19,21 +23,31 @@ from celery_leases.core.errors import (
     SchemaOutdated,
     Snooze,
     StoreUnavailable,
+    Uncertain,
     UnknownKey,
+    WrongDatabase,
 )
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import cooldown, permanent, retry
-from celery_leases.core.status import GroupStatus, LeaseStatus
+from celery_leases.core.status import EffectStatus, GroupStatus, LeaseStatus
+from celery_leases.effects import EffectReply
 from celery_leases.handle import current_lease
+from celery_leases.outgoing import relay, rescue
 from celery_leases.task import LeasedMixin, LeasedTask
 
 __all__ = [
+    "AlreadyCompleted",
     "AlreadyDone",
+    "CompletionNotCommitted",
     "Cooldown",
     "CooldownPolicy",
     "CoolingDown",
+    "EffectMisused",
+    "EffectReply",
+    "EffectStatus",
     "GroupStatus",
+    "GuardOpen",
     "KeyReused",
     "KeyUnusable",
     "LeaseClient",
@@ -53,9 +67,13 @@ __all__ = [
     "SchemaOutdated",
     "Snooze",
     "StoreUnavailable",
+    "Uncertain",
     "UnknownKey",
+    "WrongDatabase",
     "cooldown",
     "current_lease",
     "permanent",
+    "relay",
+    "rescue",
     "retry",
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,17 +15,27 @@ from weakref import WeakKeyDictionary
 from celery import Celery, signals
 
 from celery_leases.client import LeaseClient
+from celery_leases.core.endings import Returned
 from celery_leases.core.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.core.options import ADVISED_TTL
-from celery_leases.core.ports import Clock, MarkStore
+from celery_leases.core.outcomes import after_run
+from celery_leases.core.ports import Clock, EffectStore, MarkStore
+from celery_leases.core.records import Outcome, Record
+from celery_leases.core.results import encode
+from celery_leases.core.verdicts import Call
+from celery_leases.effects import Effects
 from celery_leases.execution import Execution
 from celery_leases.interruption import shield_here
 from celery_leases.putback import Copies
-from celery_leases.renewal import Renewer
+from celery_leases.renewal import Renewer, Tenure
 from celery_leases.signals import Announcer, logger
+from celery_leases.steps import Steps
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.transactions import JoinedTransaction
 from celery_leases.wiring import DEFAULT_DATABASE, IN_MEMORY, Parts, Settings, build, read_settings
+
+Closed = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -49,6 +61,11 @@ class AppParts:
         return self.parts.records
 
     @property
+    def effects(self) -> EffectStore:
+        """Effects and progress of its attempts."""
+        return self.parts.effects
+
+    @property
     def marks(self) -> MarkStore:
         """Its waiter and callback marks."""
         return self.parts.marks
@@ -67,6 +84,29 @@ class AppParts:
     def client(self) -> LeaseClient:
         """A client on the same stores."""
         return LeaseClient.on(self.parts.leases, self.parts.records)
+
+    def steps(self, call: Call, tenure: Tenure, record: Record, closed: Closed) -> Steps:
+        """What the body of one attempt may do beside returning; *closed* keeps signals away from a step."""
+        options = call.options
+        effects = Effects(
+            tenure=tenure,
+            record=record,
+            store=self.effects,
+            clock=self.clock,
+            judge=lambda error: options.rules.judge(error, time.time()),
+            closed=closed,
+            prefix=self.settings.prefix,
+            patience=options.settle_timeout,
+            result_max=options.result_max,
+        )
+
+        def completed(result: Any) -> Outcome:
+            return after_run(call, record, Returned(result, *encode(result, options.result_max)))
+
+        def joined(given: Any) -> JoinedTransaction:
+            return JoinedTransaction(given, self.records)
+
+        return Steps(self.renewer, self.effects, effects, closed, joined, completed)
 
 
 _parts: WeakKeyDictionary[Celery, dict[bool, AppParts]] = WeakKeyDictionary()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, Literal
 
-from celery_leases.core.durations import Duration
+from celery_leases.core.durations import Duration, seconds
+from celery_leases.core.effects import Effect
 from celery_leases.core.errors import AlreadyDone, LeaseIsLive, StoreUnavailable, UnknownKey
 from celery_leases.core.gates import Closing
 from celery_leases.core.keys import stored_key
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.records import Record, State
 from celery_leases.core.redaction import redact
+from celery_leases.core.results import encode
 from celery_leases.core.rulings import Reason
 from celery_leases.core.status import ABANDONED, GroupStatus, LeaseStatus, status_of, status_of_group
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
 from celery_leases.wiring import AnyStore, lease_store, open_records, read_settings
 
 LOOK_THROUGH = 10_000
 OPERATOR = "operator"
+LARGEST = 2**62
 
 
 class LeaseClient:
@@ -31,6 +36,7 @@ class LeaseClient:
         settings = read_settings({f"leases_{name}": value for name, value in conf.items() if value is not None}, None)
         self._records = open_records(settings)
         self._leases: AnyStore = lease_store(settings, self._records)
+        self._effects = SqlEffectStore(self._records.database, self._records.tables)
         self._checked = False
 
     @classmethod
@@ -38,6 +44,7 @@ class LeaseClient:
         """A client on stores that are open already."""
         client = cls.__new__(cls)
         client._leases, client._records, client._checked = leases, records, False  # noqa: SLF001 - its own constructor
+        client._effects = SqlEffectStore(records.database, records.tables)  # noqa: SLF001
         return client
 
     def status(
@@ -52,7 +59,9 @@ class LeaseClient:
         self._ready()
         stored = self._stored(key, task, scope)
         record = self._records.read(stored)
-        return self._status(key, task, stored, record if record is None or not record.expired else None, group)
+        record = record if record is None or not record.expired else None
+        effects = self._effects.of_key(record) if record is not None else ()
+        return self._status(key, task, stored, record, group, effects)
 
     def list(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[LeaseStatus]:
         """The keys with a record, the latest started first. ``abandoned`` may be asked for like any other state."""
@@ -99,6 +108,48 @@ class LeaseClient:
             self._refuse_live(key, task)
         return self._take(key, task, keep=False)
 
+    def resolve(
+        self,
+        key: str,
+        outcome: Literal["done", "retry"],
+        *,
+        result: Any = None,
+        task: str | None = None,
+        force: bool = False,
+        retention: Duration = 7 * 86_400,
+    ) -> LeaseStatus:
+        """Say of a key what an operator has found out, above all of an ``uncertain`` one.
+
+        ``"done"``: the work is done; later callers get *result* (JSON) for *retention*. ``"retry"``: the effects in
+        doubt have not happened; it may run again, and nothing is queued by this. Raises
+        :class:`~celery_leases.LeaseIsLive` while somebody runs it, unless *force*,
+        :class:`~celery_leases.AlreadyDone`, :class:`~celery_leases.UnknownKey`, and ValueError for a result that is no
+        JSON.
+        """
+        if outcome not in ("done", "retry"):
+            raise ValueError(f"resolve({outcome!r}): write 'done' or 'retry'")
+        text, missing = encode(result, LARGEST) if result is not None else (None, None)
+        if missing is not None:
+            raise ValueError(f"resolve(result={result!r}): {missing}")
+        if not force:
+            self._refuse_live(key, task)
+        self._ready()
+        stored = self._stored(key, task)
+        record = self._records.read(stored)
+        if outcome == "retry":
+            if record is not None and (record.state is not State.DONE or record.expired):
+                self._effects.forget_sent(stored)
+            return self._take(key, task, keep=True, forgive=True)
+        if record is None:
+            raise UnknownKey(f"there is no record for {key}", key)
+        if not self._records.resolve(stored, text, seconds(retention, "resolve: retention")):
+            raise AlreadyDone(f"{key} is done already", key, record.call_id)
+        self._leases.end_cooldown(stored)
+        holder = self._leases.holder(stored)
+        if holder is not None:
+            self._leases.release(stored, holder.token)
+        return self.status(stored)
+
     # -- cooldown groups -----------------------------------------------------------------------------------
 
     def groups(self) -> Sequence[GroupStatus]:
@@ -132,7 +183,13 @@ class LeaseClient:
             self._checked = True
 
     def _status(
-        self, key: str, task: str | None, stored: str, record: Record | None, group: str | None = None
+        self,
+        key: str,
+        task: str | None,
+        stored: str,
+        record: Record | None,
+        group: str | None = None,
+        effects: Sequence[Effect] = (),
     ) -> LeaseStatus:
         if record is not None and record.failure is not None and record.failure.group is not None:
             group = record.failure.group
@@ -143,7 +200,8 @@ class LeaseClient:
             gate = self._leases.gate(group) if group is not None and waiting and holder is None else None
         except StoreUnavailable as error:
             trouble = f"the lease store does not answer: {error}"
-        return status_of(key, task, record, holder, gate=gate, trouble=trouble, today=time.time())
+        today = time.time()
+        return status_of(key, task, record, holder, gate=gate, effects=effects, trouble=trouble, today=today)
 
     def _take(self, key: str, task: str | None, *, keep: bool, forgive: bool = False) -> LeaseStatus:
         self._ready()

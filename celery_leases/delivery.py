@@ -97,6 +97,7 @@ class Delivery:
             time_limit=limits[0] or self.task.time_limit,
             group=call_group(self.task.name, self.options, self.task.lease_signature, self.args, self.kwargs),
             comes_back=not request.is_eager,
+            message=self._kept_message(),
         )
 
     def _key(self) -> CallKey:
@@ -112,6 +113,11 @@ class Delivery:
             assert made is not None
             return made
         return CallKey(pin["key"], stored_key(task.name, pin["key"], self.options.scope), pin.get("fingerprint"))
+
+    def _kept_message(self) -> str | None:
+        if not self.options.store_arguments or self.request.is_eager:
+            return None
+        return self.parts.copies.message_of(self.task, self.pin)
 
     def _pin(self, call: Call, **news: Any) -> None:
         """Write the pin into this request's own copy of the headers, which retries and copies carry on."""
@@ -145,7 +151,7 @@ class Delivery:
     def _body(self, call: Call) -> Any:
         def body(tenure: Tenure, record: Record) -> Ending:
             self._pin(call, started=True, tries=0, away=0, prior=[])
-            lease = Lease(tenure, record, self.parts.renewer, self.shield.closed)
+            lease = Lease(tenure, record, self.parts.steps(call, tenure, record, self.shield.closed))
             began = time.monotonic()
             try:
                 try:

@@ -120,6 +120,7 @@ class Entry:
         options = call.options
         tenure = Tenure(bid, sent, self.clock, renew=options.renew, max_hold=options.max_hold)
         tenure.probe = bid.group if answer.probe else None
+        tenure.row_is_lease = self.leases.in_records
         try:
             if not tenure.held:
                 raise StoreUnavailable(f"{self.leases.name}: the lease was granted too late to be of use", True)
@@ -186,6 +187,8 @@ class Entry:
             try:
                 return self._claim_once(tenure)
             except StoreUnavailable as error:
+                if error.executed is False:
+                    raise  # nothing is open: its row may be locked by a transaction of its holder's
                 pause = outcomes.settle_pause(tries)
                 tries += 1
                 if self.hurried() or not tenure.remaining() > pause:
@@ -242,6 +245,7 @@ class Entry:
             retries=call.retries,
             repeat=call.repeat,
             group=call.group,
+            message=call.message,
         )
 
     def decide(self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None) -> Verdict:

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from celery_leases.core import events, outcomes
 from celery_leases.core.durations import in_words
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
-from celery_leases.core.errors import Cooldown, CoolingDown, LeaseStoreMismatch, RetryLater, StoreUnavailable
+from celery_leases.core.errors import (
+    CompletionNotCommitted,
+    Cooldown,
+    CoolingDown,
+    LeaseStoreMismatch,
+    RetryLater,
+    StoreUnavailable,
+)
 from celery_leases.core.failures import AfterFailure, CoolDown, after_failure, says_nothing_of_the_group
 from celery_leases.core.records import Ended, Outcome, Record, State
 from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
-from celery_leases.core.results import decode
+from celery_leases.core.results import decode, failure_of
 from celery_leases.core.verdicts import Call, Drop, GiveUp, PutBack, Refuse, Replay, Run, StandBack, Verdict, Wait
 from celery_leases.core.waiting import RETRY_GRACE
 from celery_leases.entry import SHORT_PAUSE, Away, Entry, Tenancy
 from celery_leases.renewal import Renewer, Tenure
 
+T = TypeVar("T")
 Body = Callable[[Tenure, Record], Ending]
 
 
@@ -50,19 +58,54 @@ class Execution:
         began = self.entry.clock.now()
         ending = body(tenure, record)
         runtime = self.entry.clock.now() - began
+        tenure.work.end()
+        if tenure.work.progressed:
+            record = replace(record, crashes=0)
+        if tenure.work.completing:
+            seen = self._patiently(call, ending, taken, lambda: self.entry.records.read(record.stored_key))
+            if seen is None:
+                self.renewer.drop(tenure)
+                return self._unwritten(ending, record, away)
+            if seen[0] is not None and _is_done_by(seen[0], record):
+                return self._completed(call, tenure, seen[0], ending, runtime)
+            ending = self._not_committed(call, record, ending)
         verdict = self._failed(call, record, ending)
-        outcome = outcomes.after_run(call, record, ending, verdict)
-        written = self._settle(call, record, outcome, ending, taken)
+        outcome = replace(outcomes.after_run(call, record, ending, verdict), progress=tenure.work.unsaved)
+        settled = self._patiently(call, ending, taken, lambda: self.entry.records.settle(record, outcome))
         self.renewer.drop(tenure)
-        if written is None:
-            reason = "the outcome could not be written"
-            delay = outcomes.store_pause(away, self.entry.chance())
-            return _passing(ending) or Again(delay, reason, started=True, prior=record.owner, away=True)
+        if settled is None:
+            return self._unwritten(ending, record, away)
+        (written,) = settled
         self._let_go(call, tenure, outcome if written else None, verdict)
         if not written:
             return _passing(ending) or self._stale(call, record)
         self.entry.report(call, outcome, runtime)
         return self._ended(call, ending, outcome)
+
+    def _unwritten(self, ending: Ending, record: Record, away: int) -> Reply:
+        delay = outcomes.store_pause(away, self.entry.chance())
+        reason = "the outcome could not be written"
+        return _passing(ending) or Again(delay, reason, started=True, prior=record.owner, away=True)
+
+    def _completed(self, call: Call, tenure: Tenure, done: Record, ending: Ending, runtime: float) -> Reply:
+        """The done record was committed by the body itself: it has succeeded, whatever it did afterwards."""
+        self.renewer.drop(tenure)
+        outcome = outcomes.after_run(call, done, Returned(None, done.result, done.reason))
+        self._let_go(call, tenure, outcome, None)
+        if not isinstance(ending, Returned):
+            self.entry.observer.observe(events.CompletionStands(**call.subject, fence=done.fence, error=_said(ending)))
+        self.entry.report(call, outcome, runtime)
+        if isinstance(ending, Interrupted | Terminated):
+            return Throw(ending.error)
+        return Answer(decode(done.result))
+
+    def _not_committed(self, call: Call, record: Record, ending: Ending) -> Ending:
+        """How an attempt has ended whose ``complete()`` was never committed: as it did, but not in success."""
+        if not isinstance(ending, Returned):
+            return ending
+        message = f"{record.key}: the body returned after complete(), but its transaction was not committed"
+        error = CompletionNotCommitted(message, record.key)
+        return Raised(error, failure_of(error), call.options.rules.judge(error, self.entry.today()))
 
     def _failed(self, call: Call, record: Record, ending: Ending) -> AfterFailure | None:
         """What a failure means; one of the group has closed its gate then, which knows best for how long."""
@@ -108,14 +151,14 @@ class Execution:
                 return
         entry.give_back(tenure)
 
-    def _settle(self, call: Call, record: Record, outcome: Outcome, ending: Ending, taken: float) -> bool | None:
-        """Write the outcome; ``None`` when the database did not answer for as long as is allowed."""
+    def _patiently(self, call: Call, ending: Ending, taken: float, step: Callable[[], T]) -> tuple[T] | None:
+        """Take a step in the database; ``None`` when it did not answer for as long as is allowed."""
         until = outcomes.settle_until(call, self.entry.clock.now(), taken)
         patient = isinstance(ending, Returned | Raised | Snoozed | Passed)
         tries = 0
         while True:
             try:
-                return self.entry.records.settle(record, outcome)
+                return (step(),)
             except StoreUnavailable:
                 pause = outcomes.settle_pause(tries)
                 tries += 1
@@ -203,3 +246,19 @@ def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:
     if verdict is None:
         return outcome.ended is Ended.RETURNED
     return verdict.failure.group is None and not says_nothing_of_the_group(verdict)
+
+
+def _is_done_by(now: Record, ours: Record) -> bool:
+    return (now.state, now.fence, now.owner) == (State.DONE, ours.fence, ours.owner)
+
+
+def _said(ending: Ending) -> str:
+    match ending:
+        case Raised(_, failure):
+            return f"{failure.type}: {failure.message}"
+        case Lost(reason):
+            return f"the lease was lost: {reason}"
+        case Returned():
+            return ""
+        case _:
+            return type(ending.error).__name__

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
+from celery_leases.core import progress as saved
+from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
+from celery_leases.core.errors import AlreadyCompleted, GuardOpen, LeaseLost
 from celery_leases.core.records import Attempt, Record
-from celery_leases.renewal import Renewer, Tenure
+from celery_leases.core.results import decode
+from celery_leases.effects import MOVED_ON, EffectReply, calls_of
+from celery_leases.renewal import Tenure
+from celery_leases.steps import Steps
+from celery_leases.unleased import Unleased
+
+T = TypeVar("T")
+SAVE_EVERY: Final = 1.0
+"""Seconds between two saves of how far a loop has come."""
 
 
 class Lease:
@@ -19,16 +32,12 @@ class Lease:
     ``attempt``: 1 for the first run of the key. ``previous``: how the last attempt ended, with error and host.
     """
 
-    def __init__(
-        self,
-        tenure: Tenure,
-        record: Record,
-        renewer: Renewer,
-        shielded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    def __init__(self, tenure: Tenure, record: Record, steps: Steps) -> None:
         self._tenure = tenure
-        self._renewer = renewer
-        self._shielded = shielded
+        self._record = record
+        self._steps = steps
+        self._progress = saved.load(record.progress, record.generation)
+        self._saved_at = -math.inf
         self.key = record.key
         self.token = record.owner
         self.fence = record.fence
@@ -61,36 +70,148 @@ class Lease:
         """
         if not seconds > 0:
             raise ValueError(f"extend({seconds!r}): give the seconds the lease shall last from now, above 0")
-        with self._shielded():
-            self._renewer.extend(self._tenure, seconds)
+        self._refuse_guarded("extend()")
+        with self._steps.closed():
+            self._steps.renewer.extend(self._tenure, seconds)
+
+    # -- effects -------------------------------------------------------------------------------------------
+
+    def effect(
+        self,
+        name: str,
+        call: Callable[[str], Any],
+        *,
+        reference: Callable[[Any], Any] | None = None,
+        verify: Callable[[str], Any] | None = None,
+        verify_after: float = VERIFY_AFTER,
+        uncertain: OnUncertain = "stop",
+    ) -> EffectReply:
+        """Make one external action happen once for this key, however many attempts it takes.
+
+        *call* is given an idempotency key, the same on every attempt: pass it on to the other side. Its reply must be
+        JSON; ``reference(reply)`` is the other side's own name for it. The intent is committed before the call, the
+        reply after it; where an earlier attempt has done it, its reply is returned and no call is made.
+
+        An effect whose attempt died in between is in doubt. ``verify(idempotency_key)`` is asked then, not before
+        *verify_after* seconds after the intent (until then the call is put back): it returns the reply it found,
+        ``None`` for "it has not happened", or raises :class:`~celery_leases.Uncertain`. Without *verify*,
+        ``uncertain="rerun"`` calls again under the same key, for a side that dedupes by it; ``"stop"`` raises
+        :class:`~celery_leases.Uncertain`, and the key is left to an operator.
+
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.GuardOpen`,
+        :class:`~celery_leases.EffectMisused`, :class:`~celery_leases.StoreUnavailable`, and whatever *call* raises.
+        """
+        self._refuse_guarded("effect()")
+        return self._steps.effects.perform(name, calls_of(call, reference, verify, verify_after, uncertain))
+
+    # -- progress ------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Any:
+        """What :meth:`save_progress` saved last, in this attempt or in one before it; ``None`` if there is nothing."""
+        return decode(self._progress.value)
+
+    def save_progress(self, value: Any) -> None:
+        """Save a JSON value for the next attempt, and renew the lease; it is durable when this returns.
+
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.GuardOpen`,
+        :class:`~celery_leases.EffectMisused` for a value that is no JSON, :class:`~celery_leases.StoreUnavailable`.
+        """
+        self._refuse_guarded("save_progress()")
+        self._save(replace(self._progress, value=saved.checked(value, self.key)))
+        self._steps.renewer.extend(self._tenure, self._tenure.bid.ttl)
+
+    def each(self, items: Iterable[T], *, name: str = "items", every: int | None = None) -> Iterator[T]:
+        """Iterate over *items*, without those that an earlier attempt has finished; the order must be the same.
+
+        An item is finished once the loop asks for the next one. What is finished is saved once a second, with
+        ``every=n`` after every *n* items, at the end of the loop, and with the outcome of an attempt that fails or is
+        interrupted. So only a killed process loses any of it: up to a second's items, or *every* - 1, run again, and
+        the item it died in. *name* tells loops of one task apart.
+        Raises :class:`~celery_leases.LeaseLost` between items, and what :meth:`save_progress` raises.
+        """
+        count: object = every
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"each(every={every!r}): give a whole number of at least 1, or leave it out")
+        finished = self._progress.positions.get(name, 0)
+        last = finished
+        for number, item in enumerate(items):
+            if number < finished:
+                continue
+            self.check()
+            yield item
+            self._advance(name, number + 1)
+            due = number + 1 - last >= every if every else self._tenure.now() - self._saved_at >= SAVE_EVERY
+            if due:
+                self._refuse_guarded("each()")
+                self._save(self._progress)
+                last = number + 1
+        if self._tenure.work.unsaved is not None:
+            self._refuse_guarded("each()")
+            self._save(self._progress)
+
+    def _advance(self, name: str, finished: int) -> None:
+        self._progress = replace(self._progress, positions={**self._progress.positions, name: finished})
+        self._tenure.work.unsaved = saved.dump(self._progress, self._record.generation)
+
+    def _save(self, now: saved.Progress) -> None:
+        self.check()
+        text = saved.dump(now, self._record.generation)
+        with self._steps.closed():
+            if not self._steps.store.save_progress(self._record, text):
+                raise LeaseLost(f"{self.key}: the lease is lost: {MOVED_ON}", self.key, MOVED_ON)
+            self._progress, self._saved_at = now, self._tenure.now()
+            self._tenure.work.unsaved, self._tenure.work.progressed = None, True
+
+    # -- the user's own transaction ------------------------------------------------------------------------
+
+    def complete(self, result: Any, session_or_connection: Any) -> Any:
+        """Write the done record in the caller's own transaction, and return the result as JSON gives it back.
+
+        It commits with the caller's rows, or neither does. *session_or_connection*: a SQLAlchemy ``Session`` or
+        ``Connection``, or a DB-API connection, in a transaction on the records' database. Once committed the call
+        has succeeded with this result, whatever the body does afterwards; return it, and commit before the body ends.
+        Legal again after a rollback. While the transaction is open, nothing else of this handle writes.
+
+        Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let it roll your work back),
+        :class:`~celery_leases.AlreadyCompleted`, :class:`~celery_leases.WrongDatabase`, and
+        :class:`~celery_leases.EffectMisused` for a result that is no JSON.
+        """
+        text = saved.checked(result, self.key)
+        self._refuse_completed()
+        self.check()
+        transaction = self._steps.transaction(session_or_connection)
+        with self._steps.closed():
+            transaction.complete(self._record, self._steps.outcome(result))
+            self._tenure.work.completing = True
+            self._tenure.work.guard(transaction)
+        return decode(text)
+
+    def guard(self, session_or_connection: Any) -> None:
+        """Lock the record's row in the caller's own transaction: what it writes commits only while the fence is ours.
+
+        Above READ COMMITTED call it first. While the transaction is open, nothing else of this handle writes.
+        Raises :class:`~celery_leases.LeaseLost` and :class:`~celery_leases.WrongDatabase`.
+        """
+        self.check()
+        transaction = self._steps.transaction(session_or_connection)
+        with self._steps.closed():
+            transaction.guard(self._record)
+            self._tenure.work.guard(transaction)
+
+    def _refuse_completed(self) -> None:
+        if not self._tenure.work.completing:
+            return
+        if self._tenure.work.guarded or self._steps.effects.is_over():
+            raise AlreadyCompleted(f"{self.key}: complete() was called before in this attempt", self.key)
+
+    def _refuse_guarded(self, what: str) -> None:
+        if self._tenure.work.guarded:
+            message = f"{self.key}: {what} while the transaction of complete() or guard() is open; end that one first"
+            raise GuardOpen(message, self.key)
 
     def __repr__(self) -> str:
         return f"<Lease {self.key} attempt {self.attempt} fence {self.fence}{'' if self.held else ' lost'}>"
-
-
-class Unleased:
-    """Stands for the lease where a body runs without one: called directly, by ``map``, or outside any task."""
-
-    key = ""
-    token = ""
-    fence = 0
-    attempt = 0
-    held = False
-    lost = False
-    previous: Attempt | None = None
-
-    def remaining(self) -> float:
-        """Nothing is held."""
-        return 0.0
-
-    def check(self) -> None:
-        """Nothing can have been lost."""
-
-    def extend(self, seconds: float) -> None:
-        """There is nothing to extend."""
-
-    def __repr__(self) -> str:
-        return "<no lease>"
 
 
 UNLEASED = Unleased()

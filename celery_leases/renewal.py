@@ -16,6 +16,7 @@ from celery_leases.core.errors import LeaseLost
 from celery_leases.core.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
 from celery_leases.core.ports import Clock, Kept, LeaseStore, Observer, RecordStore, Renewal
 from celery_leases.core.records import Bid, State
+from celery_leases.work import Work
 
 TAKEN = "taken by another owner"
 DEADLINE = "not renewed in time"
@@ -24,6 +25,7 @@ HELD_TOO_LONG = "held for lease_max_hold"
 RELEASED = "released from outside"
 
 LEFT_ALONE = 0.4
+GUARDED_PAUSE = 0.2
 DROP_PATIENCE = 5.0
 PURGE_EVERY = 60.0
 PURGE_BATCH = 500
@@ -38,6 +40,8 @@ class Tenure:
     def __init__(self, bid: Bid, sent: float, clock: Clock, *, renew: bool = True, max_hold: float = 86_400.0) -> None:
         self.bid = bid
         self.fence = 0
+        #: What the body does beside returning.
+        self.work = Work()
         #: The cooldown group for which this attempt is the probe; its slot is renewed along with the lease.
         self.probe: str | None = None
         self.hard = validity.hard_deadline(sent, bid.ttl)
@@ -46,7 +50,10 @@ class Tenure:
         self.interrupt: Callable[[], None] | None = None
         self._clock = clock
         self._told = -math.inf
-        self._renew_until = sent + max_hold if renew else sent
+        self._hold_until = sent + max_hold
+        self._renew_until = self._hold_until if renew else sent
+        #: Whether the lease is the claimed row itself.
+        self.row_is_lease = False
         self.due = validity.renewal_due(sent, bid.ttl)
         self.in_flight = False
         self.unverified = False
@@ -55,7 +62,13 @@ class Tenure:
 
     @property
     def stop(self) -> float:
-        """When the body must stop; see :func:`celery_leases.core.validity.stop_deadline`."""
+        """When the body must stop; see :func:`celery_leases.core.validity.stop_deadline`.
+
+        Where the claimed row is the lease, an open transaction of the body's own that has locked it keeps every claim
+        out, and every renewal too: the deadline is suspended for as long as it may be held.
+        """
+        if self.row_is_lease and self.work.guarded:
+            return max(self._hold_until, validity.stop_deadline(self.hard, self.bid.ttl))
         return validity.stop_deadline(self.hard, self.bid.ttl)
 
     @property
@@ -73,6 +86,10 @@ class Tenure:
             reason = self.lost or DEADLINE
             self._told = self._clock.now()
             raise LeaseLost(f"{self.bid.key}: the lease is lost: {reason}", self.bid.key, reason)
+
+    def now(self) -> float:
+        """The local clock the lease is counted on."""
+        return self._clock.now()
 
     def just_told(self) -> bool:
         """Whether the body was told of the loss a moment ago: it may be cleaning up, and is left alone for it."""
@@ -148,6 +165,9 @@ class Renewer:
             now = self._clock.now()
             with self._lock:
                 tenures = [tenure for tenure in self._tenures.values() if tenure.renewable(now)]
+                for tenure in tenures:
+                    if self._leases.in_records and tenure.work.guarded:  # its row is locked: look again soon
+                        tenure.due = max(tenure.due, now + GUARDED_PAUSE)
                 due = [tenure for tenure in tenures if tenure.due <= now]
                 self._keeper_wakes = min([tenure.due for tenure in tenures] + [self._purge_at])
                 for tenure in due:

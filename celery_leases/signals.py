@@ -45,6 +45,7 @@ attempt_settled = _signal("attempt_settled")
 crash_seen = _signal("crash_seen")
 gate_closed = _signal("gate_closed")
 gate_opened = _signal("gate_opened")
+completion_stands = _signal("completion_stands")
 
 logger = logging.getLogger("celery_leases")
 
@@ -85,6 +86,11 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
         gate_closed,
         logging.WARNING,
         "cooldown group {group} is closed for {closed_for:.1f} s by rule {rule}: trip {trips} in a row",
+    ),
+    events.CompletionStands: (
+        completion_stands,
+        logging.WARNING,
+        "completed under fence {fence}, which stands although the body ended with {error}",
     ),
     events.GateOpened: (gate_opened, logging.INFO, "cooldown group {group} is open again"),
 }

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from celery import Celery, Task, signals
+from celery.result import AsyncResult
 
-from celery_leases import apps
+from celery_leases import apps, outgoing
 from celery_leases.core.errors import (
     AlreadyDone,
     CoolingDown,
@@ -23,7 +24,8 @@ from celery_leases.core.options import LeaseOptions, gather
 from celery_leases.core.replies import callbacks_mark
 from celery_leases.core.status import LeaseStatus
 from celery_leases.delivery import REPLACED, STORED_KEY, Delivery
-from celery_leases.handle import UNLEASED, Lease, Unleased, lease_here, leased
+from celery_leases.handle import UNLEASED, Lease, lease_here, leased
+from celery_leases.unleased import Unleased
 
 _RUNNING = "celery_leases_running"
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
@@ -85,6 +87,22 @@ class LeasedMixin:
         """Replace this task as Celery does; its key is over, or goes on with a replacement that has the same."""
         self.request.__dict__[REPLACED] = sig  # type: ignore[attr-defined]
         return super().replace(sig)  # type: ignore[misc]
+
+    def enqueue(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
+        """Enqueue a call of this task in the caller's own transaction: published once that has committed, or never.
+
+        *session_or_connection* is one on the records' database: a SQLAlchemy ``Session`` or ``Connection``, or a DB-API
+        connection, in a transaction. A ``Session`` publishes after its commit by itself; for the others, and after a
+        crash, the relay does (``leases relay``). Where the key has a record that counts already, nothing is
+        enqueued and the handle is that of the call it belongs to.
+
+        Raises :class:`~celery_leases.KeyUnusable`, :class:`~celery_leases.KeyReused`,
+        :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.WrongDatabase`,
+        :class:`~celery_leases.LeaseConfigurationError` and what the database raises.
+        """
+        if check := getattr(self, "__header__", None):
+            check(*args, **kwargs)  # as apply_async does
+        return outgoing.enqueue(self, session_or_connection, args, kwargs)
 
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
         """Where the key stands that a call with these arguments would have.

@@ -24,6 +24,7 @@ from celery_leases.stores.database import engine_for
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.stores.schema import Tables
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
@@ -137,6 +138,7 @@ class Parts:
     settings: Settings
     leases: AnyStore
     records: SqlRecordStore
+    effects: SqlEffectStore
     marks: MarkStore
     renewer: Renewer
     execution: Execution
@@ -164,7 +166,8 @@ def build(
     renewer = Renewer(kept_leases, kept_records, observer, clock)
     host = f"{socket.gethostname()}/{os.getpid()}"
     entry = Entry(leases, records, leases, leases, observer, clock, random.random, host, hurried, time.time)
-    return Parts(settings, leases, records, leases, renewer, Execution(entry, renewer), closing)
+    effects = SqlEffectStore(records.database, records.tables)
+    return Parts(settings, leases, records, effects, leases, renewer, Execution(entry, renewer), closing)
 
 
 def open_records(settings: Settings) -> SqlRecordStore:

@@ -16,7 +16,7 @@ from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import as_json, echo_fields, echo_json
 from celery_leases.core.endings import Raised
 from celery_leases.core.errorfacts import ErrorFacts
-from celery_leases.core.failures import AfterFailure, CoolDown, Fail, RetryAfter, after_failure
+from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter, after_failure
 from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.records import Failure, Record, State
@@ -94,7 +94,7 @@ def _in_a_row(judgement: Judgement, options: LeaseOptions, group: str | None) ->
 
 
 def _in_words(shortest: AfterFailure, longest: AfterFailure, trips: int) -> str:
-    if isinstance(shortest, Fail) or isinstance(longest, Fail):
+    if isinstance(shortest, Fail | Parked) or isinstance(longest, Fail | Parked):
         return f"failed for good ({longest.failure.reason})"
     waits = [shortest.delay, longest.delay]
     if isinstance(shortest, CoolDown) and isinstance(longest, CoolDown) and shortest.closing and longest.closing:

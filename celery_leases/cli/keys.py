@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Literal
 
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
@@ -71,6 +72,42 @@ def retry(ctx: click.Context, key: str, task: str | None, force: bool, as_json: 
             "a copy of the call waits at the broker and comes with its next hop, in 10 minutes at most", err=True
         )
     else:
+        click.echo("nothing is queued: call the task again", err=True)
+
+
+@leases.command(cls=CeleryCommand)
+@click.argument("key")
+@of_task
+@click.option("--done", is_flag=True, help="The work is done: nobody runs it again.")
+@click.option("--retry", "again", is_flag=True, help="What is in doubt has not happened: it may run again.")
+@click.option("--result", help="With --done: what later callers get, as JSON.")
+@click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@as_json
+@click.pass_context
+@handle_preload_options
+def resolve(
+    ctx: click.Context,
+    key: str,
+    task: str | None,
+    done: bool,
+    again: bool,
+    result: str | None,
+    force: bool,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    """Say what became of KEY, after a look at the other side: above all of one that is uncertain."""
+    if done == again:
+        raise click.UsageError("say one of --done and --retry")
+    if result is not None and not done:
+        raise click.UsageError("--result goes with --done")
+    try:
+        value = json.loads(result) if result is not None else None
+    except ValueError as error:
+        raise click.BadParameter(f"{result!r} is no JSON ({error})", param_hint="--result") from None
+    outcome: Literal["done", "retry"] = "done" if done else "retry"
+    echo_status(client_of(ctx).resolve(key, outcome, result=value, task=task, force=force), as_json=as_json)
+    if again:
         click.echo("nothing is queued: call the task again", err=True)
 
 

@@ -123,6 +123,12 @@ def finished_by(call: Call, record: Record) -> bool:
     return call.call_id in record.finished_calls or (record.state is State.DONE and record.call_id == call.call_id)
 
 
+def refused_for_good(record: Record) -> PermanentFailure:
+    """What a caller is told of a key that has failed for good, or waits for an operator."""
+    failure = record.failure or Failure("", f"{record.key} has failed for good")
+    return PermanentFailure(failure.message, failure.rule, failure.type or None)
+
+
 def holder_in(record: Record) -> Holder | None:
     """The holder a row names, while the lease in it lasts."""
     if record.state is not State.RUNNING or record.lease_remaining <= 0:
@@ -134,16 +140,16 @@ def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
     ours = record.call_id == call.call_id
     if ours and record.state in (State.FAILED, State.UNCERTAIN):
-        return Refuse(_remembered(record), own=call.repeat)
+        return Refuse(refused_for_good(record), own=call.repeat)
     if finished_by(call, record):
         return _own_answer(call, record, facts)
     told = record.ended is Ended.FAILED and not record.resumes and record.state in (State.PENDING, State.COOLING)
     if ours and call.repeat and told:
-        return Refuse(_remembered(record), own=True)
+        return Refuse(refused_for_good(record), own=True)
     if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
         return Drop("a retry of this call has taken its place")
     if record.state is State.UNCERTAIN or (record.state is State.FAILED and not call.options.rerun):
-        return Refuse(_remembered(record))
+        return Refuse(refused_for_good(record))
     if not (ours or told or call.options.rerun or _agree(record.fingerprint, call.key.fingerprint)):
         return Refuse(_reused(call, record))
     return _done_by_other(call, record) if record.state is State.DONE else None
@@ -227,11 +233,6 @@ def _after_claim(call: Call, record: Record) -> Verdict:
         return GiveUp(crash_loop(record))
     pause = crash_pause(record.crashes) if record.just_crashed and ours else 0.0
     return StandBack(pause) if pause else Run()
-
-
-def _remembered(record: Record) -> PermanentFailure:
-    failure = record.failure or Failure("", f"{record.key} has failed for good")
-    return PermanentFailure(failure.message, failure.rule, failure.type or None)
 
 
 def _reused(call: Call, record: Record) -> KeyReused:

@@ -172,6 +172,51 @@ class CoolingDown(LeasesError):
     rule: str | None
 
 
+class Uncertain(LeasesError):
+    """Whether an effect of this key was carried out is not known, and an operator must look: ``leases resolve``.
+
+    Raised by ``lease.effect()``, and by a ``verify`` callable that cannot tell.
+    """
+
+    details = ("key", "effect", "idempotency_key")
+    key: str
+    effect: str
+    idempotency_key: str
+
+
+class EffectMisused(LeasesError):
+    """An effect or progress that cannot be kept: a name twice in one attempt, or a value that is no JSON."""
+
+    details = ("key", "effect")
+    key: str
+    effect: str
+
+
+class GuardOpen(LeasesError):
+    """Nothing else can be written for this key while the transaction of ``complete()`` or ``guard()`` is open."""
+
+    details = ("key",)
+    key: str
+
+
+class AlreadyCompleted(LeasesError):
+    """``complete()`` was called before in this attempt, and that has been committed or still may be."""
+
+    details = ("key",)
+    key: str
+
+
+class CompletionNotCommitted(LeasesError):
+    """The body returned after ``complete()``, but the transaction with the done record was not committed."""
+
+    details = ("key",)
+    key: str
+
+
+class WrongDatabase(LeasesError):
+    """What was given to ``complete()`` or ``guard()`` cannot commit the record together with the caller's rows."""
+
+
 class StoreUnavailable(LeasesError):
     """A lease or record store did not answer; ``executed`` says whether the command may have been carried out."""
 

@@ -144,3 +144,11 @@ class CrashSeen(Event):
 
     crashes: int
     host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionStands(Event):
+    """The body committed its done record by ``complete()``, and ended in another way than by returning."""
+
+    fence: int
+    error: str

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, assert_never
 
 from celery_leases.core.endings import Raised
+from celery_leases.core.errors import Uncertain
 from celery_leases.core.gates import Closing
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.records import Failure, Record
@@ -63,12 +64,23 @@ class Fail:
     counts: Counts
 
 
-AfterFailure = CoolDown | RetryAfter | Fail
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Whether an effect has happened is not known: an operator must look."""
+
+    failure: Failure
+    counts: Counts
+
+
+AfterFailure = CoolDown | RetryAfter | Fail | Parked
 
 
 def after_failure(call: Call, record: Record, raised: Raised, chance: float) -> AfterFailure:
     """Decide what a failed attempt means for its key; *chance* is a random number in [0, 1) for jitter."""
     judgement, counts = raised.judgement, _counted(call, record, raised.judgement)
+    if isinstance(raised.error, Uncertain):
+        known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
+        return Parked(replace(raised.failure, **known, ambiguous=True, operator=True), counts)
     ruling, reason = _in_force(call, judgement, counts)
     in_group = ruling.scope == "group" and call.group is not None
     failure = replace(

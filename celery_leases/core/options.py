@@ -36,7 +36,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "scope": ("task", "global"),
 }
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
-_FLAGS: Final = ("renew", "allow_loss", "idempotent")
+_FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments")
 _COUNTS: Final[Mapping[str, int]] = {"max_crashes": 1, "result_max": 1, "max_retries": 0, "max_failures": 1}
 
 
@@ -67,6 +67,7 @@ class LeaseOptions:
     retention: float = 7 * DAY
     result_max: int = 256 * 1024
     settle_timeout: float = 60.0
+    store_arguments: bool = False
     allow_loss: bool = False
 
     @property

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
 from celery_leases.core.errors import PermanentFailure
-from celery_leases.core.failures import AfterFailure, CoolDown, Fail, RetryAfter
+from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter
 from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
 from celery_leases.core.rulings import Reason
 from celery_leases.core.verdicts import Call
@@ -93,7 +93,7 @@ def _lasting(call: Call, outcome: Outcome) -> Outcome:
     """*outcome*, kept at least until it may run again and for as long as its counts mean something."""
     if outcome.state not in (State.PENDING, State.COOLING):
         return outcome
-    lasts = max(outcome.retention, call.options.cooldown.quiet)
+    lasts = max(call.options.retention, call.options.cooldown.quiet)
     return replace(outcome, retention=(outcome.retry_after or 0.0) + lasts)
 
 
@@ -117,6 +117,8 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
             return replace(failed, state=State.FAILED, finished=_finished(call, record, NO_RESULT))
         case RetryAfter(delay):
             return replace(failed, retry_after=delay, resumes=call.comes_back)
+        case Parked():
+            return replace(failed, state=State.UNCERTAIN, retention=None)
         case CoolDown(delay, resume=resume):
             return replace(failed, state=State.COOLING, retry_after=delay, resumes=resume)
         case _ as never:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from celery_leases.core.effects import Begun, Effect, Found
 from celery_leases.core.events import Event
 from celery_leases.core.gates import Closing, Gate
 from celery_leases.core.records import Bid, Outcome, Record, Refused, Won
@@ -220,6 +221,42 @@ class RecordStore(Protocol):
 
     def purge(self, limit: int) -> int:
         """Delete at most *limit* rows whose retention is over; how many were deleted."""
+        ...
+
+
+class EffectStore(Protocol):
+    """Effects and progress of running attempts. Every call raises ``StoreUnavailable`` when the database fails."""
+
+    def begin(self, record: Record, name: str, idempotency_key: str, taken: int | None = None) -> Begun | Found | None:
+        """Commit the intent of an effect under the record's fence, in one statement that locks and checks the record.
+
+        An effect that was begun before is ``Found`` and left as it is, unless it is still *sent* under the fence
+        *taken*: then its intent is taken over. ``None``: the record is not the attempt's any more.
+        """
+        ...
+
+    def is_running(self, record: Record) -> bool:
+        """Whether the row is still running under the record's fence and owner."""
+        ...
+
+    def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
+        """Note the reply, if the intent still carries the effect's fence, whoever holds the lease by now."""
+        ...
+
+    def withdraw(self, effect: Effect) -> bool:
+        """Take the intent back: the call was not made, or certainly not carried out."""
+        ...
+
+    def of_key(self, record: Record) -> Sequence[Effect]:
+        """All effects of the record's generation, in the order in which they were sent."""
+        ...
+
+    def save_progress(self, record: Record, progress: str) -> bool:
+        """Save the progress if the row is still the attempt's; crashes before it are not in a row any more."""
+        ...
+
+    def clear_crashes(self, record: Record) -> None:
+        """Crashes before this are not in a row any more, if the row is still the attempt's."""
         ...
 
 

@@ -36,6 +36,7 @@ class Ended(StrEnum):
     IGNORED = "ignored"
     REPLACED = "replaced"
     RELEASED = "released"
+    RESOLVED = "resolved"
     WAITING = "waiting"
 
 
@@ -109,6 +110,11 @@ class Record:
     failed_at: int | None = None
     #: The call that ended last comes back by itself once ``retry_at`` is over.
     resumes: bool = False
+    #: The call's message as a signature in JSON, where it is kept; and when it may be published, if it still is to be.
+    message: str | None = None
+    publish_at: int | None = None
+    #: JSON text of the last saved progress, see :mod:`celery_leases.core.progress`.
+    progress: str | None = None
     finished_calls: tuple[str, ...] = ()
     finished_results: Mapping[str, str | None] | None = None
 
@@ -155,6 +161,8 @@ class Bid:
     repeat: bool = False
     #: The cooldown group whose gate must let the body start.
     group: str | None = None
+    #: The call's message as a signature in JSON, if it is to be kept.
+    message: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +193,8 @@ class Outcome:
     attempt: int
     failures: int
     crashes: int
-    retention: float
+    #: ``None``: for as long as no operator has looked.
+    retention: float | None
     retries: int = 0
     retry_after: float | None = None
     result: str | None = None
@@ -196,5 +205,7 @@ class Outcome:
     failed: bool = False
     #: The call comes back by itself.
     resumes: bool = False
+    #: Progress to be saved along; ``None`` leaves what is saved.
+    progress: str | None = None
     #: The calls finished under this key with their results (``""``: it has none), newest last; ``None``: none are kept.
     finished: Mapping[str, str | None] | None = None

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     ERROR = "error"
     TOO_MANY_FAILURES = "too_many_failures"
     CRASH_LOOP = "crash_loop"
+    UNCERTAIN = "uncertain"
 
 
 @dataclass(frozen=True, slots=True)

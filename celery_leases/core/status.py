@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from celery_leases.core import progress as saved
 from celery_leases.core.durations import in_words
+from celery_leases.core.effects import Effect
 from celery_leases.core.gates import Gate
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Attempt, Failure, Record, State
@@ -20,6 +22,18 @@ LEASE_STORE_UNAVAILABLE: Final = "lease_store_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
+class EffectStatus:
+    """One effect of a key: ``state`` is ``sent`` or ``done``; the times are aware datetimes in UTC."""
+
+    name: str
+    state: str
+    reference: str | None
+    idempotency_key: str
+    sent_at: datetime | None
+    done_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseStatus:
     """Where a key stands.
 
@@ -29,7 +43,9 @@ class LeaseStatus:
     attempt ended (:class:`~celery_leases.core.records.Ended`), why a result is missing, ``worker_lost`` or
     ``lease_store_unavailable``; ``detail`` is more about it in free words. ``rule`` is the name of the rule that
     decided, ``scope`` whose wait it is: ``"key"``, or ``"group"`` with the name of the ``group``.
-    ``resumes``: the call comes back by itself. ``holder`` is ``hostname/pid``.
+    ``resumes``: the call comes back by itself. ``holder`` is ``hostname/pid``. ``progress`` is what the body saved.
+    ``effects`` (of ``status()``, not of ``list()``) stand in the order they were sent; ``reference`` is that of the
+    last one which has one.
     """
 
     key: str
@@ -51,6 +67,9 @@ class LeaseStatus:
     holder: str | None = None
     lease_remaining: float | None = None
     result: Any = None
+    reference: str | None = None
+    progress: Any = None
+    effects: tuple[EffectStatus, ...] = ()
     error: Failure | None = None
     previous: Attempt | None = None
     created_at: datetime | None = None
@@ -74,6 +93,8 @@ class LeaseStatus:
                 return "Its process died; it runs again when the broker delivers it"
             case "cooling":
                 return "Runs again any moment" if self.resumes else "Retry available now"
+            case "uncertain":
+                return f"An operator must look: {self.error.message}" if self.error else "An operator must look"
             case "pending" if self.error:
                 return f"The last attempt failed: {self.error.message}"
             case "pending":
@@ -116,6 +137,7 @@ def status_of(
     holder: Holder | None,
     *,
     gate: Gate | None = None,
+    effects: Sequence[Effect] = (),
     trouble: str | None = None,
     today: float,
 ) -> LeaseStatus:
@@ -147,6 +169,9 @@ def status_of(
         rule=rule,
         resumes=record.resumes and record.state in (State.PENDING, State.COOLING),
         result=decode(record.result) if record.state is State.DONE else None,
+        reference=next((effect.reference for effect in reversed(effects) if effect.reference is not None), None),
+        progress=decode(saved.load(record.progress, record.generation).value),
+        effects=tuple(map(_effect, effects)),
         error=record.failure,
         previous=record.previous,
         created_at=_time(record.created_at),
@@ -162,6 +187,11 @@ def status_of_group(gate: Gate, today: float) -> GroupStatus:
     until = (today + gate.closed_for) * 1e6 if gate.closed_for else None
     known = (gate.group, state, gate.trips, gate.reason, gate.rule, gate.message)
     return GroupStatus(*known, _time(until), gate.closed_for or None)
+
+
+def _effect(effect: Effect) -> EffectStatus:
+    known = (effect.name, effect.state.value, effect.reference, effect.idempotency_key)
+    return EffectStatus(*known, _time(effect.sent_at), _time(effect.done_at))
 
 
 def _waits(record: Record | None, holder: Holder | None, gate: Gate | None) -> tuple[float, str | None]:
@@ -205,4 +235,12 @@ def _time(microseconds: float | None) -> datetime | None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in values.items()}
+    return {name: _plainly(value) for name, value in values.items()}
+
+
+def _plainly(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, tuple):
+        return [_plain(item) if isinstance(item, dict) else item for item in value]
+    return value

@@ -43,6 +43,8 @@ class Call:
     time_limit: float | None = None
     #: The cooldown group it belongs to.
     group: str | None = None
+    #: Its message as a signature in JSON, if the record is to keep it.
+    message: str | None = None
     #: It can be put back; an eager call cannot.
     comes_back: bool = True
 

@@ -30,14 +30,14 @@ from celery_leases.core.waiting import RETRY_GRACE
 DATABASE: Final = "database"
 """The name of the lease store that is the records' own database."""
 
-_POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 1000000 AS BIGINT)"
+POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 1000000 AS BIGINT)"
 
 _CLAIM: Final = """
 INSERT INTO {records} AS r (
     stored_key, task, key, state, fence, owner, call_id, retries, holder, attempt,
-    fingerprint, digests, lease_store, lease_ttl, lease_until, finished_calls, created_at, started_at)
+    fingerprint, digests, message, lease_store, lease_ttl, lease_until, finished_calls, created_at, started_at)
 SELECT :stored_key, :task, :key, 'running', now, :owner, :call_id, :retries, :holder, 1,
-    CAST(:fingerprint AS TEXT), CAST(:digests AS TEXT), :lease_store, :lease_ttl,
+    CAST(:fingerprint AS TEXT), CAST(:digests AS TEXT), CAST(:message AS TEXT), :lease_store, :lease_ttl,
     CASE WHEN :in_records THEN now + :lease_ttl END, '', now, now
 FROM (SELECT {now} AS now) AS clock
 WHERE {let_in}
@@ -58,6 +58,7 @@ ON CONFLICT (stored_key) DO UPDATE SET
     previous_host = r.holder, previous_error = r.error, error = NULL,
     fingerprint = CASE WHEN {keeps} THEN r.fingerprint ELSE excluded.fingerprint END,
     digests = CASE WHEN {keeps} THEN r.digests ELSE excluded.digests END,
+    message = coalesce(excluded.message, r.message),
     finished_calls = CASE WHEN {expired} THEN '' ELSE r.finished_calls END,
     retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL
 WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
@@ -123,7 +124,7 @@ def claim_statement(records: Table, dialect: Dialect, gates: Table | None = None
         "records": named(records),
         "let_in": _LET_IN.format(**gated) if gated else "true",
         "probes": _PROBES.format(**gated) if gated else "",
-        "now": ":now" if sqlite else _POSTGRESQL_NOW,
+        "now": ":now" if sqlite else POSTGRESQL_NOW,
         "find": "instr" if sqlite else "strpos",
         "grace": str(int(RETRY_GRACE * 1_000_000)),
     }

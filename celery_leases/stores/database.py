@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import CursorResult, Engine, Executable, RowMapping, create_engine, event, make_url
+from sqlalchemy import CursorResult, Dialect, Engine, Executable, RowMapping, create_engine, event, make_url
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import StaticPool
@@ -20,6 +20,10 @@ from celery_leases.stores.claims import database_now
 T = TypeVar("T")
 SUPPORTED = ("sqlite", "postgresql")
 BUSY_TIMEOUT = 5.0
+LOCK_TIMEOUT = 1500
+"""Milliseconds; a contender that waits longer for a row is put back."""
+
+LOCK_NOT_AVAILABLE = "55P03"
 
 _LIBPQ = {
     "connect_timeout": 5,
@@ -61,7 +65,19 @@ def engine_for(url: str) -> Engine:
         ) from None
     if backend == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
+    elif backend == "postgresql" and "options" not in parsed.query:
+        event.listen(engine, "do_connect", _connect_with_lock_timeout)
     return engine
+
+
+def _connect_with_lock_timeout(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
+    """Bound how long a statement waits for a row that a user's own transaction has locked; poolers may not allow it."""
+    try:
+        return dialect.connect(*args, **given, options=f"-c lock_timeout={LOCK_TIMEOUT}")
+    except Exception as error:
+        if "unsupported startup parameter" not in str(error):
+            raise
+        return dialect.connect(*args, **given)
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
@@ -135,6 +151,7 @@ class Database:
 
     def _unavailable(self, error: Exception) -> StoreUnavailable:
         cause = getattr(error, "orig", None) or error
-        executed = False if isinstance(error, PoolTimeout) else None
+        refused = getattr(cause, "sqlstate", None) == LOCK_NOT_AVAILABLE
+        executed = False if isinstance(error, PoolTimeout) or refused else None
         text = " ".join(str(cause).split())
         return StoreUnavailable(f"{self.engine.url!r}: {type(cause).__name__}: {text}", executed)

@@ -37,7 +37,8 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
         "call_id": bid.call_id,
         "holder": bid.holder,
         "fingerprint": bid.fingerprint,
-        "digests": json.dumps(dict(bid.digests)) if bid.digests is not None else None,
+        "digests": written_digests(bid.digests),
+        "message": bid.message,
         "lease_store": lease_store,
         "lease_ttl": int(bid.ttl * MICROSECONDS),
         "rerun": bid.rerun,
@@ -49,15 +50,23 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
     }
 
 
+def written_digests(digests: Mapping[str, str] | None) -> str | None:
+    """Digests of arguments as they are stored."""
+    return json.dumps(dict(digests)) if digests is not None else None
+
+
+def of_guard(record: Record) -> dict[str, Any]:
+    """What finds the row of a running attempt, and nothing else."""
+    return {"for_key": record.stored_key, "for_fence": record.fence, "for_owner": record.owner}
+
+
 def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
     """The parameters of the settle statement."""
     finished = outcome.finished
     results = finished if finished is not None else record.finished_results
     wait = outcome.retry_after or 0.0
-    return {
-        "for_key": record.stored_key,
-        "for_fence": record.fence,
-        "for_owner": record.owner,
+    keep = outcome.retention
+    return of_guard(record) | {
         "new_state": outcome.state,
         "new_ended": outcome.ended,
         "new_attempt": outcome.attempt,
@@ -76,7 +85,8 @@ def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
         "failed": outcome.failed,
         "last_failed": record.failed_at,
         "wait": int(wait * MICROSECONDS) if wait else None,
-        "keep": int((outcome.retention + wait) * MICROSECONDS),
+        "keep": int((keep + wait) * MICROSECONDS) if keep is not None else None,
+        "new_progress": outcome.progress,
     }
 
 
@@ -122,6 +132,9 @@ def to_record(row: RowMapping) -> Record:
         cooldowns=row["cooldowns"] if counts else 0,
         failed_at=row["failed_at"] if counts else None,
         resumes=bool(row["resumes"]),
+        progress=row["progress"],
+        message=row["message"],
+        publish_at=row["publish_at"],
         finished_calls=tuple(map(unquote, listed.strip(LISTED).split(LISTED * 2))) if listed else (),
         finished_results=_json(row["finished_results"]),
     )

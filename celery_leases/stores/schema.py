@@ -76,12 +76,31 @@ class Tables:
             Column("previous_host", String(255)),
             Column("finished_calls", Text, nullable=False),
             Column("finished_results", _LONG),
+            # JSON of the last saved progress and the generation it belongs to.
+            Column("progress", _LONG),
+            # The call's message as a signature in JSON, and when the relay may publish it, if it is still to be.
+            Column("message", _LONG),
+            Column("publish_at", _BIG),
             Column("created_at", _BIG, nullable=False),
             Column("started_at", _BIG, nullable=False),
             Column("finished_at", _BIG),
             Column("crashed_at", _BIG),
             Column("crashed_call", String(255)),
             Column("expires_at", _BIG),
+        )
+        self.effects = Table(
+            "celery_leases_effects",
+            self.metadata,
+            Column("stored_key", String(255), primary_key=True),
+            Column("name", String(255), primary_key=True),
+            Column("generation", Integer, nullable=False),
+            Column("state", String(16), nullable=False),
+            Column("fence", _BIG, nullable=False),
+            Column("idempotency_key", String(64), nullable=False),
+            Column("reference", Text),
+            Column("result", _LONG),
+            Column("sent_at", _BIG, nullable=False),
+            Column("done_at", _BIG),
         )
         self.marks = Table(
             "celery_leases_marks",
@@ -105,6 +124,7 @@ class Tables:
         )
         self.version = Table("celery_leases_version", self.metadata, Column("version", Integer, primary_key=True))
         Index(None, self.records.c.expires_at)
+        Index(None, self.records.c.publish_at)
         Index(None, self.records.c.state, self.records.c.started_at)
         Index(None, self.marks.c.expires_at)
 

@@ -35,11 +35,15 @@ class SqlRecordStore:
         self.database = Database(engine)
         self.tables = tables or Tables()
         records = self.tables.records
-        self._reading = select(*records.c, self.database.now.label("now"))
-        self._read = self._reading.where(records.c.stored_key == bindparam("stored_key"))
+        #: Selects whole rows with the time of the statement.
+        self.reading = select(*records.c, self.database.now.label("now"))
+        self._read = self.reading.where(records.c.stored_key == bindparam("stored_key"))
         self._claim = claim_statement(records, engine.dialect)
         self._claim_in_group = claim_statement(records, engine.dialect, self.tables.gates)
-        self._settle = self._settling()
+        #: Closes an attempt, fenced; see :func:`celery_leases.stores.rows.of_outcome` for its parameters.
+        self.settling = self._settling()
+        #: Locks the row of a running attempt; see :func:`celery_leases.stores.rows.of_guard`.
+        self.guarding = self._fenced(records.update()).values(owner=records.c.owner)
 
     def check(self) -> None:
         """Raise :class:`SchemaOutdated` unless the tables are there in this version; SQLite gets them made."""
@@ -93,7 +97,7 @@ class SqlRecordStore:
         When nothing matched, the row is read: an earlier try may have been carried out without its reply coming back.
         """
         values = rows.of_outcome(record, outcome)
-        if self.database.count(self._settle, values):
+        if self.database.count(self.settling, values):
             return True
         row = self.database.first(self._read, {"stored_key": record.stored_key})
         written = {"fence": record.fence, "owner": record.owner}
@@ -103,7 +107,7 @@ class SqlRecordStore:
     def search(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[Record]:
         """Rows, the latest started first."""
         records = self.tables.records
-        query = self._reading.order_by(records.c.started_at.desc()).limit(limit)
+        query = self.reading.order_by(records.c.started_at.desc()).limit(limit)
         if states:
             query = query.where(records.c.state.in_(states))
         if task is not None:
@@ -112,7 +116,7 @@ class SqlRecordStore:
 
     def named(self, key: str) -> list[Record]:
         """The rows of all tasks whose key is *key*; looks at every row, for an operator's sake."""
-        query = self._reading.where(self.tables.records.c.key == key).limit(20)
+        query = self.reading.where(self.tables.records.c.key == key).limit(20)
         return [rows.to_record(row) for row in self.database.all(query, {})]
 
     def reset(
@@ -134,11 +138,30 @@ class SqlRecordStore:
             values |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None, "crashes": 0}
         if not keep:
             empty = ("fingerprint", "digests", "result", "reason", "error", "finished_results", "finished_at")
-            values |= dict.fromkeys(empty)
+            values |= dict.fromkeys((*empty, "progress", "message", "publish_at"))
             values |= {"attempt": 0, "generation": records.c.generation + 1}
             values |= {"finished_calls": "", "call_id": "", "holder": "", "ended": None, "previous_ended": None}
         self.database.count(update(records).where(records.c.stored_key == stored_key).values(values), {})
         return self.read(stored_key)
+
+    def resolve(self, stored_key: str, result: str | None, retention: float) -> bool:
+        """Make the row ``done`` with *result* (JSON text), whoever has it; whether there was one that was not."""
+        records = self.tables.records
+        after = records.c.fence + 1
+        values: dict[str, Any] = {
+            "fence": case((after > self.database.now, after), else_=self.database.now),
+            "owner": "",
+            "state": State.DONE,
+            "ended": Ended.RESOLVED,
+            "result": result,
+            "reason": None,
+            "retry_at": None,
+            "lease_until": None,
+            "finished_at": self.database.now,
+            "expires_at": self.database.now + int(retention * 1e6),
+        }
+        undone = update(records).where(records.c.stored_key == stored_key, records.c.state != State.DONE)
+        return self.database.count(undone.values(values), {}) == 1
 
     def purge(self, limit: int) -> int:
         """Delete at most *limit* rows whose retention is over, as many marks, and gates; how many rows were deleted."""
@@ -146,6 +169,9 @@ class SqlRecordStore:
         for table in (self.tables.gates, self.tables.marks, self.tables.records):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
             old = select(key).where(over).limit(limit)
+            if table is self.tables.records:
+                effects = self.tables.effects
+                self.database.count(delete(effects).where(effects.c.stored_key.in_(old)), {})
             purged = self.database.count(delete(table).where(key.in_(old), over), {})
         return purged
 
@@ -163,10 +189,16 @@ class SqlRecordStore:
             "failed_at": case((failed, now), else_=bindparam("last_failed", type_=BigInteger)),
             "lease_until": None,
         }
-        fenced = records.update().where(
+        progress: BindParameter[str | None] = bindparam("new_progress", type_=records.c.progress.type)
+        values["progress"] = case((progress.is_not(None), progress), else_=records.c.progress)
+        return self._fenced(records.update()).values(values)
+
+    def _fenced(self, statement: Update) -> Update:
+        """*statement*, for the row of an attempt that is still running under its fence and owner."""
+        records = self.tables.records
+        return statement.where(
             records.c.stored_key == bindparam("for_key"),
             records.c.state == State.RUNNING,
             records.c.fence == bindparam("for_fence"),
             records.c.owner == bindparam("for_owner"),
         )
-        return fenced.values(values)

@@ -50,6 +50,8 @@ SAMPLES: dict[str, Any] = {
     "retry_after": 37.5,
     "delay": 60.0,
     "scope": "group",
+    "effect": "charge",
+    "idempotency_key": "9c6ea44d",
 }
 
 every_error = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)

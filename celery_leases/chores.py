@@ -1,0 +1,23 @@
+"""Chores as Celery tasks, for beat: add this module to ``app.conf.include`` and the tasks to ``beat_schedule``.
+
+``celery_leases.relay`` and ``celery_leases.rescue`` do what the commands of that name do; both are harmless to run at
+once on any number of workers.
+"""
+
+from __future__ import annotations
+
+from celery import current_app, shared_task
+
+from celery_leases import outgoing
+
+
+@shared_task(name="celery_leases.relay", ignore_result=True)
+def relay(limit: int = outgoing.RELAY_AT_ONCE) -> int:
+    """Publish enqueued messages whose own process died after its commit."""
+    return outgoing.relay(current_app._get_current_object(), limit)  # noqa: SLF001 - how Celery unwraps its proxy
+
+
+@shared_task(name="celery_leases.rescue", ignore_result=True)
+def rescue(older: float = outgoing.RESCUE_AFTER, limit: int = outgoing.RELAY_AT_ONCE) -> int:
+    """Publish the kept messages of records that are with nobody."""
+    return len(outgoing.rescue(current_app._get_current_object(), older=older, limit=limit))  # noqa: SLF001

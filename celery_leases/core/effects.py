@@ -1,0 +1,130 @@
+"""Effects: one external action inside an attempt, its intent written before, its reply after. Pure rules.
+
+An effect is keyed by its name under the stored key, not by its position in the body. It is *sent* once its intent is
+committed and *done* once its reply is; ``sent`` without a reply is in doubt: the process may have died before, during
+or after the call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal
+
+from celery_leases.core.rulings import Judgement, Reason
+
+OnUncertain = Literal["stop", "rerun"]
+
+VERIFY_AFTER: Final = 60.0
+"""Seconds after the intent before an effect in doubt is looked up: its request may still be in flight."""
+
+_NOT_EXECUTED: Final = frozenset(
+    {
+        Reason.ASKED,
+        Reason.REFUSED,
+        Reason.OUT_OF_QUOTA,
+        Reason.DECLINED,
+        Reason.UNAUTHORIZED,
+        Reason.RATE_LIMITED,
+        Reason.CONFLICT,
+        Reason.UNREACHABLE,
+    }
+)
+
+
+class EffectState(StrEnum):
+    """Where an effect stands."""
+
+    SENT = "sent"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One row of ``celery_leases_effects``, as it was at ``now``; times are microseconds by the database's clock.
+
+    ``fence``: that of the attempt whose intent it carries, the only one whose reply is accepted. ``result``: the
+    reply's JSON text. ``reference``: the other side's own name for it.
+    """
+
+    stored_key: str
+    name: str
+    generation: int
+    state: EffectState
+    fence: int
+    idempotency_key: str
+    sent_at: int
+    now: int
+    reference: str | None = None
+    result: str | None = None
+    done_at: int | None = None
+
+    def age(self) -> float:
+        """Seconds since its intent was committed."""
+        return max(0.0, (self.now - self.sent_at) / 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The intent is committed under our fence: make the call."""
+
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An earlier attempt has begun it."""
+
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True)
+class UseSaved:
+    """It is done: the saved reply counts, no call is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Ask the other side whether it has happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComeBack:
+    """Too early to ask: come back in ``delay`` seconds, which spends no attempt."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallAgain:
+    """Make the call again under the same idempotency key: the other side dedupes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Nobody can tell: an operator must look."""
+
+
+def on_found(
+    effect: Effect, *, verifies: bool, verify_after: float, uncertain: OnUncertain
+) -> UseSaved | Verify | ComeBack | CallAgain | Park:
+    """What to do about an effect that an earlier attempt has begun."""
+    if effect.state is EffectState.DONE:
+        return UseSaved()
+    if verifies:
+        early = verify_after - effect.age()
+        return ComeBack(early) if early > 0 else Verify()
+    return CallAgain() if uncertain == "rerun" else Park()
+
+
+def was_executed(judgement: Judgement) -> bool | None:
+    """Whether a call that raised was carried out: ``False`` when the rules say it was not, ``None`` when unknown."""
+    ambiguous = judgement.ruling.ambiguous
+    return False if judgement.reason in _NOT_EXECUTED and not ambiguous else None
+
+
+def idempotency_key(prefix: str, stored_key: str, name: str, generation: int) -> str:
+    """The key under which the other side dedupes an effect: the same on every attempt, without personal data."""
+    text = "\x1f".join((prefix, stored_key, name, str(generation)))
+    return hashlib.sha256(text.encode()).hexdigest()[:48]

@@ -1,0 +1,47 @@
+"""Saved progress: one JSON value of the body's own, and how far each of its loops has come. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from celery_leases.core.errors import EffectMisused
+from celery_leases.core.results import encode
+
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """``value`` as JSON text, and how many items each loop has finished, by the loop's name."""
+
+    value: str | None = None
+    positions: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to remember."""
+        return self.value is None and not self.positions
+
+
+def load(text: str | None, generation: int) -> Progress:
+    """The progress saved in *generation*; that of an earlier one does not count."""
+    saved = json.loads(text) if text is not None else {}
+    if saved.get("generation") != generation:
+        return Progress()
+    return Progress(saved.get("value"), saved.get("positions") or {})
+
+
+def dump(progress: Progress, generation: int) -> str:
+    """As it is stored."""
+    return json.dumps({"generation": generation, "value": progress.value, "positions": dict(progress.positions)})
+
+
+def checked(value: Any, key: str) -> str:
+    """The JSON text of a value to be saved; raises :class:`EffectMisused` for one that has none."""
+    text, missing = encode(value, NO_LIMIT)
+    if text is None:
+        raise EffectMisused(f"{key}: save_progress() takes a JSON value, not {type(value).__name__} ({missing})", key)
+    return text

@@ -1,0 +1,121 @@
+"""Messages that must not be lost: enqueued in a transaction, relayed after a crash, rescued from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from uuid import uuid4
+
+from celery import Celery
+from celery.result import AsyncResult
+
+from celery_leases import apps
+from celery_leases.core.decisions import refused_for_good
+from celery_leases.core.errors import KeyReused, LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.keys import CallKey, call_key, differing
+from celery_leases.core.records import Record, State
+from celery_leases.core.results import decode
+from celery_leases.signals import logger
+from celery_leases.stores.outbox import Outbox
+from celery_leases.stores.transactions import JoinedTransaction
+
+RELAY_AT_ONCE: Final = 100
+RESCUE_AFTER: Final = 900.0
+"""Seconds without a change after which a record's message is taken to be with nobody."""
+
+
+def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AsyncResult:
+    """Write the call of *task* into the transaction *given*; see :meth:`celery_leases.LeasedTask.enqueue`."""
+    app, options, call_id = task.app, task.lease_options, str(uuid4())
+    if options.rerun and options.key is not None:
+        raise LeaseConfigurationError(
+            f'task {task.name}: enqueue() needs a record of its own for each call, but under lease_on_done="rerun" all '
+            "calls of a key share one; leave lease_key out, or publish after the commit"
+        )
+    parts = apps.parts_of(app)
+    key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
+    message = parts.copies.kept(task.signature(args, kwargs, task_id=call_id))
+    if message is None:
+        raise LeaseConfigurationError(f"task {task.name}: enqueue() takes arguments that are JSON; these are not")
+    outbox = Outbox(parts.records)
+    transaction = JoinedTransaction(given, parts.records)
+    statement, values = outbox.enqueuing(task.name, key, call_id, options.ttl, message)
+    if not transaction.write(statement, values, key.key):
+        return AsyncResult(_taken(parts, key).call_id, app=app)
+    transaction.when_ended(lambda: _publish_own(app, key.stored))
+    return AsyncResult(call_id, app=app)
+
+
+def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> int:
+    """Publish enqueued messages that are due: those whose own process died after the commit; how many there were.
+
+    Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
+    """
+    parts = apps.parts_of(app)
+    outbox, sent = Outbox(parts.records), 0
+    for record in outbox.due(limit):
+        sent += _publish(parts, outbox, record)
+    return sent
+
+
+def rescue(
+    app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE, dry_run: bool = False
+) -> list[Record]:
+    """Publish the kept messages of records that have not moved for *older* seconds and are with nobody; those records.
+
+    That is: running without a live lease, pending, or cooling that is over and was to run by itself. Only tasks with
+    ``lease_store_arguments``, and enqueued calls, keep their message. A copy too many does no harm. *dry_run*: only
+    tell. Raises :class:`~celery_leases.StoreUnavailable`.
+    """
+    parts = apps.parts_of(app)
+    outbox = Outbox(parts.records)
+    found = [record for record in outbox.stranded(older, limit) if not _is_live(parts, record)]
+    if dry_run:
+        return found
+    rescued = [record for record in found if outbox.publish_again(record)]
+    for record in rescued:
+        taken = outbox.take(record.stored_key)
+        if taken is not None:
+            _publish(parts, outbox, taken)
+    return rescued
+
+
+def _is_live(parts: apps.AppParts, record: Record) -> bool:
+    return record.state is State.RUNNING and parts.parts.leases.holder(record.stored_key) is not None
+
+
+def _taken(parts: apps.AppParts, key: CallKey) -> Record:
+    """The record that stands in the way of a new one; raises what a delivery of the call would."""
+    record = parts.records.read(key.stored)
+    if record is None:
+        raise StoreUnavailable(f"{key.key}: another transaction is enqueuing it at this moment; try again", False)
+    if record.state in (State.FAILED, State.UNCERTAIN):
+        raise refused_for_good(record)
+    if None not in (key.fingerprint, record.fingerprint) and key.fingerprint != record.fingerprint:
+        names = differing(key.digests, record.digests)
+        listed = ", ".join(names) or "their fingerprint"
+        message = f"{key.key} stands for a call with other arguments; they differ in {listed}"
+        raise KeyReused(message, key.key, names)
+    return record
+
+
+def _publish_own(app: Celery, stored_key: str) -> None:
+    """After the transaction: publish what it committed; the relay does what goes wrong here."""
+    parts = apps.parts_of(app)
+    outbox = Outbox(parts.records)
+    try:
+        record = outbox.take(stored_key)
+        if record is not None:
+            _publish(parts, outbox, record)
+    except Exception as error:  # noqa: BLE001 - the user's commit has succeeded, and must not seem to have failed
+        logger.warning("%s is enqueued, but could not be published yet; the relay will: %s", stored_key, error)
+
+
+def _publish(parts: apps.AppParts, outbox: Outbox, record: Record) -> bool:
+    try:
+        parts.copies.publish(decode(record.message))
+    except Exception as error:  # noqa: BLE001 - whatever the broker said, the message stays where it is
+        logger.warning("%s could not be published, the relay tries again: %s", record.key, error)
+        return False
+    outbox.published(record)
+    return True

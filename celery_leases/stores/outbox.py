@@ -1,0 +1,128 @@
+"""Messages in the records: written in the user's transaction or by a claim, published later by whoever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import Update, and_, case, not_, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from celery_leases.core.keys import CallKey
+from celery_leases.core.records import Ended, Record, State
+from celery_leases.stores import rows
+from celery_leases.stores.sql import SqlRecordStore
+
+PUBLISH_GRACE: Final = 5.0
+"""Seconds after an enqueue in which its own process publishes; then any relay may."""
+PUBLISH_AGAIN: Final = 60.0
+"""Seconds after which a publisher that took a message and said nothing more is taken for dead."""
+
+
+class Outbox:
+    """The messages that are kept in the records of *records*; times are those of the database's clock."""
+
+    def __init__(self, records: SqlRecordStore) -> None:
+        self.records = records
+        self.database = records.database
+        self._table = records.tables.records
+
+    def enqueuing(self, task: str, key: CallKey, call_id: str, ttl: float, message: str) -> tuple[Any, dict[str, Any]]:
+        """The statement that writes a ``pending`` record with its message, and its parameters.
+
+        It touches one row, or none where the key has a record that still counts.
+        """
+        table, now = self._table, self.database.now
+        insert = (sqlite if self.database.host_clock else postgresql).insert(table)
+        fresh: dict[str, Any] = {
+            "task": task,
+            "key": key.key,
+            "state": State.PENDING.value,
+            "fence": now,
+            "owner": "",
+            "call_id": call_id,
+            "holder": "",
+            "fingerprint": key.fingerprint,
+            "digests": rows.written_digests(key.digests),
+            "lease_store": "",
+            "lease_ttl": int(ttl * rows.MICROSECONDS),
+            "finished_calls": "",
+            "created_at": now,
+            "started_at": now,
+            "message": message,
+            "publish_at": now + int(PUBLISH_GRACE * rows.MICROSECONDS),
+        }
+        none = ("expires_at", "retry_at", "result", "reason", "error", "ended", "finished_at", "lease_until")
+        zero = ("retries", "attempt", "crashes", "failures", "quick_retries", "cooldowns", "resumes", "counted")
+        fresh |= dict.fromkeys(none) | dict.fromkeys(zero, 0)
+        # An expired row is another generation's; its fence goes on growing.
+        fence = case((table.c.fence >= insert.excluded.fence, table.c.fence + 1), else_=insert.excluded.fence)
+        again = {name: insert.excluded[name] for name in fresh} | {
+            "fence": fence,
+            "generation": table.c.generation + 1,
+        }
+        statement = insert.values(stored_key=key.stored, generation=0, **fresh).on_conflict_do_update(
+            index_elements=[table.c.stored_key], set_=again, where=table.c.expires_at <= now
+        )
+        return statement, {}
+
+    def take(self, stored_key: str) -> Record | None:
+        """Take the message of one key to publish it, if it is still to be published."""
+        return self._take(stored_key, due=False)
+
+    def due(self, limit: int) -> Sequence[Record]:
+        """Take at most *limit* messages that are due, the oldest first."""
+        table = self._table
+        query = select(table.c.stored_key).where(table.c.publish_at <= self.database.now)
+        found = self.database.all(query.order_by(table.c.publish_at).limit(limit), {})
+        taken = [self._take(row["stored_key"], due=True) for row in found]
+        return [record for record in taken if record is not None]
+
+    def published(self, record: Record) -> None:
+        """The broker has the message; unless somebody else has taken it since, it is not published again."""
+        table = self._table
+        mine = update(table).where(table.c.stored_key == record.stored_key, table.c.publish_at == record.publish_at)
+        self.database.count(mine.values(publish_at=None), {})
+
+    def stranded(self, older: float, limit: int) -> Sequence[Record]:
+        """Rows whose message is kept and may be with nobody, unchanged for *older* seconds.
+
+        They are running (look at the lease), or pending, or cooling that is over and was to run by itself.
+        """
+        table = self._table
+        before = self.database.now - int(older * rows.MICROSECONDS)
+        waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
+        moved = case((table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at)
+        told = and_(table.c.ended == Ended.FAILED, table.c.resumes == 0)
+        idle = or_(
+            and_(table.c.state == State.PENDING, not_(told)), and_(table.c.state == State.COOLING, table.c.resumes == 1)
+        )
+        query = self.records.reading.where(
+            table.c.message.is_not(None),
+            table.c.publish_at.is_(None),
+            moved < before,
+            or_(table.c.state == State.RUNNING, and_(idle, waited)),
+        )
+        found = self.database.all(query.order_by(table.c.started_at).limit(limit), {})
+        return [rows.to_record(row) for row in found]
+
+    def publish_again(self, record: Record) -> bool:
+        """Have the message of a row published, unless the row has changed since it was read."""
+        table = self._table
+        same = update(table).where(
+            table.c.stored_key == record.stored_key,
+            table.c.fence == record.fence,
+            table.c.state == record.state,
+            table.c.publish_at.is_(None),
+        )
+        return self.database.count(same.values(publish_at=self.database.now), {}) == 1
+
+    def _take(self, stored_key: str, *, due: bool) -> Record | None:
+        table, now = self._table, self.database.now
+        waiting: Update = update(table).where(table.c.stored_key == stored_key, table.c.publish_at.is_not(None))
+        if due:
+            waiting = waiting.where(table.c.publish_at <= now)
+        until = now + int(PUBLISH_AGAIN * rows.MICROSECONDS)
+        taken = waiting.values(publish_at=until).returning(*table.c, now.label("now"))
+        row = self.database.first(taken, {})
+        return rows.to_record(row) if row is not None else None

@@ -1,0 +1,66 @@
+"""What stands for the lease where a body runs without one: called directly, by ``map``, or outside any task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
+from celery_leases.core.records import Attempt
+from celery_leases.effects import EffectReply, calls_of, unleased
+
+T = TypeVar("T")
+
+
+class Unleased:
+    """Stands for the lease where a body runs without one: called directly, by ``map``, or outside any task."""
+
+    key = ""
+    token = ""
+    fence = 0
+    attempt = 0
+    held = False
+    lost = False
+    previous: Attempt | None = None
+    progress: Any = None
+
+    def remaining(self) -> float:
+        """Nothing is held."""
+        return 0.0
+
+    def check(self) -> None:
+        """Nothing can have been lost."""
+
+    def extend(self, seconds: float) -> None:
+        """There is nothing to extend."""
+
+    def effect(
+        self,
+        name: str,
+        call: Callable[[str], Any],
+        *,
+        reference: Callable[[Any], Any] | None = None,
+        verify: Callable[[str], Any] | None = None,
+        verify_after: float = VERIFY_AFTER,
+        uncertain: OnUncertain = "stop",
+    ) -> EffectReply:
+        """Call through, with an idempotency key of its own."""
+        return unleased(uuid4().hex, calls_of(call, reference, verify, verify_after, uncertain))
+
+    def save_progress(self, value: Any) -> None:
+        """There is no next attempt to save anything for."""
+
+    def each(self, items: Iterable[T], *, name: str = "items", every: int | None = None) -> Iterator[T]:
+        """Iterate over *items*."""
+        return iter(items)
+
+    def complete(self, result: Any, session_or_connection: Any) -> Any:
+        """There is no record to complete; returns *result*."""
+        return result
+
+    def guard(self, session_or_connection: Any) -> None:
+        """There is no record to guard."""
+
+    def __repr__(self) -> str:
+        return "<no lease>"

@@ -1,0 +1,49 @@
+"""What the body of one attempt does beside returning: its unsaved progress, and transactions of its own that are open.
+
+The wrapper asks when the body has ended, the renewer while it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Transaction(Protocol):
+    """A transaction of the body's own in which the record's row is locked, or has been completed."""
+
+    def is_open(self) -> bool:
+        """Whether it is neither committed nor rolled back."""
+        ...
+
+    def roll_back(self) -> None:
+        """End it; called only once the body has ended."""
+        ...
+
+
+class Work:
+    """Of one attempt; written by its handle, read by the wrapper and by the renewer's threads."""
+
+    def __init__(self) -> None:
+        #: The attempt has got on: a finished effect, or saved progress.
+        self.progressed = False
+        #: Progress that is not saved yet, as it is stored.
+        self.unsaved: str | None = None
+        #: ``complete()`` was called.
+        self.completing = False
+        self._transaction: Transaction | None = None
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a transaction of the body's own has the record's row locked."""
+        transaction = self._transaction
+        return transaction is not None and transaction.is_open()
+
+    def guard(self, transaction: Transaction) -> None:
+        """The record's row is locked by *transaction* from now on."""
+        self._transaction = transaction
+
+    def end(self) -> None:
+        """End what the body has left open: nobody can commit it any more, and it would keep the row locked."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None and transaction.is_open():
+            transaction.roll_back()
