@@ -1,8 +1,11 @@
 """Clouds: AWS by botocore, Google by google-api-core and google-auth, and plain gRPC."""
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from tests.clients.expectations import (
     CONFLICT,
@@ -11,11 +14,13 @@ from tests.clients.expectations import (
     REFUSED,
     UNAUTHORIZED,
     UNREACHABLE,
+    Places,
     cases,
+    raising,
 )
+from tests.clients.model_calls import google_says
 from tests.clients.other_servers import grpc_aborts, grpc_hangs
 from tests.clients.servers import (
-    TIMEOUT,
     accepts_nobody,
     answers,
     breaks_off,
@@ -23,6 +28,7 @@ from tests.clients.servers import (
     is_not_trusted,
     name_servers_away,
     never_answers,
+    patience,
     refuses,
     resets,
 )
@@ -41,8 +47,8 @@ def _aws(service: str, url: str) -> Any:
 
     config = Config(
         retries={"total_max_attempts": 1},
-        connect_timeout=TIMEOUT,
-        read_timeout=TIMEOUT,
+        connect_timeout=patience(),
+        read_timeout=patience(),
         proxies={},
         account_id_endpoint_mode="disabled",
     )
@@ -70,6 +76,37 @@ def s3(url: str) -> Any:
     client = _aws("s3", url)
     try:
         return client.get_object(Bucket="b", Key="k")["Body"].read()
+    finally:
+        client.close()
+
+
+def invoke(url: str) -> Any:
+    """One call of a function."""
+    client = _aws("lambda", url)
+    try:
+        return client.invoke(FunctionName="f")
+    finally:
+        client.close()
+
+
+def wrong_parameters(_: Places) -> Any:
+    """What the library refuses to send."""
+    client = _aws("dynamodb", "http://127.0.0.1:9")
+    try:
+        return client.get_item(Nonsense=1)
+    finally:
+        client.close()
+
+
+def no_credentials(_: Places) -> Any:
+    """Nobody to send it for."""
+    from botocore.session import Session
+
+    session = Session()
+    session.get_component("credential_provider").providers.clear()
+    client = session.create_client("s3", region_name="eu-west-1", endpoint_url="http://127.0.0.1:9")
+    try:
+        return client.list_buckets()
     finally:
         client.close()
 
@@ -131,6 +168,22 @@ BOTOCORE = [
             "breaks off": (breaks_off, OUTCOME_UNKNOWN),
         },
     ),
+    *cases(
+        "botocore, Lambda:",
+        invoke,
+        {
+            "429, Retry-After": (
+                answers(429, x_amzn_errortype="TooManyRequestsException", retry_after="3"),
+                RATE_LIMITED.after(3),
+            ),
+            "403 ExpiredTokenException": (answers(403, x_amzn_errortype="ExpiredTokenException"), UNAUTHORIZED),
+            "502 ServiceException": (answers(502, x_amzn_errortype="ServiceException"), OUTCOME_UNKNOWN),
+        },
+    ),
+    *raising(
+        "botocore",
+        {"ParamValidationError": (wrong_parameters, REFUSED), "NoCredentialsError": (no_credentials, UNAUTHORIZED)},
+    ),
 ]
 
 
@@ -139,7 +192,7 @@ def google_rest(url: str) -> Any:
     import requests
     from google.api_core.exceptions import from_http_response
 
-    with requests.post(url, json={}, timeout=TIMEOUT) as response:
+    with requests.post(url, json={}, timeout=patience()) as response:
         raise from_http_response(response)
 
 
@@ -147,12 +200,33 @@ def _grpc(wrap: Callable[[Any], Any], target: str) -> Any:
     import grpc
 
     with grpc.insecure_channel(target.removeprefix("http://")) as channel:
-        return wrap(channel.unary_unary("/shop.Charges/Create"))(b"", timeout=TIMEOUT)
+        return wrap(channel.unary_unary("/shop.Charges/Create"))(b"", timeout=patience())
 
 
 def grpc(target: str) -> Any:
     """One call of a method."""
     return _grpc(lambda method: method, target)
+
+
+def grpc_streaming(target: str) -> Any:
+    """One call of a method that answers with many messages."""
+    import grpc
+
+    with grpc.insecure_channel(target.removeprefix("http://")) as channel:
+        return list(channel.unary_stream("/shop.Charges/List")(b"", timeout=patience()))
+
+
+def grpc_async(target: str) -> Any:
+    """One call of a method in an event loop of its own."""
+    import asyncio
+
+    import grpc.aio
+
+    async def call() -> Any:
+        async with grpc.aio.insecure_channel(target.removeprefix("http://")) as channel:
+            return await channel.unary_unary("/shop.Charges/Create")(b"", timeout=patience())
+
+    return asyncio.run(call())
 
 
 def google_grpc(target: str) -> Any:
@@ -181,14 +255,17 @@ def google_token(url: str) -> Any:
     )
     request = Request()
     try:
-        return credentials.refresh(lambda *args, **options: request(*args, **{**options, "timeout": TIMEOUT}))
+        return credentials.refresh(lambda *args, **options: request(*args, **{**options, "timeout": patience()}))
     finally:
         request.session.close()
 
 
-def google_says(code: int, status: str, *details: Any) -> dict[str, Any]:
-    """The body of Google's errors."""
-    return {"error": {"code": code, "message": "No.", "status": status, "details": list(details)}}
+def google_credentials(_: Places) -> Any:
+    """Credentials in a file that is not there."""
+    from google.auth import default
+
+    with patch.dict(os.environ, GOOGLE_APPLICATION_CREDENTIALS="/nowhere/at/all.json"):
+        return default()
 
 
 _RETRY_INFO = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "13s"}
@@ -205,6 +282,10 @@ GOOGLE = [
             ),
             "401": (answers(401, google_says(401, "UNAUTHENTICATED")), UNAUTHORIZED),
             "403": (answers(403, google_says(403, "PERMISSION_DENIED")), REFUSED),
+            "403 rateLimitExceeded": (
+                answers(403, {"error": {"code": 403, "errors": [{"reason": "rateLimitExceeded"}]}}),
+                RATE_LIMITED,
+            ),
             "404": (answers(404, google_says(404, "NOT_FOUND")), REFUSED),
             "503": (answers(503, google_says(503, "UNAVAILABLE")), OUTCOME_UNKNOWN),
         },
@@ -237,29 +318,61 @@ GOOGLE = [
             "TransportError": (refuses, UNREACHABLE),
         },
     ),
+    *raising("google-auth", {"DefaultCredentialsError": (google_credentials, UNAUTHORIZED)}),
 ]
 
-GRPC = cases(
-    "grpc",
-    grpc,
-    {
-        "RESOURCE_EXHAUSTED": (grpc_aborts("RESOURCE_EXHAUSTED"), RATE_LIMITED),
-        "RESOURCE_EXHAUSTED, RetryInfo": (grpc_aborts("RESOURCE_EXHAUSTED", retry_after=0.5), RATE_LIMITED.after(0.5)),
-        "DEADLINE_EXCEEDED": (grpc_hangs, OUTCOME_UNKNOWN),
-        "UNAVAILABLE": (grpc_aborts("UNAVAILABLE"), OUTCOME_UNKNOWN),
-        "INTERNAL": (grpc_aborts("INTERNAL"), OUTCOME_UNKNOWN),
-        "UNKNOWN": (grpc_aborts("UNKNOWN"), OUTCOME_UNKNOWN),
-        "DATA_LOSS": (grpc_aborts("DATA_LOSS"), OUTCOME_UNKNOWN),
-        "CANCELLED": (grpc_aborts("CANCELLED"), OUTCOME_UNKNOWN),
-        "INVALID_ARGUMENT": (grpc_aborts("INVALID_ARGUMENT"), REFUSED),
-        "NOT_FOUND": (grpc_aborts("NOT_FOUND"), REFUSED),
-        "ALREADY_EXISTS": (grpc_aborts("ALREADY_EXISTS"), REFUSED),
-        "PERMISSION_DENIED": (grpc_aborts("PERMISSION_DENIED"), REFUSED),
-        "FAILED_PRECONDITION": (grpc_aborts("FAILED_PRECONDITION"), REFUSED),
-        "OUT_OF_RANGE": (grpc_aborts("OUT_OF_RANGE"), REFUSED),
-        "UNIMPLEMENTED": (grpc_aborts("UNIMPLEMENTED"), REFUSED),
-        "UNAUTHENTICATED": (grpc_aborts("UNAUTHENTICATED"), UNAUTHORIZED),
-        "ABORTED": (grpc_aborts("ABORTED"), CONFLICT),
-        "nobody listens": (refuses, UNREACHABLE),
-    },
-)
+GRPC = [
+    *cases(
+        "grpc",
+        grpc,
+        {
+            "RESOURCE_EXHAUSTED": (grpc_aborts("RESOURCE_EXHAUSTED"), RATE_LIMITED),
+            "RESOURCE_EXHAUSTED, RetryInfo": (
+                grpc_aborts("RESOURCE_EXHAUSTED", retry_after=0.5),
+                RATE_LIMITED.after(0.5),
+            ),
+            "DEADLINE_EXCEEDED": (grpc_hangs, OUTCOME_UNKNOWN),
+            "UNAVAILABLE": (grpc_aborts("UNAVAILABLE"), OUTCOME_UNKNOWN),
+            "INTERNAL": (grpc_aborts("INTERNAL"), OUTCOME_UNKNOWN),
+            "UNKNOWN": (grpc_aborts("UNKNOWN"), OUTCOME_UNKNOWN),
+            "DATA_LOSS": (grpc_aborts("DATA_LOSS"), OUTCOME_UNKNOWN),
+            "CANCELLED": (grpc_aborts("CANCELLED"), OUTCOME_UNKNOWN),
+            "INVALID_ARGUMENT": (grpc_aborts("INVALID_ARGUMENT"), REFUSED),
+            "NOT_FOUND": (grpc_aborts("NOT_FOUND"), REFUSED),
+            "ALREADY_EXISTS": (grpc_aborts("ALREADY_EXISTS"), REFUSED),
+            "PERMISSION_DENIED": (grpc_aborts("PERMISSION_DENIED"), REFUSED),
+            "FAILED_PRECONDITION": (grpc_aborts("FAILED_PRECONDITION"), REFUSED),
+            "OUT_OF_RANGE": (grpc_aborts("OUT_OF_RANGE"), REFUSED),
+            "UNIMPLEMENTED": (grpc_aborts("UNIMPLEMENTED"), REFUSED),
+            "UNAUTHENTICATED": (grpc_aborts("UNAUTHENTICATED"), UNAUTHORIZED),
+            "ABORTED": (grpc_aborts("ABORTED"), CONFLICT),
+            "refuses the connection": (refuses, UNREACHABLE),
+            # Not a name at all, so that nobody is asked for it.
+            "name unknown": (lambda: nullcontext("dns:///127.0.0.1..:1"), UNREACHABLE),
+        },
+    ),
+    *cases(
+        "grpc, streaming:",
+        grpc_streaming,
+        {
+            "RESOURCE_EXHAUSTED, RetryInfo": (
+                grpc_aborts("RESOURCE_EXHAUSTED", retry_after=2.5),
+                RATE_LIMITED.after(2.5),
+            ),
+            "UNAVAILABLE": (grpc_aborts("UNAVAILABLE"), OUTCOME_UNKNOWN),
+        },
+    ),
+    *cases(
+        "grpc, async:",
+        grpc_async,
+        {
+            "RESOURCE_EXHAUSTED, RetryInfo": (
+                grpc_aborts("RESOURCE_EXHAUSTED", retry_after=2.5),
+                RATE_LIMITED.after(2.5),
+            ),
+            "INVALID_ARGUMENT": (grpc_aborts("INVALID_ARGUMENT"), REFUSED),
+            "DEADLINE_EXCEEDED": (grpc_hangs, OUTCOME_UNKNOWN),
+            "refuses the connection": (refuses, UNREACHABLE),
+        },
+    ),
+]

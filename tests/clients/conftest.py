@@ -13,9 +13,19 @@ import redis
 from celery_leases.testing.plugin import missing_server
 from celery_leases.testing.process import wait_until
 from celery_leases.testing.servers import PostgresServer, RedisServer, ServerMissing
+from tests.clients.catalog import OPEN
 from tests.clients.expectations import Case, Places
 
 PASSWORD = "right"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An open question is expected to fail, and a failure once it is answered, so that it is struck off the list."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        case = callspec.params.get("case") if callspec else None
+        if isinstance(case, Case) and case.name in OPEN:
+            item.add_marker(pytest.mark.xfail(reason=OPEN[case.name], raises=AssertionError, strict=True))
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +74,8 @@ def nothing_left() -> Iterator[None]:
     """The test leaves no thread and no socket."""
     threads, sockets = set(threading.enumerate()), open_sockets()
     yield
-    wait_until(lambda: set(threading.enumerate()) <= threads, 5, "the threads to end")
-    if open_sockets() - sockets:
-        gc.collect()  # an error holds its frames, and those what a client has not closed; slow, and so not always
-        wait_until(lambda: open_sockets() <= sockets, 1, "the sockets to be closed")
+    # An error holds its frames, and those what a client ends only with its last reference; slow, and so not always.
+    if set(threading.enumerate()) - threads or open_sockets() - sockets:
+        gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= threads, 2, "the threads to end")
+    wait_until(lambda: open_sockets() <= sockets, 2, "the sockets to be closed")

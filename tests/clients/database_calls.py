@@ -4,7 +4,7 @@ import sqlite3
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from tests.clients.expectations import (
     cases,
     raising,
 )
-from tests.clients.servers import TIMEOUT, hangs_up_at_once, refuses
+from tests.clients.servers import GIVES_UP_AFTER, hangs_up_at_once, refuses
 
 # -- PostgreSQL ------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def terminated(places: Places) -> None:
 
 def pool_is_empty(places: Places) -> None:
     """More connections are wanted than the pool may open."""
-    options = {"pool_size": 1, "max_overflow": 0, "pool_timeout": TIMEOUT}
+    options = {"pool_size": 1, "max_overflow": 0, "pool_timeout": GIVES_UP_AFTER}
     with _engine(places.postgres, **options) as engine, engine.connect(), engine.connect():
         pass
 
@@ -120,6 +120,52 @@ def plain_psycopg(places: Places) -> None:
             connection.execute("INSERT INTO t VALUES (1)")
 
 
+def closed_psycopg(places: Places) -> None:
+    """The second thing that is said after an administrator has ended the session."""
+    import psycopg
+
+    with psycopg.connect(places.postgres.replace("+psycopg", "")) as connection:
+        with suppress(psycopg.errors.AdminShutdown):
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        connection.execute("SELECT 1")
+
+
+def no_database(places: Places) -> None:
+    """A database that nobody has created."""
+    import psycopg
+
+    psycopg.connect(f"{places.postgres.replace('+psycopg', '').rpartition('/')[0]}/nowhere")
+
+
+def _psycopg2(*statements: str) -> Any:
+    def execute(places: Places) -> None:
+        import psycopg2
+
+        connection = psycopg2.connect(places.postgres.replace("+psycopg", ""))
+        try:
+            for statement in statements:
+                connection.cursor().execute(statement)
+        finally:
+            connection.close()
+
+    return execute
+
+
+def _psycopg2_by_sqlalchemy(*statements: str) -> Any:
+    def execute(places: Places) -> None:
+        _says(*statements)(Places(postgres=places.postgres.replace("+psycopg", "+psycopg2")))
+
+    return execute
+
+
+def connect_psycopg2(url: str) -> None:
+    """A first connection."""
+    import psycopg2
+
+    where = urlsplit(url)
+    psycopg2.connect(host=where.hostname, port=where.port, user="postgres", connect_timeout=2)
+
+
 def connect_postgres(url: str) -> None:
     """A first connection, by SQLAlchemy."""
     where = urlsplit(url)
@@ -129,12 +175,14 @@ def connect_postgres(url: str) -> None:
 
 
 _TABLE = "CREATE TEMP TABLE t (id int PRIMARY KEY, small smallint CHECK (small > 0))"
+_ONE = "INSERT INTO t VALUES (1, 1)"
+_END = "SELECT pg_terminate_backend(pg_backend_pid())"
 
 POSTGRES = [
     *raising(
         "PostgreSQL",
         {
-            "23505 unique": (_says(_TABLE, "INSERT INTO t VALUES (1, 1)", "INSERT INTO t VALUES (1, 1)"), REFUSED),
+            "23505 unique": (_says(_TABLE, _ONE, _ONE), REFUSED),
             "23514 check": (_says(_TABLE, "INSERT INTO t VALUES (1, 0)"), REFUSED),
             "22003 range": (_says(_TABLE, "INSERT INTO t VALUES (1, 70000)"), REFUSED),
             "42P01 no table": (_says("SELECT * FROM nowhere"), REFUSED),
@@ -146,6 +194,12 @@ POSTGRES = [
             "pool is empty": (pool_is_empty, INFRASTRUCTURE),
             "no row": (no_row, ERROR),
             "23505 unique, without SQLAlchemy": (plain_psycopg, REFUSED),
+            "closed, without SQLAlchemy": (closed_psycopg, INFRASTRUCTURE),
+            "no database": (no_database, INFRASTRUCTURE),
+            "23505 unique, psycopg2": (_psycopg2(_TABLE, _ONE, _ONE), REFUSED),
+            "23505 unique, psycopg2 by SQLAlchemy": (_psycopg2_by_sqlalchemy(_TABLE, _ONE, _ONE), REFUSED),
+            "57P01 terminated, psycopg2": (_psycopg2(_END), INFRASTRUCTURE),
+            "57P01 terminated, psycopg2 by SQLAlchemy": (_psycopg2_by_sqlalchemy(_END), INFRASTRUCTURE),
         },
         needs="postgres",
     ),
@@ -157,6 +211,7 @@ POSTGRES = [
             "hangs up": (hangs_up_at_once, INFRASTRUCTURE),
         },
     ),
+    *cases("PostgreSQL, psycopg2:", connect_psycopg2, {"refuses the connection": (refuses, INFRASTRUCTURE)}),
 ]
 
 # -- MySQL -----------------------------------------------------------------------------------------------------

@@ -104,7 +104,12 @@ class Case:
         near = {"slack": slack}
         if slack and found["delay"] is not None and abs(found["delay"] - wanted["delay"]) <= slack:
             near["delay"] = wanted["delay"]
-        assert {**found, **near} == wanted, self.name
+        seen = {**found, **near}
+        assert seen == wanted, "\n".join(
+            f"{self.name}: {name} is {seen[name]!r}, and not {wanted[name]!r}"
+            for name in wanted
+            if seen[name] != wanted[name]
+        )
 
 
 def cases(library: str, call: Callable[..., Any], table: Mapping[str, tuple[Server, Expected]]) -> list[Case]:

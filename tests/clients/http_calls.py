@@ -20,7 +20,6 @@ from tests.clients.expectations import (
     raising,
 )
 from tests.clients.servers import (
-    TIMEOUT,
     Server,
     accepts_nobody,
     answers,
@@ -33,6 +32,7 @@ from tests.clients.servers import (
     name_servers_away,
     name_unknown,
     never_answers,
+    patience,
     refuses,
     resets,
     speaks_nonsense,
@@ -97,7 +97,7 @@ def requests(url: str) -> Any:
     """One POST."""
     import requests as library
 
-    with library.post(url, json={}, timeout=TIMEOUT) as response:
+    with library.post(url, json={}, timeout=patience()) as response:
         response.raise_for_status()
         return response.json()
 
@@ -106,8 +106,24 @@ def requests_json(url: str) -> Any:
     """One POST whose answer is not looked at before it is read."""
     import requests as library
 
-    with library.post(url, json={}, timeout=TIMEOUT) as response:
+    with library.post(url, json={}, timeout=patience()) as response:
         return response.json()
+
+
+def requests_unread(url: str) -> Any:
+    """One POST whose answer is not read before its status is looked at."""
+    import requests as library
+
+    with library.post(url, json={}, timeout=patience(), stream=True) as response:
+        response.raise_for_status()
+
+
+def requests_by_proxy(url: str) -> Any:
+    """One GET through somebody else."""
+    import requests as library
+
+    with library.get("http://127.0.0.1:9/", proxies={"http": url}, timeout=patience()) as response:
+        response.raise_for_status()
 
 
 def _to(url: str) -> Callable[[Places], Any]:
@@ -119,10 +135,62 @@ def httpx_of(name: str) -> Callable[[str], Any]:
 
     def post(url: str) -> Any:
         library = importlib.import_module(name)
-        with library.Client(timeout=TIMEOUT) as client:
+        with library.Client(timeout=patience()) as client:
             return client.post(url, json={}).raise_for_status().json()
 
     return post
+
+
+def unread_of(name: str) -> Callable[[str], Any]:
+    """One POST whose answer is not read before its status is looked at."""
+
+    def post(url: str) -> Any:
+        library = importlib.import_module(name)
+        with library.Client(timeout=patience()) as client, client.stream("POST", url) as response:
+            response.raise_for_status()
+
+    return post
+
+
+def async_of(name: str) -> Callable[[str], Any]:
+    """One POST in an event loop of its own."""
+
+    def post(url: str) -> Any:
+        library = importlib.import_module(name)
+
+        async def ask() -> Any:
+            async with library.AsyncClient(timeout=patience()) as client:
+                return (await client.post(url, json={})).raise_for_status()
+
+        return asyncio.run(ask())
+
+    return post
+
+
+def cut_off_of(name: str) -> Callable[[str], Any]:
+    """One POST that the caller ends: ``asyncio.timeout``."""
+
+    def post(url: str) -> Any:
+        library = importlib.import_module(name)
+
+        async def ask() -> Any:
+            async with asyncio.timeout(patience()), library.AsyncClient(timeout=60) as client:
+                return await client.post(url, json={})
+
+        return asyncio.run(ask())
+
+    return post
+
+
+def by_proxy_of(name: str) -> Callable[[str], Any]:
+    """One GET through somebody else."""
+
+    def get(url: str) -> Any:
+        library = importlib.import_module(name)
+        with library.Client(proxy=url, timeout=patience()) as client:
+            return client.get("https://127.0.0.1:9/")
+
+    return get
 
 
 def full_pool_of(name: str) -> Callable[[str], Any]:
@@ -130,7 +198,7 @@ def full_pool_of(name: str) -> Callable[[str], Any]:
 
     def stream(url: str) -> Any:
         library = importlib.import_module(name)
-        timeout = library.Timeout(TIMEOUT, read=10 * TIMEOUT)
+        timeout = library.Timeout(patience(), read=10 * patience())
         with (
             library.Client(timeout=timeout, limits=library.Limits(max_connections=1)) as client,
             client.stream("GET", url),
@@ -152,7 +220,7 @@ def in_group_of(name: str) -> Callable[[str], Any]:
         library = importlib.import_module(name)
 
         async def ask() -> None:
-            async with library.AsyncClient(timeout=TIMEOUT) as client, asyncio.TaskGroup() as group:
+            async with library.AsyncClient(timeout=patience()) as client, asyncio.TaskGroup() as group:
 
                 async def one() -> None:
                     (await client.post(url, json={})).raise_for_status()
@@ -169,7 +237,7 @@ def aiohttp(url: str, **timeout: float) -> Any:
     """One POST."""
     import aiohttp as library
 
-    limits: Any = library.ClientTimeout(**(timeout or {"sock_read": TIMEOUT, "sock_connect": TIMEOUT}))
+    limits: Any = library.ClientTimeout(**(timeout or {"sock_read": patience(), "sock_connect": patience()}))
 
     async def ask() -> Any:
         async with library.ClientSession(timeout=limits) as session, session.post(url, json={}) as response:
@@ -181,14 +249,14 @@ def aiohttp(url: str, **timeout: float) -> Any:
 
 def aiohttp_in_total(url: str) -> Any:
     """One POST that may take so long altogether."""
-    return aiohttp(url, total=TIMEOUT)
+    return aiohttp(url, total=patience())
 
 
 def urllib3(url: str) -> Any:
     """One POST."""
     import urllib3 as library
 
-    with library.PoolManager(timeout=TIMEOUT, retries=False) as pool:
+    with library.PoolManager(timeout=patience(), retries=False) as pool:
         return pool.request("POST", url, json={})
 
 
@@ -197,7 +265,7 @@ def urllib3_retrying(url: str) -> Any:
     import urllib3 as library
 
     retries = library.Retry(1, status_forcelist=[500, 503], allowed_methods=None, backoff_factor=0)
-    with library.PoolManager(timeout=TIMEOUT, retries=retries) as pool:
+    with library.PoolManager(timeout=patience(), retries=retries) as pool:
         return pool.request("POST", url, json={})
 
 
@@ -205,15 +273,19 @@ def urllib(url: str) -> Any:
     """One POST."""
     from urllib.request import ProxyHandler, build_opener
 
-    with build_opener(ProxyHandler({})).open(url, data=b"{}", timeout=TIMEOUT) as response:
+    with build_opener(ProxyHandler({})).open(url, data=b"{}", timeout=patience()) as response:
         return response.read()
 
 
+_ASYNC = {name: EVERYWHERE[name] for name in ("does not answer", "resets", "refuses the connection", "is not trusted")}
+_UNREAD = answers_slowly(429, retry_after="20")
 _CONNECTIONS = {name: EVERYWHERE[name] for name in EVERYWHERE if not name[0].isdigit()}
 
 REQUESTS = [
     *cases("requests", requests, EVERYWHERE | RARE),
     *cases("requests", requests_json, {"200, not JSON": (answers(200, "<html>Hello</html>"), ERROR)}),
+    *cases("requests", requests_unread, {"429, unread": (_UNREAD, RATE_LIMITED.after(20))}),
+    *cases("requests, proxy", requests_by_proxy, {"refuses the connection": (refuses, UNREACHABLE)}),
     *raising(
         "requests",
         {
@@ -228,8 +300,12 @@ REQUESTS = [
 HTTPX = [
     *cases("httpx", httpx_of("httpx"), EVERYWHERE),
     *cases("httpx2", httpx_of("httpx2"), EVERYWHERE),
-    *cases("httpx", full_pool_of("httpx"), {"pool is full": (answers_slowly, UNREACHABLE)}),
-    *cases("httpx2", full_pool_of("httpx2"), {"pool is full": (answers_slowly, UNREACHABLE)}),
+    *cases("httpx", full_pool_of("httpx"), {"pool is full": (answers_slowly(), UNREACHABLE)}),
+    *cases("httpx2", full_pool_of("httpx2"), {"pool is full": (answers_slowly(), UNREACHABLE)}),
+    *cases("httpx", unread_of("httpx"), {"429, unread": (_UNREAD, RATE_LIMITED.after(20))}),
+    *cases("httpx, async:", async_of("httpx"), _ASYNC),
+    *cases("httpx, asyncio.timeout:", cut_off_of("httpx"), {"does not answer": (never_answers, OUTCOME_UNKNOWN)}),
+    *cases("httpx, proxy", by_proxy_of("httpx"), {"refuses the connection": (refuses, UNREACHABLE)}),
     *cases("httpx, TaskGroup:", in_group_of("httpx"), {"429": EVERYWHERE["429, Retry-After"]}),
     *raising(
         "httpx",
@@ -258,4 +334,5 @@ URLLIB = [
         {"500": (answers(500), OUTCOME_UNKNOWN), "refuses the connection": (refuses, UNREACHABLE)},
     ),
     *cases("urllib", urllib, EVERYWHERE),
+    *cases("urllib", urllib, {"429, unread": (_UNREAD, RATE_LIMITED.after(20))}),
 ]

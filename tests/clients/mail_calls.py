@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from tests.clients.expectations import ERROR, OUTCOME_UNKNOWN, RATE_LIMITED, REFUSED, UNAUTHORIZED, UNREACHABLE, cases
 from tests.clients.other_servers import mail_server
-from tests.clients.servers import TIMEOUT, name_servers_away, refuses, says_nothing
+from tests.clients.servers import name_servers_away, patience, refuses, says_nothing
 
 
 def smtplib(url: str) -> Any:
@@ -13,7 +13,7 @@ def smtplib(url: str) -> Any:
     import smtplib as library
 
     where = urlsplit(url)
-    with library.SMTP(where.hostname or "", where.port or 25, timeout=TIMEOUT, local_hostname="here") as client:
+    with library.SMTP(where.hostname or "", where.port or 25, timeout=patience(), local_hostname="here") as client:
         client.login("somebody", "made-up")
         return client.sendmail("us@example.com", "them@example.com", "Subject: Hello\r\n\r\nHello\r\n")
 

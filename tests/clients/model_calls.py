@@ -1,5 +1,6 @@
-"""Calls of language models: OpenAI and Anthropic."""
+"""Calls of language models: OpenAI, Anthropic and Gemini."""
 
+import json
 from typing import Any
 
 from tests.clients.expectations import (
@@ -15,7 +16,7 @@ from tests.clients.expectations import (
     cases,
 )
 from tests.clients.servers import (
-    TIMEOUT,
+    Server,
     accepts_nobody,
     answers,
     breaks_off,
@@ -24,6 +25,7 @@ from tests.clients.servers import (
     is_not_trusted,
     name_servers_away,
     never_answers,
+    patience,
     refuses,
     resets,
     rfc3339,
@@ -34,7 +36,7 @@ def openai(url: str) -> Any:
     """One chat completion."""
     import openai as library
 
-    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=TIMEOUT) as client:
+    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()) as client:
         return client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
 
 
@@ -45,7 +47,7 @@ def openai_async(url: str) -> Any:
     import openai as library
 
     async def ask() -> Any:
-        client = library.AsyncOpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=TIMEOUT)
+        client = library.AsyncOpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience())
         async with client:
             return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
 
@@ -56,7 +58,7 @@ def openai_stream(url: str) -> Any:
     """One chat completion, piece by piece."""
     import openai as library
 
-    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=TIMEOUT) as client:
+    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()) as client:
         messages: Any = [{"role": "user", "content": "Hello"}]
         return list(client.chat.completions.create(model="m", messages=messages, stream=True))
 
@@ -65,13 +67,42 @@ def anthropic(url: str) -> Any:
     """One message."""
     import anthropic as library
 
-    with library.Anthropic(api_key="made-up", base_url=url, max_retries=0, timeout=TIMEOUT) as client:
+    with library.Anthropic(api_key="made-up", base_url=url, max_retries=0, timeout=patience()) as client:
         return client.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}])
+
+
+def anthropic_stream(url: str) -> Any:
+    """One message, piece by piece."""
+    import anthropic as library
+
+    with (
+        library.Anthropic(api_key="made-up", base_url=url, max_retries=0, timeout=patience()) as client,
+        client.messages.stream(model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}]) as stream,
+    ):
+        return stream.get_final_message()
+
+
+def gemini(url: str) -> Any:
+    """One text."""
+    from google import genai
+    from google.genai import types
+
+    options = types.HttpOptions(base_url=url, timeout=round(patience() * 1000))
+    client = genai.Client(api_key="made-up", http_options=options)
+    try:
+        return client.models.generate_content(model="m", contents="Hello")
+    finally:
+        client.close()
 
 
 def openai_says(code: str | None, kind: str = "invalid_request_error") -> dict[str, Any]:
     """The body of OpenAI's errors."""
     return {"error": {"message": "No.", "type": kind, "param": None, "code": code}}
+
+
+def google_says(code: int, status: str, *details: Any) -> dict[str, Any]:
+    """The body of Google's errors."""
+    return {"error": {"code": code, "message": "No.", "status": status, "details": list(details)}}
 
 
 def anthropic_says(kind: str, error_code: str | None = None) -> dict[str, Any]:
@@ -89,10 +120,18 @@ _EMPTY_WINDOW = {
     "x_ratelimit_remaining_tokens": "0",
     "x_ratelimit_reset_tokens": "1m30s",
 }
-_ERROR_IN_STREAM = (
-    'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[]}\n\n'
-    'data: {"error":{"message":"The server had an error.","type":"server_error","code":null}}\n\n'
-)
+
+
+def _in_openai_stream(kind: str, code: str | None = None) -> Server:
+    chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": []}
+    error = {"error": {"message": "No.", "type": kind, "code": code}}
+    events = "".join(f"data: {json.dumps(event)}\n\n" for event in (chunk, error))
+    return answers(200, events, content_type="text/event-stream")
+
+
+def _in_anthropic_stream(kind: str) -> Server:
+    return answers(200, f"event: error\ndata: {json.dumps(anthropic_says(kind))}\n\n", content_type="text/event-stream")
+
 
 OPENAI = [
     *cases(
@@ -149,7 +188,9 @@ OPENAI = [
         "openai, stream:",
         openai_stream,
         {
-            "an error inside": (answers(200, _ERROR_IN_STREAM, content_type="text/event-stream"), OUTCOME_UNKNOWN),
+            "a fault inside": (_in_openai_stream("server_error"), OUTCOME_UNKNOWN),
+            "a limit inside": (_in_openai_stream("requests", "rate_limit_exceeded"), RATE_LIMITED),
+            "no quota inside": (_in_openai_stream("insufficient_quota", "insufficient_quota"), OUT_OF_QUOTA),
             "breaks off": (breaks_off, OUTCOME_UNKNOWN),
         },
     ),
@@ -167,29 +208,60 @@ _TOO_LARGE = anthropic_says("request_too_large")
 _OVERLOADED = anthropic_says("overloaded_error")
 _FAULT = anthropic_says("api_error")
 
-ANTHROPIC = cases(
-    "anthropic",
-    anthropic,
+ANTHROPIC = [
+    *cases(
+        "anthropic",
+        anthropic,
+        {
+            "429, windows": (answers(429, _BUSY, **_WINDOWS), RATE_LIMITED.about(90)),
+            "429, Retry-After wins": (answers(429, _BUSY, retry_after="12", **_WINDOWS), RATE_LIMITED.after(12)),
+            "429 enforced_spend_limit_reached": (answers(429, _SPENT_HERE), OUT_OF_QUOTA),
+            "529": (answers(529, _OVERLOADED), RATE_LIMITED),
+            "529, Retry-After": (answers(529, _OVERLOADED, retry_after="33"), RATE_LIMITED.after(33)),
+            "402 billing_error": (answers(402, anthropic_says("billing_error")), OUT_OF_QUOTA),
+            "400 billing_error": (answers(400, anthropic_says("billing_error")), OUT_OF_QUOTA),
+            "401": (answers(401, anthropic_says("authentication_error")), UNAUTHORIZED),
+            "403": (answers(403, anthropic_says("permission_error")), REFUSED),
+            "400": (answers(400, anthropic_says("invalid_request_error")), REFUSED),
+            "404": (answers(404, anthropic_says("not_found_error")), REFUSED),
+            "413": (answers(413, _TOO_LARGE), REFUSED),
+            "413, Retry-After": (answers(413, _TOO_LARGE, retry_after="5"), RATE_LIMITED.after(5)),
+            "500": (answers(500, _FAULT), OUTCOME_UNKNOWN),
+            "500, x-should-retry: false": (answers(500, _FAULT, x_should_retry="false"), TOLD_TO_STOP),
+            "504": (answers(504, anthropic_says("timeout_error")), OUTCOME_UNKNOWN),
+            "does not answer": (never_answers, OUTCOME_UNKNOWN),
+            "hangs up": (hangs_up, OUTCOME_UNKNOWN),
+            "refuses the connection": (refuses, UNREACHABLE),
+            "200, broken JSON": (answers(200, "{oops", content_type="application/json"), ERROR),
+        },
+    ),
+    *cases(
+        "anthropic, stream:",
+        anthropic_stream,
+        {
+            "overloaded inside": (_in_anthropic_stream("overloaded_error"), RATE_LIMITED),
+            "a limit inside": (_in_anthropic_stream("rate_limit_error"), RATE_LIMITED),
+            "a fault inside": (_in_anthropic_stream("api_error"), OUTCOME_UNKNOWN),
+        },
+    ),
+]
+
+_RETRY_INFO = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "13s"}
+_NO_KEY = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "API_KEY_INVALID"}
+
+GEMINI = cases(
+    "gemini",
+    gemini,
     {
-        "429, windows": (answers(429, _BUSY, **_WINDOWS), RATE_LIMITED.about(90)),
-        "429, Retry-After wins": (answers(429, _BUSY, retry_after="12", **_WINDOWS), RATE_LIMITED.after(12)),
-        "429 enforced_spend_limit_reached": (answers(429, _SPENT_HERE), OUT_OF_QUOTA),
-        "529": (answers(529, _OVERLOADED), RATE_LIMITED),
-        "529, Retry-After": (answers(529, _OVERLOADED, retry_after="33"), RATE_LIMITED.after(33)),
-        "402 billing_error": (answers(402, anthropic_says("billing_error")), OUT_OF_QUOTA),
-        "400 billing_error": (answers(400, anthropic_says("billing_error")), OUT_OF_QUOTA),
-        "401": (answers(401, anthropic_says("authentication_error")), UNAUTHORIZED),
-        "403": (answers(403, anthropic_says("permission_error")), REFUSED),
-        "400": (answers(400, anthropic_says("invalid_request_error")), REFUSED),
-        "404": (answers(404, anthropic_says("not_found_error")), REFUSED),
-        "413": (answers(413, _TOO_LARGE), REFUSED),
-        "413, Retry-After": (answers(413, _TOO_LARGE, retry_after="5"), RATE_LIMITED.after(5)),
-        "500": (answers(500, _FAULT), OUTCOME_UNKNOWN),
-        "500, x-should-retry: false": (answers(500, _FAULT, x_should_retry="false"), TOLD_TO_STOP),
-        "504": (answers(504, anthropic_says("timeout_error")), OUTCOME_UNKNOWN),
+        "429, RetryInfo": (answers(429, google_says(429, "RESOURCE_EXHAUSTED", _RETRY_INFO)), RATE_LIMITED.after(13)),
+        "429": (answers(429, google_says(429, "RESOURCE_EXHAUSTED")), RATE_LIMITED),
+        "402": (answers(402, google_says(402, "FAILED_PRECONDITION")), OUT_OF_QUOTA),
+        "400": (answers(400, google_says(400, "INVALID_ARGUMENT")), REFUSED),
+        "400 API_KEY_INVALID": (answers(400, google_says(400, "INVALID_ARGUMENT", _NO_KEY)), UNAUTHORIZED),
+        "403": (answers(403, google_says(403, "PERMISSION_DENIED")), REFUSED),
+        "500": (answers(500, google_says(500, "INTERNAL")), OUTCOME_UNKNOWN),
+        "503": (answers(503, google_says(503, "UNAVAILABLE")), OUTCOME_UNKNOWN),
         "does not answer": (never_answers, OUTCOME_UNKNOWN),
-        "hangs up": (hangs_up, OUTCOME_UNKNOWN),
         "refuses the connection": (refuses, UNREACHABLE),
-        "200, broken JSON": (answers(200, "{oops", content_type="application/json"), ERROR),
     },
 )

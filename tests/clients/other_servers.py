@@ -4,10 +4,10 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from tests.clients.servers import Server
+from tests.clients.servers import Server, short_patience
 
 Conversation = Callable[[socketserver.StreamRequestHandler], None]
 
@@ -129,7 +129,8 @@ def grpc_aborts(code: str, details: str = "no", *, retry_after: float | None = N
     return grpc_server(behave)
 
 
-def grpc_hangs() -> AbstractContextManager[str]:
+@contextmanager
+def grpc_hangs() -> Iterator[str]:
     """Take every call and answer none before the client has given up."""
 
     def behave(context: Any) -> None:
@@ -137,4 +138,5 @@ def grpc_hangs() -> AbstractContextManager[str]:
         if context.add_callback(gone.set):
             gone.wait(10)
 
-    return grpc_server(behave)()
+    with short_patience(), grpc_server(behave)() as target:
+        yield target

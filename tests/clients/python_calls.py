@@ -1,5 +1,6 @@
 """What Python itself raises, and errors around other errors."""
 
+import errno
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ from urllib.parse import urlsplit
 
 from tests.clients.expectations import (
     ERROR,
+    INFRASTRUCTURE,
     LIMIT_HIT,
     OUTCOME_UNKNOWN,
     RATE_LIMITED,
@@ -19,7 +21,7 @@ from tests.clients.expectations import (
 )
 from tests.clients.http_calls import httpx_of
 from tests.clients.model_calls import openai, openai_says
-from tests.clients.servers import TIMEOUT, answers, name_servers_away, name_unknown, never_answers, refuses, resets
+from tests.clients.servers import answers, name_servers_away, name_unknown, never_answers, patience, refuses, resets
 
 # ruff: noqa: BLE001 - applications do catch everything, and that is what is tried here
 
@@ -68,6 +70,38 @@ def grouped(url: str) -> None:
         raise ExceptionGroup("1 of 3 pages", [error]) from None
 
 
+def grouped_with_another(url: str) -> None:
+    """Two of several calls failed, one by a mistake."""
+    try:
+        openai(url)
+    except Exception as error:
+        raise ExceptionGroup("2 of 3 pages", [KeyError("total"), error]) from None
+
+
+def going_round(url: str) -> None:
+    """Two errors that are each other's cause."""
+    try:
+        openai(url)
+    except Exception as error:
+        outer = DocumentFailed("invoice 1842")
+        outer.__cause__ = error
+        error.__cause__ = outer
+        raise outer  # noqa: B904 - its cause is set
+
+
+def published(url: str) -> None:
+    """One more task, while the broker is away."""
+    from celery import Celery
+
+    with Celery("shop", set_as_current=False) as app:
+        app.conf.task_publish_retry = False
+        # Without these a connection is tried for long before anybody is told.
+        app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
+        # Given by hand, for in a worker the environment names a broker that is not away.
+        with app.connection_for_write(url.replace("http:", "amqp:") + "//") as connection:
+            app.send_task("shop.charge", connection=connection)
+
+
 def tenacious(url: str) -> None:
     """A call that tenacity repeats until it gives up."""
     import tenacity
@@ -78,16 +112,18 @@ def tenacious(url: str) -> None:
 def plain_socket(url: str) -> None:
     """One question and its answer."""
     where = urlsplit(url)
-    with socket.create_connection((where.hostname or "", where.port or 80), TIMEOUT) as connection:
+    with socket.create_connection((where.hostname or "", where.port or 80), patience()) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         connection.recv(1)
 
 
-def permission(_: Places) -> None:
-    """What root never meets, and so it is made."""
-    import errno
+def _os_error(number: int) -> Any:
+    """What is hard to meet, and so it is made."""
 
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/etc/shadow")
+    def fail(_: Places) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def out_of_memory(_: Places) -> Any:
@@ -147,7 +183,10 @@ PYTHON = [
             "StopIteration": (lambda _: next(iter(())), ERROR),
             "IsADirectoryError": (lambda _: open("/").read(), ERROR),  # noqa: PTH123, SIM115
             "FileNotFoundError": (lambda _: open("/nowhere/at/all").read(), REFUSED),  # noqa: PTH123, SIM115
-            "PermissionError": (permission, REFUSED),
+            "PermissionError": (_os_error(errno.EACCES), REFUSED),
+            "no space": (_os_error(errno.ENOSPC), ERROR),
+            "no route": (_os_error(errno.EHOSTUNREACH), UNREACHABLE),
+            "BrokenPipeError": (_os_error(errno.EPIPE), OUTCOME_UNKNOWN),
             "MemoryError": (out_of_memory, LIMIT_HIT),
             "SoftTimeLimitExceeded": (soft_time_limit, LIMIT_HIT),
             "pydantic ValidationError of an answer": (wrong_answer, ERROR),
@@ -168,10 +207,13 @@ PYTHON = [
 ]
 
 WRAPPED = [
+    *cases("celery, a task is published:", published, {"refuses the connection": (refuses, INFRASTRUCTURE)}),
     *cases("raise from", chained, {"429": (_BUSY, RATE_LIMITED.after(20)), "404": (_GONE, REFUSED)}),
     *cases("raise from, twice:", chained_twice, {"429": (_BUSY, RATE_LIMITED.after(20))}),
     *cases("raise from None", dissembled, {"429": (_BUSY, ERROR)}),
     *cases("a mistake while handling", stumbled, {"404": (_GONE, ERROR)}),
     *cases("ExceptionGroup", grouped, {"429": (_BUSY, RATE_LIMITED.after(20))}),
+    *cases("ExceptionGroup, and a mistake:", grouped_with_another, {"429": (_BUSY, RATE_LIMITED.after(20))}),
+    *cases("a ring of causes", going_round, {"429": (_BUSY, RATE_LIMITED.after(20))}),
     *cases("tenacity", tenacious, {"429": (_BUSY, RATE_LIMITED.after(20))}),
 ]

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from tests.clients.expectations import ERROR, INFRASTRUCTURE, UNAUTHORIZED, Places, cases, raising
 from tests.clients.other_servers import redis_server
-from tests.clients.servers import TIMEOUT, accepts_nobody, hangs_up_at_once, name_servers_away, refuses, says_nothing
+from tests.clients.servers import accepts_nobody, hangs_up_at_once, name_servers_away, patience, refuses, says_nothing
 
 
 def _redis(url: str, **options: Any) -> Any:
@@ -16,8 +16,8 @@ def _redis(url: str, **options: Any) -> Any:
     return redis.Redis.from_url(
         url.replace("http:", "redis:"),
         protocol=2,
-        socket_timeout=TIMEOUT,
-        socket_connect_timeout=TIMEOUT,
+        socket_timeout=patience(),
+        socket_connect_timeout=patience(),
         retry=Retry(NoBackoff(), 0),
         **options,
     )

@@ -12,15 +12,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from email.utils import formatdate
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-TIMEOUT = 0.3
-"""Seconds a client waits where a case wants it to give up."""
+GIVES_UP_AFTER = 0.3
+"""Seconds a client waits where it is to give up."""
 
 Server = Callable[[], AbstractContextManager[str]]
 """Start one misbehaving server and give its URL; leaving ends it with all its threads."""
@@ -29,6 +29,25 @@ Behaviour = Callable[[BaseHTTPRequestHandler], None]
 
 HeaderValue = str | Callable[[], str]
 """A value, or what makes it at the moment of the answer: some headers name a point in time."""
+
+
+class _Patience:
+    seconds = 10.0
+
+
+def patience() -> float:
+    """Seconds a client may wait now: long on a busy machine, unless this server wants it to give up."""
+    return _Patience.seconds
+
+
+@contextmanager
+def short_patience() -> Iterator[None]:
+    """Have the client give up soon; a process calls one server at a time."""
+    before, _Patience.seconds = _Patience.seconds, GIVES_UP_AFTER
+    try:
+        yield
+    finally:
+        _Patience.seconds = before
 
 
 class _HttpServer(ThreadingHTTPServer):
@@ -57,8 +76,8 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def _running(behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    with _HttpServer(behaviour) as server:
+def _running(behaviour: Behaviour, tls: ssl.SSLContext | None = None, *, answering: bool = True) -> Iterator[str]:
+    with nullcontext() if answering else short_patience(), _HttpServer(behaviour) as server:
         if tls:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -110,7 +129,7 @@ def rfc3339(seconds: float) -> HeaderValue:
 
 def never_answers() -> AbstractContextManager[str]:
     """Take the request and say nothing."""
-    return _running(_wait_for_the_client)
+    return _running(_wait_for_the_client, answering=False)
 
 
 def _wait_for_the_client(handler: BaseHTTPRequestHandler) -> None:
@@ -119,16 +138,17 @@ def _wait_for_the_client(handler: BaseHTTPRequestHandler) -> None:
         pass
 
 
-def answers_slowly() -> AbstractContextManager[str]:
+def answers_slowly(status: int = 200, **headers: str) -> Server:
     """Begin an answer and never end it."""
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Content-Length", "1000")
+        handler.send_response(status)
+        for name, value in {"content_length": "1000", **headers}.items():
+            handler.send_header(name.replace("_", "-").title(), value)
         handler.end_headers()
         _wait_for_the_client(handler)
 
-    return _running(behave)
+    return lambda: _running(behave, answering=False)
 
 
 def hangs_up() -> AbstractContextManager[str]:
@@ -156,9 +176,11 @@ def _accepting(behave: Callable[[socket.socket], None]) -> Iterator[str]:
             thread.join()
 
 
-def says_nothing() -> AbstractContextManager[str]:
+@contextmanager
+def says_nothing() -> Iterator[str]:
     """Take every connection and keep it, whatever the protocol."""
-    return _accepting(lambda _: None)
+    with short_patience(), _accepting(lambda _: None) as url:
+        yield url
 
 
 def hangs_up_at_once() -> AbstractContextManager[str]:
@@ -212,7 +234,7 @@ def refuses() -> Iterator[str]:
 @contextmanager
 def accepts_nobody() -> Iterator[str]:
     """A port whose queue is full: the kernel drops what would open a further connection."""
-    with contextlib.ExitStack() as stack:
+    with short_patience(), contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

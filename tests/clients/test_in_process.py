@@ -10,6 +10,9 @@ import pytest
 from tests.clients.catalog import CASES
 from tests.clients.expectations import Case, Places, judged
 
+# Stripe hands httpx its data in a way that httpx no longer likes.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
+
 CLIENTS = (
     *("aiohttp", "anthropic", "botocore", "google", "grpc", "httpcore", "httpcore2", "httpx", "httpx2", "openai"),
     *("psycopg", "psycopg2", "pydantic", "pymysql", "requests", "stripe", "tenacity", "urllib3"),
