@@ -22,7 +22,7 @@ COOLDOWN = [sys.executable, "-m", "example_project.demo_cooldown"]
 def play(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """A demo to its end, with a directory of its own for temporary files."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
         stray = json.dumps({"document": 1842, "model": "quill"}).encode()
         url = f"http://127.0.0.1:{port}/summaries"
         urlopen(Request(url, stray, {"Authorization": "Bearer leases"}), timeout=10).close()
-        assert demo.wait(90) == 1, demo.logs()
+        assert demo.wait(100) == 1, demo.logs()
         assert "BROKEN: the button: paid calls after 21 presses: 2, not 1" in demo.logs()
         assert "KEPT" not in demo.logs()
         assert list(temporary.iterdir()) == []
