@@ -129,10 +129,9 @@ class Entry:
             self.give_back(tenure)
             raise
         except Away:
-            if bid.group is not None:
-                with suppress(
-                    StoreUnavailable
-                ):  # the lease stands guard over an open row, the probe's slot guards none
+            # The lease stands guard over a row that may be open; the probe's slot guards nothing.
+            with suppress(StoreUnavailable):
+                if bid.group is not None:
                     self.gates.give_back_probe(bid.group, bid.token)
             raise
         if not isinstance(entered, Tenancy):
@@ -187,7 +186,7 @@ class Entry:
             try:
                 return self._claim_once(tenure)
             except StoreUnavailable as error:
-                if error.executed is False:
+                if error.executed is False and not tries:
                     raise  # nothing is open: its row may be locked by a transaction of its holder's
                 pause = outcomes.settle_pause(tries)
                 tries += 1

@@ -15,6 +15,7 @@ from celery_leases.core.errors import (
     Cooldown,
     CoolingDown,
     LeaseStoreMismatch,
+    PermanentFailure,
     RetryLater,
     StoreUnavailable,
 )
@@ -191,6 +192,10 @@ class Execution:
         if not asked:
             return Throw(ending.error, news=news if cooling else None)
         rule = outcome.failure.rule if outcome.failure else None
+        if outcome.failure is not None and outcome.state is State.FAILED:
+            failed = PermanentFailure(outcome.failure.message, rule, outcome.failure.type)
+            failed.__cause__ = ending.error
+            return Throw(failed)
         message = f"Retry available in {in_words(wait)}: {ending.error}"
         refusal = CoolingDown(message, call.key.key, self.entry.today() + wait, wait, outcome.reason, rule)
         refusal.__cause__ = ending.error
@@ -228,7 +233,9 @@ class Execution:
                 self.entry.observer.observe(events.CallRefused(**call.subject, error=str(error)))
                 return Throw(error)
             case PutBack(delay, reason, begun, refusal, what):
-                news = News(what, delay, reason) if what else None
+                # A hop is not the whole wait.
+                wait = refusal.retry_after if isinstance(refusal, CoolingDown) else delay
+                news = News(what, wait, reason) if what else None
                 return Again(delay, reason, started=started or begun, refusal=refusal, news=news)
             case Run() | Wait() | StandBack():
                 raise AssertionError(f"{verdict} is not an answer")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_leases.core import outcomes
@@ -236,6 +236,7 @@ class TestHeldByThisCall:
         running = a_record(State.RUNNING, OURS, lease_until=NOW + 9 * SECOND)
         assert decide(a_call(), running) == decide(a_call(), holder=held_by(OURS, 9.0))
 
+    @settings(deadline=None)
     @given(st.floats(0, 1, exclude_max=True))
     def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(self, chance: float) -> None:
         verdict = decide(a_call(), holder=held_by(OURS, 9.0), chance=chance)

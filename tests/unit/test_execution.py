@@ -105,6 +105,32 @@ class TestAFailure:
         assert not bench.cools
 
 
+class TestWhatTheBodyAskedFor:
+    """``Cooldown`` and ``RetryLater`` are for the lease; a caller gets an answer instead."""
+
+    @pytest.mark.parametrize("comes_back", [True, False])
+    @pytest.mark.parametrize("error", [Cooldown(60), RetryLater(60)], ids=["cooldown", "retry"])
+    def test_one_failure_too_many_is_told_as_such_and_not_as_a_time(
+        self, bench: Bench, error: Any, comes_back: bool
+    ) -> None:
+        """The key has failed for good: there is nothing to wait for."""
+        ending = Raised(error, FAILURE, judged(cooldown("60s"), reason=Reason.ASKED))
+        reply = bench.run(bench.call(max_failures=1, comes_back=comes_back), ending)
+        assert isinstance(reply, Throw)
+        assert isinstance(reply.error, PermanentFailure)
+        assert (reply.error.rule, reply.error.error, reply.news) == ("row", "ValueError", None)
+        assert reply.error.__cause__ is error
+        assert bench.state is State.FAILED
+
+    def test_a_call_that_shall_stop_is_told_when_to_ask_again(self, bench: Bench) -> None:
+        """Not that the task has asked for something."""
+        ending = Raised(Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED))
+        reply = bench.run(bench.call(after_cooldown="stop"), ending)
+        assert isinstance(reply, Throw)
+        assert isinstance(reply.error, CoolingDown)
+        assert str(reply.error).startswith("Retry available in 60 seconds: ")
+
+
 class TestEagerCalls:
     """They cannot come back, so their callers are told."""
 

@@ -5,23 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_leases.core.endings import Raised
+from celery_leases.core.errors import Uncertain
 from celery_leases.core.failures import (
     LONGEST_SPREAD,
     SHORTEST_TOLD,
     CoolDown,
     Counts,
     Fail,
+    Parked,
     RetryAfter,
     says_nothing_of_the_group,
 )
 from celery_leases.core.options import AfterCooldown
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.rulings import Kind, Reason, Ruling, Scope, Told, cooldown, exactly, permanent, retry
-from tests.unit.situations import FRESH, GROUP, MOST, NOW, SECOND, after, cooled, in_a_row, raised, retried
+from tests.unit.situations import (
+    FAILURE,
+    FRESH,
+    GROUP,
+    MOST,
+    NOW,
+    SECOND,
+    after,
+    cooled,
+    in_a_row,
+    judged,
+    raised,
+    retried,
+)
 
 DAY = 86_400.0
 CHANCES = st.floats(0, 1, exclude_max=True)
@@ -45,7 +60,7 @@ class TestEachKind:
         assert isinstance(verdict, {"retry": RetryAfter, "cooldown": CoolDown, "permanent": Fail}[kind])
         in_group = scope == "group" and group is not None
         assert verdict.failure.group == (GROUP if in_group else None)
-        if not isinstance(verdict, Fail):
+        if isinstance(verdict, CoolDown | RetryAfter):
             assert verdict.delay == (200.0 if delay and told != "ignore" else 100.0)
         if isinstance(verdict, CoolDown):
             assert (verdict.closing is not None) is in_group
@@ -77,6 +92,7 @@ class TestEachKind:
 class TestWhatTheAnswerTold:
     """A wait the other side asked for is only ever made longer."""
 
+    @settings(deadline=None)
     @given(CHANCES, st.floats(SHORTEST_TOLD, 21_600))
     @pytest.mark.parametrize("told", ["instead", "at_least"])
     @pytest.mark.parametrize("group", [None, GROUP])
@@ -86,12 +102,14 @@ class TestWhatTheAnswerTold:
         wait = cooled(raised(ruling, delay), chance=chance, group=group).delay
         assert delay <= wait <= delay + min(LONGEST_SPREAD, 0.1 * delay)
 
+    @settings(deadline=None)
     @given(CHANCES)
     def test_told_instead_counts_where_the_policy_says_longer(self, chance: float) -> None:
         """The other side knows best when its window begins."""
         ruling = replace(cooldown("1h"), told="instead")
         assert 20.0 <= cooled(raised(ruling, 20.0), chance=chance).delay <= 22.0
 
+    @settings(deadline=None)
     @given(CHANCES)
     def test_told_at_least_never_cuts_the_policy(self, chance: float) -> None:
         """It raises a shorter wait only."""
@@ -128,6 +146,7 @@ class TestGrowth:
         waits = [verdict.delay for verdict in in_a_row(raised(retry("1s")), 5) if isinstance(verdict, RetryAfter)]
         assert waits == pytest.approx([1, 2, 4, 8, 16])
 
+    @settings(deadline=None)
     @given(CHANCES)
     def test_jitter_only_shortens_a_wait_of_the_policy(self, chance: float) -> None:
         """So its full length may be shown."""
@@ -165,6 +184,22 @@ class TestGrowth:
         """Else a key that fails each time it may run would never fail for good."""
         record = replace(FRESH, failures=3, failed_at=NOW - int(2.1 * DAY * SECOND))
         assert cooled(failing, record).counts.failures == 4
+
+
+class TestAnEffectInDoubt:
+    """Nobody knows whether it has happened, so an operator must look."""
+
+    @pytest.mark.parametrize("ruling", [cooldown(), retry(), permanent(), cooldown(scope="group")])
+    def test_it_is_parked_whatever_the_rules_say(self, ruling: Ruling) -> None:
+        """And counts as nothing: neither failure, nor retry, nor the group's."""
+        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, judged(ruling))
+        record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
+        verdict = after(doubt, record, group=GROUP)
+        assert isinstance(verdict, Parked)
+        assert verdict.counts == Counts(9, 1, 2)
+        assert (verdict.failure.reason, verdict.failure.group) == ("uncertain", None)
+        assert (verdict.failure.ambiguous, verdict.failure.operator) == (True, True)
+        assert says_nothing_of_the_group(verdict)
 
 
 class TestComingBack:

@@ -51,6 +51,15 @@ class TestAKeyThatCools:
         assert bench.steps() == ["read"]
         assert bench.row == before
 
+    def test_those_who_watch_are_told_of_the_whole_wait_and_not_of_a_hop(self, bench: Bench) -> None:
+        """The broker is trusted with 10 s at a time; the key waits for a minute."""
+        call = bench.call(longest_hop=10.0)
+        bench.run(call, OF_THE_KEY)
+        reply = bench.run(bench.again(call))
+        assert isinstance(reply, Again)
+        assert reply.news is not None
+        assert (reply.delay, reply.news.what, reply.news.retry_after) == (10.0, "cooldown", 60.0)
+
     def test_the_copy_runs_when_its_time_has_come(self, bench: Bench) -> None:
         """As the next attempt, with its counts."""
         call = bench.call()

@@ -10,17 +10,14 @@ import pytest
 from celery_leases.core.endings import Raised
 from celery_leases.core.errors import PermanentFailure
 from celery_leases.core.replies import Again, Answer, Throw
-from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.core.rulings import Reason, cooldown, permanent
 from celery_leases.core.verdicts import Call
 from tests.unit.bench import Bench, error
-from tests.unit.situations import KEY, THEIRS, raised
+from tests.unit.situations import THEIRS, raised
 
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
 OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
-SOON = raised(retry("2s", jitter=0.0))
 FOR_GOOD = raised(permanent())
-OTHER_ARGUMENTS = replace(KEY, fingerprint="v1:other", digests={"month": "m2"})
-OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
 
 
 class Killed(BaseException):
@@ -43,6 +40,16 @@ def killed(bench: Bench, call: Call, before: str, ending: Raised) -> None:
     with pytest.raises(Killed):
         bench.run(call, ending)
     bench.clock.sleep(call.options.ttl)
+
+
+def test_a_claim_whose_reply_was_lost_is_no_crash_of_ours(bench: Bench) -> None:
+    """Nor where the next try is known not to have been carried out: the first one may stand open all the same."""
+    step = "acquire" if bench.in_records else "claim"
+    bench.journal.away(step, times=1, done=True)
+    bench.journal.before(step, lambda: bench.journal.before(step, lambda: bench.journal.away(step, times=1)))
+    assert bench.run(bench.call()) == Answer(1)
+    assert bench.steps(step) == [step] * 3
+    assert (bench.row.crashes, bench.row.attempt) == (0, 1)
 
 
 class TestAKill:

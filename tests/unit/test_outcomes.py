@@ -11,7 +11,7 @@ import pytest
 
 from celery_leases.core import outcomes
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
-from celery_leases.core.errors import PermanentFailure, Snooze
+from celery_leases.core.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.core.failures import after_failure
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.outcomes import (
@@ -27,7 +27,7 @@ from celery_leases.core.records import Attempt, Ended, Outcome, Record, State
 from celery_leases.core.results import NOT_JSON
 from celery_leases.core.rulings import Ruling, cooldown, permanent, retry
 from celery_leases.core.verdicts import GiveUp
-from tests.unit.situations import FAILURE, GROUP, NOW, OURS, RUNNING, a_call, a_record, decide, raised, refusal
+from tests.unit.situations import FAILURE, GROUP, NOW, OURS, RUNNING, a_call, a_record, decide, judged, raised, refusal
 
 WEEK = 7 * 86_400.0
 DAY = 86_400.0
@@ -138,6 +138,12 @@ class TestAfterAFailure:
         outcome = closed(raised(permanent()))
         assert (outcome.state, outcome.ended, outcome.retry_after) == (State.FAILED, Ended.FAILED, None)
         assert (outcome.failures, outcome.crashes, outcome.resumes) == (3, 0, False)
+
+    def test_an_effect_in_doubt_waits_for_an_operator(self) -> None:
+        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, judged(cooldown("60s")))
+        outcome = closed(doubt)
+        assert (outcome.state, outcome.retry_after, outcome.retention) == (State.UNCERTAIN, None, None)
+        assert (outcome.failures, outcome.resumes, outcome.finished) == (2, False, None)
 
     def test_a_failure_of_the_group_counts_neither_as_failure_nor_as_retry(self) -> None:
         record = replace(RUNNING, quick_retries=1, cooldowns=2)

@@ -118,6 +118,7 @@ class TestTheLastStraw:
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_failures_of_the_group_never_count_towards_it(self, group: str | None) -> None:
         """A limit is not this input's fault; without a group the key alone waits, and waits longer each time."""
+        assert isinstance(after(raised(cooldown(scope="group")), replace(FRESH, failures=9), group=group), CoolDown)
         verdicts = in_a_row(raised(cooldown("30s", scope="group")), 30, max_failures=2, group=group)
         assert {type(verdict) for verdict in verdicts} == {CoolDown}
         assert {verdict.counts.failures for verdict in verdicts} == {0}

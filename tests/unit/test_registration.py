@@ -12,7 +12,10 @@ from celery import Celery, Task
 
 from celery_leases import LeaseClient, LeaseConfigurationError, LeasedMixin, LeasedTask
 from celery_leases.apps import settings_of
+from celery_leases.core.errors import AlreadyDone, CoolingDown, LeaseHeld
 from celery_leases.core.results import NOT_JSON, encode
+from celery_leases.core.rules import Rules
+from celery_leases.core.rulings import permanent
 from celery_leases.wiring import is_local
 
 
@@ -35,6 +38,35 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
     with pytest.raises(LeaseConfigurationError) as caught:
         registered(an_app(), base, **options)
     return str(caught.value)
+
+
+def test_what_is_said_about_failures_is_gathered_from_task_and_app() -> None:
+    """The task's word counts, then the app's."""
+    rules = Rules.default().on(status=404, to=permanent())
+    app = an_app(leases_cooldown="10m", leases_cooldown_group="billing", leases_max_retries=2, leases_rules=rules)
+    options = registered(app, lease_max_retries=0, lease_after_cooldown="stop", lease_idempotent=True).lease_options
+    assert (options.cooldown.base, options.cooldown_group, options.rules) == (600.0, "billing", rules)
+    assert (options.max_retries, options.after_cooldown, options.idempotent) == (0, "stop", True)
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"lease_on_cooldown": "wait"}, "'fail' or 'put_back' or 'ignore'"),
+        ({"lease_cooldown_group": "openai:{model}"}, "'model' is none of them"),
+        ({"lease_cooldown": 0}, "lease_cooldown=0 is not usable"),
+        ({"lease_rules": [permanent()]}, "Rules.default().on(...)"),
+        ({"lease_max_failure": 3}, "did you mean lease_max_failures?"),
+    ],
+)
+def test_what_would_be_done_wrong_about_failures_is_refused(options: dict[str, Any], hint: str) -> None:
+    """At registration, by name."""
+    assert hint in refusal(**options)
+
+
+def test_what_an_option_asks_for_is_no_traceback_in_the_log() -> None:
+    """A call that is told to come back later is no accident."""
+    assert {AlreadyDone, CoolingDown, LeaseHeld} <= set(registered(an_app()).throws)
 
 
 class Traced(Task):

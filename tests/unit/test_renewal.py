@@ -214,6 +214,16 @@ def test_extend_finds_another_owner(bench: Bench) -> None:
     assert tenure.lost == TAKEN
 
 
+@pytest.mark.parametrize("group", [None, "openai:large"])
+def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, group: str | None) -> None:
+    """By the keeper and by ``extend`` alike: a gate must not take a long probe for dead."""
+    tenure = bench.tenure()
+    tenure.probe = group
+    bench.renew(tenure)
+    bench.renewer.extend(tenure, 60)
+    assert [(renewal.probe, renewal.ttl) for renewal in bench.leases.renewed] == [(group, TTL), (group, 60)]
+
+
 # -- losing ----------------------------------------------------------------------------------------------------
 
 

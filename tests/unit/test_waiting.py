@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_leases.core.decisions import before_run
@@ -215,6 +215,7 @@ class TestHowLong:
         verdict = put_back(decide(a_call(canvas=True), COOLING, gate=probed(14), chance=0.0))
         assert verdict.delay == pytest.approx(300.1)
 
+    @settings(deadline=None)
     @given(st.floats(0, 1, exclude_max=True))
     def test_nobody_comes_before_the_time_and_all_keys_of_a_group_come_apart(self, chance: float) -> None:
         by_key = put_back(decide(a_call(canvas=True), COOLING, chance=chance)).delay
@@ -250,6 +251,7 @@ class TestWhatIsTold:
         assert (error.reason, error.rule) == (None, None)
         assert str(error) == "Retry available in 5 minutes: invoice:1842 is waiting for its time"
 
+    @settings(deadline=None)
     @given(st.floats(0.001, 30_000))
     def test_nobody_is_shown_a_time_that_is_too_short(self, seconds: float) -> None:
         record = waiting(State.COOLING, seconds, failure=LIMITED)
