@@ -106,7 +106,9 @@ class AppParts:
         def joined(given: Any) -> JoinedTransaction:
             return JoinedTransaction(given, self.records)
 
-        return Steps(self.renewer, self.effects, effects, closed, joined, completed)
+        # Nothing commits together with records in this process's memory, which only eager calls have.
+        in_memory = self.settings.database_url == IN_MEMORY
+        return Steps(self.renewer, self.effects, effects, closed, None if in_memory else joined, completed)
 
 
 _parts: WeakKeyDictionary[Celery, dict[bool, AppParts]] = WeakKeyDictionary()

@@ -180,6 +180,8 @@ class Lease:
         text = saved.checked(result, self.key)
         self._refuse_completed()
         self.check()
+        if self._steps.transaction is None:  # an eager call, whose records are in memory: the wrapper completes it
+            return decode(text)
         transaction = self._steps.transaction(session_or_connection)
         with self._steps.closed():
             transaction.complete(self._record, self._steps.outcome(result))
@@ -194,6 +196,8 @@ class Lease:
         Raises :class:`~celery_leases.LeaseLost` and :class:`~celery_leases.WrongDatabase`.
         """
         self.check()
+        if self._steps.transaction is None:
+            return
         transaction = self._steps.transaction(session_or_connection)
         with self._steps.closed():
             transaction.guard(self._record)

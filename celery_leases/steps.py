@@ -30,7 +30,8 @@ class UserTransaction(Transaction, Protocol):
 class Steps:
     """What a handle works with: the renewer, the store of effects and progress, its effects, and the ways to complete.
 
-    ``closed`` keeps signals away from a step; ``transaction`` makes one of what the user gives; ``outcome`` is how the
+    ``closed`` keeps signals away from a step; ``transaction`` makes one of what the user gives, where
+    the records are in a database that can be shared; ``outcome`` is how the
     attempt is closed with a result.
     """
 
@@ -38,5 +39,5 @@ class Steps:
     store: EffectStore
     effects: Effects
     closed: Callable[[], AbstractContextManager[None]]
-    transaction: Callable[[Any], UserTransaction]
+    transaction: Callable[[Any], UserTransaction] | None
     outcome: Callable[[Any], Outcome]
