@@ -16,7 +16,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from celery.utils.dispatch import Signal
 from celery_leases import native
 from celery_leases.core import events
 from celery_leases.core.events import Event
+from celery_leases.core.redaction import redact
 
 
 def _signal(name: str) -> Any:
@@ -47,7 +48,19 @@ gate_closed = _signal("gate_closed")
 gate_opened = _signal("gate_opened")
 completion_stands = _signal("completion_stands")
 
+
+class _Redacting(logging.Filter):
+    """Takes secrets out of the tracebacks that are written; handlers that want the exception itself still have it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        with suppress(Exception):  # what cannot be formatted here cannot be by a handler either
+            if record.exc_info and not record.exc_text:
+                record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
 logger = logging.getLogger("celery_leases")
+logger.addFilter(_Redacting())
 
 _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.LeaseAcquired: (lease_acquired, logging.DEBUG, "attempt {attempt} begins under fence {fence}"),
