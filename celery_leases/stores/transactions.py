@@ -119,7 +119,7 @@ class JoinedTransaction:
             raise WrongDatabase(f"{key}: {kind} is no SQLAlchemy Session or Connection, nor a DB-API connection")
         by_itself = getattr(driver, "autocommit", False) is True
         if hasattr(driver, "in_transaction"):  # sqlite3 says so by its isolation level; psycopg's None is the server's
-            by_itself = by_itself or driver.isolation_level is None
+            by_itself = by_itself or getattr(driver, "isolation_level", "") is None
         if by_itself and not _in_transaction(driver):
             raise WrongDatabase(f"{key}: {AUTOCOMMIT}")
 
