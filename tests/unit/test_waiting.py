@@ -1,4 +1,4 @@
-"""How long a delivery stays away, and what another call is told that comes too early."""
+"""What another call is told that comes too early, and how long a delivery stays away."""
 
 # ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_leases.core.decisions import before_run
 from celery_leases.core.durations import in_words
 from celery_leases.core.errors import CoolingDown
 from celery_leases.core.gates import Gate
 from celery_leases.core.options import OnCooldown, OnHeld
 from celery_leases.core.records import Ended, Failure, Record, State
-from celery_leases.core.verdicts import Drop, Facts, PutBack, Refuse, Replay, Run, Verdict
-from celery_leases.core.waiting import RETRY_GRACE, SHORTEST_DELAY, store_came_up_empty
+from celery_leases.core.verdicts import Drop, PutBack, Refuse, Replay, Run, Verdict
+from celery_leases.core.waiting import RETRY_GRACE
 from tests.unit.situations import (
     GROUP,
     KEY,
@@ -31,7 +30,6 @@ from tests.unit.situations import (
     a_call,
     a_record,
     decide,
-    held_by,
     probed,
     put_back,
     refusal,
@@ -283,40 +281,3 @@ class TestWhatIsTold:
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.reason == str(verdict.refusal)
         assert verdict.refusal.retry_after == 300.0
-
-
-class TestHops:
-    @pytest.mark.parametrize(
-        "facts",
-        [
-            Facts(holder=held_by(OURS, 7_200.0)),
-            Facts(holder=held_by(THEIRS, 7_200.0)),
-            Facts(record=waiting(State.PENDING, 7_200)),
-            Facts(record=waiting(State.COOLING, 7_200, OURS)),
-            Facts(gate=shut(7_200)),
-        ],
-        ids=["own copy", "another call", "retry time", "cooldown", "gate"],
-    )
-    def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
-        verdict = before_run(a_call(longest_hop=30.0, tries=20, on_cooldown="put_back"), facts)
-        assert isinstance(verdict, PutBack)
-        assert verdict.delay == 30.0
-
-    def test_a_hop_is_never_no_hop(self) -> None:
-        verdict = decide(a_call(), holder=held_by(OURS, -5.0))
-        assert isinstance(verdict, PutBack)
-        assert verdict.delay == SHORTEST_DELAY
-
-
-class TestAStoreThatCameUpEmpty:
-    def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
-        running = a_record(State.RUNNING, lease_ttl=15.0)
-        verdict = store_came_up_empty(a_call(), running, 4.0, 0.0)
-        assert isinstance(verdict, PutBack)
-        assert verdict.delay == pytest.approx(11.0)
-        assert store_came_up_empty(a_call(), running, 15.0, 0.0) == Run()
-
-    @pytest.mark.parametrize("state", [state for state in State if state is not State.RUNNING])
-    def test_any_other_key_may_be_claimed_at_once(self, state: State) -> None:
-        assert store_came_up_empty(a_call(), a_record(state), 0.0, 0.0) == Run()
-        assert store_came_up_empty(a_call(), None, 0.0, 0.0) == Run()

@@ -1,0 +1,130 @@
+"""Options that contradict one another, and the defaults an app may give for all its tasks."""
+
+# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.options import LeaseOptions, gather
+from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.rules import Rules
+
+PARAMETERS = ("customer_id", "month")
+
+
+def gathered(
+    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+) -> LeaseOptions:
+    return gather("billing.send", given, defaults or {}, parameters)
+
+
+def refused(
+    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+) -> str:
+    with pytest.raises(LeaseConfigurationError) as caught:
+        gathered(defaults=defaults, parameters=parameters, **given)
+    return str(caught.value)
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"scope": "global"}, "scope", "add lease_key"),
+    ({"fingerprint": ["month"]}, "fingerprint", "add lease_key"),
+    ({"fingerprint": False}, "fingerprint", "add lease_key"),
+    ({"on_held": "ignore"}, "on_held", "add lease_key"),
+    ({"on_held": "wait", "wait": 5}, "on_held", "add lease_key"),
+    ({"on_done": "ignore"}, "on_done", "add lease_key"),
+    ({"on_done": "fail"}, "on_done", "add lease_key"),
+    ({"key": "{month}", "wait": 5}, "wait", 'lease_on_held="wait"'),
+    ({"key": "{month}", "wait": 5, "on_held": "fail"}, "wait", 'lease_on_held="wait"'),
+    ({"key": "{month}", "on_done": "rerun", "fingerprint": ["month"]}, "fingerprint", 'lease_on_done="rerun"'),
+    ({"max_hold": 5}, "max_hold", "lease_ttl=15"),
+    ({"max_hold": 29, "ttl": 30}, "max_hold", "lease_ttl=30"),
+    ({"key": "{month}", "fingerprint": ["month", "year"]}, "fingerprint", "'year', which is not a parameter"),
+]
+
+
+class TestContradictions:
+    @pytest.mark.parametrize(("given", "name", "neighbour"), CONTRADICTIONS, ids=str)
+    def test_the_message_names_the_option_its_value_and_the_neighbour(
+        self, given: dict[str, Any], name: str, neighbour: str
+    ) -> None:
+        message = refused(**given)
+        assert re.match(rf"task billing\.send: lease_{name}=", message)
+        assert neighbour in message
+
+    def test_waiting_with_its_bound_is_no_contradiction(self) -> None:
+        assert gathered(key="{month}", on_held="wait", wait=5).wait == 5.0
+
+    def test_rerun_needs_no_key(self) -> None:
+        """One call is still one run: the record of a call knows that it has finished."""
+        assert gathered(on_done="rerun").rerun
+
+    def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
+        assert gathered(scope="task", on_held="put_back", on_done="replay", fingerprint=None) == LeaseOptions()
+
+
+class TestDefaultsOfTheApp:
+    """``app.conf.leases_<option>`` speaks to all tasks, so it cannot contradict what one of them is."""
+
+    @pytest.mark.parametrize(
+        "defaults",
+        [
+            *[{"on_held": value} for value in ("put_back", "wait", "ignore", "fail")],
+            *[{"on_done": value} for value in ("replay", "ignore", "fail", "rerun")],
+            {"scope": "global"},
+            {"wait": 5},
+            {"fingerprint": False},
+            {"fingerprint": ["a_parameter_of_some_tasks"]},
+            {"on_done": "rerun", "fingerprint": ["month"]},
+            {"max_hold": 5},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str)
+    def test_a_task_that_did_not_ask_is_never_refused(self, defaults: dict[str, Any], given: dict[str, Any]) -> None:
+        assert isinstance(gathered(defaults=defaults, **given), LeaseOptions)
+
+    @pytest.mark.parametrize(
+        "defaults",
+        [
+            {"on_cooldown": "ignore"},
+            {"after_cooldown": "stop"},
+            {"cooldown": "10m"},
+            {"cooldown_group": "billing"},
+            {"cooldown_group": str},
+            {"rules": Rules()},
+            {"idempotent": True},
+            {"max_retries": 0},
+            {"max_failures": 1},
+        ],
+        ids=lambda defaults: next(iter(defaults)),
+    )
+    @pytest.mark.parametrize("given", [{}, {"key": "{month}"}], ids=str)
+    def test_what_is_done_about_failures_may_be_said_once_for_all(
+        self, defaults: dict[str, Any], given: dict[str, Any]
+    ) -> None:
+        (name, value), *_ = defaults.items()
+        found = getattr(gathered(defaults=defaults, **given), name)
+        assert found == (CooldownPolicy.of(value) if name == "cooldown" else value)
+
+    def test_a_default_group_whose_names_a_task_has_not_is_told_as_the_setting_it_is(self) -> None:
+        message = refused(defaults={"cooldown_group": "openai:{model}"})
+        assert message.startswith(
+            "app.conf: leases_cooldown_group (for task billing.send)='openai:{model}' is not usable"
+        )
+        assert gathered(defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}").cooldown_group
+
+    def test_a_default_counts_where_the_task_says_nothing(self) -> None:
+        options = gathered(defaults={"ttl": 60, "on_held": "fail"}, key="{month}", ttl=20)
+        assert (options.ttl, options.on_held) == (20.0, "fail")
+
+    def test_a_task_may_lean_on_a_default(self) -> None:
+        assert gathered(defaults={"on_held": "wait"}, key="{month}", wait=5).wait == 5.0
+
+    def test_what_the_task_asks_is_still_held_against_a_default(self) -> None:
+        assert "lease_fingerprint" in refused(defaults={"on_done": "rerun"}, key="{month}", fingerprint=["month"])
