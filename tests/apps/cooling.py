@@ -8,10 +8,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
+from celery import current_task
 from celery.exceptions import Ignore, Reject
 
 from celery_leases import (
@@ -47,46 +51,50 @@ def _play(self, name, script):
     previous = asdict(lease.previous) if lease.previous else None
     seen = {"attempt": lease.attempt, "retries": self.request.retries, "held": lease.held, "previous": previous}
     note("paid", name=name, id=self.request.id, wall=time.time(), **seen)
-    value = _step(self, step)
+    value = _step(step)
     return value if value is not None else {"name": name, "paid": run + 1}
 
 
-def _step(self, step):
+def _step(step):
     word, *arguments = step
-    return STEPS[word](self, *arguments)
+    return STEPS[word](*arguments)
 
 
 def _raise(kind, *arguments):
     raise kind(*arguments)
 
 
-def _when(self, gate, *step):
+def _when(gate, *step):
     wait_for(gate)
-    return _step(self, step)
+    return _step(step)
 
 
-def _read_timeout(self):
+def _read_timeout():
     """Ask a server that accepts and never answers: the error is a real one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         urlopen(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=0.2)
 
 
-STEPS = {
-    "ok": lambda self: None,
+def _retry(seconds):
+    raise current_task.retry(countdown=seconds, max_retries=100)
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "ok": lambda: None,
     "when": _when,
-    "answer": lambda self, *answer: _raise(Answered, *answer),
-    "raise": lambda self, kind, *arguments: _raise(getattr(builtins, kind), *arguments),
+    "answer": partial(_raise, Answered),
+    "raise": lambda kind, *arguments: _raise(getattr(builtins, kind), *arguments),
     "read timeout": _read_timeout,
-    "sleep": lambda self, seconds: time.sleep(seconds),
-    "cooldown": lambda self, seconds, why=None, scope="key": _raise(Cooldown, seconds, why, None, scope),
-    "later": lambda self, seconds: _raise(RetryLater, seconds),
-    "snooze": lambda self, seconds: _raise(Snooze, seconds),
-    "permanent": lambda self, why: _raise(PermanentFailure, why),
-    "retry": lambda self, seconds: _raise(lambda: self.retry(countdown=seconds, max_retries=100)),
-    "ignore": lambda self: _raise(Ignore),
-    "reject": lambda self: _raise(Reject, "no", False),
-    "requeue": lambda self: _raise(Reject, "again", True),
-    "die": lambda self: os.kill(os.getpid(), 9),
+    "sleep": time.sleep,
+    "cooldown": lambda seconds, why=None, scope="key": _raise(Cooldown, seconds, why, None, scope),
+    "later": partial(_raise, RetryLater),
+    "snooze": partial(_raise, Snooze),
+    "permanent": partial(_raise, PermanentFailure),
+    "retry": _retry,
+    "ignore": partial(_raise, Ignore),
+    "reject": lambda: _raise(Reject, "no", False),
+    "requeue": lambda: _raise(Reject, "again", True),
+    "die": lambda: os.kill(os.getpid(), 9),
 }
 
 
@@ -108,7 +116,12 @@ slow = _task("slow", lease_cooldown=_exactly(300), lease_after_cooldown="stop")
 firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
 breaks = _task("breaks", lease_cooldown=_exactly(1), lease_max_failures=2)
 quick = _task("quick", lease_rules=_CONFLICT, lease_cooldown=_exactly(1.5), lease_max_crashes=1)
-auto = _task("auto", autoretry_for=(Answered,), retry_kwargs={"max_retries": 2, "countdown": 0.1})
+auto = _task(
+    "auto",
+    autoretry_for=(Answered,),
+    retry_kwargs={"max_retries": 2, "countdown": 0.1},
+    lease_after_cooldown="stop",
+)
 limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(1.5), lease_after_cooldown="stop")
 repeatable = _task("repeatable", lease_idempotent=True)
 refuses = _task("refuses", lease_cooldown=_exactly(1.5), lease_on_cooldown="fail")
@@ -133,5 +146,5 @@ def asks_together(self, number, url):
 
 
 def _ask(number, url):
-    with urlopen(url, timeout=10):
+    with urlopen(url, timeout=10):  # noqa: S310 - the test's own server
         return number

@@ -1,4 +1,4 @@
-"""What the tests of cooldowns share: the words of their scripts, how a refusal looks, and what must hold for any run."""
+"""What the tests of cooldowns share: words of their scripts, the look of a refusal, and what must hold for any run."""
 
 import re
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 from celery_leases.testing.process import GuardedProcess
 
 
-class Answered(Exception):  # noqa: N818 - it says what happened, as client libraries do not
+class Answered(Exception):
     """An answer with an error status, as a client library would raise it; rebuilt from ``args`` by any backend."""
 
     def __init__(self, status: int, headers: Mapping[str, str] | None = None, message: str = "") -> None:
@@ -96,7 +96,8 @@ class Limiter:
     @property
     def counts(self) -> dict[str, int]:
         """Its own count of calls: ``accepted`` and ``rejected``."""
-        return self._ask("counts")
+        counts: dict[str, int] = self._ask("counts")
+        return counts
 
     def lift(self) -> None:
         """Let it accept everything from now on."""

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -205,7 +206,15 @@ def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
 def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(stage: Stage, name: str) -> None:
     """Six calls on the brink (``lease_max_crashes=1``), stopped in the middle of it all: every one finishes."""
     gate = stage.gate()
-    steps = [["later", 0.2], ["snooze", 0.2], TAKEN, ["when", str(gate), "snooze", 0.2], BROKEN, ["later", 0.1], OK]
+    steps: list[list[Any]] = [
+        ["later", 0.2],
+        ["snooze", 0.2],
+        TAKEN,
+        ["when", str(gate), "snooze", 0.2],
+        BROKEN,
+        ["later", 0.1],
+        OK,
+    ]
     results = [stage.tasks.quick.delay(f"{name}-{n}", steps[n:]) for n in range(6)]
     stage.wait_for("paid", name=f"{name}-3")
     stage.worker.kill(signal.SIGTERM)
@@ -217,6 +226,6 @@ def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(stage: 
         assert result.get(timeout=PATIENCE) == {"name": f"{name}-{n}", "paid": 7 - n}
         row = stage.row("quick", f"quick:{name}-{n}")
         assert row is not None
-        snoozes = sum(step[0] == "snooze" or "snooze" in step for step in steps[n:])
+        snoozes = sum("snooze" in step for step in steps[n:])
         assert (row["state"], row["crashes"], row["attempt"]) == ("done", 0, 7 - n - snoozes)
         assert_sound(stage, "quick", f"{name}-{n}")

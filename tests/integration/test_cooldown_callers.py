@@ -1,0 +1,271 @@
+"""Cooldowns beside what Celery's users do: its own retries and control flow, limits, canvas, eager and direct calls."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import chain, chord
+from celery.exceptions import SoftTimeLimitExceeded
+
+from celery_leases import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
+from celery_leases.apps import forget
+from tests.integration.conftest import StageFactory
+from tests.integration.cooldowns import (
+    BROKEN,
+    COOLING,
+    OK,
+    TAKEN,
+    assert_sound,
+    cooled,
+    lasted,
+    limited,
+    paid,
+    refusal,
+    status,
+    wait_until_over,
+)
+from tests.integration.remote import Answered
+from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker of the tasks that cool down; at its end nothing may be left in the queue."""
+    made = stage_factory(request.param, home=COOLING)
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+# -- Celery's own retries and control flow -----------------------------------------------------------------
+
+
+def test_the_users_own_retries_are_counted_by_celery_and_no_others(stage: Stage, name: str) -> None:
+    """``raise self.retry()`` before and after a cooldown: it is no failure, and the cooldown is none of its retries."""
+    result = stage.tasks.resumes.delay(name, [["retry", 0.2], limited(1.2), ["retry", 0.2], OK])
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 4}
+    runs = paid(stage, name)
+    assert [(run["id"], run["retries"]) for run in runs] == [(result.id, retries) for retries in (0, 1, 1, 2)]
+    assert [run["previous"] and run["previous"]["ended"] for run in runs] == [None, "retried", "failed", "retried"]
+    assert_sound(stage, "resumes", name)
+
+
+def test_the_rules_meet_the_original_error_once_autoretry_gives_up(stage: Stage, name: str) -> None:
+    """Status and header of the third answer decide, although Celery saw two retries before it."""
+    first = stage.tasks.auto.delay(name, [limited(60)])
+    row = cooled(stage, "auto", name)
+    assert [run["retries"] for run in paid(stage, name)] == [0, 1, 2]
+    assert (row["reason"], row["call_id"], row["resumes"]) == ("rate_limited", first.id, 0)
+    assert 60 <= lasted(row) <= 66
+    with pytest.raises(Answered):
+        first.get(timeout=PATIENCE)
+    assert refusal(stage.tasks.auto.delay(name, [limited(60)])).rule == "rate-limited"
+
+
+@pytest.mark.parametrize(("how", "ended"), [("ignore", "ignored"), ("reject", "rejected")])
+def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
+    stage: Stage, name: str, how: str, ended: str
+) -> None:
+    """The resumed call ends without a result; the key is done, and cools no more."""
+    stage.tasks.resumes.delay(name, [limited(1.2), [how]])
+    row = stage.wait_for_state("resumes", f"resumes:{name}", "done")
+    assert (row["ended"], row["result"], row["retry_at"], row["cooldowns"]) == (ended, None, None, 0)
+    assert len(paid(stage, name)) == 2
+
+
+def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Stage, name: str) -> None:
+    """The broker delivers it again, and the same call gets its result."""
+    result = stage.tasks.resumes.delay(name, [limited(1.2), ["requeue"], OK])
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 3}
+    assert_sound(stage, "resumes", name)
+
+
+# -- ambiguous failures ------------------------------------------------------------------------------------
+
+
+def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name: str) -> None:
+    """For 15 s at least, whatever the policy; the next attempt can see that the call may have been executed."""
+    script = [["sleep", 30], OK]
+    with pytest.raises(SoftTimeLimitExceeded):
+        stage.tasks.limited.delay(name, script).get(timeout=PATIENCE)
+    _ends_as_ambiguous(stage, "limited", name, "SoftTimeLimitExceeded")
+    assert stage.tasks.limited.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    _was_ambiguous(stage, name)
+
+
+def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(stage: Stage, name: str) -> None:
+    """A ``MemoryError`` that reached Celery's main process would end the worker; the call that resumes keeps it."""
+    script = [["raise", "MemoryError"], OK]
+    stage.tasks.resumes.delay(name, script)  # its copy comes after the 15 s, and is answered with the result
+    _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
+    assert stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    _was_ambiguous(stage, name)
+
+
+def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> None:
+    assert lasted(cooled(stage, task, name)) == pytest.approx(15.0, abs=0.01)
+    shown = status(stage, task, name)
+    assert shown.error is not None
+    assert (shown.reason, shown.rule, shown.error.ambiguous) == ("limit_hit", "time-or-memory-limit", True)
+    assert shown.error.type.endswith(error)
+    stage.client.retry(f"{task}:{name}", task=f"{COOLING}.{task}")
+
+
+def _was_ambiguous(stage: Stage, name: str) -> None:
+    error = paid(stage, name)[1]["previous"]["error"]
+    assert (error["rule"], error["ambiguous"]) == ("time-or-memory-limit", True)
+
+
+def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhere(stage: Stage, name: str) -> None:
+    """``lease_idempotent``: a server that accepts and never answers may have done what it was asked."""
+    script = [["read timeout"], OK]
+    result = stage.tasks.repeatable.delay(name, script)
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(stage, "repeatable", name)
+
+    other = f"{name}-other"
+    with pytest.raises(TimeoutError):
+        stage.tasks.stops.delay(other, script).get(timeout=PATIENCE)
+    assert 30 <= lasted(cooled(stage, "stops", other)) <= 60
+    shown = status(stage, "stops", other)
+    assert shown.error is not None
+    assert (shown.rule, shown.error.ambiguous) == ("outcome-unknown", True)
+
+
+def test_the_next_attempt_is_told_how_the_last_one_failed(stage: Stage, name: str) -> None:
+    """``current_lease.previous``: class, message, rule and host; a clear failure is not ambiguous."""
+    result = stage.tasks.resumes.delay(name, [BROKEN, OK])
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    first, second = paid(stage, name)
+    assert first["previous"] is None
+    error = second["previous"]["error"]
+    assert (error["type"], error["message"], error["rule"]) == ("KeyError", "'customer'", "anything-else")
+    assert not error["ambiguous"]
+    assert second["previous"]["host"].endswith(f"/{first['pid']}")
+
+
+# -- canvas ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["resumes", "ignores"])
+def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(stage: Stage, name: str, task: str) -> None:
+    """A refused or dropped step would end the chain: it is put back, and goes on with the saved result."""
+    leased, script = getattr(stage.tasks, task), [limited(1.8), OK]
+    first = leased.delay(name, script)
+    cooled(stage, task, name)
+    outcome = chain(leased.si(name, script), stage.tasks.plain.s())()
+    stage.wait_for_log(outcome.parent.id, "Retry available in")
+    assert outcome.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert len(stage.events("plain", id=outcome.id)) == 1
+    assert_sound(stage, task, name)
+
+
+def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(stage: Stage, name: str) -> None:
+    """Both members of the key and one of another: each counts once, and the chord's body runs once."""
+    cools = stage.tasks.resumes.s(name, [limited(1.5), OK])
+    outcome = chord([cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s())()
+    value = {"name": name, "paid": 2}
+    assert outcome.get(timeout=PATIENCE) == [value, value, {"name": f"{name}-other", "paid": 1}]
+    stage.wait_until_drained()
+    assert len(stage.events("gather", id=outcome.id)) == 1
+    assert_sound(stage, "resumes", name)
+
+
+def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -> None:
+    """``lease_on_cooldown="fail"`` asked for in so many words counts for canvas too."""
+    script = [limited(2.5), OK]
+    first = stage.tasks.refuses.delay(name, script)
+    cooled(stage, "refuses", name)
+    outcome = chain(stage.tasks.refuses.si(name, script), stage.tasks.plain.s())()
+    refusal(outcome)
+    assert not stage.events("plain", id=outcome.id)
+    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+
+
+def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Stage, name: str) -> None:
+    """``lease_on_cooldown="put_back"``: it is not refused, and gets the result of the call that resumes."""
+    script = [limited(1.8), OK]
+    first = stage.tasks.waits.delay(name, script)
+    cooled(stage, "waits", name)
+    other = stage.tasks.waits.delay(name, script)
+    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert len(stage.wait_for_log(other.id, "put back for")) >= 1
+
+
+def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(stage: Stage, name: str) -> None:
+    """``lease_on_cooldown="ignore"``: no result, no error, one line in the log."""
+    script = [limited(1.8), OK]
+    first = stage.tasks.ignores.delay(name, script)
+    cooled(stage, "ignores", name)
+    other = stage.tasks.ignores.delay(name, script)
+    stage.wait_for_log(other.id, "dropped: Retry available in")
+    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert other.state == "PENDING"
+
+
+# -- eager and direct calls --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The tasks under an app of their own, whose bodies run in this process."""
+    monkeypatch.setenv("JOURNAL", str(stage.journal))
+    tasks = imported_anew(COOLING, stage.env)
+    tasks.app.conf.broker_url = stage.broker_url
+    yield tasks
+    forget()
+    stage.app.set_current()
+
+
+@pytest.mark.parametrize("step", [limited(60), TAKEN, BROKEN], ids=["limited", "quick retry", "broken"])
+def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
+    stage: Stage, name: str, eager: Any, step: list[Any]
+) -> None:
+    """Nothing can be put back where nobody delivers; the whole protocol runs on stores in memory."""
+    with pytest.raises((Answered, KeyError)):
+        eager.resumes.apply(args=(name, [step, OK])).get()
+    with pytest.raises(CoolingDown) as told:
+        eager.resumes.apply(args=(name, [step, OK])).get()
+    assert told.value.retry_after > 0
+    assert len(paid(stage, name)) == 1
+    assert stage.row("resumes", f"resumes:{name}") is None
+
+
+@pytest.mark.parametrize("step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]])
+def test_an_eager_call_that_asks_to_wait_tells_its_caller_when(
+    stage: Stage, name: str, eager: Any, step: list[Any]
+) -> None:
+    """Control flow is no error of the caller's: it gets ``CoolingDown`` with the time it asked for."""
+    with pytest.raises(CoolingDown, match="Retry available in 60 seconds") as told:
+        eager.resumes.apply(args=(name, [step])).get()
+    assert told.value.retry_after == pytest.approx(60, abs=0.5)
+
+
+def test_a_direct_call_raises_what_its_body_raises(stage: Stage, name: str, eager: Any) -> None:
+    """Without a lease there is nobody to obey the body's wishes but the caller; nothing is written."""
+    for step, error in (
+        (["cooldown", 60, "draft not ready"], Cooldown),
+        (["later", 60], RetryLater),
+        (["snooze", 60], Snooze),
+        (["permanent", "unknown"], PermanentFailure),
+        (limited(60), Answered),
+    ):
+        with pytest.raises(error):
+            eager.resumes(f"{name}-{step[0]}", [step])
+    assert [run["held"] for run in stage.events("paid") if run["name"].startswith(name)] == [False] * 5
+    assert stage.row("resumes", f"resumes:{name}-later") is None
+
+
+def test_an_operators_retry_ends_the_wait_of_a_call_that_stopped(stage: Stage, name: str) -> None:
+    """Growth and failures start anew, and the next press runs at once."""
+    script = [BROKEN, OK]
+    with pytest.raises(KeyError):
+        stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)
+    assert lasted(cooled(stage, "slow", name)) == pytest.approx(300, abs=0.01)
+    shown = stage.client.retry(f"slow:{name}", task=f"{COOLING}.slow")
+    assert (shown.failures, shown.retry_after, shown.resumes) == (0, None, False)
+    wait_until_over(stage, "slow", name)
+    assert stage.tasks.slow.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}

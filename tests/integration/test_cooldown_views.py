@@ -1,0 +1,216 @@
+"""What people and programs see of a cooldown: its status elsewhere, errors without secrets, Celery's task events."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery.events import EventReceiver
+
+from celery_leases.testing.process import wait_until
+from tests.integration.conftest import StageFactory
+from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
+from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+
+SECRETS = ("sk-abcdef0123456789", "hunter2", "AKIA0123456789ABCDEF")
+TELLING = "denied for api_key=sk-abcdef0123456789 at https://me:hunter2@pay.example, signed by AKIA0123456789ABCDEF"
+LOOK = """
+import json, sys
+from celery_leases import LeaseClient
+client = LeaseClient(sys.argv[1], sys.argv[2])
+shown = [(status.as_json(), status.message()) for status in (client.status(**one) for one in json.loads(sys.argv[3]))]
+print(json.dumps([shown, [name for name in sys.modules if name == "celery" or name.startswith("tests")]]))
+"""
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker that sends task events."""
+    made = stage_factory(request.param, home=COOLING, worker={"options": ("-E",)})
+    yield made
+    made.close()
+
+
+def shown_elsewhere(stage: Stage, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Status and message of keys, as a process sees them that imports no task and starts no Celery app."""
+    argv = [sys.executable, "-c", LOOK, stage.env["LEASES_URL"], stage.database_url, json.dumps(asked)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    found, modules = json.loads(done.stdout)
+    assert not [name for name in modules if name.startswith("tests")]
+    return [(values, message) for values, message in found]
+
+
+# -- status ------------------------------------------------------------------------------------------------
+
+
+def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(stage: Stage, name: str) -> None:
+    """Three hundred seconds read as five minutes, with reason, rule and scope; and a key that nobody has called."""
+    stage.tasks.slow.delay(name, [["cooldown", 300, f"draft {name} not ready"]])
+    cooled(stage, "slow", name)
+    (cooling, message), (absent, nothing) = shown_elsewhere(
+        stage,
+        {"key": f"slow:{name}", "task": f"{COOLING}.slow"},
+        {"key": "slow:nobody", "task": f"{COOLING}.slow"},
+    )
+    assert message == "Retry available in 5 minutes"
+    assert (cooling["state"], cooling["reason"], cooling["rule"]) == ("cooling", "asked", "asked-cooldown")
+    assert (cooling["scope"], cooling["group"], cooling["resumes"]) == ("key", None, False)
+    assert 240 < cooling["retry_after"] <= 300
+    assert f"draft {name} not ready" in cooling["error"]["message"]
+    assert (absent["state"], nothing) == ("absent", "Not started yet")
+
+
+def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(stage: Stage, name: str) -> None:
+    """The key that failed knows its group; another one is told by the group that is asked about."""
+    group = f"model-{name}"
+    stage.tasks.gated.delay(name, [["cooldown", 300, "too many tokens", "group"]], group)
+    stage.wait_for_state("gated", f"gated:{name}", "cooling")
+    (failed, message), (other, same) = shown_elsewhere(
+        stage,
+        {"key": f"gated:{name}", "task": f"{COOLING}.gated"},
+        {"key": "gated:nobody", "task": f"{COOLING}.gated", "group": group},
+    )
+    assert message == same == "Retry available in 5 minutes"
+    assert (failed["state"], failed["scope"], failed["group"]) == ("cooling", "group", group)
+    assert (other["state"], other["scope"], other["group"]) == ("absent", "group", group)
+    assert failed["reason"] == other["reason"] == "asked"
+    assert failed["rule"] == other["rule"] == "asked-cooldown"
+
+
+@pytest.mark.parametrize("task", ["slow", "resumes"])
+def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(stage: Stage, name: str, task: str) -> None:
+    """Not in the row, not in the gate, not in a line of ``celery_leases``, whether the call stops or comes back."""
+    result = getattr(stage.tasks, task).delay(name, [["raise", "RuntimeError", TELLING], OK])
+    row = cooled(stage, task, name)
+    shown = status(stage, task, name)
+    assert shown.error is not None
+    assert "denied for api_key=[redacted]" in shown.error.message
+    stage.wait_for_log(result.id, "[redacted]")
+    if task == "resumes":
+        assert result.get(timeout=PATIENCE)["paid"] == 2
+        stage.wait_for_log(result.id, "comes back")
+    ours = "\n".join(told(stage, result.id))
+    for secret in SECRETS:
+        assert secret not in json.dumps(shown.as_json())
+        assert secret not in str(row)
+        assert secret not in ours
+
+
+def told(stage: Stage, call: str) -> list[str]:
+    """The log records of ``celery_leases`` about a call, with the lines of a traceback below them."""
+    lines, ours = [], False
+    for line in stage.worker.full_log().splitlines():
+        if line.startswith("["):
+            ours = f"[{call}] " in line and "] Task " not in line
+        if ours:
+            lines.append(line)
+    return lines
+
+
+# -- task events -------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Celery's own event receiver and event state, as Flower has them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.state = stage.app.events.State()
+        self.seen: list[dict[str, Any]] = []
+        self._app = stage.app
+        self._ready, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    def _listen(self) -> None:
+        with self._app.connection_for_read() as connection:
+            receiver: Any = EventReceiver(connection, handlers={"*": self._take}, app=self._app)
+            events = receiver.consume(limit=None, timeout=1, wakeup=False, safety_interval=1)
+            receiver.on_consume_ready = lambda *_, **__: self._ready.set()
+            while not self._over:
+                try:
+                    next(events)
+                except (TimeoutError, StopIteration):
+                    events = receiver.consume(limit=None, timeout=1, wakeup=False)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.state.event(dict(event))
+        self.seen.append(event)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._over = True
+        self._thread.join(20)
+
+    def of(self, call: str) -> list[dict[str, Any]]:
+        """The events of one call, in the order in which they came."""
+        return [event for event in self.seen if event.get("uuid") == call]
+
+    def wait_for(self, kind: str, call: str) -> dict[str, Any]:
+        """The first event of that kind about a call."""
+
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.of(call) if event["type"] == kind]
+
+        wait_until(lambda: bool(found()), PATIENCE, f"{kind} of {call}")
+        return found()[0]
+
+
+@pytest.fixture
+def watcher(stage: Stage) -> Iterator[Watcher]:
+    """Somebody who watches the events of this stage's broker."""
+    made = Watcher(stage)
+    yield made
+    made.close()
+
+
+def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(stage: Stage, name: str, watcher: Watcher) -> None:
+    """Custom task events, with key, wait and reason; the state of the call is their name until it has succeeded."""
+    gate = stage.gate()
+    script = [["snooze", 0.2], TAKEN, limited(2), ["when", str(gate), "ok"]]
+    call = stage.tasks.quick.delay(name, script).id
+    event = watcher.wait_for("task-cooldown", call)
+    assert (event["key"], event["reason"]) == (f"quick:{name}", "rate_limited")
+    assert 2.0 <= event["retry_after"] <= 2.2
+    assert watcher.state.tasks[call].state == "COOLDOWN"
+    assert watcher.state.tasks[call].retry_after == event["retry_after"]
+    kinds = [event["type"] for event in watcher.of(call) if event["type"] not in ("task-received", "task-started")]
+    assert kinds == ["task-snoozed", "task-backoff", "task-cooldown"]
+    gate.touch()
+    watcher.wait_for("task-succeeded", call)
+    assert watcher.state.tasks[call].state == "SUCCESS"
+
+
+def test_the_event_of_a_call_that_waits_for_anothers_cooldown_says_so(
+    stage: Stage, name: str, watcher: Watcher
+) -> None:
+    """And so does that of a call which is not to resume, before Celery's own failure."""
+    script = [limited(1.8), OK]
+    stage.tasks.waits.delay(name, script)
+    cooled(stage, "waits", name)
+    other = stage.tasks.waits.delay(name, script)
+    assert watcher.wait_for("task-cooldown", other.id)["key"] == f"waits:{name}"
+    watcher.wait_for("task-succeeded", other.id)
+
+    stopped = stage.tasks.stops.delay(name, [BROKEN])
+    assert watcher.wait_for("task-cooldown", stopped.id)["reason"] == "error"
+    watcher.wait_for("task-failed", stopped.id)
+    assert watcher.state.tasks[stopped.id].state == "FAILURE"
+
+
+def test_without_events_none_are_published(stage_factory: StageFactory, name: str) -> None:
+    """A worker without ``-E``: the receiver hears its own mark, and no word about the call."""
+    stage = stage_factory(BOTH_WAYS[0], home=COOLING)
+    watcher = Watcher(stage)
+    try:
+        call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
+        assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+        with stage.app.events.default_dispatcher() as dispatcher:
+            dispatcher.send("task-mark", uuid="mark")
+        watcher.wait_for("task-mark", "mark")
+        assert not watcher.of(call.id)
+    finally:
+        watcher.close()
