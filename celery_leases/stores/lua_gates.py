@@ -13,7 +13,7 @@ CLOSE: Final = Script(
     LOOK_AT_GATE
     + """
 local gate = look(KEYS[1], KEYS[2], KEYS[3])
-local trips = gate and string.match(gate[1], '^[^ ]*') or ''
+local trips = gate and (string.match(gate[1], '^[1-9]%d*') or '1') or '0'
 local closed_for, mine = gate and gate[2] or 0, probes(gate)
 local as_seen = trips == ARGV[2] and (closed_for > 0) == (ARGV[3] == '1') and (mine and '1' or '0') == ARGV[4]
 if not as_seen or closed_for > tonumber(ARGV[6]) then return 0 end
@@ -24,8 +24,8 @@ return 1
 """,
     keys=3,
 )
-"""ARGV: token and blank; as it was seen: trips, 1 if closed, 1 if the token probed; its new tally; how long to close
-it, and to remember it. Returns 1 when it was closed, 0 when it is not as it was seen, or closed for longer already.
+"""ARGV: token and blank; as it was seen: trips (0: open), 1 if closed, 1 if the token probed; its new tally; how long
+to close it, and to remember it. Returns 1 when it was closed, 0 when it is not as it was seen, or closed for longer.
 
 Why it had closed is not compared: failures that differ in their message only need not try again.
 """

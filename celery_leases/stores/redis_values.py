@@ -105,17 +105,13 @@ def tally_of(gate: Gate) -> str:
     return f"{gate.trips} {why(gate)}"
 
 
-def trips_in(tally: bytes | str) -> bytes | str:
-    """The number in a tally as it is written, which compares equal as long as nobody counts a trip."""
-    return tally.partition(b" ")[0] if isinstance(tally, bytes) else tally.partition(" ")[0]
-
-
 def gate_of(group: str, seen: Sequence[Any]) -> Gate:
     """The gate of *group* from what a script has seen of it."""
     tally, closed_for, slot, left = seen
-    trips, _, reasons = as_text(tally).partition(" ")
+    text = as_text(tally)
+    trips = re.match("[1-9][0-9]*", text)
     probe = (as_text(slot).partition(" ")[0], left / 1000) if slot else None
-    return gate_from(group, int(trips) if trips.isdecimal() else 1, closed_for / 1000, reasons, probe)
+    return gate_from(group, int(trips[0]) if trips else 1, closed_for / 1000, text.partition(" ")[2], probe)
 
 
 def as_text(reply: Any) -> str:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import ColumnElement, Executable, RowMapping, and_, case, delete, not_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.gates import Closing, Gate, closed, remembered_for
+from celery_leases.core.gates import Gate
 from celery_leases.core.ports import Renewal
 from celery_leases.stores.database import Database
+from celery_leases.stores.gate_closing import GateClosing
 from celery_leases.stores.gate_values import gate_from, gate_name, why
 from celery_leases.stores.rows import MICROSECONDS
 from celery_leases.stores.schema import Tables
 
-CLOSE_TRIES = 10
-"""Others who close a gate at the same time make each try again that would close it for longer: few do, soon none."""
 
-
-class SqlGates:
+class SqlGates(GateClosing):
     """A :class:`~celery_leases.core.ports.GateStore` in the tables of one database."""
 
     def __init__(self, database: Database, tables: Tables) -> None:
@@ -39,24 +35,6 @@ class SqlGates:
         """At most *limit* gates that are not open."""
         for row in self.database.all(self._reading().limit(limit), {}):
             yield _gate(row["name"], row)
-
-    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate; see :class:`~celery_leases.core.ports.GateStore`."""
-        for _ in range(CLOSE_TRIES):
-            before = self.gate(group)
-            after = closed(group, before, closing, token)
-            if before is not None and after.closed_for == before.closed_for:  # it stands for long enough
-                if before.probe != token:
-                    return after
-                self.give_back_probe(group, token)
-                return replace(after, probe=None, probe_for=0.0)
-            remembered = remembered_for(after, closing.policy)
-            close = (
-                self._opening(after, remembered) if before is None else self._closing(before, after, remembered, token)
-            )
-            if self.database.first(close, {}) is not None:
-                return after
-        raise StoreUnavailable(f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False)
 
     def open_gate(self, group: str, token: str | None = None) -> bool:
         """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot the token holds."""
@@ -94,7 +72,14 @@ class SqlGates:
     def _probes(self, token: str) -> ColumnElement[bool]:
         return and_(self._gates.c.probe == token, self._gates.c.probe_until > self.database.now)
 
-    def _opening(self, after: Gate, remembered: float) -> Executable:
+    def _swap_gate(self, before: Gate | None, after: Gate, remembered: float, token: str) -> bool:
+        if before is None:
+            swap = self._first_closing(after, remembered)
+        else:
+            swap = self._closing(before, after, remembered, token)
+        return self.database.first(swap, {}) is not None
+
+    def _first_closing(self, after: Gate, remembered: float) -> Executable:
         """Write the row of a gate that was open; one that is forgotten may be in its place."""
         insert = (sqlite if self.database.host_clock else postgresql).insert(self._gates)
         values = self._values(after, remembered) | {"probe": "", "probe_until": 0}

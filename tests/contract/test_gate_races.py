@@ -9,7 +9,7 @@ import pytest
 from celery_leases.core import gates
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.gates import Closing, Gate
-from celery_leases.stores import redis_gates, sql_gates
+from celery_leases.stores import gate_closing
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.stores.sql import SqlRecordStore
@@ -95,6 +95,7 @@ def over(store: GatedLeaseStore) -> None:
         (all_of(), for_(50), 1, 100, None),
         (for_(50), for_(200), 1, 200, None),
         (for_(50), for_(80), 1, 100, None),
+        (for_(0.1), all_of(over, probed_by(THEIRS), for_(50, THEIRS)), 2, 100, None),
         (for_(50), opened, 1, 100, None),
         (for_(50), all_of(opened, for_(60)), 1, 100, None),
         (probed_by(OURS), all_of(), 2, 100, None),
@@ -105,6 +106,7 @@ def over(store: GatedLeaseStore) -> None:
         (probed_by(OURS), opened, 1, 100, None),
         (probed_by(THEIRS), for_(200, THEIRS), 2, 200, None),
         (probed_by(THEIRS), for_(50, THEIRS), 2, 100, None),
+        (probed_by(THEIRS), all_of(for_(0.1, THEIRS), over), 2, 100, None),
         (all_of(probed_by(OURS), for_(0.1)), over, 2, 100, None),
         (all_of(probed_by(THEIRS), for_(0.1)), over, 1, 100, THEIRS),
     ],
@@ -128,8 +130,7 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
             happens.pop()(store)
         return decision
 
-    for module in (redis_gates, sql_gates):
-        monkeypatch.setattr(module, "closed", decided)
+    monkeypatch.setattr(gate_closing, "closed", decided)
     answer = store.close_gate(GROUP, closing(100.0), OURS)
     assert not happens
     for gate in (answer, found(store, GROUP)):
@@ -148,8 +149,7 @@ def test_a_gate_that_never_stands_still_is_left_alone_in_the_end(
             closed(store, GROUP, 50.0)
         return decision
 
-    for module in (redis_gates, sql_gates):
-        monkeypatch.setattr(module, "closed", decided)
+    monkeypatch.setattr(gate_closing, "closed", decided)
     with pytest.raises(StoreUnavailable) as caught:
         store.close_gate(GROUP, closing(100.0), OURS)
     assert caught.value.executed is False

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
+from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.ports import Claimed, Kept, Renewal, Shut
 from celery_leases.core.records import Ended, Record, Refused, State, Won
 from celery_leases.stores.claims import DATABASE, claim_statement
@@ -19,6 +20,7 @@ from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.gate_case import closed, closing, found, half_open, probing
 from celery_leases.testing.contracts.record_case import closed as settled
 from celery_leases.testing.contracts.record_case import row, won
+from celery_leases.testing.process import wait_until
 from tests.contract.sql_stores import database_url, sql_records
 
 __all__ = ["database_url", "sql_records"]
@@ -222,6 +224,16 @@ def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(stor
     assert probing(store.acquire(bid))
 
 
+def test_a_slot_that_has_ended_lets_nobody_in(store: DatabaseLeaseStore) -> None:
+    """Not even who had it: it is taken anew, as another may have it by now."""
+    half_open(store, GROUP)
+    bid = make_bid(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, bid.token, 0.01)
+    wait_until(lambda: found(store, GROUP).probe is None, 10, "the slot to end")
+    assert probing(store.acquire(bid))
+    assert found(store, GROUP).probe == bid.token
+
+
 def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
     """A late failure came between slot and claim."""
     half_open(store, GROUP)
@@ -261,6 +273,16 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
         assert forgotten()
     with store.database.engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM celery_leases_gates")).scalar() == 0
+
+
+def test_a_closing_with_a_shorter_memory_cuts_nothing(store: DatabaseLeaseStore) -> None:
+    """Tasks of one group may have policies of their own; the longest memory counts."""
+    long = CooldownPolicy(60, 2, 30 * 86_400, 0)
+    closed(store, GROUP, 60.0, policy=long)
+    closed(store, GROUP, 120.0)
+    with store.database.engine.connect() as connection:
+        kept = connection.execute(text("SELECT expires_at - closed_until FROM celery_leases_gates")).scalar_one()
+    assert long.quiet - 120 < kept / 1e6 < long.quiet
 
 
 def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
-from celery_leases.core.records import Refused, Won
+from celery_leases.core.records import Ended, Refused, State, Won
 from celery_leases.stores.claims import claim_statement
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.schema import Tables
@@ -18,7 +18,7 @@ from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContract, RecordStoreContract
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.record_case import outcome, row, won
+from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, won
 from celery_leases.testing.process import wait_until
 from tests.contract.sql_stores import database_url, sql_records
 
@@ -102,6 +102,20 @@ def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(sql_records: S
     record = won(sql_records, make_bid(fresh_key()))
     assert sql_records.settle(record, outcome(record, result="1"))
     assert sql_records.settle(record, outcome(record, result="1"))
+
+
+def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
+    """There is nothing to cool or to end; it only says whether somebody else runs the key by now."""
+    leases = DatabaseLeaseStore(sql_records)
+    key = fresh_key()
+    assert leases.cool(key, "nobody", 60.0)
+    record = won(sql_records, make_bid(key), leases.name)
+    assert not leases.cool(key, "another", 60.0)
+    closed(sql_records, record, State.COOLING, ended=Ended.FAILED, retry_after=60.0)
+    assert leases.cool(key, record.owner, 60.0)
+    assert leases.holder(key) is None
+    assert not leases.end_cooldown(key)
+    assert refused(sql_records, make_bid(key), leases.name).waits > 50
 
 
 def test_a_connection_that_died_is_replaced_within_the_call(leases_postgres_url: str) -> None:
