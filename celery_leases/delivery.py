@@ -95,7 +95,7 @@ class Delivery:
             token=request.__dict__.get(TOKEN) or uuid4().hex,
             longest_hop=self.parts.settings.longest_hop,
             time_limit=limits[0] or self.task.time_limit,
-            group=call_group(self.task.name, self.options, self.task.lease_signature, self.args, self.kwargs),
+            group=self._group(),
             comes_back=not request.is_eager,
             message=self._kept_message(),
         )
@@ -114,6 +114,17 @@ class Delivery:
             return made
         return CallKey(pin["key"], stored_key(task.name, pin["key"], self.options.scope), pin.get("fingerprint"))
 
+    def _group(self) -> str | None:
+        """The cooldown group of the arguments; the pinned one where a retry brought arguments that make none."""
+        task = self.task
+        try:
+            return call_group(task.name, self.options, task.lease_signature, self.args, self.kwargs)
+        except KeyUnusable:
+            if "key" not in self.pin:
+                raise
+            group: str | None = self.pin.get("group")
+            return group
+
     def _kept_message(self) -> str | None:
         if not self.options.store_arguments or self.request.is_eager:
             return None
@@ -124,6 +135,8 @@ class Delivery:
         lasting = ("nonce", "tries", "away", "prior", "started")
         kept: dict[str, Any] = {name: self.pin[name] for name in lasting if name in self.pin}
         identity = {"task": call.task, "id": call.call_id, "key": call.key.key, "fingerprint": call.key.fingerprint}
+        if call.group is not None:
+            identity["group"] = call.group
         self.pin = {**kept, **identity, **news}
         self.request.headers = {**(self.request.headers or {}), HEADER: self.pin}
 

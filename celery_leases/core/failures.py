@@ -105,7 +105,8 @@ def after_failure(call: Call, record: Record, raised: Raised, chance: float) -> 
 
 def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
     """Whether a probe that failed so leaves its gate half-open: neither the group's failure nor clearly another's."""
-    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous
+    beside_it = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
+    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or beside_it
 
 
 def _counted(call: Call, record: Record, judgement: Judgement) -> Counts:
