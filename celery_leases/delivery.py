@@ -135,9 +135,7 @@ class Delivery:
         lasting = ("nonce", "tries", "away", "prior", "started")
         kept: dict[str, Any] = {name: self.pin[name] for name in lasting if name in self.pin}
         identity = {"task": call.task, "id": call.call_id, "key": call.key.key, "fingerprint": call.key.fingerprint}
-        if call.group is not None:
-            identity["group"] = call.group
-        self.pin = {**kept, **identity, **news}
+        self.pin = {**kept, **identity, **({"group": call.group} if call.group else {}), **news}
         self.request.headers = {**(self.request.headers or {}), HEADER: self.pin}
 
     def _refuse_expired(self, call: Call) -> None:
