@@ -55,6 +55,12 @@ def written_digests(digests: Mapping[str, str] | None) -> str | None:
     return json.dumps(dict(digests)) if digests is not None else None
 
 
+def group_of(error: str | None) -> str | None:
+    """The cooldown group whose failure a stored error was, if it was one."""
+    group: str | None = json.loads(error).get("group") if error else None
+    return group
+
+
 def of_guard(record: Record) -> dict[str, Any]:
     """What finds the row of a running attempt, and nothing else."""
     return {"for_key": record.stored_key, "for_fence": record.fence, "for_owner": record.owner}
