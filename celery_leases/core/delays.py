@@ -70,7 +70,9 @@ def _candidates(facts: ErrorFacts, base: float) -> Iterator[Found]:
 
 
 def _number(text: str | None) -> float | None:
-    return float(text) if text and _NUMBER.fullmatch(text.strip()) else None
+    # What str takes for white space, float may not.
+    found = _NUMBER.fullmatch(text.strip()) if text else None
+    return float(found[0]) if found else None
 
 
 def _scaled(text: str | None, unit: float) -> float | None:

@@ -80,7 +80,7 @@ def _status(value: Any) -> Condition:
     found: set[int] = set()
     for one in _each("status", value, (int, str, range), write):
         numbers = _CLASSES.get(one.lower()) if isinstance(one, str) else one if isinstance(one, range) else [one]
-        if not numbers or isinstance(one, bool) or not all(100 <= number <= 599 for number in numbers):
+        if not numbers or not all(100 <= number <= 599 for number in numbers):
             _refuse("status", value, write)
         found.update(numbers)
     return StatusIn(frozenset(int(number) for number in found))

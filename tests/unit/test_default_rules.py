@@ -392,6 +392,7 @@ def test_a_rate_limit_carries_the_delay_that_was_told() -> None:
     judgement = judged(http_error(429, retry_after="86400"))
     assert (judgement.delay, judgement.clamped) == (21_600.0, True)
     assert judged(http_error(429)).delay is None
+    assert judged(http_error(503, retry_after_ms="1500")).delay == 1.5
 
 
 def test_what_cooling_down_tells_is_kept() -> None:

@@ -157,6 +157,8 @@ def test_a_reason_is_text_whatever_was_given() -> None:
         lambda: Cooldown(until=datetime(2026, 4, 1)),  # noqa: DTZ001 - without a zone on purpose
         lambda: Cooldown(until=float("inf")),
         lambda: Cooldown(until=True),
+        lambda: Cooldown(until=0),
+        lambda: Cooldown(until=1e12),
         lambda: Cooldown(1, until=1.0),
         lambda: RetryLater(-1),
         lambda: Snooze(0),

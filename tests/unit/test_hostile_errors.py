@@ -93,7 +93,7 @@ def test_hostile_errors_have_at_least_a_name(make: Any) -> None:
 
 
 def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
-    """It happens in a worker between two tasks."""
+    """It happens in a worker between two tasks; counted without what others do on the machine meanwhile."""
     error: BaseException | None = None
     for _ in range(5):
         outer = http_error(429, {"error": {"code": "slow", "type": "limit"}}, retry_after="3", x_other="1")
@@ -102,9 +102,9 @@ def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
     assert error is not None
     taken = []
     for _ in range(200):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         facts_of(error)
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.thread_time() - begun)
     assert statistics.median(taken) < 1e-3
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.core.redaction import REDACTED, redact
+from tests.unit.ids import steady
 
 SECRET = "Zx9-secretvalue_1"
 
@@ -19,6 +20,7 @@ HIDDEN = [
     f"headers=[(b'authorization', b'Bearer {SECRET}')]",
     f"curl -H 'authorization: Basic {SECRET}=='",
     f"bearer {SECRET}",
+    "Bearer onlylettersarestillasecretvalue",
     f"x-api-key: {SECRET}",
     f"ApiError(api_key='{SECRET}', timeout=5)",
     f'{{"api_key": "{SECRET}", "model": "m"}}',
@@ -126,10 +128,10 @@ ADVERSARIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ADVERSARIES, ids=repr)
+@pytest.mark.parametrize("part", ADVERSARIES, ids=steady)
 def test_a_long_hostile_text_takes_no_longer_than_its_length(part: str) -> None:
     """100 kB of what a pattern likes best; a quadratic one would take minutes."""
     text = part * (100_000 // len(part)) + "!"
-    begun = time.perf_counter()
+    begun = time.thread_time()
     redact(text)
-    assert time.perf_counter() - begun < 2
+    assert time.thread_time() - begun < 2

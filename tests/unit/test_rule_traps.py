@@ -51,6 +51,21 @@ def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -
     assert judged(caused(other, http_error(429))).rule == "request-refused"
 
 
+def test_being_told_not_to_retry_counts_for_faults_of_the_server_only() -> None:
+    """A limit that is told beside it is still a limit; and the header may say the opposite."""
+    assert judged(http_error(500, x_should_retry="false")).rule == "told-not-to-retry"
+    assert judged(http_error(429, x_should_retry="false")).rule == "rate-limited"
+    assert judged(http_error(404, stripe_should_retry="false")).rule == "request-refused"
+    assert judged(http_error(500, x_should_retry="true")).rule == "outcome-unknown"
+
+
+def test_a_window_that_is_not_empty_is_no_limit() -> None:
+    """GitHub says how much is left with every 403."""
+    assert judged(http_error(403, x_ratelimit_remaining="12")).rule == "request-refused"
+    assert judged(http_error(503)).rule == "outcome-unknown"
+    assert judged(http_error(413)).rule == "request-refused"
+
+
 def test_families_of_classes_lie() -> None:
     """An OSError may be a wrong URL, and an authentication error one of the connection."""
     wrong_url = lookalike("requests.exceptions.InvalidURL", RequestsError, ValueError)
