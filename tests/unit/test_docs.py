@@ -2,69 +2,31 @@
 
 import re
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
-import celery
+import click
 import pytest
+from celery.events.state import Task as WatchedTask
 
 import celery_leases
-from celery_leases import cli, signals
+from celery_leases import CooldownPolicy, CoolingDown, LeaseClient, LeaseStatus, Rules, cli, signals
 from celery_leases.core import decisions
+from celery_leases.core.events import AttemptSettled, CrashSeen
+from celery_leases.core.failures import AfterFailure
+from celery_leases.core.gates import Gate
 from celery_leases.core.options import OPTION_NAMES, LeaseOptions
-from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.records import Ended, State
+from celery_leases.core.records import Ended, Failure, State
+from celery_leases.core.rulings import Reason
+from celery_leases.core.status import status_of_group
+from celery_leases.core.verdicts import Verdict
 from celery_leases.wiring import _SETTINGS, read_settings
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The fenced code blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def markdown_rows(text: str) -> list[list[str]]:
-    """The rows of all tables of a Markdown text, without the lines below their heads."""
-    lines = [line for line in text.splitlines() if line.startswith("|") and not re.fullmatch(r"[|\-: ]+", line)]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-def rest_rows(text: str) -> list[list[str]]:
-    """The rows of the two-column tables of a docstring, joined where a cell spans lines, in Markdown's spelling.
-
-    A line continues the one before when its first cell is empty, or when the one before had nothing to say yet.
-    """
-    rows: list[list[str]] = []
-    edge = inside = 0
-    for line in text.splitlines():
-        if re.fullmatch(r"=+ +=+", line):
-            edge, inside = line.rindex(" ") + 1, inside + 1
-            continue
-        if not line.strip():
-            inside = 0
-        if not inside:
-            continue
-        left, right = line[:edge].strip(), line[edge:].strip()
-        if rows and inside == 2 and (not left or not rows[-1][1]):
-            rows[-1] = [f"{rows[-1][0]} {left}".strip(), f"{rows[-1][1]} {right}".strip()]
-        else:
-            rows.append([left, right])
-    return [[cell.replace("``", "`") for cell in row] for row in rows]
-
-
-def section(text: str, title: str) -> str:
-    """What stands below a heading, up to the next one of its level or above."""
-    level = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
-    assert level, f"no heading {title!r}"
-    rest = text[level.end() :]
-    return re.split(rf"^#{{1,{len(level[1])}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+from tests.unit.pages import PAGES, README, ROOT, blocks, eagerly, executed, markdown_rows, page, rest_rows, section
 
 
 def spelled(name: str, value: object) -> str:
@@ -90,8 +52,7 @@ def test_the_decision_tables_are_those_of_the_code() -> None:
     """docs/decisions.md draws the tables of the docstring again, row by row."""
     docstring = rest_rows(decisions.__doc__ or "")
     assert len(docstring) > 15
-    page = markdown_rows(section((ROOT / "docs/decisions.md").read_text(), "The tables"))
-    assert page == docstring
+    assert markdown_rows(section(page("decisions"), "The tables")) == docstring
 
 
 def test_the_option_table_names_every_option_with_its_default() -> None:
@@ -109,6 +70,9 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
     for name, default in ((field.name, getattr(LeaseOptions(), field.name)) for field in fields(LeaseOptions)):
         assert rows[f"lease_{name}"] == worded.get(name, spelled(name, default))
     assert LeaseOptions().max_hold == 24 * 3600
+    assert LeaseOptions().cooldown.factor == 2
+    assert LeaseOptions().on_cooldown is LeaseOptions().cooldown_group is None
+    assert LeaseOptions().rules == Rules.default()
 
 
 def test_the_settings_table_names_every_setting() -> None:
@@ -131,14 +95,75 @@ def test_the_signals_table_names_every_signal_with_its_fields_and_level() -> Non
         assert rows[name][3] == {10: "DEBUG", 20: "INFO", 30: "WARNING"}[level], name
 
 
+def drawn(diagram: str) -> set[str]:
+    """The states of a Mermaid diagram, each of which can be entered and left."""
+    arrows = re.findall(r"^ +(\S+) --> (\S+?):", diagram, re.MULTILINE)
+    assert len(arrows) == diagram.count("-->")
+    left, entered = ({arrow[end] for arrow in arrows} - {"[*]"} for end in (0, 1))
+    assert left == entered
+    return left
+
+
 def test_the_state_diagrams_know_every_state() -> None:
-    """docs/decisions.md draws the states of a record, and those of a gate."""
-    records, gates = (
-        {name for arrow in re.findall(r"^ *(\S+) --> (\w+)", diagram, re.MULTILINE) for name in arrow if name != "[*]"}
-        for diagram in blocks((ROOT / "docs/decisions.md").read_text(), "mermaid")
-    )
-    assert records == set(State)
-    assert gates == {"open", "closed", "half_open", "probing"}
+    """docs/decisions.md draws the states of records and those of gates, which are shown by the same names."""
+    records, gates = blocks(page("decisions"), "mermaid")
+    assert drawn(records) == set(State)
+    shut = Gate("g", 1, 30.0, "rate_limited"), Gate("g", 1, 0.0, ""), Gate("g", 1, 0.0, "", probe="t", probe_for=9.0)
+    assert drawn(gates) == {"open", *(status_of_group(gate, 0.0).state for gate in shut)}
+
+
+def test_every_verdict_is_explained() -> None:
+    """docs/decisions.md says what each verdict means, those before the run first."""
+    rows = [row[0].strip("`") for row in markdown_rows(section(page("decisions"), "The verdicts"))]
+    assert rows == [kind.__name__ for kind in (*get_args(Verdict), *get_args(AfterFailure))]
+
+
+def test_every_reason_is_explained() -> None:
+    """docs/operating.md says what each stable code means, in the order of the code."""
+    rows = [row[0].strip("`") for row in markdown_rows(section(operating(), "Reasons"))[1:]]
+    assert rows == list(Reason)
+
+
+def test_the_task_events_are_sent_under_their_names() -> None:
+    """docs/operating.md names task events that the package sends, and the states that Celery makes of them."""
+    source = "".join(path.read_text() for path in (ROOT / "celery_leases").rglob("*.py"))
+    rows = [row[:2] for row in markdown_rows(section(operating(), "Task events, for Flower and others"))[1:]]
+    assert len(rows) == 5
+    for event, state in rows:
+        name = event.strip("`").removeprefix("task-")
+        assert f'"{name}"' in source
+        watched = WatchedTask(state="STARTED")
+        watched.event(name, 0.0)
+        assert watched.state == state
+        watched.event("started", 1.0)
+        assert watched.state == state  # as the page says: it stays until the call ends
+
+
+def test_the_rooms_are_those_of_the_import_contract() -> None:
+    """docs/how-it-works.md walks through the layers from top to bottom and forgets no module."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = (one for one in project["tool"]["importlinter"]["contracts"] if one["id"] == "layers")
+    layers = [set(re.findall(r"(?<!\()\b\w+\b(?!\))", layer)) for layer in contract["layers"]]
+    rooms = [
+        set(re.findall(r"`(\w+)`", row[0]))
+        for row in markdown_rows(section(page("how-it-works"), "The rooms of the house"))
+    ]
+    assert rooms[1:] == layers
+
+
+def test_the_status_table_names_every_field() -> None:
+    """The README says what all fields of a status mean."""
+    rows = markdown_rows(section(README, "In the body, and outside"))
+    start = next(number for number, row in enumerate(rows) if "message()" in row[0])
+    named = [name for row in rows[start + 1 :] for name in re.findall(r"`(\w+)`", row[0])]
+    assert Counter(named) == Counter(field.name for field in fields(LeaseStatus))
+    assert callable(LeaseStatus.message)
+
+
+def test_every_method_of_the_client_is_named() -> None:
+    """The README has what can be asked and repaired from outside."""
+    for name in vars(LeaseClient).keys() - {"on", "close"}:
+        assert name.startswith("_") or f"{name}(" in section(README, "In the body, and outside"), name
 
 
 def test_every_way_an_attempt_ends_is_explained() -> None:
@@ -147,50 +172,33 @@ def test_every_way_an_attempt_ends_is_explained() -> None:
     assert rows == set(Ended)
 
 
-def test_every_command_is_shown() -> None:
-    """docs/operating.md walks through every subcommand."""
-    for name in cli.leases.commands:
+def test_every_command_is_shown_with_its_options() -> None:
+    """docs/operating.md walks through every subcommand, and says of each option that it is there."""
+    for name, command in cli.leases.commands.items():
         assert f"leases {name}" in operating()
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                assert any(word in operating() for word in option.opts), (name, option.opts)
 
 
 def operating() -> str:
     """The page for operators."""
-    return (ROOT / "docs/operating.md").read_text()
+    return page("operating")
 
 
 # -- examples ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def executed(source: str, name: str) -> Iterator[dict[str, Any]]:
-    """The names that *source* defines as a module; its tasks do not turn up in the apps of other tests."""
-    finalizers = set(celery._state._on_app_finalizers)
-    names: dict[str, Any] = {"__name__": name}
-    exec(compile(source, name, "exec"), names)  # noqa: S102 - our own pages
-    yield names
-    names["app"].close()
-    celery._state._deregister_app(names["app"])
-    celery._state._on_app_finalizers.intersection_update(finalizers)
-
-
 @pytest.fixture
 def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names the README's examples define, executed in their order, eagerly and with the stores of this machine."""
+    """The names the README's examples define, executed in their order."""
     invoices: Any = ModuleType("invoices")
     invoices.rendered, invoices.mailed = [], []
     invoices.render = lambda *customer: invoices.rendered.append(customer) or b"%PDF-"
     invoices.mail = lambda *letter: invoices.mailed.append(letter)
     monkeypatch.setitem(sys.modules, "invoices", invoices)
     monkeypatch.delenv("CELERY_BROKER_URL", raising=False)
-    source = "".join(blocks(README, "python"))
-    eager = "app.conf.task_always_eager = app.conf.task_eager_propagates = app.conf.leases_eager_stores = True\n"
-    for theirs, ours in (
-        ("postgresql+psycopg://localhost/billing", f"sqlite:///{tmp_path / 'records.db'}"),
-        ('"redis://localhost/2"', '"database"'),
-        ("app.conf.leases_url", f"{eager}app.conf.leases_url"),
-    ):
-        assert theirs in source
-        source = source.replace(theirs, ours)
+    source = eagerly("".join(blocks(README, "python")), tmp_path, "postgresql+psycopg://localhost/billing")
     with executed(source, "billing") as names:
         yield {**names, "invoices": invoices}
         signals.crash_seen.disconnect(names["tell_somebody"])
@@ -218,16 +226,38 @@ def test_the_status_example_tells_where_an_invoice_stands(readme: dict[str, Any]
 
 def test_the_signal_example_receives_a_crash(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """The receiver is called with an event as the code makes it."""
-    from celery_leases.core.events import CrashSeen
-
     crash = CrashSeen(task="t", key="invoice:1:2026-04", call_id="c", crashes=2, host="h/1")
     signals.Announcer().observe(crash)
     assert capsys.readouterr().out == "invoice:1:2026-04: 2 crashes in a row, the last on h/1\n"
 
 
+def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> None:
+    """The README's own rules are taken, and its body's wish is done."""
+    assert readme["send_reminder"].lease_options.rules is readme["RULES"]
+    with pytest.raises(CoolingDown, match=r"Retry available in 60 minutes: .*: draft not ready"):
+        readme["send_reminder"].delay(7, "")
+    assert readme["send_reminder"].lease_status(7, "").state == "cooling"
+
+
+def test_the_alert_tells_what_only_a_human_can_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/operating.md shows a receiver that does."""
+    names: dict[str, Any] = {}
+    (source,) = blocks(operating(), "python")
+    exec(source, names)  # noqa: S102 - our own page
+    told: dict[str, Any] = {"task": "t", "call_id": "c", "ended": "failed", "attempt": 1, "runtime": 0.1}
+    for key, state, operator in (("a", "cooling", False), ("b", "cooling", True), ("c", "failed", False)):
+        failure = Failure("E", "no credit", "r", "out_of_quota", operator=operator)
+        signals.Announcer().observe(AttemptSettled(key=key, state=state, failure=failure, **told))
+    signals.attempt_settled.disconnect(names["alert"])
+    assert capsys.readouterr().out.splitlines() == [
+        "b is cooling: no credit (out_of_quota)",
+        "c is failed: no credit (out_of_quota)",
+    ]
+
+
 def test_the_eager_example_for_unit_tests_passes() -> None:
     """docs/testing.md shows two tests; they pass."""
-    with executed(blocks((ROOT / "docs/testing.md").read_text(), "python")[0], "shop") as names:
+    with executed(blocks(page("testing"), "python")[0], "shop") as names:
         examples = [value for name, value in names.items() if name.startswith("test_")]
         assert len(examples) == 2
         for example in examples:
@@ -235,20 +265,20 @@ def test_the_eager_example_for_unit_tests_passes() -> None:
         assert names["ship"](9) == {"attempt": 0}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_block_compiles(page: Path) -> None:
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_python_block_compiles(path: Path) -> None:
     """No example has a syntax error."""
-    for block in blocks(page.read_text(), "python"):
-        compile(block, page.name, "exec")
+    for block in blocks(path.read_text(), "python"):
+        compile(block, path.name, "exec")
 
 
 def test_every_public_name_that_is_mentioned_exists() -> None:
     """What the pages write as ``celery_leases.name`` or import from there can be imported."""
-    for page in PAGES:
-        text = page.read_text()
+    for path in PAGES:
+        text = path.read_text()
         for module, names in re.findall(r"^from (celery_leases[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
             imported = __import__(module, fromlist=["*"])
-            assert all(hasattr(imported, name.strip()) for name in names.split(",")), (page.name, module, names)
+            assert all(hasattr(imported, name.strip()) for name in names.split(",")), (path.name, module, names)
     for name in celery_leases.__all__:
         assert getattr(celery_leases, name)
 
@@ -256,25 +286,25 @@ def test_every_public_name_that_is_mentioned_exists() -> None:
 # -- links -------------------------------------------------------------------------------------------------
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(path: Path) -> set[str]:
     """What can be linked to within a page."""
-    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_within_the_project_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_within_the_project_lead_somewhere(path: Path) -> None:
     """Files and headings that are linked to exist."""
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
-        path, _, anchor = target.partition("#")
-        linked = (page.parent / path).resolve() if path else page
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
+        name, _, anchor = target.partition("#")
+        linked = (path.parent / name).resolve() if name else path
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
 
 
 def test_the_index_lists_every_page() -> None:
     """docs/README.md fits one screen and leads to all pages."""
-    index = (ROOT / "docs/README.md").read_text()
+    index = page("README")
     assert len(index.splitlines()) <= 40
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "README.md" or f"({page.name})" in index, page.name
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name == "README.md" or f"({path.name})" in index, path.name

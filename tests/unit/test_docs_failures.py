@@ -1,0 +1,298 @@
+"""The page about failures says what the rules do: its tables are compared with them, its examples run."""
+
+import inspect
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import celery_leases
+from celery_leases import CooldownPolicy, CoolingDown, Rules, apps
+from celery_leases.core.options import LeaseOptions
+from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
+
+PAGE = page("failures")
+
+
+def default_rules() -> list[Any]:
+    """The default rules in the order in which they are asked."""
+    return list(Rules.default().rows())
+
+
+def span(seconds: float) -> str:
+    """A span of time as the rule table writes it."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def growth(policy: CooldownPolicy) -> str:
+    """How a wait grows, as the rule table writes it."""
+    assert policy.factor == 2
+    return f"{span(policy.base)}, doubling to {span(policy.cap)}"
+
+
+def kind_cell(ruling: Any) -> str:
+    """What is done, and to whom."""
+    return f"`{ruling.kind}`{' of the group' if ruling.scope == 'group' else ''}"
+
+
+def verdict_cell(rule: Any) -> str:
+    """The verdict of a rule as the table writes it."""
+    ruling = rule.ruling
+    if rule.name.startswith("asked-"):
+        return "as it asked"
+    words = kind_cell(ruling)
+    if ruling.otherwise:
+        words = f"{words} if `lease_idempotent`, else {kind_cell(ruling.otherwise)}"
+    if ruling.then:
+        words = f"{words}, then {kind_cell(ruling.then)}"
+    return "; ".join([words, *(flag for flag in ("ambiguous", "operator") if getattr(ruling, flag))])
+
+
+def delay_cell(rule: Any) -> str:
+    """The delay of a rule as the table writes it."""
+    ruling = rule.ruling
+    if ruling.kind == "permanent":
+        return ""
+    if rule.name.startswith("asked-"):
+        return "as it asked"
+    words = growth(ruling.policy) if ruling.policy else "`lease_cooldown`"
+    if ruling.told == "instead":
+        words = f"as told, else {words}"
+    if ruling.at_least:
+        words += f", at least {span(ruling.at_least)}"
+    for word, other in (("else", ruling.otherwise), ("then", ruling.then)):
+        words += f"; {word} {growth(other.policy)}" if other else ""
+    return words
+
+
+def rule_table() -> list[list[str]]:
+    """The rows of the table of default rules."""
+    return markdown_rows(section(PAGE, "The default rules"))[1:]
+
+
+class Answered(Exception):
+    """What a client library raises for an answer with that status and those headers."""
+
+    def __init__(self, status: int | None = None, headers: dict[str, str] | None = None, **details: Any) -> None:
+        super().__init__(f"the answer was {status}")
+        self.status_code = status
+        self.headers = headers or {}
+        self.__dict__.update(details)
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The names that the examples of docs/failures.md define, with a model and a bank that do as they are told."""
+    models, bank = ModuleType("models"), ModuleType("bank")
+    world: dict[str, Any] = {"paid": [], "answer": Answered(429, {"Retry-After": "290"}), "payments": {}}
+
+    def complete(model: str, document_id: int) -> str:
+        world["paid"].append((model, document_id))
+        if isinstance(world["answer"], Exception):
+            raise world["answer"]
+        return str(world["answer"])
+
+    def pay(amount: int, reference: str) -> None:
+        world["payments"][reference] = {"amount": amount}
+        raise TimeoutError("no answer within 5 s")
+
+    def find_payment(reference: str) -> Any:
+        return world["payments"].get(reference)
+
+    models.__dict__["complete"] = complete
+    bank.__dict__.update(pay=pay, find_payment=find_payment)
+    monkeypatch.setitem(sys.modules, "models", models)
+    monkeypatch.setitem(sys.modules, "bank", bank)
+    monkeypatch.delenv("CELERY_BROKER_URL", raising=False)
+    source = eagerly("".join(blocks(PAGE, "python")), tmp_path, "postgresql+psycopg://localhost/texts")
+    with executed(source, "texts") as names:
+        yield {**names, **world, "world": world}
+
+
+def test_the_rule_table_is_that_of_the_code() -> None:
+    """docs/failures.md has every default rule in its place, with its verdict and its delay."""
+    rules = default_rules()
+    assert [[row[0], *row[2:]] for row in rule_table()] == [
+        [f"`{rule.name}`", verdict_cell(rule), delay_cell(rule)] for rule in rules
+    ]
+    assert all(row[1] for row in rule_table())
+
+
+def test_the_text_about_the_rule_table_counts_right() -> None:
+    """What is asked first and last, who has another jitter, and which answers' delays count how."""
+    rules, text = default_rules(), section(PAGE, "The default rules")
+    turns = [rule.turn.value for rule in rules]
+    assert turns == ["first"] * 7 + ["each"] * (len(rules) - 11) + ["last"] * 4
+    assert "The first seven look" in text
+    assert f"from `{rules[7].name}` to `{rules[-5].name}`" in " ".join(text.split())
+    assert "The last four" in text
+    whole = {rule.name for rule in rules if rule.ruling.policy and rule.ruling.policy.jitter == 1.0}
+    assert whole == {"conflict", "lock-timeout"}
+    assert all(f"`{name}`" in text for name in whole)
+    told: dict[str, set[str]] = defaultdict(set)
+    for rule in rules:
+        if rule.ruling.kind != "permanent" and not rule.name.startswith("asked-"):
+            told[rule.ruling.told].add(rule.name)
+    assert told["instead"] == {"rate-limited"}
+    assert told["ignore"] == {"out-of-quota", "bad-credentials"}
+    group = {rule.name for rule in rules if "group" in (rule.ruling.scope, getattr(rule.ruling.then, "scope", ""))}
+    assert group == {"rate-limited", "out-of-quota", "bad-credentials", "connect-phase"}
+    assert all(f"`{name}`" in section(PAGE, "Groups") for name in group)
+
+
+def test_the_statuses_in_the_rule_table_meet_their_rules() -> None:
+    """A cell that begins with statuses names all that meet the rule without a header or a code."""
+    met: dict[str, set[int]] = defaultdict(set)
+    for status in range(400, 600):
+        met[Rules.default().judge(Answered(status), time.time()).rule].add(status)
+    listed = {}
+    for name, matches, *_ in rule_table():
+        if matches[0].isdigit():
+            runs = re.findall(r"(\d{3})(?: to (\d{3}))?", matches.split(";")[0])
+            listed[name.strip("`")] = {n for first, last in runs for n in range(int(first), int(last or first) + 1)}
+    unknown = met.pop("anything-else")
+    assert {501, 505} < met.pop("request-refused")
+    assert listed == met
+    assert min(unknown) > 505
+
+
+def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
+    """docs/failures.md lists where a delay comes from; each counts once those before it are gone."""
+    rows = markdown_rows(section(PAGE, "Where a delay comes from"))[1:]
+    page = [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
+    empty = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-remaining-tokens": "0"}
+    headers = {
+        "retry-after-ms": "1000",
+        "retry-after": "2",
+        "x-amz-retry-after": "3000",
+        "x-ratelimit-reset-requests": "6m0s",
+        "x-ratelimit-reset-tokens": "12ms",
+        "anthropic-ratelimit-requests-reset": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60)),
+        "x-ratelimit-reset": "7",
+        "ratelimit": '"default";r=0;t=40',
+    }
+    info = {"details": [{"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "4s"}]}
+    extra: dict[str, Any] = {"retry_after": 0.5, "body": {"error": info}}
+    found = []
+    while (source := Rules.default().judge(Answered(429, headers | empty, **extra), time.time()).source) is not None:
+        found.append(re.sub("-ratelimit-requests-reset$", "-ratelimit-…-reset", source))
+        headers.pop(source, None)
+        extra.pop({"exception": "retry_after", "google.rpc.RetryInfo": "body"}.get(source, ""), None)
+    assert found == page
+
+
+def test_the_ways_to_write_a_ruling_have_their_parameters() -> None:
+    """docs/failures.md names all parameters of ``retry``, ``cooldown`` and ``permanent``, and of ``Rules.on``."""
+    text = section(PAGE, "Rules of your own")
+    for function in (celery_leases.retry, celery_leases.cooldown, celery_leases.permanent):
+        (written,) = re.findall(rf"^\| `{function.__name__}\((.*)\)` \|", text, re.MULTILINE)
+        assert [name.strip(" =") for name in written.split(",")] == list(inspect.signature(function).parameters)
+    for name in inspect.signature(Rules.on).parameters.keys() - {"self", "name"}:
+        assert f"`{name}`" in text
+    asked = markdown_rows(section(PAGE, "From the body"))[1:]
+    for name, written in (re.findall(r"`(\w+)\((.*)\)`", row[0])[0] for row in asked):
+        known = inspect.signature(getattr(celery_leases, name)).parameters
+        assert name == "PermanentFailure" or {word.strip(" =") for word in written.split(",")} == set(known)
+
+
+def test_the_numbers_in_the_text_are_the_defaults() -> None:
+    """Defaults that docs/failures.md repeats in its sentences."""
+    options = LeaseOptions()
+    assert f"`lease_max_retries` ({options.max_retries})" in PAGE
+    assert f"`lease_max_failures`-th failure ({options.max_failures})" in PAGE
+    requests = 3 * (options.max_retries + 1)
+    assert f"inside a task with {options.max_retries} quick retries is {requests} requests" in " ".join(PAGE.split())
+    assert (options.cooldown.base, options.cooldown.cap) == (300, 6 * 3600)
+    assert "for 5 minutes, doubling to 6 hours, until it has failed 10 times" in " ".join(PAGE.split())
+
+
+def test_a_hook_is_given_the_facts_that_the_page_names() -> None:
+    """docs/failures.md lists what a function can look at."""
+    seen: list[Any] = []
+    Rules().use(lambda _, facts: seen.append(facts)).judge(Answered(500), time.time())
+    text = section(PAGE, "Rules of your own")
+    listed = re.search(r"`facts` has (.*?)\. A", " ".join(text.split()))
+    assert listed
+    names = re.findall(r"`(\w+)`", listed[1])
+    assert len(names) > 8
+    assert all(hasattr(seen[0], name) for name in names)
+
+
+def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[str, Any]) -> None:
+    """docs/failures.md says what the button shows, for this document and for others, and that it ends."""
+    with pytest.raises(Answered):
+        texts["summarise"].delay(7)
+    for document in [7] * 19 + [8]:
+        with pytest.raises(CoolingDown, match=r"^Retry available in 5 minutes") as refused:
+            texts["summarise"].delay(document)
+    assert 280 < refused.value.retry_after <= 290 * 1.02
+    assert (refused.value.reason, refused.value.rule) == ("rate_limited", "rate-limited")
+    assert refused.value.retry_at == pytest.approx(time.time() + refused.value.retry_after, abs=5)
+    assert texts["paid"] == [("gpt-5", 7)]
+    assert texts["what_to_show"](7) == texts["what_to_show"](8) == "Retry available in 5 minutes"
+    assert apps.parts_of(texts["app"]).client.open_group("openai:gpt-5")
+    texts["world"]["answer"] = "All is well."
+    assert texts["summarise"].delay(7).get() == texts["summarise"].delay(7).get() == "All is well."
+    assert len(texts["paid"]) == 2
+    assert texts["what_to_show"](7) == "Done"
+
+
+def test_the_rules_of_the_example_do_what_is_said_of_them(texts: dict[str, Any]) -> None:
+    """Each rule that docs/failures.md writes is met, the hook before the others."""
+    rules, now = texts["RULES"], time.time()
+    assert rules is texts["send_order"].lease_options.rules
+    pending = Answered(404)
+    pending.args = ("order 7: sync pending",)
+    by_hook = rules.judge(pending, now)
+    assert (by_hook.rule, by_hook.ruling.kind, by_hook.delay) == ("user: ask_the_shop", "retry", 20)
+    gone = rules.judge(Answered(404), now)
+    assert (gone.rule, gone.ruling.max, gone.ruling.then.kind) == ("user: status=404", 3, "permanent")
+    assert gone.rule in PAGE
+    declined = type("Declined", (Exception,), {"__module__": "shop.errors"})
+    assert rules.judge(declined(), now).ruling.kind == "permanent"
+    quota = rules.judge(Answered(400, code="quota_for_today"), now)
+    assert (quota.rule, quota.ruling.scope, quota.ruling.operator) == ("shop quota", "group", True)
+    closed = Answered(503, {"retry-after": "5"})
+    closed.args = ("down for maintenance",)
+    assert rules.judge(closed, now).delay == 900
+    assert rules.judge(Answered(429), now).rule == "rate-limited"
+
+
+def test_what_the_body_asks_for_is_done(texts: dict[str, Any]) -> None:
+    """docs/failures.md shows four ways to say no, and one to say yes."""
+    send = texts["send_report"]
+    for month, draft, message, state in (
+        ("2026-01", "missing", "nobody has written it", "failed"),
+        ("2026-02", "locked", "Retry available in 10 seconds: .*somebody is saving it", "pending"),
+        ("2026-03", "unfinished", "Retry available in 60 minutes: .*draft not ready", "cooling"),
+        ("2026-04", "embargoed", "Retry available in 30 minutes: .*not before noon", "pending"),
+    ):
+        with pytest.raises(celery_leases.LeasesError, match=message):
+            send.delay(month, draft)
+        status = send.lease_status(month, draft)
+        assert status.state == state, draft
+        assert status.attempt == (0 if draft == "embargoed" else 1)
+        assert status.failures == (1 if draft in ("missing", "unfinished") else 0)
+    assert send.delay("2026-05", "ready").get() == "sent"
+
+
+def test_the_example_that_looks_first_pays_once(texts: dict[str, Any]) -> None:
+    """A payment whose answer was lost is found by the attempt after it."""
+    with pytest.raises(TimeoutError):
+        texts["pay_out"].delay(31, 100)
+    status = texts["pay_out"].lease_status(31, 100)
+    assert (status.state, status.reason) == ("cooling", "outcome_unknown")
+    assert status.error
+    assert status.error.ambiguous
+    apps.parts_of(texts["app"]).client.retry("payout:31")
+    assert texts["pay_out"].delay(31, 100).get() == {"amount": 100}
+    assert list(texts["payments"]) == ["payout:31"]
