@@ -50,7 +50,6 @@ def _aws(service: str, url: str) -> Any:
         connect_timeout=patience(),
         read_timeout=patience(),
         proxies={},
-        account_id_endpoint_mode="disabled",
     )
     return _session().create_client(
         service,

@@ -21,6 +21,8 @@ class Expected:
     ambiguous: bool = False
     operator: bool = False
     delay: float | None = None
+    #: The name of the error's class, where any mistake of the case itself would be judged alike.
+    raised: str = ""
     #: The answer named a moment, and time has passed since.
     slack: float = 0.0
     #: What a retry becomes once its tries are used up, when the rule says so.
@@ -29,6 +31,10 @@ class Expected:
     def after(self, seconds: float) -> Self:
         """The same, and the answer told how long to wait."""
         return replace(self, delay=seconds)
+
+    def of(self, name: str) -> Self:
+        """The same, of an error of this class."""
+        return replace(self, raised=name)
 
     def about(self, seconds: float) -> Self:
         """The same, and the answer told until when to wait."""
@@ -66,6 +72,7 @@ def judged(error: BaseException) -> dict[str, Any]:
         operator=ruling.operator,
         delay=judgement.delay,
         then=then,
+        raised=type(error).__name__,
     )
     return asdict(found)
 
@@ -101,9 +108,11 @@ class Case:
         """Assert that a judgement is the expected one."""
         wanted = asdict(self.expected)
         slack = wanted["slack"]
-        near = {"slack": slack}
+        near: dict[str, Any] = {"slack": slack}
         if slack and found["delay"] is not None and abs(found["delay"] - wanted["delay"]) <= slack:
             near["delay"] = wanted["delay"]
+        if not wanted["raised"]:
+            near["raised"] = ""
         seen = {**found, **near}
         assert seen == wanted, "\n".join(
             f"{self.name}: {name} is {seen[name]!r}, and not {wanted[name]!r}"

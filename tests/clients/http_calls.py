@@ -283,7 +283,9 @@ _CONNECTIONS = {name: EVERYWHERE[name] for name in EVERYWHERE if not name[0].isd
 
 REQUESTS = [
     *cases("requests", requests, EVERYWHERE | RARE),
-    *cases("requests", requests_json, {"200, not JSON": (answers(200, "<html>Hello</html>"), ERROR)}),
+    *cases(
+        "requests", requests_json, {"200, not JSON": (answers(200, "<html>Hello</html>"), ERROR.of("JSONDecodeError"))}
+    ),
     *cases("requests", requests_unread, {"429, unread": (_UNREAD, RATE_LIMITED.after(20))}),
     *cases("requests, proxy", requests_by_proxy, {"refuses the connection": (refuses, UNREACHABLE)}),
     *raising(

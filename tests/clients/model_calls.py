@@ -232,7 +232,7 @@ ANTHROPIC = [
             "does not answer": (never_answers, OUTCOME_UNKNOWN),
             "hangs up": (hangs_up, OUTCOME_UNKNOWN),
             "refuses the connection": (refuses, UNREACHABLE),
-            "200, broken JSON": (answers(200, "{oops", content_type="application/json"), ERROR),
+            "200, broken JSON": (answers(200, "{oops", content_type="application/json"), ERROR.of("JSONDecodeError")),
         },
     ),
     *cases(

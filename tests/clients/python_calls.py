@@ -173,23 +173,23 @@ PYTHON = [
     *raising(
         "Python",
         {
-            "ValueError": (lambda _: int("about ten"), ERROR),
-            "TypeError": (lambda _: 1 + None, ERROR),  # type: ignore[operator]
-            "KeyError": (lambda _: json.loads("{}")["total"], ERROR),
-            "AttributeError": (lambda _: None.total, ERROR),  # type: ignore[attr-defined]
-            "ZeroDivisionError": (lambda _: 1 / 0, ERROR),
-            "JSONDecodeError": (lambda _: json.loads("{oops"), ERROR),
-            "UnicodeDecodeError": (lambda _: b"\xff".decode(), ERROR),
-            "StopIteration": (lambda _: next(iter(())), ERROR),
-            "IsADirectoryError": (lambda _: open("/").read(), ERROR),  # noqa: PTH123, SIM115
+            "ValueError": (lambda _: int("about ten"), ERROR.of("ValueError")),
+            "TypeError": (lambda _: 1 + None, ERROR.of("TypeError")),  # type: ignore[operator]
+            "KeyError": (lambda _: json.loads("{}")["total"], ERROR.of("KeyError")),
+            "AttributeError": (lambda _: None.total, ERROR.of("AttributeError")),  # type: ignore[attr-defined]
+            "ZeroDivisionError": (lambda _: 1 / 0, ERROR.of("ZeroDivisionError")),
+            "JSONDecodeError": (lambda _: json.loads("{oops"), ERROR.of("JSONDecodeError")),
+            "UnicodeDecodeError": (lambda _: b"\xff".decode(), ERROR.of("UnicodeDecodeError")),
+            "StopIteration": (lambda _: next(iter(())), ERROR.of("StopIteration")),
+            "IsADirectoryError": (lambda _: open("/").read(), ERROR.of("IsADirectoryError")),  # noqa: PTH123, SIM115
             "FileNotFoundError": (lambda _: open("/nowhere/at/all").read(), REFUSED),  # noqa: PTH123, SIM115
             "PermissionError": (_os_error(errno.EACCES), REFUSED),
-            "no space": (_os_error(errno.ENOSPC), ERROR),
+            "no space": (_os_error(errno.ENOSPC), ERROR.of("OSError")),
             "no route": (_os_error(errno.EHOSTUNREACH), UNREACHABLE),
             "BrokenPipeError": (_os_error(errno.EPIPE), OUTCOME_UNKNOWN),
             "MemoryError": (out_of_memory, LIMIT_HIT),
             "SoftTimeLimitExceeded": (soft_time_limit, LIMIT_HIT),
-            "pydantic ValidationError of an answer": (wrong_answer, ERROR),
+            "pydantic ValidationError of an answer": (wrong_answer, ERROR.of("ValidationError")),
             "pydantic ValidationError of the arguments": (wrong_arguments, REFUSED),
         },
     ),
@@ -210,8 +210,8 @@ WRAPPED = [
     *cases("celery, a task is published:", published, {"refuses the connection": (refuses, INFRASTRUCTURE)}),
     *cases("raise from", chained, {"429": (_BUSY, RATE_LIMITED.after(20)), "404": (_GONE, REFUSED)}),
     *cases("raise from, twice:", chained_twice, {"429": (_BUSY, RATE_LIMITED.after(20))}),
-    *cases("raise from None", dissembled, {"429": (_BUSY, ERROR)}),
-    *cases("a mistake while handling", stumbled, {"404": (_GONE, ERROR)}),
+    *cases("raise from None", dissembled, {"429": (_BUSY, ERROR.of("DocumentFailed"))}),
+    *cases("a mistake while handling", stumbled, {"404": (_GONE, ERROR.of("KeyError"))}),
     *cases("ExceptionGroup", grouped, {"429": (_BUSY, RATE_LIMITED.after(20))}),
     *cases("ExceptionGroup, and a mistake:", grouped_with_another, {"429": (_BUSY, RATE_LIMITED.after(20))}),
     *cases("a ring of causes", going_round, {"429": (_BUSY, RATE_LIMITED.after(20))}),
