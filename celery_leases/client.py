@@ -138,7 +138,7 @@ class LeaseClient:
         record = self._records.read(stored)
         if outcome == "retry":
             if record is not None and (record.state is not State.DONE or record.expired):
-                self._effects.forget_sent(stored)
+                self._effects.forget_sent(record)
             return self._take(key, task, keep=True, forgive=True)
         if record is None:
             raise UnknownKey(f"there is no record for {key}", key)
@@ -158,9 +158,14 @@ class LeaseClient:
         return [status_of_group(gate, time.time()) for gate in self._leases.gates()]
 
     def open_group(self, group: str) -> bool:
-        """Open the gate of *group* and forget its trips; whether it was closed."""
+        """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of it.
+
+        Whether it was closed. Copies that wait at the broker come with their next hop.
+        """
         self._ready()
-        return self._leases.open_gate(group)
+        opened = self._leases.open_gate(group)
+        self._records.end_waits(group)
+        return opened
 
     def close_group(self, group: str, span: Duration, why: str = "") -> GroupStatus:
         """Let no body of *group* start for *span* (seconds, ``"5m"``, a timedelta); a longer standing time is not cut.

@@ -247,6 +247,12 @@ class EffectStore(Protocol):
         """Take the intent back: the call was not made, or certainly not carried out."""
         ...
 
+    def forget_sent(self, record: Record) -> int:
+        """Take back the intents without a reply of all attempts up to that of *record*, as an operator says that they
+        have not happened; how many. A later attempt's stay.
+        """
+        ...
+
     def of_key(self, record: Record) -> Sequence[Effect]:
         """All effects of the record's generation, in the order in which they were sent."""
         ...

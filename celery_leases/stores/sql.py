@@ -15,6 +15,7 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
+    exists,
     null,
     select,
     update,
@@ -26,6 +27,8 @@ from celery_leases.stores import rows
 from celery_leases.stores.claims import claim_statement
 from celery_leases.stores.database import Database
 from celery_leases.stores.schema import Tables
+
+BATCH = 500
 
 
 class SqlRecordStore:
@@ -144,6 +147,17 @@ class SqlRecordStore:
         self.database.count(update(records).where(records.c.stored_key == stored_key).values(values), {})
         return self.read(stored_key)
 
+    def end_waits(self, group: str) -> int:
+        """Let the keys run that cool down only because of this cooldown group; how many there were."""
+        records = self.tables.records
+        cooling = records.c.state == State.COOLING
+        query = select(records.c.stored_key, records.c.error).where(cooling, records.c.retry_at > self.database.now)
+        found = [row["stored_key"] for row in self.database.all(query, {}) if rows.group_of(row["error"]) == group]
+        ended = update(records).where(records.c.stored_key.in_(bindparam("keys", expanding=True)), cooling)
+        ended = ended.values(retry_at=self.database.now)
+        batches = [found[start : start + BATCH] for start in range(0, len(found), BATCH)]
+        return sum(self.database.count(ended, {"keys": batch}) for batch in batches)
+
     def resolve(self, stored_key: str, result: str | None, retention: float) -> bool:
         """Make the row ``done`` with *result* (JSON text), whoever has it; whether there was one that was not."""
         records = self.tables.records
@@ -165,15 +179,21 @@ class SqlRecordStore:
 
     def purge(self, limit: int) -> int:
         """Delete at most *limit* rows whose retention is over, as many marks, and gates; how many rows were deleted."""
-        purged = 0
-        for table in (self.tables.gates, self.tables.marks, self.tables.records):
+        for table in (self.tables.gates, self.tables.marks):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
-            old = select(key).where(over).limit(limit)
-            if table is self.tables.records:
-                effects = self.tables.effects
-                self.database.count(delete(effects).where(effects.c.stored_key.in_(old)), {})
-            purged = self.database.count(delete(table).where(key.in_(old), over), {})
-        return purged
+            self.database.count(delete(table).where(key.in_(select(key).where(over).limit(limit)), over), {})
+        records, effects = self.tables.records, self.tables.effects
+        over = records.c.expires_at <= self.database.now
+        # Others purge too: the effects that go are those of the very rows that go afterwards, and of no later claim.
+        found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
+        old = [row["stored_key"] for row in found]
+        of_old = exists().where(
+            records.c.stored_key == effects.c.stored_key, records.c.generation >= effects.c.generation, over
+        )
+        if not old:
+            return 0
+        self.database.count(delete(effects).where(effects.c.stored_key.in_(old), of_old), {})
+        return self.database.count(delete(records).where(records.c.stored_key.in_(old), over), {})
 
     def _settling(self) -> Update:
         records = self.tables.records

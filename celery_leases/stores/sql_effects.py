@@ -14,6 +14,8 @@ from celery_leases.stores.claims import POSTGRESQL_NOW
 from celery_leases.stores.database import Database
 from celery_leases.stores.schema import Tables
 
+BEGIN_TRIES: Final = 3
+
 # The record's row is locked for the length of the statement, so that no claim can come between the fence's check and
 # the intent; SQLite locks the whole database for it.
 _BEGIN: Final = """
@@ -49,11 +51,14 @@ class SqlEffectStore:
             "idempotency_key": idempotency_key,
             "taken": taken if taken is not None else -1,
         }
-        row = self.database.first(self._begin, values)
-        if row is not None:
-            return Begun(_effect(row))
-        found = self.read(record.stored_key, name)
-        if not self.is_running(record) or found is None or found.generation != record.generation:
+        for _ in range(BEGIN_TRIES):
+            row = self.database.first(self._begin, values)
+            if row is not None:
+                return Begun(_effect(row))
+            found = self.read(record.stored_key, name)
+            if found is not None or not self.is_running(record):
+                break  # else it was withdrawn before it could be read
+        if found is None or found.generation != record.generation or not self.is_running(record):
             return None
         if found.state is EffectState.SENT and found.fence == record.fence:
             return Begun(found)  # the reply to an earlier try was lost
@@ -101,10 +106,14 @@ class SqlEffectStore:
         )
         return [_effect(row) for row in self.database.all(query.order_by(effects.c.sent_at), {})]
 
-    def forget_sent(self, stored_key: str) -> int:
-        """Take back all intents of a key that have no reply, as an operator says that they have not happened."""
+    def forget_sent(self, record: Record) -> int:
+        """Take back the intents without a reply of the attempts up to that of *record*, as they have not happened."""
         effects = self.effects
-        sent = delete(effects).where(effects.c.stored_key == stored_key, effects.c.state == EffectState.SENT)
+        sent = delete(effects).where(
+            effects.c.stored_key == record.stored_key,
+            effects.c.state == EffectState.SENT,
+            effects.c.fence <= record.fence,
+        )
         return self.database.count(sent, {})
 
     def save_progress(self, record: Record, progress: str) -> bool:

@@ -10,7 +10,7 @@ To test a store of your own, subclass in a test module and give the store as a f
             return MyLeaseStore(...)
 
 ``GateStoreContract`` asks for the fixture ``store`` too, ``MarkStoreContract`` for ``marks``, ``RecordStoreContract``
-for ``records``.
+for ``records``, ``EffectStoreContract`` for ``records`` and ``effects``.
 
 A store may be shared with other tests: every test makes keys of its own. Times are real; raise the class attributes
 ``ttl`` and ``short`` where a store is slow.
@@ -20,9 +20,10 @@ import pytest
 
 # Before the suites are imported, as pytest explains only the assertions it has rewritten.
 _LEASES = ("leases", "separate_leases", "fuzz", "marks", "gate_case", "gate_closing", "gate_probes")
-_RECORDS = ("record_case", "claims", "settling", "failures", "repair")
+_RECORDS = ("record_case", "claims", "settling", "failures", "repair", "effects")
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS)))
 
+from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
 from celery_leases.testing.contracts.gates import GateStoreContract  # noqa: E402
 from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
@@ -30,6 +31,7 @@ from celery_leases.testing.contracts.records import RecordStoreContract  # noqa:
 from celery_leases.testing.contracts.separate_leases import SeparateLeaseStoreContract  # noqa: E402
 
 __all__ = [
+    "EffectStoreContract",
     "GateStoreContract",
     "LeaseStoreContract",
     "MarkStoreContract",

@@ -1,0 +1,219 @@
+"""Effects and progress in SQLite and PostgreSQL against the published suite, and what is a database's own: locks."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import OperationalError
+
+from celery_leases.core.effects import Begun, Effect, EffectState, Found
+from celery_leases.core.errors import KeyUnusable, StoreUnavailable
+from celery_leases.core.records import Record, Won
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.testing.contracts import EffectStoreContract
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.effects import CHARGE, begin, finished, found_of, sent
+from celery_leases.testing.contracts.record_case import won
+from celery_leases.testing.process import wait_until
+from tests.contract.sql_stores import database_url, sql_records
+
+__all__ = ["database_url", "sql_records"]
+
+LOCK_WAIT = text(
+    "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+)
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def one_database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlRecordStore]:
+    """Records in each of the two databases, for all tests of the suite."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path_factory.mktemp('effects') / 'records.db'}"
+    else:
+        url = request.getfixturevalue("leases_postgres").new_database()
+    store = SqlRecordStore(engine_for(url))
+    store.migrate()
+    yield store
+    store.database.close()
+
+
+class TestEffects(EffectStoreContract):
+    """The published suite for stores of effects."""
+
+    @pytest.fixture
+    def records(self, one_database: SqlRecordStore) -> SqlRecordStore:
+        """One of the two databases."""
+        return one_database
+
+    @pytest.fixture
+    def effects(self, records: SqlRecordStore) -> SqlEffectStore:
+        """On the same database."""
+        return effects_of(records)
+
+
+@pytest.fixture
+def postgres(leases_postgres_url: str) -> Iterator[SqlRecordStore]:
+    """Records in PostgreSQL."""
+    store = SqlRecordStore(engine_for(leases_postgres_url))
+    store.migrate()
+    yield store
+    store.database.close()
+
+
+def effects_of(records: SqlRecordStore) -> SqlEffectStore:
+    """The effects beside *records*."""
+    return SqlEffectStore(records.database, records.tables)
+
+
+@contextmanager
+def waiting_for(records: SqlRecordStore, *statements: str) -> Iterator[tuple[ThreadPoolExecutor, Connection]]:
+    """Threads, and a transaction of somebody else's that has executed *statements* and is still open."""
+    engine = records.database.engine
+    with ThreadPoolExecutor(2) as threads, engine.connect() as other:
+        for statement in ("BEGIN", *statements):
+            other.execute(text(statement))
+        yield threads, other
+
+
+def wait_for_the_lock(records: SqlRecordStore) -> None:
+    """Return when a statement waits for a row."""
+    with records.database.engine.connect() as watcher:
+        wait_until(lambda: watcher.execute(LOCK_WAIT).scalar() == 1, 10, "a statement to wait for the row")
+
+
+def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(postgres: SqlRecordStore) -> None:
+    """PostgreSQL would show the statement the row as it was: the row is locked, and looked at again."""
+    effects, key = effects_of(postgres), fresh_key()
+    zombie = won(postgres, make_bid(key))
+    claim = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'successor'"
+    with waiting_for(postgres, claim) as (threads, other):
+        answer: Future[Any] = threads.submit(begin, effects, zombie)
+        wait_for_the_lock(postgres)
+        other.execute(text("COMMIT"))
+        assert answer.result(10) is None
+    assert effects.read(key, CHARGE) is None
+
+
+def test_an_intent_waits_for_a_renewal_and_is_accepted(postgres: SqlRecordStore) -> None:
+    """Where the row is the lease, its own renewal must not be taken for a claim."""
+    effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
+    with waiting_for(postgres, "UPDATE celery_leases_records SET lease_until = 1") as (threads, other):
+        answer: Future[Any] = threads.submit(begin, effects, record)
+        wait_for_the_lock(postgres)
+        other.execute(text("COMMIT"))
+        assert isinstance(answer.result(10), Begun)
+
+
+def test_a_claim_waits_for_an_intent_that_is_being_committed(postgres: SqlRecordStore) -> None:
+    """Between the fence's check and the intent there is no moment for it: the successor finds the intent."""
+    effects, key = effects_of(postgres), fresh_key()
+    zombie = won(postgres, make_bid(key))
+    theirs: list[Effect] = []
+    # What the statement of the intent does at its end is held back by somebody who holds the same intent's place.
+    place = (
+        "INSERT INTO celery_leases_effects (stored_key, name, generation, state, fence, idempotency_key, sent_at) "
+        "SELECT stored_key, 'charge', 0, 'sent', 1, 'x', 1 FROM celery_leases_records"
+    )
+    with waiting_for(postgres, place) as (threads, other):
+        answer: Future[Any] = threads.submit(begin, effects, zombie)
+        wait_for_the_lock(postgres)
+        claim: Future[Any] = threads.submit(postgres.claim, make_bid(key), "redis:one")
+        with postgres.database.engine.connect() as watcher:
+            wait_until(lambda: watcher.execute(LOCK_WAIT).scalar() == 2, 10, "the claim to wait for the intent")
+        other.execute(text("ROLLBACK"))
+        begun, successor = answer.result(10), claim.result(10)
+    assert isinstance(begun, Begun)
+    assert isinstance(successor, Won)
+    theirs += effects.of_key(successor.record)
+    assert [effect.fence for effect in theirs] == [zombie.fence]
+
+
+def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(postgres: SqlRecordStore) -> None:
+    """Somebody's open transaction, or a frozen process in one: the attempt is told that nothing was written."""
+    effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
+    with (
+        waiting_for(postgres, "SELECT 1 FROM celery_leases_records FOR UPDATE") as (_, other),
+        pytest.raises(StoreUnavailable) as caught,
+    ):
+        begin(effects, record)
+    assert caught.value.executed is False
+    assert effects.of_key(record) == []
+    assert other.closed
+
+
+def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(sql_records: SqlRecordStore) -> None:
+    """The statement is repeated on a new connection, and meets its own row."""
+    effects, record = effects_of(sql_records), won(sql_records, make_bid(fresh_key()))
+    with reply_lost(effects):
+        begun = sent(effects, record)
+    assert found_of(effects, record)[0].sent_at == begun.sent_at
+    with reply_lost(effects):
+        assert finished(effects, begun, '"kept"')
+    assert effects.of_key(record)[0].result == '"kept"'
+    with reply_lost(effects):
+        assert effects.save_progress(record, "1")
+
+
+@contextmanager
+def reply_lost(effects: SqlEffectStore) -> Iterator[None]:
+    """The next statement is carried out, and its connection lost."""
+    once, lost = effects.database._once, []
+
+    def lose(*given: Any) -> Any:
+        answer = once(*given)
+        if not lost:
+            lost.append(answer)
+            raise OperationalError("", None, Exception("gone"), connection_invalidated=True)
+        return answer
+
+    effects.database._once = lose
+    yield
+    effects.database._once = once
+    assert lost
+
+
+def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(sql_records: SqlRecordStore) -> None:
+    """A zombie's withdrawal between our two statements is no loss of the lease."""
+    effects, key = effects_of(sql_records), fresh_key()
+    old = sent(effects, won(sql_records, make_bid(key)))
+    record = won(sql_records, make_bid(key))
+    read = effects.read
+
+    def withdrawn(stored_key: str, name: str) -> Effect | None:
+        effects.withdraw(old)
+        return read(stored_key, name)
+
+    effects.read = withdrawn
+    begun = begin(effects, record)
+    assert isinstance(begun, Begun)
+    assert begun.effect.fence == record.fence
+
+
+def test_a_reference_no_database_takes_is_refused_and_not_taken_for_an_outage(postgres: SqlRecordStore) -> None:
+    """PostgreSQL takes no NUL; whoever calls must see to it before."""
+    effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
+    with pytest.raises(KeyUnusable):
+        effects.finish(sent(effects, record), None, "a\x00b")
+    assert effects.of_key(record)[0].state is EffectState.SENT
+
+
+def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str) -> None:
+    """As ``leases_database_schema`` says."""
+    from celery_leases.stores.schema import Tables
+
+    engine = engine_for(leases_postgres_url)
+    with engine.connect() as connection:
+        connection.execute(text("CREATE SCHEMA jobs"))
+    records = SqlRecordStore(engine, Tables("jobs"))
+    records.migrate()
+    effects = effects_of(records)
+    record = won(records, make_bid(fresh_key()))
+    assert finished(effects, sent(effects, record))
+    later: Record = won(records, make_bid(record.stored_key))
+    assert isinstance(begin(effects, later), Found)
+    assert effects.forget_sent(later) == 0
