@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, Final, assert_never
 from celery_leases.core import outcomes
 from celery_leases.core.durations import seconds
 from celery_leases.core.effects import (
+    NAME_MAX,
     Begun,
     CallAgain,
     ComeBack,
@@ -21,24 +23,38 @@ from celery_leases.core.effects import (
     Verify,
     idempotency_key,
     on_found,
+    reference_of,
+    usable_name,
     was_executed,
 )
-from celery_leases.core.errors import EffectMisused, LeaseLost, ResultMissing, Snooze, StoreUnavailable, Uncertain
+from celery_leases.core.errors import (
+    Cooldown,
+    EffectMisused,
+    LeaseLost,
+    PermanentFailure,
+    ResultMissing,
+    RetryLater,
+    Snooze,
+    StoreUnavailable,
+    Uncertain,
+)
 from celery_leases.core.ports import Clock, EffectStore
 from celery_leases.core.records import Record
 from celery_leases.core.results import decode, encode
+from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import Judgement
 from celery_leases.renewal import Tenure
 
-NAME_MAX: Final = 255
 MOVED_ON: Final = "the record has moved on"
+KNOWN: Final = Rules.default()
 
 
 @dataclass(frozen=True, slots=True)
 class EffectReply:
     """What an effect has come to: the reply as JSON gives it back, and the other side's own name for it.
 
-    ``saved``: it was made by an earlier attempt, and no call was made now.
+    ``saved``: it was made by an earlier attempt, and no call was made now. ``value`` is ``None`` where the reply is
+    no JSON, or too large, and has a reference to be known by.
     """
 
     value: Any
@@ -83,10 +99,7 @@ class Effects:
         key = idempotency_key(self.prefix, self.record.stored_key, name, self.record.generation)
         begun = self._begin(name, key)
         if isinstance(begun, Found):
-            answer = self._settle_found(begun.effect, calls)
-            if isinstance(answer, EffectReply):
-                return answer
-            begun = answer
+            return self._settle_found(begun.effect, calls)
         return self._call(begun.effect, calls)
 
     def is_over(self) -> bool:
@@ -94,8 +107,7 @@ class Effects:
         return not self.store.is_running(self.record)
 
     def _check_name(self, name: str) -> None:
-        given: object = name
-        if not isinstance(given, str) or not given.strip() or len(given) > NAME_MAX or "\x00" in given:
+        if not usable_name(name):
             raise EffectMisused(f"effect({name!r}): name it by a text of 1 to {NAME_MAX} characters", self.record.key)
         if name in self._names:
             message = f"{self.record.key}: effect {name!r} twice in one attempt; give each its own name"
@@ -103,21 +115,41 @@ class Effects:
         self._names.add(name)
 
     def _begin(self, name: str, key: str, taken: int | None = None) -> Begun | Found:
-        self.tenure.check()
-        with self.closed():
-            begun = self.store.begin(self.record, name, key, taken)
+        """Commit the intent, again while that is unknown: repeating it is harmless, leaving one in doubt is not."""
+        until = self.clock.now() + self.patience
+        tries = 0
+        while True:
+            self.tenure.check()
+            try:
+                return self._begin_once(name, key, taken)
+            except StoreUnavailable as error:
+                pause = outcomes.settle_pause(tries)
+                tries += 1
+                if error.executed is False or self.clock.now() + pause > until:
+                    raise
+                self.clock.sleep(pause)
+
+    def _begin_once(self, name: str, key: str, taken: int | None) -> Begun | Found:
+        begun: Begun | Found | None = None
+        try:
+            with self.closed():
+                begun = self.store.begin(self.record, name, key, taken)
+        except BaseException:  # what came meanwhile ends the body, so that no call is made
+            if isinstance(begun, Begun) and taken is None:
+                self._withdraw(begun.effect)
+            raise
         if begun is None:
             raise LeaseLost(f"{self.record.key}: the lease is lost: {MOVED_ON}", self.record.key, MOVED_ON)
         return begun
 
-    def _take_over(self, effect: Effect) -> Begun:
+    def _take_over(self, effect: Effect) -> Effect:
         begun = self._begin(effect.name, effect.idempotency_key, effect.fence)
         if isinstance(begun, Found):  # it was noted at the last moment by the attempt that made it
             message = f"{self.record.key}: effect {effect.name!r} has changed meanwhile"
             raise Snooze(1.0, message)
-        return begun
+        return begun.effect
 
-    def _settle_found(self, effect: Effect, calls: Calls) -> EffectReply | Begun:
+    def _settle_found(self, effect: Effect, calls: Calls) -> EffectReply:
         what = on_found(
             effect,
             verifies=calls.verify is not None,
@@ -126,35 +158,37 @@ class Effects:
         )
         match what:
             case UseSaved():
-                return self._saved(effect)
+                return self._saved(effect, calls)
             case ComeBack(delay):
                 raise Snooze(delay, f"effect {effect.name!r} is in doubt, and too young to be looked up")
             case Verify():
                 return self._verify(effect, calls)
             case CallAgain():
-                return self._take_over(effect)
+                return self._call(self._take_over(effect), calls, in_doubt=True)
             case Park():
                 raise self._uncertain(effect, "no verify was given")
             case _ as never:
                 assert_never(never)
 
-    def _saved(self, effect: Effect) -> EffectReply:
-        if effect.result is None:
+    def _saved(self, effect: Effect, calls: Calls) -> EffectReply:
+        if effect.result is None and effect.reference is None:
             message = f"{self.record.key}: effect {effect.name!r} is done, but its reply was not kept"
             raise ResultMissing(message, self.record.key, "effect")
-        return EffectReply(decode(effect.result), effect.reference, effect.idempotency_key, saved=True)
+        value, reference = decode(effect.result), effect.reference
+        if reference is None and calls.reference is not None:  # it raised when the reply came
+            reference = reference_of(calls.reference, value)
+        return EffectReply(value, reference, effect.idempotency_key, saved=True)
 
-    def _verify(self, effect: Effect, calls: Calls) -> EffectReply | Begun:
+    def _verify(self, effect: Effect, calls: Calls) -> EffectReply:
         assert calls.verify is not None
         try:
             found = calls.verify(effect.idempotency_key)
         except Uncertain as error:
             raise self._uncertain(effect, str(error)) from error
-        begun = self._take_over(effect)
+        ours = self._take_over(effect)
         if found is None:
-            return begun
-        reply = self._note(begun.effect, found, calls)
-        return replace(reply, saved=True)
+            return self._call(ours, calls)
+        return replace(self._note(ours, found, calls), saved=True)
 
     def _uncertain(self, effect: Effect, why: str) -> Uncertain:
         message = (
@@ -163,19 +197,34 @@ class Effects:
         )
         return Uncertain(message, self.record.key, effect.name, effect.idempotency_key)
 
-    def _call(self, effect: Effect, calls: Calls) -> EffectReply:
+    def _call(self, effect: Effect, calls: Calls, *, in_doubt: bool = False) -> EffectReply:
+        """Make the call; *in_doubt*: an earlier one may have been carried out, whatever becomes of this one."""
+        outside = sys.exc_info()[1]
         try:
             self.tenure.check()  # the intent may have taken long to commit
         except LeaseLost:
-            self._withdraw(effect)
+            if not in_doubt:
+                self._withdraw(effect)
             raise
         try:
             reply = calls.call(effect.idempotency_key)
-        except Exception as error:
-            if was_executed(self.judge(error)) is False:
+        except (Exception, Snooze) as error:
+            if not in_doubt and self._was_executed(error, outside) is False:
                 self._withdraw(effect)
             raise
         return self._note(effect, reply, calls)
+
+    def _was_executed(self, error: BaseException, outside: BaseException | None) -> bool | None:
+        """What is known of a call that raised; an error that was there *outside* the call says nothing of it.
+
+        What the task asks for stands for the error in whose place it was raised, if there is one.
+        """
+        while isinstance(error, Cooldown | RetryLater | Snooze | PermanentFailure):
+            cause = error.__cause__ or error.__context__
+            if cause is None or cause is outside:
+                return False
+            error = cause
+        return was_executed(KNOWN.judge(error, 0.0), self.judge(error))
 
     def _withdraw(self, effect: Effect) -> None:
         with suppress(StoreUnavailable), self.closed():  # it stays in doubt, and is looked up later
@@ -183,31 +232,30 @@ class Effects:
 
     def _note(self, effect: Effect, reply: Any, calls: Calls) -> EffectReply:
         """Write the reply down: it is a fact about the world, and counts whether the lease does or not."""
-        text, missing = encode(reply, self.result_max)
-        reference, trouble = None, None
-        if calls.reference is not None:
-            try:
-                found = calls.reference(reply)
-                reference = str(found) if found is not None else None
-            except Exception as error:  # noqa: BLE001 - the effect has happened, and that comes first
-                trouble = error
         with self.closed():
+            text, missing = encode(reply, self.result_max)
+            reference, trouble = None, None
+            if calls.reference is not None:
+                try:
+                    reference = reference_of(calls.reference, reply)
+                except Exception as error:  # noqa: BLE001 - the effect has happened, and that comes first
+                    trouble = error
             accepted = self._finish(effect, text, reference)
             if accepted and self.record.crashes and not self.tenure.work.progressed:
                 with suppress(StoreUnavailable):  # then the next effect says so
                     self.store.clear_crashes(self.record)
+            self.tenure.work.progressed |= accepted
         if not accepted:
             message = f"{self.record.key}: a later attempt has taken effect {effect.name!r} over"
             raise LeaseLost(message, self.record.key, MOVED_ON)
-        self.tenure.work.progressed = True
-        if missing is not None:
+        if trouble is not None:
+            raise trouble
+        if missing is not None and reference is None:
             message = (
                 f"{self.record.key}: effect {effect.name!r} has happened, but its reply is not kept ({missing}); let "
                 "the callable return plain values of moderate size, or pass reference="
             )
             raise EffectMisused(message, self.record.key, effect.name)
-        if trouble is not None:
-            raise trouble
         self.tenure.check()
         return EffectReply(decode(text), reference, effect.idempotency_key)
 
@@ -246,5 +294,4 @@ def calls_of(
 def unleased(key: str, calls: Calls) -> EffectReply:
     """An effect in a body that runs without a lease: the call, and nothing around it."""
     reply = calls.call(key)
-    reference = calls.reference(reply) if calls.reference is not None else None
-    return EffectReply(reply, str(reference) if reference is not None else None, key)
+    return EffectReply(reply, reference_of(calls.reference, reply) if calls.reference is not None else None, key)

@@ -8,20 +8,21 @@ or after the call.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from celery_leases.core.rulings import Judgement, Reason
 
 OnUncertain = Literal["stop", "rerun"]
 
+NAME_MAX: Final = 255
 VERIFY_AFTER: Final = 60.0
 """Seconds after the intent before an effect in doubt is looked up: its request may still be in flight."""
 
 _NOT_EXECUTED: Final = frozenset(
     {
-        Reason.ASKED,
         Reason.REFUSED,
         Reason.OUT_OF_QUOTA,
         Reason.DECLINED,
@@ -118,13 +119,40 @@ def on_found(
     return CallAgain() if uncertain == "rerun" else Park()
 
 
-def was_executed(judgement: Judgement) -> bool | None:
-    """Whether a call that raised was carried out: ``False`` when the rules say it was not, ``None`` when unknown."""
-    ambiguous = judgement.ruling.ambiguous
-    return False if judgement.reason in _NOT_EXECUTED and not ambiguous else None
+def was_executed(known: Judgement, said: Judgement) -> bool | None:
+    """Whether a call that raised was carried out: ``False`` when that is sure, ``None`` when unknown.
+
+    *known* is what the default rules make of the error, *said* what the task's own do. The facts come first: a task
+    may well call a timeout permanent, or retry a refusal, and says nothing of what the other side did with that.
+    """
+    if known.reason is Reason.ERROR:  # the defaults know no such error
+        return _judged(said)
+    return _judged(known)
+
+
+def _judged(judgement: Judgement) -> bool | None:
+    return False if judgement.reason in _NOT_EXECUTED and not judgement.ruling.ambiguous else None
 
 
 def idempotency_key(prefix: str, stored_key: str, name: str, generation: int) -> str:
     """The key under which the other side dedupes an effect: the same on every attempt, without personal data."""
     text = "\x1f".join((prefix, stored_key, name, str(generation)))
     return hashlib.sha256(text.encode()).hexdigest()[:48]
+
+
+def usable_name(name: object) -> bool:
+    """Whether an effect can be named so: by a text of at most ``NAME_MAX`` characters that any database takes."""
+    if not isinstance(name, str) or not name.strip() or len(name) > NAME_MAX:
+        return False
+    return name == _storable(name)
+
+
+def reference_of(find: Callable[[Any], Any], reply: Any) -> str | None:
+    """The other side's own name for an effect, as *find* gets it out of the reply; raises what that raises."""
+    found = find(reply)
+    return _storable(str(found)) if found is not None else None
+
+
+def _storable(text: str) -> str:
+    """*text* as any database takes it: without NUL and halves of characters."""
+    return text.replace("\x00", "").encode("utf-8", "replace").decode()

@@ -169,10 +169,11 @@ class FakeRecords:
         self.rows[record.stored_key] = replace(
             row,
             retry_at=None if outcome.retry_after is None else self.now + round(outcome.retry_after * SECOND),
-            expires_at=self.now + round(outcome.retention * SECOND),
+            expires_at=None if outcome.retention is None else self.now + round(outcome.retention * SECOND),
             finished_at=self.now,
             failed_at=self.now if outcome.failed else row.failed_at,
             lease_until=None,
+            progress=outcome.progress if outcome.progress is not None else row.progress,
             finished_calls=tuple(finished) if finished is not None else row.finished_calls,
             finished_results=finished if finished is not None else row.finished_results,
             **written,

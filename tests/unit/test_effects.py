@@ -1,0 +1,784 @@
+"""Effects: what is done about one that was begun before, and in which order intent, call and reply come."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.effects import (
+    NAME_MAX,
+    CallAgain,
+    ComeBack,
+    Effect,
+    EffectState,
+    Park,
+    UseSaved,
+    Verify,
+    idempotency_key,
+    on_found,
+    reference_of,
+    usable_name,
+    was_executed,
+)
+from celery_leases.core.endings import Lost
+from celery_leases.core.errors import (
+    Cooldown,
+    EffectMisused,
+    LeaseConfigurationError,
+    LeaseLost,
+    PermanentFailure,
+    ResultMissing,
+    RetryLater,
+    Snooze,
+    StoreUnavailable,
+    Uncertain,
+)
+from celery_leases.core.rules import Rules
+from celery_leases.core.rulings import cooldown, permanent, retry
+from celery_leases.effects import EffectReply
+from celery_leases.unleased import Unleased
+from tests.unit.fake_effects import CHARGE, KEY, Attempt, Desk
+from tests.unit.lookalikes import http_error, lookalike
+
+SECOND = 1_000_000
+INVOICE = "t:billing.send_invoice|invoice:1842:2026-04"
+READ_TIMEOUT = "requests.exceptions.ReadTimeout"
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """Nobody has attempted anything."""
+    return Desk()
+
+
+@pytest.fixture
+def attempt(desk: Desk) -> Attempt:
+    """The first attempt."""
+    return desk.attempt()
+
+
+def found(state: EffectState = EffectState.SENT, age: float = 0.0) -> Effect:
+    """An effect of an earlier attempt."""
+    return Effect(KEY, CHARGE, 0, state, 17, "k", 1_000 * SECOND, 1_000 * SECOND + round(age * SECOND))
+
+
+def timed_out() -> Any:
+    """The request was sent, and nothing came back."""
+    return lookalike(READ_TIMEOUT)
+
+
+class TestOnFound:
+    """The decision, by what the user gave."""
+
+    @pytest.mark.parametrize("verifies", [True, False])
+    @pytest.mark.parametrize("uncertain", ["stop", "rerun"])
+    @pytest.mark.parametrize("age", [0.0, 1e6])
+    def test_what_is_done_is_used(self, verifies: bool, uncertain: Any, age: float) -> None:
+        """Whatever else was given."""
+        done = found(EffectState.DONE, age)
+        assert on_found(done, verifies=verifies, verify_after=60.0, uncertain=uncertain) == UseSaved()
+
+    @pytest.mark.parametrize("uncertain", ["stop", "rerun"])
+    @pytest.mark.parametrize(
+        ("age", "after", "expected"),
+        [
+            (0.0, 60.0, ComeBack(60.0)),
+            (59.5, 60.0, ComeBack(0.5)),
+            (60.0, 60.0, Verify()),
+            (1e6, 60.0, Verify()),
+            (0.0, 0.0, Verify()),
+            (-5.0, 60.0, ComeBack(60.0)),
+        ],
+    )
+    def test_it_is_looked_up_once_the_first_request_cannot_be_on_its_way(
+        self, uncertain: Any, age: float, after: float, expected: Any
+    ) -> None:
+        """Not a moment before; a clock that was turned back makes it wait, not wait longer than that."""
+        assert on_found(found(age=age), verifies=True, verify_after=after, uncertain=uncertain) == expected
+
+    @pytest.mark.parametrize("age", [0.0, 1e6])
+    def test_without_a_way_to_look_it_is_called_again_or_parked(self, age: float) -> None:
+        """As the user says; there is nothing to wait for."""
+        given: dict[str, Any] = {"verifies": False, "verify_after": 60.0}
+        assert on_found(found(age=age), uncertain="rerun", **given) == CallAgain()
+        assert on_found(found(age=age), uncertain="stop", **given) == Park()
+
+
+class TestIdempotencyKeys:
+    """The other side remembers them: they may never change."""
+
+    @pytest.mark.parametrize(
+        ("parts", "expected"),
+        [
+            (
+                ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", 0),
+                "8f1dec4b883e89558a8fb5d6dfb741e393805161c1d91f74",
+            ),
+            (
+                ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", 1),
+                "ad247c5c623505293945b9936f6400018b4488a666050c91",
+            ),
+            (("billing", "g:naïve ✓", "mail é", 12), "0b1e6d6a3fa1a9df213de21896477121b7680d84de715d21"),
+        ],
+    )
+    def test_they_are_as_they_were(self, parts: Any, expected: str) -> None:
+        """Test vectors."""
+        assert idempotency_key(*parts) == expected
+
+    def test_each_part_makes_another_key(self) -> None:
+        """And none can be moved into its neighbour."""
+        parts = [
+            ("celery_leases", KEY, CHARGE, 0),
+            ("celery", f"_leases{KEY}", CHARGE, 0),
+            ("celery_leases", f"{KEY}c", "harge", 0),
+            ("celery_leases", KEY, "charge1", 0),
+            ("celery_leases", KEY, CHARGE, 10),
+            ("celery_leases", KEY, CHARGE, 1),
+        ]
+        assert len({idempotency_key(*one) for one in parts}) == len(parts)
+
+    def test_they_carry_no_personal_data_and_fit_anywhere(self) -> None:
+        """Hexadecimal digits, fewer than any provider's limit."""
+        key = idempotency_key("celery_leases", "t:x|jane@example.com", CHARGE, 0)
+        assert set(key) <= set("0123456789abcdef")
+        assert len(key) == 48
+
+
+class TestNamesAndReferences:
+    """Anything that is stored must be storable."""
+
+    @pytest.mark.parametrize("name", ["charge", "a" * NAME_MAX, "naïve ✓", "two words"])
+    def test_a_text_is_a_name(self, name: str) -> None:
+        """Of any alphabet."""
+        assert usable_name(name)
+
+    @pytest.mark.parametrize(
+        "name", ["", "  ", "\n", "a" * (NAME_MAX + 1), "a\x00b", "half \ud800", None, 7, b"charge"]
+    )
+    def test_anything_else_is_refused_before_anything_happens(self, desk: Desk, name: Any) -> None:
+        """With the name in the message."""
+        assert not usable_name(name)
+        with pytest.raises(EffectMisused, match=r"effect\(.*1 to 255 characters"):
+            desk.attempt().effect(name=name)
+        assert (desk.called, desk.steps()) == ([], [])
+
+    @pytest.mark.parametrize(
+        ("said", "kept"), [("ch_1", "ch_1"), (17, "17"), (None, None), ("", ""), ("a\x00b", "ab"), ("\ud800", "?")]
+    )
+    def test_a_reference_is_kept_as_text(self, said: Any, kept: str | None) -> None:
+        """Without what a database would refuse."""
+        assert reference_of(lambda reply: reply, said) == kept
+
+
+def codes(*statuses: int) -> list[Any]:
+    """Answers of the other side."""
+    return [http_error(status) for status in statuses]
+
+
+class TestWhetherACallWasCarriedOut:
+    """What is known of one that raised."""
+
+    DEFAULT = Rules.default()
+
+    def known(self, error: BaseException, rules: Rules = DEFAULT) -> bool | None:
+        """By the default rules, and by those of the task."""
+        return was_executed(self.DEFAULT.judge(error, 0.0), rules.judge(error, 0.0))
+
+    @pytest.mark.parametrize("error", [*codes(400, 401, 402, 404, 409, 422, 429), ConnectionRefusedError()], ids=str)
+    def test_what_was_refused_was_not(self, error: Any) -> None:
+        """The answer says so, or there was nobody to say anything."""
+        assert self.known(error) is False
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            *codes(408, 500, 502, 503, 504),
+            timed_out(),
+            TimeoutError(),
+            ConnectionResetError(),
+            ValueError(),
+            KeyError(),
+        ],
+        ids=repr,
+    )
+    def test_anything_else_may_have_been(self, error: Any) -> None:
+        """Also an error of the callable's own, which may come after its request."""
+        assert self.known(error) is None
+
+    def test_a_tasks_own_rules_say_nothing_of_a_fact(self) -> None:
+        """It may call a timeout permanent and retry a refusal, for reasons of its own."""
+        rules = Rules.default().on(status=504, to=permanent()).on(exc=READ_TIMEOUT, to=permanent())
+        rules = rules.on(status=429, to=retry("10s")).on(status=402, to=cooldown("1h"))
+        assert [self.known(error, rules) for error in codes(504, 429, 402)] == [None, False, False]
+        assert self.known(timed_out(), rules) is None
+
+    def test_a_tasks_own_error_is_what_its_rules_make_of_it(self) -> None:
+        """Permanent is refused; of others nothing is known."""
+        rules = Rules.default().on(exc="shop.errors.Declined", to=permanent()).on(exc="shop.errors.Odd", to=retry())
+        assert self.known(lookalike("shop.errors.Declined"), rules) is False
+        assert self.known(lookalike("shop.errors.Odd"), rules) is None
+        assert self.known(lookalike("shop.errors.Unknown"), rules) is None
+
+
+class TestOneAttempt:
+    """Intent, call, reply."""
+
+    def test_the_intent_is_committed_before_the_call_and_the_reply_after_it(self, desk: Desk, attempt: Attempt) -> None:
+        """Nothing else is done."""
+        states = []
+        reply = attempt.effect(lambda _: states.append(desk.state))
+        assert desk.steps() == ["begin", "call", "finish"]
+        assert (states, desk.state) == (["sent"], "done")
+        assert reply == EffectReply(None, None, desk.called[0])
+
+    def test_the_call_is_given_the_idempotency_key(self, desk: Desk, attempt: Attempt) -> None:
+        """Made of prefix, stored key, name and generation."""
+        reply = attempt.effect()
+        assert desk.called == [idempotency_key("celery_leases", KEY, CHARGE, 0)] == [reply.idempotency_key]
+
+    def test_the_reply_is_given_as_json_gives_it_back(self, attempt: Attempt) -> None:
+        """So that the first attempt gets what a later one will."""
+        reply = attempt.effect({"a": (1, 2), "ü": None}, reference=lambda reply: reply["a"][0])
+        assert (reply.value, reply.reference, reply.saved) == ({"a": [1, 2], "ü": None}, "1", False)
+
+    def test_one_name_is_used_once(self, desk: Desk, attempt: Attempt) -> None:
+        """Also when the first call has failed: the next attempt could not tell them apart."""
+        attempt.effect(name="mail")
+        with pytest.raises(ValueError, match="no"):
+            attempt.effect(ValueError("no"))
+        for name in ("mail", CHARGE):
+            with pytest.raises(EffectMisused, match="twice in one attempt") as caught:
+                attempt.effect(name=name)
+            assert caught.value.effect == name
+        assert len(desk.called) == 2
+
+    def test_a_lost_lease_begins_nothing(self, desk: Desk, attempt: Attempt) -> None:
+        """By the clock alone, without a trip."""
+        attempt.lose()
+        with pytest.raises(LeaseLost):
+            attempt.effect()
+        assert desk.steps() == []
+
+    def test_a_record_that_has_moved_on_begins_nothing(self, desk: Desk, attempt: Attempt) -> None:
+        """Though the clock still says that the lease is held."""
+        desk.attempt("another call")
+        with pytest.raises(LeaseLost, match="moved on"):
+            attempt.effect()
+        assert (desk.called, desk.state) == ([], None)
+
+    def test_an_intent_that_took_too_long_to_commit_is_withdrawn(self, desk: Desk, attempt: Attempt) -> None:
+        """The lease may have ended meanwhile; the next attempt need not wonder."""
+        desk.journal.before("begin", attempt.lose)
+        with pytest.raises(LeaseLost):
+            attempt.effect()
+        assert desk.steps() == ["begin", "withdraw"]
+        assert (desk.called, desk.state) == ([], None)
+
+    def test_an_intent_that_a_signal_interrupts_is_withdrawn(self, desk: Desk, attempt: Attempt) -> None:
+        """A shutdown while the statement was on its way: no call was made, and nothing is in doubt."""
+        attempt.pending = SystemExit()
+        with pytest.raises(SystemExit):
+            attempt.effect()
+        assert desk.steps() == ["begin", "withdraw"]
+        assert (desk.called, desk.state) == ([], None)
+
+    def test_a_reply_is_kept_though_the_lease_was_lost_meanwhile(self, desk: Desk, attempt: Attempt) -> None:
+        """It is a fact; the body is told of the loss."""
+        with pytest.raises(LeaseLost):
+            attempt.effect(lambda _: (attempt.lose(), "ch_1")[1])
+        assert (desk.steps(), desk.state) == (["begin", "call", "finish"], "done")
+        assert desk.attempt().effect().value == "ch_1"
+        assert len(desk.called) == 1
+
+    @pytest.mark.parametrize("pending", [SystemExit(), LeaseLost()])
+    def test_a_reply_is_kept_though_a_signal_came_meanwhile(
+        self, desk: Desk, attempt: Attempt, pending: BaseException
+    ) -> None:
+        """It is raised once the reply is written down."""
+
+        def called(_: str) -> str:
+            attempt.pending = pending
+            return "ch_1"
+
+        with pytest.raises(type(pending)):
+            attempt.effect(called)
+        assert (desk.state, attempt.tenure.work.progressed) == ("done", True)
+
+    def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
+        """That one's reply counts."""
+
+        def overtaken(_: str) -> str:
+            assert desk.attempt().effect("theirs", uncertain="rerun").value == "theirs"
+            return "ours"
+
+        with pytest.raises(LeaseLost, match="taken effect 'charge' over"):
+            attempt.effect(overtaken)
+        assert not attempt.tenure.work.progressed
+        assert desk.attempt().effect().value == "theirs"
+
+    def test_it_ends_a_row_of_crashes(self, desk: Desk, attempt: Attempt) -> None:
+        """With a statement of its own, and only where there were any."""
+        attempt.effect()
+        assert attempt.tenure.work.progressed
+        second = desk.attempt()
+        assert desk.row.crashes == 1
+        desk.steps()
+        second.effect(name="mail")
+        second.effect(name="parcel")
+        assert desk.steps() == ["begin", "call", "finish", "clear crashes", "begin", "call", "finish"]
+        assert desk.row.crashes == 0
+
+    def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(self, desk: Desk, attempt: Attempt) -> None:
+        """The outcome says so too."""
+        attempt = desk.attempt()
+        desk.journal.away("clear crashes")
+        assert attempt.effect("ok").value == "ok"
+
+
+class TestStoresAway:
+    """The database does not answer."""
+
+    def test_without_an_intent_there_is_no_call(self, desk: Desk, attempt: Attempt) -> None:
+        """However long it is tried."""
+        attempt = desk.attempt(patience=3.0)
+        desk.journal.away("begin")
+        began = desk.clock.now()
+        with pytest.raises(StoreUnavailable):
+            attempt.effect()
+        assert desk.called == []
+        assert 1.0 < desk.clock.now() - began <= 3.0
+
+    def test_it_is_not_tried_for_longer_than_the_lease_lasts(self, desk: Desk, attempt: Attempt) -> None:
+        """A process that has lost its lease begins nothing."""
+        attempt = desk.attempt(patience=1000.0)
+        desk.journal.away("begin")
+        with pytest.raises(LeaseLost):
+            attempt.effect()
+        assert desk.called == []
+        assert desk.clock.now() < 1000.0 + desk.ttl
+
+    @pytest.mark.parametrize("done", [False, True])
+    def test_an_intent_is_tried_again(self, desk: Desk, attempt: Attempt, done: bool) -> None:
+        """It may be committed already; a blip must not leave it in doubt."""
+        desk.journal.away("begin", times=2, done=done)
+        attempt.effect()
+        assert desk.steps() == ["begin", "begin", "begin", "call", "finish"]
+
+    def test_an_intent_that_was_certainly_not_written_is_not_tried_again(self, desk: Desk, attempt: Attempt) -> None:
+        """Its row is locked by somebody else: the attempt may come back."""
+        desk.journal.away("begin")
+        desk.store.refuses = True
+        with pytest.raises(StoreUnavailable):
+            attempt.effect()
+        assert (desk.steps(), desk.state) == (["begin"], None)
+
+    @pytest.mark.parametrize("done", [False, True])
+    def test_a_reply_is_noted_as_soon_as_they_answer(self, desk: Desk, attempt: Attempt, done: bool) -> None:
+        """The call is not made again."""
+        desk.journal.away("finish", times=3, done=done)
+        assert attempt.effect("ch_1").value == "ch_1"
+        assert desk.steps() == ["begin", "call", *["finish"] * 4]
+
+    def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(self, desk: Desk, attempt: Attempt) -> None:
+        """After so long; the lease goes on being renewed meanwhile."""
+        desk.journal.away("finish")
+        began = desk.clock.now()
+        with pytest.raises(StoreUnavailable):
+            attempt.effect("ch_1")
+        assert 8.0 < desk.clock.now() - began <= 10.0
+        assert desk.state == "sent"
+        with pytest.raises(Uncertain):
+            desk.attempt().effect()
+        assert len(desk.called) == 1
+
+    def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(self, desk: Desk, attempt: Attempt) -> None:
+        """The error is the call's own."""
+        desk.journal.away("withdraw")
+        with pytest.raises(ConnectionRefusedError):
+            attempt.effect(ConnectionRefusedError())
+        assert desk.state == "sent"
+
+
+class TestACallThatRaises:
+    """What was not carried out is forgotten, what may have been stays in doubt."""
+
+    @pytest.mark.parametrize(
+        "error", [http_error(429, retry_after="7"), http_error(402), ConnectionRefusedError()], ids=repr
+    )
+    def test_what_was_not_carried_out_is_withdrawn(self, desk: Desk, attempt: Attempt, error: Any) -> None:
+        """The next attempt begins anew."""
+        with pytest.raises(type(error)):
+            attempt.effect(error)
+        assert desk.steps() == ["begin", "call", "withdraw"]
+        assert desk.state is None
+        assert desk.attempt().effect("ch_1").saved is False
+        assert desk.called[0] == desk.called[1]
+
+    @pytest.mark.parametrize(
+        "error", [timed_out(), http_error(503), RuntimeError(), LeaseLost(), SystemExit()], ids=repr
+    )
+    def test_what_may_have_been_carried_out_stays_in_doubt(self, desk: Desk, attempt: Attempt, error: Any) -> None:
+        """Also when the body was interrupted in it."""
+        with pytest.raises(type(error)):
+            attempt.effect(error)
+        assert (desk.steps(), desk.state) == (["begin", "call"], "sent")
+        with pytest.raises(Uncertain):
+            desk.attempt().effect()
+
+    @pytest.mark.parametrize("error", [Cooldown(5), RetryLater(5), Snooze(5), PermanentFailure("no")], ids=repr)
+    def test_what_the_callable_asks_for_by_itself_is_withdrawn(
+        self, desk: Desk, attempt: Attempt, error: BaseException
+    ) -> None:
+        """It looked before it called."""
+        with pytest.raises(type(error)):
+            attempt.effect(error)
+        assert desk.state is None
+
+    @pytest.mark.parametrize("asked", [Cooldown, RetryLater, Snooze, PermanentFailure])
+    @pytest.mark.parametrize(
+        ("cause", "state"), [(timed_out, "sent"), (TimeoutError, "sent"), (ConnectionRefusedError, None)]
+    )
+    @pytest.mark.parametrize("chained", ["from", "while handling", "from None"])
+    def test_what_it_asks_for_in_place_of_an_error_is_judged_by_that_error(
+        self, desk: Desk, attempt: Attempt, asked: Any, cause: Callable[[], Exception], state: str | None, chained: str
+    ) -> None:
+        """``except Timeout: raise RetryLater(5)`` does not know what has happened either."""
+
+        def call(_: str) -> None:
+            try:
+                raise cause()
+            except Exception as error:
+                if chained == "from":
+                    raise asked(5) from error
+                if chained == "from None":
+                    raise asked(5) from None
+                raise asked(5)  # noqa: B904 - as users write it
+
+        with pytest.raises(asked):
+            attempt.effect(call)
+        assert desk.state == state
+
+    def test_an_error_that_was_there_before_says_nothing_of_the_call(self, desk: Desk, attempt: Attempt) -> None:
+        """The effect may be what is done about it."""
+        try:
+            raise timed_out()
+        except Exception:  # noqa: BLE001
+            with pytest.raises(RetryLater):
+                attempt.effect(RetryLater(5))
+        assert desk.state is None
+
+    def test_an_error_goes_on_as_it_is(self, attempt: Attempt) -> None:
+        """For the failure rules of the attempt."""
+        error = http_error(429)
+        with pytest.raises(type(error)) as caught:
+            attempt.effect(error)
+        assert caught.value is error
+
+
+class TestALaterAttempt:
+    """It finds what an earlier one has begun."""
+
+    def test_a_saved_reply_is_used_without_a_call(self, desk: Desk, attempt: Attempt) -> None:
+        """It is the same reply, and says that it was saved."""
+        first = attempt.effect({"id": "ch_1"}, reference=lambda reply: reply["id"])
+        for _ in range(2):
+            desk.steps()
+            again = desk.attempt().effect("never", reference=lambda reply: reply["id"])
+            assert desk.steps() == ["begin"]
+            assert again == replace(first, saved=True)
+        assert len(desk.called) == 1
+
+    def test_without_verify_it_is_parked_for_an_operator(self, desk: Desk, attempt: Attempt) -> None:
+        """Who is told where to look, and what to type."""
+        with pytest.raises(RuntimeError):
+            attempt.effect(RuntimeError())
+        with pytest.raises(Uncertain, match="leases resolve") as caught:
+            desk.attempt().effect()
+        assert desk.called[0] in str(caught.value)
+        assert (caught.value.effect, caught.value.idempotency_key) == (CHARGE, desk.called[0])
+        assert (len(desk.called), desk.state) == (1, "sent")
+
+    def test_by_rerun_it_is_called_again_under_the_same_key(self, desk: Desk, attempt: Attempt) -> None:
+        """And under the fence of the attempt that calls."""
+        with pytest.raises(RuntimeError):
+            attempt.effect(RuntimeError())
+        later = desk.attempt()
+        reply = later.effect("ch_1", uncertain="rerun")
+        assert (reply.value, reply.saved) == ("ch_1", False)
+        assert len(desk.called) == 2
+        assert len(set(desk.called)) == 1
+        row = desk.effect()
+        assert row is not None
+        assert row.fence == later.record.fence
+
+    @pytest.mark.parametrize("error", [http_error(429), ConnectionRefusedError(), Snooze(5)], ids=repr)
+    def test_a_refusal_of_the_second_call_says_nothing_of_the_first(
+        self, desk: Desk, attempt: Attempt, error: BaseException
+    ) -> None:
+        """It stays in doubt: an operator would else be shown a key without any effect."""
+        with pytest.raises(RuntimeError):
+            attempt.effect(RuntimeError())
+        with pytest.raises(type(error)):
+            desk.attempt().effect(error, uncertain="rerun")
+        assert desk.state == "sent"
+        with pytest.raises(Uncertain):
+            desk.attempt().effect()
+
+    def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(self, desk: Desk, attempt: Attempt) -> None:
+        """Nothing was withdrawn by it."""
+        with pytest.raises(RuntimeError):
+            attempt.effect(RuntimeError())
+        later = desk.attempt()
+        desk.journal.before("begin", lambda: desk.journal.before("begin", later.lose))
+        with pytest.raises(LeaseLost):
+            later.effect(uncertain="rerun")
+        assert (len(desk.called), desk.state) == (1, "sent")
+
+
+class TestVerify:
+    """Looking on the other side."""
+
+    @pytest.fixture
+    def later(self, desk: Desk) -> Attempt:
+        """An attempt after one that was killed in its call, a long time ago."""
+        with pytest.raises(RuntimeError):
+            desk.attempt().effect(RuntimeError())
+        desk.clock.sleep(100.0)
+        desk.called.clear()
+        desk.journal.clear()
+        return desk.attempt()
+
+    def test_a_reply_that_was_found_is_noted_and_no_call_is_made(self, desk: Desk, later: Attempt) -> None:
+        """Under our fence; the reference is found in it as in any reply."""
+        asked: list[str] = []
+        reply = later.effect(
+            "never", verify=lambda key: (asked.append(key), {"id": "ch_1"})[1], reference=lambda reply: reply["id"]
+        )
+        assert (reply.value, reply.reference, reply.saved) == ({"id": "ch_1"}, "ch_1", True)
+        assert desk.steps() == ["begin", "begin", "finish", "clear crashes"]
+        assert (desk.called, asked) == ([], [reply.idempotency_key])
+        assert desk.attempt().effect().value == {"id": "ch_1"}
+
+    def test_none_means_that_it_has_not_happened(self, desk: Desk, later: Attempt) -> None:
+        """The call is made, once the intent is ours."""
+        reply = later.effect("ch_2", verify=lambda _: None)
+        assert desk.steps() == ["begin", "begin", "call", "finish", "clear crashes"]
+        assert (reply.value, reply.saved) == ("ch_2", False)
+
+    def test_what_is_refused_after_that_is_withdrawn(self, desk: Desk, later: Attempt) -> None:
+        """Neither the first nor the second was carried out."""
+        with pytest.raises(ConnectionRefusedError):
+            later.effect(ConnectionRefusedError(), verify=lambda _: None)
+        assert desk.state is None
+
+    @pytest.mark.parametrize("value", [0, "", [], {}, False])
+    def test_an_empty_reply_is_a_reply(self, desk: Desk, later: Attempt, value: Any) -> None:
+        """Only ``None`` says that there is none."""
+        assert later.effect("never", verify=lambda _: value).value == value
+        assert desk.called == []
+
+    def test_one_that_cannot_tell_parks(self, desk: Desk, later: Attempt) -> None:
+        """With its own words, and the key to look for."""
+
+        def verify(_: str) -> None:
+            raise Uncertain("two charges look like it")
+
+        with pytest.raises(Uncertain, match=r"two charges look like it.*leases resolve") as caught:
+            later.effect(verify=verify)
+        assert caught.value.effect == CHARGE
+        assert caught.value.idempotency_key
+        assert (desk.called, desk.state) == ([], "sent")
+
+    @pytest.mark.parametrize("error", [timed_out(), http_error(429), Snooze(5)], ids=repr)
+    def test_one_that_fails_is_asked_again_by_the_next_attempt(
+        self, desk: Desk, later: Attempt, error: BaseException
+    ) -> None:
+        """Its error is an error of the body; the effect stays as it was."""
+        before = desk.effect()
+
+        def verify(_: str) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            later.effect(verify=verify)
+        assert (desk.called, desk.effect()) == ([], before)
+
+    def test_it_is_not_asked_before_its_time(self, desk: Desk, attempt: Attempt) -> None:
+        """The first request may still be on its way: the attempt comes back, as from a snooze."""
+        with pytest.raises(RuntimeError):
+            attempt.effect(RuntimeError())
+        desk.clock.sleep(20.0)
+        asked: list[str] = []
+        with pytest.raises(Snooze) as caught:
+            desk.attempt().effect(verify=asked.append)
+        assert caught.value.delay == pytest.approx(40.0)
+        assert (asked, len(desk.called)) == ([], 1)
+        desk.clock.sleep(40.0)
+        desk.attempt().effect(verify=asked.append)
+        assert (len(asked), len(desk.called)) == (1, 2)
+
+    def test_its_time_is_counted_anew_from_each_call(self, desk: Desk, later: Attempt) -> None:
+        """The second request may be on its way just as well."""
+        with pytest.raises(RuntimeError):
+            later.effect(RuntimeError(), verify=lambda _: None)
+        with pytest.raises(Snooze) as caught:
+            desk.attempt().effect(verify=lambda _: None)
+        assert caught.value.delay == pytest.approx(60.0)
+
+    def test_a_reply_that_came_while_it_looked_counts(self, desk: Desk) -> None:
+        """The zombie has noted it at the last moment: the attempt comes back and uses it."""
+        zombie = desk.attempt()
+
+        def slow(_: str) -> str:
+            desk.clock.sleep(100.0)
+            looking = desk.attempt()
+
+            def verify(_: str) -> None:
+                row = desk.effect()
+                assert row is not None
+                assert desk.store.finish(row, '"ch_1"', None)
+
+            with pytest.raises(Snooze, match="changed meanwhile"):
+                looking.effect("never", verify=verify)
+            return "ch_1"
+
+        with pytest.raises(LeaseLost):
+            zombie.effect(slow)
+        assert desk.attempt().effect().value == "ch_1"
+        assert len(desk.called) == 1
+
+    def test_a_lease_lost_while_it_looked_calls_nothing(self, desk: Desk, later: Attempt) -> None:
+        """Nor takes anything over."""
+        before = desk.effect()
+        with pytest.raises(LeaseLost):
+            later.effect(verify=lambda _: later.lose())
+        found = desk.effect()
+        assert before is not None
+        assert found is not None
+        assert (desk.called, found.fence) == ([], before.fence)
+
+    def test_a_reply_it_found_is_not_forgotten_because_a_signal_came(self, desk: Desk, later: Attempt) -> None:
+        """What is there must not be called for again: it stays in doubt, and is looked up again."""
+
+        def verify(_: str) -> str:
+            later.pending = SystemExit()
+            return "ch_1"
+
+        with pytest.raises(SystemExit):
+            later.effect(verify=verify)
+        assert (desk.called, desk.state) == ([], "sent")
+
+
+class TestRepliesThatCannotBeKept:
+    """The effect has happened, and that comes first."""
+
+    @pytest.mark.parametrize(
+        ("reply", "why"), [(object(), "result_not_json"), ({1, 2}, "result_not_json"), ("x" * 2000, "result_too_large")]
+    )
+    def test_it_is_done_and_never_called_again(self, desk: Desk, attempt: Attempt, reply: Any, why: str) -> None:
+        """The error says that it has happened, and what to change; later attempts say that the reply is not there."""
+        with pytest.raises(EffectMisused, match=f"has happened.*{why}.*reference="):
+            attempt.effect(reply)
+        assert (desk.state, attempt.tenure.work.progressed) == ("done", True)
+        with pytest.raises(ResultMissing, match="is done, but its reply was not kept"):
+            desk.attempt().effect("never", uncertain="rerun", verify=lambda _: None)
+        assert len(desk.called) == 1
+
+    @pytest.mark.parametrize("reply", [object(), "x" * 2000])
+    def test_a_reference_is_enough_to_go_on_with(self, desk: Desk, attempt: Attempt, reply: Any) -> None:
+        """There is no value then, in the first attempt as in any later one."""
+        first = attempt.effect(reply, reference=lambda _: "ch_1")
+        assert (first.value, first.reference, first.saved) == (None, "ch_1", False)
+        assert desk.attempt().effect("never", reference=lambda _: "no") == replace(first, saved=True)
+
+    def test_a_reference_that_raises_does_not_undo_the_effect(self, desk: Desk, attempt: Attempt) -> None:
+        """Its error is raised, in each attempt until the callable is mended; then it is found in the saved reply."""
+        for number in range(2):
+            with pytest.raises(KeyError):
+                (attempt if not number else desk.attempt()).effect({"ID": "ch_1"}, reference=lambda reply: reply["id"])
+        assert desk.state == "done"
+        assert desk.attempt().effect(reference=lambda reply: reply["ID"]).reference == "ch_1"
+        assert len(desk.called) == 1
+
+    def test_a_reply_without_a_reference_has_none(self, attempt: Attempt) -> None:
+        """It is asked of the saved reply too, and may say so there."""
+        assert attempt.effect("ok", reference=lambda _: None).reference is None
+        assert attempt.desk.attempt().effect(reference=lambda _: None).reference is None
+
+
+class TestGenerations:
+    """A new idempotency key for new work, and only for that."""
+
+    def test_the_key_stays_over_attempts(self, desk: Desk) -> None:
+        """Crashed, lost, or tried again by an operator."""
+        for _ in range(3):
+            attempt = desk.attempt()
+            with pytest.raises(ConnectionRefusedError):
+                attempt.effect(ConnectionRefusedError())
+            desk.closed(attempt.record, Lost("gone"))
+            desk.records.reset(KEY)
+        assert len(set(desk.called)) == 1
+
+    def test_another_call_of_a_rerun_task_is_new_work(self, desk: Desk) -> None:
+        """The effects of the call before it are not found."""
+        assert desk.attempt("one", rerun=True).effect("1").value == "1"
+        assert desk.attempt("one", rerun=True).effect("never").value == "1"
+        assert desk.attempt("two", rerun=True).effect("2").value == "2"
+        assert len(set(desk.called)) == len(desk.called) == 2
+
+
+class TestWhatIsGiven:
+    """Slips are told at once, before anything happens."""
+
+    @pytest.mark.parametrize(
+        ("given", "error"),
+        [
+            ({"verify": "payments.find"}, TypeError),
+            ({"reference": "id"}, TypeError),
+            ({"uncertain": "retry"}, ValueError),
+            ({"uncertain": None}, ValueError),
+            ({"verify_after": -1}, LeaseConfigurationError),
+            ({"verify_after": "soon"}, LeaseConfigurationError),
+        ],
+    )
+    @pytest.mark.parametrize("leased", [True, False])
+    def test_a_wrong_argument_is_named(
+        self, desk: Desk, attempt: Attempt, given: Any, error: Any, leased: bool
+    ) -> None:
+        """In a direct call too."""
+        (name,) = given
+        with pytest.raises(error, match=f"effect.*{name}"):
+            (attempt.lease if leased else Unleased()).effect(CHARGE, desk.calling(), **given)
+        assert (desk.called, desk.steps()) == ([], [])
+
+    def test_the_call_must_be_one(self, attempt: Attempt) -> None:
+        """Not its result, which is how one forgets the lambda."""
+        with pytest.raises(TypeError, match=r"call=.*callable"):
+            attempt.lease.effect(CHARGE, {"id": "ch_1"})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("after", ["1m", 60])
+    def test_verify_after_is_any_duration(self, desk: Desk, after: Any) -> None:
+        """As all durations of ours."""
+        with pytest.raises(RuntimeError):
+            desk.attempt().effect(RuntimeError())
+        with pytest.raises(Snooze) as caught:
+            desk.attempt().effect(verify=lambda _: None, verify_after=after)
+        assert caught.value.delay == 60.0
+
+
+def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
+    """Each time, under a key of its own; the reply is what was returned."""
+    marker = object()
+    keys: list[str] = []
+    for _ in range(2):
+        reply = Unleased().effect(CHARGE, lambda key: (keys.append(key), marker)[1], reference=lambda _: 17)
+        assert (reply.value, reply.reference, reply.saved, reply.idempotency_key) == (marker, "17", False, keys[-1])
+    assert len(set(keys)) == 2
+    with pytest.raises(socket.gaierror):
+        Unleased().effect(CHARGE, lambda _: (_ for _ in ()).throw(socket.gaierror()))
