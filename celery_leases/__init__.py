@@ -1,6 +1,7 @@
 """Celery tasks that are safe to run twice: leases with owner tokens, and a durable record per key."""
 
 from celery_leases.client import LeaseClient
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import (
     AlreadyCompleted,
     AlreadyDone,
@@ -28,7 +29,6 @@ from celery_leases.core.errors import (
     WrongDatabase,
 )
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import cooldown, permanent, retry
 from celery_leases.core.status import EffectStatus, GroupStatus, LeaseStatus
 from celery_leases.effects import EffectReply

@@ -14,8 +14,8 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases import apps
 from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import as_json, echo_fields, echo_json
+from celery_leases.core.classifier.errorfacts import ErrorFacts
 from celery_leases.core.endings import Raised
-from celery_leases.core.errorfacts import ErrorFacts
 from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter, after_failure
 from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions

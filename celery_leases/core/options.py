@@ -9,10 +9,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, NoReturn, cast
 
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.durations import seconds
 from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.rules import Rules
 
 DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0

@@ -57,7 +57,7 @@ ERROR = Expected("error", "cooldown")
 
 def judged(error: BaseException) -> dict[str, Any]:
     """What the default rules say of *error* now, as JSON can carry it. A warning is an error here."""
-    from celery_leases.core.rules import Rules
+    from celery_leases.core.classifier.rules import Rules
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

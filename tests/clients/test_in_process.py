@@ -20,7 +20,7 @@ CLIENTS = (
 
 ALONE = """
 import sys
-from celery_leases.core.rules import Rules
+from celery_leases.core.classifier.rules import Rules
 
 before = set(sys.modules)
 

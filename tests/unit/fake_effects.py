@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.effects import Begun, Effect, EffectState, Found
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.outcomes import after_run
 from celery_leases.core.records import Outcome, Record, State, Won
-from celery_leases.core.rules import Rules
 from celery_leases.effects import EffectReply, Effects, calls_of
 from celery_leases.handle import Lease
 from celery_leases.renewal import Tenure

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from celery_leases.core.chains import linked
-from celery_leases.core.errorfacts import ErrorFacts, facts_of
+from celery_leases.core.classifier.chains import linked
+from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
 from tests.unit.lookalikes import caused, http_error, lookalike
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 
-from celery_leases.core.default_rules import DEFAULTS
+from celery_leases.core.classifier.default_rules import DEFAULTS
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import CoolingDown, StoreUnavailable
-from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import Judgement, Reason, Ruling
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, kind, lookalike
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.delays import Told, told_delay
-from celery_leases.core.errorfacts import ErrorFacts
+from celery_leases.core.classifier.delays import Told, told_delay
+from celery_leases.core.classifier.errorfacts import ErrorFacts
 
 MOMENT = datetime(2026, 4, 1, 12, tzinfo=UTC)
 NOW = MOMENT.timestamp()

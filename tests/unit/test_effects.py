@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.effects import (
     NAME_MAX,
     CallAgain,
@@ -37,7 +38,6 @@ from celery_leases.core.errors import (
     StoreUnavailable,
     Uncertain,
 )
-from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import cooldown, permanent, retry
 from celery_leases.effects import EffectReply
 from celery_leases.unleased import Unleased

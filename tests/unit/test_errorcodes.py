@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.errorfacts import facts_of
+from celery_leases.core.classifier.errorfacts import facts_of
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, kind, lookalike
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from celery_leases.core.errorfacts import facts_of
+from celery_leases.core.classifier.errorfacts import facts_of
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, answer, aws, http_error, kind, lookalike
 

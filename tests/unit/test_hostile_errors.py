@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.errorfacts import facts_of
+from celery_leases.core.classifier.errorfacts import facts_of
 from celery_leases.core.errors import Cooldown
 from tests.unit.lookalikes import http_error, lookalike
 
@@ -110,7 +110,7 @@ def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
 
 ALONE = """
 import sys
-from celery_leases.core.rules import Rules
+from celery_leases.core.classifier.rules import Rules
 before = set(sys.modules)
 class RateLimitError(Exception):
     __module__ = "openai"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.options import LeaseOptions, gather
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.rules import Rules
 
 PARAMETERS = ("customer_id", "month")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errorfacts import ErrorFacts, facts_of
+from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import Cooldown, PermanentFailure, RetryLater, Snooze
-from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
 from tests.unit.ids import steady
 from tests.unit.lookalikes import caused, http_error, lookalike

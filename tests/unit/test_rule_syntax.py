@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import permanent, retry
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, caused, http_error, kind, lookalike

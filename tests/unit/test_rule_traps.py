@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errorfacts import ErrorFacts
-from celery_leases.core.rules import Rules
+from celery_leases.core.classifier.errorfacts import ErrorFacts
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.rulings import Judgement
 from tests.unit.lookalikes import aws, caused, http_error, kind, lookalike
 

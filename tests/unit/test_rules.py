@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.errorfacts import ErrorFacts
+from celery_leases.core.classifier.errorfacts import ErrorFacts
+from celery_leases.core.classifier.rules import Rule, Rules
 from celery_leases.core.errors import Cooldown
-from celery_leases.core.rules import Rule, Rules
 from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, lookalike
 

@@ -1,0 +1,310 @@
+"""The default rules, as data: what the world's client libraries raise, and what to do about it.
+
+The comments give the row of the table in the documentation. Within one turn the first match wins; a code comes before
+a status wherever the two disagree.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import replace
+from typing import Final
+
+from celery_leases.core.classifier import library_errors
+from celery_leases.core.classifier.conditions import (
+    CodeIn,
+    Condition,
+    ErrnoIn,
+    GrpcIn,
+    HasHeader,
+    MessageHas,
+    NamedAs,
+    SaysOfItself,
+    SmtpIn,
+    SqlStateStarts,
+    StatusIn,
+)
+from celery_leases.core.classifier.rule import Rule, Turn
+from celery_leases.core.rulings import Reason, Ruling, cooldown, permanent, retry
+
+Case = tuple[Condition, ...]
+
+
+def _status(*statuses: int) -> StatusIn:
+    return StatusIn(frozenset(statuses))
+
+
+def _code(*codes: str) -> CodeIn:
+    return CodeIn(frozenset(codes))
+
+
+def _named(*names: str) -> NamedAs:
+    return NamedAs(frozenset(names))
+
+
+def _grpc(*names: str) -> GrpcIn:
+    return GrpcIn(frozenset(names))
+
+
+def _smtp(*replies: int) -> SmtpIn:
+    return SmtpIn(frozenset(replies))
+
+
+def _text(pattern: str) -> MessageHas:
+    return MessageHas(re.compile(pattern))
+
+
+def _any(*conditions: Condition | Case) -> tuple[Case, ...]:
+    return tuple(one if isinstance(one, tuple) else (one,) for one in conditions)
+
+
+# -- what is done ----------------------------------------------------------------------------------------------
+
+OUT_OF_QUOTA: Final = replace(cooldown("1h", scope="group", operator=True), told="ignore")
+UNAUTHORIZED: Final = replace(cooldown("15m", scope="group", operator=True), told="ignore")
+RATE_LIMITED: Final = replace(cooldown("30s", scope="group", cap="1h"), told="instead")
+CONFLICT: Final = retry("1s", jitter=1.0)
+INFRASTRUCTURE: Final = retry("200ms", cap="30s")
+UNREACHABLE: Final = retry("1s", then=cooldown("30s", scope="group", cap="1h"))
+OUTCOME_UNKNOWN: Final = replace(retry("1s", ambiguous=True), otherwise=cooldown("60s", ambiguous=True))
+LIMIT_HIT: Final = replace(cooldown(ambiguous=True), at_least=15.0)
+ASKED_COOLDOWN: Final = replace(cooldown(), told="instead")
+ASKED_RETRY: Final = replace(retry("1s"), told="instead")
+ASKED_SNOOZE: Final[Ruling] = replace(retry("1s"), told="instead")
+
+# -- what the libraries call it --------------------------------------------------------------------------------
+
+_MYSQL_AGAIN: Final = frozenset({1205, 1213})  # lock wait timeout, deadlock
+_MYSQL_AWAY: Final = frozenset({1040, 1053, 2002, 2003, 2006, 2013, 2055, 4031})
+_NO_WAY_THERE: Final = frozenset(
+    {
+        errno.EADDRNOTAVAIL,
+        errno.ECONNREFUSED,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+    }
+)
+_THROTTLING: Final = (  # botocore/retries/standard.py: ThrottledRetryableChecker
+    "Throttling",
+    "ThrottlingException",
+    "ThrottledException",
+    "RequestThrottledException",
+    "TooManyRequestsException",
+    "ProvisionedThroughputExceededException",
+    "TransactionInProgressException",
+    "RequestLimitExceeded",
+    "BandwidthLimitExceeded",
+    "LimitExceededException",
+    "RequestThrottled",
+    "SlowDown",
+    "PriorRequestNotComplete",
+    "EC2ThrottledException",
+)
+# Errors inside a stream come after a status of 200: only their code says what they are.
+_GOOGLE_LIMITS: Final = ("rateLimitExceeded", "userRateLimitExceeded")  # with 403
+_LIMITS_IN_STREAMS: Final = ("rate_limit_exceeded", "rate_limit_error", "overloaded_error", "server_overloaded")
+_FAULTS_IN_STREAMS: Final = ("api_error", "server_error", "timeout_error", "internal_error")
+_RETRY_AFTER: Final = (HasHeader("retry-after"), HasHeader("retry-after-ms"))
+
+# -- row 2 -----------------------------------------------------------------------------------------------------
+
+CONTROL_FLOW: Final = (
+    Rule("asked-cooldown", _any(_named("celery_leases.Cooldown")), ASKED_COOLDOWN, Reason.ASKED, Turn.FIRST),
+    Rule("asked-retry", _any(_named("celery_leases.RetryLater")), ASKED_RETRY, Reason.ASKED, Turn.FIRST),
+    Rule("asked-permanent", _any(_named("celery_leases.PermanentFailure")), permanent(), Reason.ASKED, Turn.FIRST),
+    Rule("asked-snooze", _any(_named("celery_leases.Snooze")), ASKED_SNOOZE, Reason.ASKED, Turn.FIRST),
+)
+"""What the body asked for, as far as facts alone tell it; the exception itself says for how long."""
+
+# -- rows 3 to 13 ----------------------------------------------------------------------------------------------
+
+DEFAULTS: Final = (
+    # 13. Every library wraps it as an error of its connection, which a retry would mend.
+    Rule(
+        "certificate-rejected",
+        _any(library_errors.INVALID_CERTIFICATE),
+        permanent(),
+        Reason.REFUSED,
+        Turn.FIRST,
+    ),
+    # 12. aiohttp reports an answer that is not HTTP with a status of 400 which no server sent.
+    Rule(
+        "broken-answer",
+        _any(_named("aiohttp.http_exceptions.HttpProcessingError")),
+        OUTCOME_UNKNOWN,
+        Reason.OUTCOME_UNKNOWN,
+        Turn.FIRST,
+    ),
+    # 3
+    Rule("not-retryable", _any(SaysOfItself("retryable", value=False)), permanent(), Reason.REFUSED),
+    # 4
+    Rule(
+        "told-not-to-retry",
+        _any(
+            (StatusIn(frozenset(range(500, 600))), HasHeader("x-should-retry", "false")),
+            (StatusIn(frozenset(range(500, 600))), HasHeader("stripe-should-retry", "false")),
+        ),
+        cooldown(ambiguous=True, operator=True),
+        Reason.OUTCOME_UNKNOWN,
+    ),
+    # 5
+    Rule(
+        "out-of-quota",
+        _any(
+            _code(
+                "insufficient_quota",
+                "credit_balance_exhausted",
+                "organization_spend_limit_exceeded",
+                "project_spend_limit_exceeded",
+                "organization_usage_limit_exceeded",
+                "enforced_spend_limit_reached",
+                "billing_error",
+            ),
+            (_named("google.genai.errors.APIError", "google.GoogleAPICallError"), _status(402)),
+            # Anthropic's answer of 400 to an account without credit has no code of its own.
+            (_named("anthropic.APIStatusError"), _text("credit balance is too low")),
+        ),
+        OUT_OF_QUOTA,
+        Reason.OUT_OF_QUOTA,
+    ),
+    # 9, before 8: Stripe sends it with 429.
+    Rule("lock-timeout", _any(_code("lock_timeout")), CONFLICT, Reason.CONFLICT),
+    # 13, before 9: Google sends it with 409, but it will still exist.
+    Rule("already-exists", _any(_grpc("ALREADY_EXISTS")), permanent(), Reason.REFUSED),
+    # 6
+    Rule("declined", _any(_named("stripe.CardError"), _status(402)), permanent(), Reason.DECLINED),
+    # 7
+    Rule(
+        "bad-credentials",
+        _any(
+            _status(401),
+            _code("ExpiredToken*", "UnrecognizedClient*", "InvalidClientTokenId", "InvalidAccessKeyId"),
+            _grpc("UNAUTHENTICATED"),
+            _smtp(530, 534, 535),
+            library_errors.BAD_CREDENTIALS,
+        ),
+        UNAUTHORIZED,
+        Reason.UNAUTHORIZED,
+    ),
+    # 8
+    Rule(
+        "rate-limited",
+        _any(
+            _status(429, 509, 529),
+            *((_status(403, 413, 503), header) for header in _RETRY_AFTER),
+            (_status(403), HasHeader("x-ratelimit-remaining", "0")),
+            _code(*_THROTTLING, *_GOOGLE_LIMITS, *_LIMITS_IN_STREAMS),
+            _grpc("RESOURCE_EXHAUSTED"),
+            _smtp(421),
+            (_named("urllib3.ResponseError"), _text("too many (429|509|529) error responses")),
+        ),
+        RATE_LIMITED,
+        Reason.RATE_LIMITED,
+    ),
+    # 9
+    Rule("conflict", _any(_status(409, 421, 423, 425), _grpc("ABORTED")), CONFLICT, Reason.CONFLICT),
+    # 10
+    Rule(
+        "infrastructure",
+        _any(
+            # 25006: a replica; 53: no resources left; 55P03: somebody else has the lock.
+            SqlStateStarts(("08", "25006", "40", "53", "55P03", "57P01", "57P02", "57P03")),
+            ErrnoIn(_MYSQL_AGAIN | _MYSQL_AWAY),
+            _code("SQLITE_BUSY*", "SQLITE_LOCKED*"),
+            (_named("sqlite3.OperationalError"), _text("database (table )?is locked")),
+            SaysOfItself("invalidated", value=True),
+            library_errors.OWN_STORES,
+            library_errors.LIBPQ,
+            # Its cause is a refused connection, but to our own broker: no gate may close for it.
+            _named("kombu.OperationalError"),
+        ),
+        INFRASTRUCTURE,
+        Reason.INFRASTRUCTURE,
+    ),
+    # 11
+    Rule(
+        "connect-phase",
+        _any(
+            library_errors.CONNECT_PHASE,
+            ErrnoIn(_NO_WAY_THERE),
+            (_grpc("UNAVAILABLE"), _text("failed to connect to all addresses|DNS resolution failed|errors resolving ")),
+        ),
+        UNREACHABLE,
+        Reason.UNREACHABLE,
+    ),
+    # 12
+    Rule(
+        "outcome-unknown",
+        _any(
+            _status(408, 499, 500, 502, 503, 504, *range(520, 525), 598, 599),
+            _grpc("CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
+            # botocore/retries/standard.py: TransientRetryableChecker; S3 sends the first with 400.
+            _code("RequestTimeout", "RequestTimeoutException", *_FAULTS_IN_STREAMS),
+            library_errors.BROKEN_OFF,
+        ),
+        OUTCOME_UNKNOWN,
+        Reason.OUTCOME_UNKNOWN,
+    ),
+    # 13
+    Rule(
+        "request-refused",
+        _any(
+            _status(*range(400, 500), 501, 505),
+            SqlStateStarts(("22", "23", "42")),
+            library_errors.INVALID_DATA,
+            _grpc(
+                "FAILED_PRECONDITION",
+                "INVALID_ARGUMENT",
+                "NOT_FOUND",
+                "OUT_OF_RANGE",
+                "PERMISSION_DENIED",
+                "UNIMPLEMENTED",
+            ),
+            SmtpIn(frozenset(range(500, 600))),
+            library_errors.INVALID_REQUEST,
+            (_named("urllib.error.URLError"), _text("unknown url type")),
+            _named("builtins.FileNotFoundError", "builtins.PermissionError"),
+            SaysOfItself("arguments", value=True),
+        ),
+        permanent(),
+        Reason.REFUSED,
+    ),
+    # 11. urllib wraps so what fails before it begins to read an answer.
+    Rule(
+        "connect-phase",
+        _any((_named("urllib.error.URLError"), _text("^<urlopen error")), _named("botocore.ConnectionError")),
+        UNREACHABLE,
+        Reason.UNREACHABLE,
+        Turn.LAST,
+    ),
+    # 10
+    Rule(
+        "infrastructure",
+        _any(library_errors.OWN_STORES_WRAPPED),
+        INFRASTRUCTURE,
+        Reason.INFRASTRUCTURE,
+        Turn.LAST,
+    ),
+    # 12
+    Rule(
+        "outcome-unknown",
+        _any(library_errors.BROKEN_OFF_WRAPPED),
+        OUTCOME_UNKNOWN,
+        Reason.OUTCOME_UNKNOWN,
+        Turn.LAST,
+    ),
+)
+
+# -- rows 15 and 16 --------------------------------------------------------------------------------------------
+
+LIMITS: Final = Rule(
+    "time-or-memory-limit",
+    _any(_named("billiard.exceptions.SoftTimeLimitExceeded", "builtins.MemoryError")),
+    LIMIT_HIT,
+    Reason.LIMIT_HIT,
+    Turn.FIRST,
+)
+ANYTHING_ELSE: Final = Rule("anything-else", (), cooldown(), Reason.ERROR, Turn.LAST)

@@ -1,0 +1,174 @@
+"""The classifier: an ordered, immutable list of rules, and what it says of an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from celery_leases.core.classifier import rule_syntax
+from celery_leases.core.classifier.chains import linked
+from celery_leases.core.classifier.conditions import HasHeader
+from celery_leases.core.classifier.default_rules import (
+    ANYTHING_ELSE,
+    ASKED_COOLDOWN,
+    ASKED_RETRY,
+    ASKED_SNOOZE,
+    CONTROL_FLOW,
+    DEFAULTS,
+    LIMITS,
+)
+from celery_leases.core.classifier.delays import told_delay
+from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_from
+from celery_leases.core.classifier.hooks import answer
+from celery_leases.core.classifier.rule import Asking, Hook, Rule, Turn, matching
+from celery_leases.core.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
+from celery_leases.core.redaction import redact
+from celery_leases.core.rulings import Judgement, Reason, exact_delay, reason_of
+
+__all__ = ["Asking", "Hook", "Rule", "Rules"]
+
+_log: Final = logging.getLogger("celery_leases")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to do about failures; the first rule that matches decides. Immutable: ``on`` and ``use`` return others.
+
+    Asked in this order: what the body itself asked for (``Cooldown``, ``RetryLater``, ``PermanentFailure``), the
+    rules of the user in the order written, the default rules (of ``Rules.default()``), and last the one that
+    cools the key down.
+    """
+
+    #: The user's, in the order written.
+    written: tuple[Rule | Asking, ...] = ()
+    #: Whether the default rules follow.
+    defaults: bool = False
+
+    @classmethod
+    def default(cls) -> Rules:
+        """The default rules, for more to be written before them."""
+        return cls(defaults=True)
+
+    def on(
+        self,
+        *,
+        status: rule_syntax.Statuses | None = None,
+        code: rule_syntax.Words | None = None,
+        exc: rule_syntax.Kinds | None = None,
+        sqlstate: rule_syntax.Words | None = None,
+        grpc: rule_syntax.Words | None = None,
+        header: str | None = None,
+        message: str | None = None,
+        name: str | None = None,
+        to: rule_syntax.To,
+    ) -> Rules:
+        """These rules and one more: when all that is given is met by the error or one that it wraps, *to* is done.
+
+        *to* is :func:`~celery_leases.core.rulings.retry`, ``cooldown`` or ``permanent`` (or one of these words),
+        or a duration after which exactly it is retried. *header* must be there, *message* is a regular expression,
+        *exc* also finds subclasses. A wrong value raises :class:`LeaseConfigurationError`.
+        """
+        case = rule_syntax.conditions(
+            status=status, code=code, exc=exc, sqlstate=sqlstate, grpc=grpc, header=header, message=message
+        )
+        ruling = rule_syntax.ruling(to)
+        rule = Rule(_named(name, f"user: {' '.join(map(str, case))}"), (case,), ruling, reason_of(ruling))
+        return replace(self, written=(*self.written, rule))
+
+    def use(self, hook: Hook, *, name: str | None = None) -> Rules:
+        """These rules and one more, which asks ``hook(exception, facts)``.
+
+        It returns a ruling, a number of seconds (retry after exactly that), ``True`` (retry), ``False`` (permanent),
+        or ``None`` (ask the next rule). Anything else, or a hook that raises, is logged and counts as ``None``.
+        """
+        if not callable(hook):
+            raise LeaseConfigurationError(f"Rules.use: {hook!r} is not usable; write a function of (exception, facts)")
+        called = getattr(hook, "__qualname__", type(hook).__qualname__)
+        asking = Asking(_named(name, f"user: {called}"), hook)
+        return replace(self, written=(*self.written, asking))
+
+    def rows(self) -> tuple[Rule | Asking, ...]:
+        """Every rule in the order in which they are asked; for one that wraps others, see :class:`Turn`."""
+        defaults = [rule for turn in Turn for rule in DEFAULTS if rule.turn is turn] if self.defaults else []
+        return (*CONTROL_FLOW, *self.written, LIMITS, *defaults, ANYTHING_ELSE)
+
+    def judge(self, error: BaseException, now: float) -> Judgement:
+        """What is done about *error*; *now* is the wall clock in seconds since the epoch. Never raises.
+
+        Celery's own control flow and ``LeaseLost`` are no failures and are not to be asked about; ``Snooze`` is
+        none either, and is answered as a retry after its delay.
+        """
+        try:
+            errors = linked(error)
+            for one in errors:
+                if isinstance(one, Cooldown | RetryLater | Snooze):
+                    return _asked(one, now)
+            return self._judged(facts_from(errors, _headers(self.written)), now, error)
+        except Exception:  # noqa: BLE001 - a failure must not grow into another one
+            _log.exception("could not classify %s; it counts as any other error", type(error))
+            return _of_anything_else("it could not be classified")
+
+    def judge_facts(self, facts: ErrorFacts, now: float) -> Judgement:
+        """What is done about an error of which only the facts are known; hooks are not asked. Never raises."""
+        try:
+            return self._judged(facts, now, None)
+        except Exception:  # noqa: BLE001 - as above
+            _log.exception("could not classify %r; it counts as any other error", facts)
+            return _of_anything_else("it could not be classified")
+
+    def _judged(self, facts: ErrorFacts, now: float, error: BaseException | None) -> Judgement:
+        found = self._found(facts, error)
+        told = told_delay(facts, now)
+        if (exact := exact_delay(found.ruling)) is not None:
+            return replace(found, delay=exact, source="rule")
+        if found.ruling.kind == "permanent" or told is None:
+            return found
+        return replace(found, delay=told.seconds, source=told.source, clamped=told.clamped)
+
+    def _found(self, facts: ErrorFacts, error: BaseException | None) -> Judgement:
+        chain = facts.chain or (facts,)
+        for rule in (*CONTROL_FLOW, *self.written):
+            if isinstance(rule, Rule):
+                if (why := rule.match(chain)) is not None:
+                    return Judgement(rule.name, rule.ruling, rule.reason, why=why)
+            elif error is not None and (ruling := answer(rule, error, facts)) is not None:
+                return Judgement(rule.name, ruling, reason_of(ruling), why="the function said so")
+        matched = matching((LIMITS, *DEFAULTS) if self.defaults else (LIMITS,), chain)
+        if matched is not None:
+            rule, why = matched
+            return Judgement(rule.name, rule.ruling, rule.reason, why=why)
+        name = f" {facts.names[0]}" if facts.names else ""
+        return _of_anything_else(f"no rule knows{name}")
+
+
+def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Judgement:
+    """What the body asked for, exactly: it may be longer than what an answer may tell."""
+    name, ruling, delay = "asked-snooze", ASKED_SNOOZE, error.delay
+    if isinstance(error, RetryLater):
+        name, ruling = "asked-retry", ASKED_RETRY
+    elif isinstance(error, Cooldown):
+        name, ruling = "asked-cooldown", replace(ASKED_COOLDOWN, scope=error.scope)
+        if error.until is not None:
+            delay = error.until - now if error.until > now else None
+    source = None if delay is None else "exception"
+    return Judgement(name, ruling, Reason.ASKED, delay, source, why=redact(str(error)))
+
+
+def _of_anything_else(why: str) -> Judgement:
+    return Judgement(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
+
+
+def _headers(rules: Sequence[Rule | Asking]) -> frozenset[str]:
+    """The headers that the user's rules look at."""
+    cases = (case for rule in rules if isinstance(rule, Rule) for case in rule.cases)
+    return frozenset(part.name for case in cases for part in case if isinstance(part, HasHeader))
+
+
+def _named(name: object, otherwise: str) -> str:
+    if name is None:
+        return otherwise
+    if not isinstance(name, str) or not name.strip():
+        raise LeaseConfigurationError(f"Rules: name={name!r} is not usable; write a few words for operators")
+    return name
