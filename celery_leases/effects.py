@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, assert_never
 
 from celery_leases.core import outcomes
+from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.durations import seconds
 from celery_leases.core.effects import (
     NAME_MAX,
@@ -41,7 +42,6 @@ from celery_leases.core.errors import (
 from celery_leases.core.ports import Clock, EffectStore
 from celery_leases.core.records import Record
 from celery_leases.core.results import decode, encode
-from celery_leases.core.rules import Rules
 from celery_leases.core.rulings import Judgement
 from celery_leases.renewal import Tenure
 
