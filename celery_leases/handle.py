@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from celery_leases.core import progress as saved
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
-from celery_leases.core.errors import AlreadyCompleted, GuardOpen, LeaseLost
+from celery_leases.core.errors import AlreadyCompleted, EffectMisused, GuardOpen, LeaseLost
 from celery_leases.core.records import Attempt, Record
 from celery_leases.core.results import decode
 from celery_leases.effects import MOVED_ON, EffectReply, calls_of
@@ -38,6 +38,7 @@ class Lease:
         self._steps = steps
         self._progress = saved.load(record.progress, record.generation)
         self._saved_at = -math.inf
+        self._loops: set[str] = set()
         self.key = record.key
         self.token = record.owner
         self.fence = record.fence
@@ -127,12 +128,23 @@ class Lease:
         An item is finished once the loop asks for the next one. What is finished is saved once a second, with
         ``every=n`` after every *n* items, at the end of the loop, and with the outcome of an attempt that fails or is
         interrupted. So only a killed process loses any of it: up to a second's items, or *every* - 1, run again, and
-        the item it died in. *name* tells loops of one task apart.
-        Raises :class:`~celery_leases.LeaseLost` between items, and what :meth:`save_progress` raises.
+        the item it died in. *name* tells loops of one task apart: each may be entered once in an attempt.
+        Raises :class:`~celery_leases.LeaseLost` between items, :class:`~celery_leases.EffectMisused` for a name that
+        is taken, and what :meth:`save_progress` raises.
         """
         count: object = every
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"each(every={every!r}): give a whole number of at least 1, or leave it out")
+        given: object = name
+        if not isinstance(given, str):
+            raise EffectMisused(f"{self.key}: each(name={name!r}): name a loop by a text", self.key)
+        if name in self._loops:
+            message = f"{self.key}: each() named {name!r} twice in one attempt; give each loop its own name="
+            raise EffectMisused(message, self.key)
+        self._loops.add(name)
+        return self._each(items, name, every)
+
+    def _each(self, items: Iterable[T], name: str, every: int | None) -> Iterator[T]:
         finished = self._progress.positions.get(name, 0)
         last = finished
         for number, item in enumerate(items):
@@ -143,12 +155,16 @@ class Lease:
             self._advance(name, number + 1)
             due = number + 1 - last >= every if every else self._tenure.now() - self._saved_at >= SAVE_EVERY
             if due:
-                self._refuse_guarded("each()")
-                self._save(self._progress)
+                self._save_loop()
                 last = number + 1
         if self._tenure.work.unsaved is not None:
-            self._refuse_guarded("each()")
-            self._save(self._progress)
+            self._save_loop()
+
+    def _save_loop(self) -> None:
+        self._refuse_guarded("each()")
+        self._save(self._progress)
+        if not self._tenure.renewable(self._tenure.now()):  # then saved progress alone pushes the lease out
+            self._steps.renewer.extend(self._tenure, self._tenure.bid.ttl)
 
     def _advance(self, name: str, finished: int) -> None:
         self._progress = replace(self._progress, positions={**self._progress.positions, name: finished})

@@ -1,0 +1,433 @@
+"""Saved progress: what is remembered, when it is saved, and where a loop goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_leases.core.endings import Interrupted, Lost, Raised, Snoozed, Terminated
+from celery_leases.core.errors import EffectMisused, GuardOpen, LeaseLost, Snooze, StoreUnavailable
+from celery_leases.core.failures import after_failure
+from celery_leases.core.outcomes import after_run
+from celery_leases.core.progress import Progress, checked, dump, load
+from celery_leases.core.records import State
+from celery_leases.core.rulings import cooldown
+from celery_leases.core.status import status_of
+from celery_leases.core.verdicts import Call
+from celery_leases.handle import SAVE_EVERY, Lease
+from celery_leases.unleased import Unleased
+from tests.unit.fake_effects import Attempt, Desk
+from tests.unit.situations import a_call, raised
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """Nobody has attempted anything."""
+    return Desk()
+
+
+@pytest.fixture
+def attempt(desk: Desk) -> Attempt:
+    """The first attempt."""
+    return desk.attempt()
+
+
+class Killed(BaseException):
+    """The process has died here: nothing that comes after it is done."""
+
+
+def die() -> None:
+    """It has died."""
+    raise Killed
+
+
+def work(
+    lease: Lease,
+    items: Iterable[int],
+    place: int,
+    then: Callable[[], object],
+    done: list[int] | None = None,
+    **more: Any,
+) -> None:
+    """Loop over *items*, and do *then* at the one called *place* before it is done."""
+    for item in lease.each(items, **more):
+        if item == place:
+            then()
+        if done is not None:
+            done.append(item)
+
+
+class OpenTransaction:
+    """The user's own, until it is told that it has ended."""
+
+    open = True
+
+    def is_open(self) -> bool:
+        """Whether it is open."""
+        return self.open
+
+    def roll_back(self) -> None:
+        """Not by these tests."""
+
+
+class TestWhatIsStored:
+    """The text in the record."""
+
+    @pytest.mark.parametrize("value", [None, 0, "", [], {"page": 3}, "ü ✓"])
+    @pytest.mark.parametrize("positions", [{}, {"items": 3, "naïve ✓": 0}])
+    def test_it_is_read_as_it_was_written(self, value: Any, positions: Any) -> None:
+        """Value and positions."""
+        progress = Progress(checked(value, "k"), positions)
+        assert load(dump(progress, 3), 3) == progress
+
+    def test_that_of_another_generation_does_not_count(self) -> None:
+        """It is new work."""
+        text = dump(Progress('"x"', {"items": 3}), 3)
+        assert load(text, 4).empty
+        assert load(None, 3).empty
+        assert not load(text, 3).empty
+
+    @pytest.mark.parametrize("value", [object(), {1, 2}, lambda: None, {"a": object()}])
+    def test_what_is_no_json_is_refused(self, attempt: Attempt, value: Any) -> None:
+        """Before anything is written; what was saved before stays."""
+        attempt.lease.save_progress("before")
+        attempt.desk.steps()
+        with pytest.raises(EffectMisused, match=r"save_progress\(\) takes a JSON value, not"):
+            attempt.lease.save_progress(value)
+        assert attempt.desk.steps() == []
+        assert attempt.lease.progress == "before"
+
+    def test_operators_see_the_value(self, desk: Desk, attempt: Attempt) -> None:
+        """Not the positions, which mean nothing to them."""
+        attempt.lease.save_progress({"page": 3})
+        list(attempt.lease.each([1, 2]))
+        status = status_of("k", "t", desk.row, None, today=0.0)
+        assert status.progress == {"page": 3}
+
+
+class TestSaveProgress:
+    """One value of the body's own."""
+
+    def test_it_is_there_for_the_next_attempt(self, desk: Desk, attempt: Attempt) -> None:
+        """As JSON gives it back, in this attempt too."""
+        assert attempt.lease.progress is None
+        attempt.lease.save_progress({"page": (1, 2)})
+        assert attempt.lease.progress == {"page": [1, 2]}
+        attempt.lease.save_progress(7)
+        assert desk.attempt().lease.progress == 7
+        assert desk.attempt().lease.progress == 7
+
+    def test_it_renews_the_lease(self, desk: Desk, attempt: Attempt) -> None:
+        """Once it is saved."""
+        desk.clock.sleep(5.0)
+        left = attempt.lease.remaining()
+        attempt.lease.save_progress(1)
+        assert desk.steps() == ["save", "extend"]
+        assert attempt.lease.remaining() == pytest.approx(left + 5.0)
+
+    def test_it_ends_a_row_of_crashes(self, desk: Desk) -> None:
+        """In the row at once, and in what the outcome will say."""
+        for _ in range(3):
+            attempt = desk.attempt()
+        assert desk.row.crashes == 2
+        attempt.lease.save_progress(1)
+        assert (desk.row.crashes, attempt.tenure.work.progressed) == (0, True)
+
+    def test_a_lost_lease_saves_nothing(self, desk: Desk, attempt: Attempt) -> None:
+        """By the clock, without a trip."""
+        attempt.lose()
+        with pytest.raises(LeaseLost):
+            attempt.lease.save_progress(1)
+        assert (desk.steps(), desk.row.progress) == ([], None)
+
+    def test_a_record_that_has_moved_on_takes_nothing(self, desk: Desk, attempt: Attempt) -> None:
+        """The later attempt's stays."""
+        desk.attempt().lease.save_progress("theirs")
+        with pytest.raises(LeaseLost, match="moved on"):
+            attempt.lease.save_progress("ours")
+        assert attempt.lease.progress is None
+        assert desk.attempt().lease.progress == "theirs"
+
+    def test_a_store_that_does_not_answer_is_told(self, desk: Desk, attempt: Attempt) -> None:
+        """What was not saved is not shown as saved."""
+        desk.journal.away("save", times=1)
+        with pytest.raises(StoreUnavailable):
+            attempt.lease.save_progress(1)
+        assert (attempt.lease.progress, attempt.tenure.work.progressed) == (None, False)
+        attempt.lease.save_progress(2)
+        assert attempt.lease.progress == 2
+
+    def test_a_lease_that_could_not_be_renewed_does_not_undo_it(self, desk: Desk, attempt: Attempt) -> None:
+        """It is durable all the same."""
+        desk.journal.away("extend")
+        with pytest.raises(StoreUnavailable):
+            attempt.lease.save_progress(1)
+        assert desk.attempt().lease.progress == 1
+
+    def test_a_new_generation_begins_without_any(self, desk: Desk) -> None:
+        """Another call of a rerun task."""
+        one = desk.attempt("one", rerun=True).lease
+        one.save_progress(1)
+        assert list(one.each("ab")) == ["a", "b"]
+        two = desk.attempt("two", rerun=True).lease
+        assert (two.progress, list(two.each("ab"))) == (None, ["a", "b"])
+
+    def test_a_signal_that_came_meanwhile_is_raised_once_it_is_saved(self, desk: Desk, attempt: Attempt) -> None:
+        """It is not cut in two."""
+        attempt.pending = SystemExit()
+        with pytest.raises(SystemExit):
+            attempt.lease.save_progress(1)
+        assert attempt.lease.progress == 1
+
+
+class TestEach:
+    """Loops that go on where an earlier attempt has stopped."""
+
+    @pytest.fixture
+    def items(self) -> list[str]:
+        """A hundred of them."""
+        return [f"item {number}" for number in range(100)]
+
+    def test_all_items_come_in_their_order(self, desk: Desk, attempt: Attempt, items: list[str]) -> None:
+        """Saved at the first one and at the end, as no time has passed."""
+        assert list(attempt.lease.each(items)) == items
+        assert desk.steps() == ["save", "save"]
+        assert list(desk.attempt().lease.each(items)) == []
+
+    def test_none_is_a_loop_too(self, desk: Desk, attempt: Attempt) -> None:
+        """There is nothing to save."""
+        assert list(attempt.lease.each([])) == []
+        assert desk.steps() == []
+
+    def test_it_is_saved_once_a_second(self, desk: Desk, attempt: Attempt, items: list[str]) -> None:
+        """However many items that are: 100 items of 0.1 s make one save at the first, and then one for each second."""
+        for _ in attempt.lease.each(items):
+            desk.clock.sleep(0.1)
+        assert 10 <= len(desk.steps()) <= 12
+
+    def test_slow_items_are_saved_one_by_one(self, desk: Desk, attempt: Attempt, items: list[str]) -> None:
+        """Each takes longer than a second."""
+        for _ in attempt.lease.each(items[:5]):
+            desk.clock.sleep(2.0)
+        assert desk.steps() == ["save"] * 5
+
+    @pytest.mark.parametrize(("every", "saves"), [(1, 100), (7, 15), (100, 1), (1000, 1)])
+    def test_with_every_it_is_saved_after_so_many(
+        self, desk: Desk, attempt: Attempt, items: list[str], every: int, saves: int
+    ) -> None:
+        """Whatever the time; and what is left at the end."""
+        for _ in attempt.lease.each(items, every=every):
+            desk.clock.sleep(0.01)
+        assert desk.steps() == ["save"] * saves
+
+    def test_an_item_is_finished_once_the_next_one_is_asked_for(self, desk: Desk, attempt: Attempt) -> None:
+        """The one it died in runs again."""
+        for item in attempt.lease.each("abcdef", every=1):
+            if item == "d":
+                break
+        assert list(desk.attempt().lease.each("abcdef")) == ["d", "e", "f"]
+
+    def test_items_are_taken_only_when_they_are_asked_for(self, desk: Desk, attempt: Attempt) -> None:
+        """They may be pages of somebody's API."""
+        taken: list[int] = []
+
+        def pages() -> Iterator[int]:
+            for number in range(1000):
+                taken.append(number)
+                yield number
+
+        for number in attempt.lease.each(pages()):
+            if number == 2:
+                break
+        assert taken == [0, 1, 2]
+
+    def test_an_attempt_that_is_interrupted_loses_nothing(self, desk: Desk, attempt: Attempt) -> None:
+        """What is not saved yet goes with its outcome, whatever that is, but for the process's death."""
+        endings: list[Any] = [
+            raised(cooldown("60s")),
+            Snoozed(Snooze(5), 5.0),
+            Lost("gone"),
+            Interrupted(SystemExit()),
+            Terminated(SystemExit(), "hard time limit"),
+        ]
+        done: list[int] = []
+        for number, ending in enumerate(endings):
+            with pytest.raises(Killed):
+                work(attempt.lease, range(100), 5 * number + 4, die, done)
+            unsaved = attempt.tenure.work.unsaved
+            assert unsaved not in (None, desk.row.progress)
+            assert load(unsaved, 0).positions == {"items": 5 * number + 4}
+            desk.records.settle(attempt.record, _outcome(attempt, ending, unsaved))
+            desk.clock.sleep(10_000.0)
+            attempt = desk.attempt()
+        assert done == list(range(24))
+
+    def test_a_lost_lease_stops_it_between_two_items(self, desk: Desk, attempt: Attempt) -> None:
+        """The one that was finished counts, if nobody has claimed since."""
+        seen: list[int] = []
+        with pytest.raises(LeaseLost):
+            work(attempt.lease, range(10), 3, attempt.lose, seen)
+        assert seen == [0, 1, 2, 3]
+        unsaved = attempt.tenure.work.unsaved
+        assert unsaved is not None
+        assert load(unsaved, 0).positions == {"items": 4}
+
+    def test_it_stops_at_once_when_it_was_lost_before(self, desk: Desk, attempt: Attempt) -> None:
+        """Not one item is worked on."""
+        attempt.lose()
+        with pytest.raises(LeaseLost):
+            next(iter(attempt.lease.each("ab")))
+
+    def test_a_record_that_has_moved_on_stops_it(self, desk: Desk, attempt: Attempt) -> None:
+        """At the first save after it has, and the later attempt's position stays."""
+        others: list[Attempt] = []
+        with pytest.raises(LeaseLost, match="moved on"):
+            work(attempt.lease, range(10), 3, lambda: others.append(desk.attempt()), every=1)
+        assert load(desk.row.progress, 0).positions == {"items": 3}
+        assert list(others[0].lease.each(range(5))) == [3, 4]
+
+    def test_a_store_that_does_not_answer_ends_the_attempt(self, desk: Desk, attempt: Attempt) -> None:
+        """The item was finished, and is saved with the outcome if that can be written."""
+        with pytest.raises(StoreUnavailable):
+            work(attempt.lease, range(10), 3, lambda: desk.journal.away("save"), every=1)
+        unsaved = attempt.tenure.work.unsaved
+        assert unsaved is not None
+        assert load(unsaved, 0).positions == {"items": 4}
+
+    def test_loops_of_other_names_have_their_own_positions(self, desk: Desk, attempt: Attempt) -> None:
+        """Also one inside the other."""
+
+        def both(lease: Any, dies: tuple[str, int] | None) -> list[tuple[str, int]]:
+            done = []
+            for letter in lease.each("ab", name="letters", every=1):
+                for number in lease.each(range(3), name=f"numbers of {letter}", every=1):
+                    if (letter, number) == dies:
+                        return done
+                    done.append((letter, number))
+            return done
+
+        assert both(attempt.lease, ("b", 1)) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+        assert both(desk.attempt().lease, None) == [("b", 1), ("b", 2)]
+
+    def test_a_name_is_used_once_in_an_attempt(self, desk: Desk, attempt: Attempt) -> None:
+        """The second loop would skip as many items as the first one had, without a word."""
+        assert list(attempt.lease.each("ab")) == ["a", "b"]
+        with pytest.raises(EffectMisused, match=r"each\(\) named 'items' twice.*name="):
+            attempt.lease.each("cde")
+        assert list(attempt.lease.each("cde", name="more")) == ["c", "d", "e"]
+
+    @pytest.mark.parametrize("every", [0, -1, 1.5, True, "1"])
+    def test_a_wrong_number_is_named_at_once(self, attempt: Attempt, every: Any) -> None:
+        """Not when the first item is asked for."""
+        with pytest.raises(ValueError, match=r"each\(every="):
+            attempt.lease.each("ab", every=every)
+
+    @pytest.mark.parametrize("name", [None, 1, ("a",)])
+    def test_a_wrong_name_is_told_at_once(self, attempt: Attempt, name: Any) -> None:
+        """JSON would make another one of it."""
+        with pytest.raises(EffectMisused, match=r"each\(name="):
+            attempt.lease.each("ab", name=name)
+
+    def test_value_and_positions_are_saved_together(self, desk: Desk, attempt: Attempt) -> None:
+        """Neither forgets the other; a value saved in an item belongs to the items before it."""
+        for item in attempt.lease.each(range(10), every=5):
+            attempt.lease.save_progress({"sum": item})
+            if item == 6:
+                break
+        later = desk.attempt().lease
+        assert later.progress == {"sum": 6}
+        assert next(iter(later.each(range(10), every=1))) == 6
+
+    def test_saving_a_value_counts_as_saving(self, desk: Desk, attempt: Attempt) -> None:
+        """The loop does not save again what is saved."""
+        for _ in attempt.lease.each("abc", every=10):
+            attempt.lease.save_progress(1)
+        assert desk.steps() == [*["save", "extend"] * 3, "save"]
+
+    @pytest.mark.parametrize(("renew", "steps"), [(True, ["save"]), (False, ["save", "extend"])])
+    def test_under_lease_renew_false_it_is_what_pushes_the_lease_out(
+        self, desk: Desk, renew: bool, steps: list[str]
+    ) -> None:
+        """A loop of any length keeps its lease, as nobody else renews it."""
+        attempt = desk.attempt(renew=renew)
+        for _ in attempt.lease.each(range(100 if not renew else 1)):
+            desk.clock.sleep(1.0)
+        assert desk.steps() == steps * (100 if not renew else 1)
+        assert attempt.lease.held
+
+    def test_nothing_is_saved_while_a_transaction_of_the_users_own_is_open(self, desk: Desk, attempt: Attempt) -> None:
+        """It would wait for its own thread's lock."""
+        transaction = OpenTransaction()
+        attempt.tenure.work.guard(transaction)
+        with pytest.raises(GuardOpen):
+            attempt.lease.save_progress(1)
+        with pytest.raises(GuardOpen, match="each"):
+            list(attempt.lease.each("ab"))
+        with pytest.raises(GuardOpen, match="effect"):
+            attempt.lease.effect("charge", desk.calling())
+        assert (desk.steps(), desk.called) == ([], [])
+        transaction.open = False
+        attempt.lease.save_progress(1)
+
+
+def _outcome(attempt: Attempt, ending: Any, unsaved: str) -> Any:
+    call: Call = a_call(call_id=attempt.record.call_id, max_crashes=100)
+    verdict = after_failure(call, attempt.record, ending, 0.0) if isinstance(ending, Raised) else None
+    outcome = replace(after_run(call, attempt.record, ending, verdict), progress=unsaved)
+    assert outcome.state in (State.PENDING, State.COOLING)
+    return outcome
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    every=st.sampled_from([1, 2, 5, None]),
+    deaths=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8),
+    pace=st.sampled_from([0.0, 0.05, 0.3, 1.5]),
+)
+def test_whatever_dies_nothing_is_skipped_and_little_is_repeated(
+    every: int | None, deaths: list[tuple[int, bool]], pace: float
+) -> None:
+    """At its n-th item an attempt is killed, or fails; then the next one goes on."""
+    desk, done = Desk(), []
+    items = range(50)
+    for place, killed in [*deaths, (10**9, True)]:
+        attempt = desk.attempt()
+        before = len(done)
+        try:
+            for number, item in enumerate(attempt.lease.each(items, every=every)):
+                done.append(item)
+                if number == place:
+                    raise Killed
+                desk.clock.sleep(pace)
+                desk.journal.clear()
+                attempt.lease.extend(desk.ttl)
+        except Killed:
+            unsaved = attempt.tenure.work.unsaved
+            if not killed and unsaved is not None:
+                desk.records.settle(attempt.record, _outcome(attempt, Lost("gone"), unsaved))
+        run = done[before:]
+        assert run == list(range(run[0], run[0] + len(run))) if run else True
+        if before and run:
+            # Those of the last second, or of the last save; and the item it died in.
+            allowed = every - 1 if every else int(SAVE_EVERY / pace) + 1 if pace else 50
+            assert done[before - 1] - allowed <= run[0] <= done[before - 1] + 1
+    assert sorted(set(done)) == list(items)
+
+
+class TestWithoutALease:
+    """A direct call: there is no next attempt."""
+
+    def test_it_loops_over_all_items(self) -> None:
+        """As often as one likes."""
+        assert list(Unleased().each("ab")) == list(Unleased().each("ab", every=1)) == ["a", "b"]
+
+    def test_nothing_is_saved(self) -> None:
+        """Nor read."""
+        lease = Unleased()
+        lease.save_progress(object())
+        assert lease.progress is None
