@@ -1,6 +1,7 @@
 """Celery tasks that are safe to run twice: leases with owner tokens, and a durable record per key."""
 
 from celery_leases.client import LeaseClient
+from celery_leases.core.classifier.errorfacts import ErrorFacts
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import (
     AlreadyCompleted,
@@ -29,7 +30,7 @@ from celery_leases.core.errors import (
     WrongDatabase,
 )
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.rulings import cooldown, permanent, retry
+from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
 from celery_leases.core.status import EffectStatus, GroupStatus, LeaseStatus
 from celery_leases.effects import EffectReply
 from celery_leases.handle import current_lease
@@ -46,8 +47,10 @@ __all__ = [
     "EffectMisused",
     "EffectReply",
     "EffectStatus",
+    "ErrorFacts",
     "GroupStatus",
     "GuardOpen",
+    "Judgement",
     "KeyReused",
     "KeyUnusable",
     "LeaseClient",
@@ -61,9 +64,11 @@ __all__ = [
     "LeasedTask",
     "LeasesError",
     "PermanentFailure",
+    "Reason",
     "ResultMissing",
     "RetryLater",
     "Rules",
+    "Ruling",
     "SchemaOutdated",
     "Snooze",
     "StoreUnavailable",
