@@ -10,6 +10,7 @@ from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
+from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import Ended, Refused, State, Won
 from celery_leases.stores.claims import claim_statement
 from celery_leases.stores.database import engine_for
@@ -105,14 +106,13 @@ def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(sql_records: S
 
 
 def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
-    """There is nothing to cool or to end; it only says whether somebody else runs the key by now."""
+    """There is nothing to cool or to end, and no renewal of its lease matches it."""
     leases = DatabaseLeaseStore(sql_records)
     key = fresh_key()
-    assert leases.cool(key, "nobody", 60.0)
     record = won(sql_records, make_bid(key), leases.name)
-    assert not leases.cool(key, "another", 60.0)
     closed(sql_records, record, State.COOLING, ended=Ended.FAILED, retry_after=60.0)
     assert leases.cool(key, record.owner, 60.0)
+    assert leases.renew([Renewal(key, record.owner, 60.0)]) != [Kept.OURS]
     assert leases.holder(key) is None
     assert not leases.end_cooldown(key)
     assert refused(sql_records, make_bid(key), leases.name).waits > 50
