@@ -6,10 +6,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import redis
 
+from celery_leases.testing.servers import PostgresServer, RedisServer
 from tests.integration.stages import BOTH_WAYS, Stage, spelled
+from tests.integration.tapes import Bench, RedisTape
 
 StageFactory = Callable[..., Stage]
+BenchFactory = Callable[..., Bench]
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,41 @@ def stage(module_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage
 def name() -> str:
     """A name that no other test uses."""
     return Path(uuid4().hex[:8]).name
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL that logs every statement and is asked by nobody else."""
+    server = PostgresServer(settings={"log_statement": "all", "autovacuum": "off"})
+    with server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lease_server() -> Iterator[RedisServer]:
+    """A Redis for leases alone."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bench_factory(stage_factory: StageFactory, postgres: PostgresServer, lease_server: RedisServer) -> BenchFactory:
+    """``bench_factory(combination, **Stage options)`` gives a stage with one child, so that a warm-up warms what is
+    measured, and a ttl so long that no renewal falls into a measurement. Whoever takes it closes it.
+    """
+
+    def make(combination: tuple[str, ...], **options: Any) -> Bench:
+        env, ours = {"TTL": "600"}, "redis" in combination[1]
+        if ours:
+            env["LEASES_URL"] = lease_server.url
+            # A store that has been up for longer than a ttl is past its settling period.
+            with redis.Redis.from_url(lease_server.url) as client:
+                client.flushall()
+                client.set("celery_leases:epoch", "1", px=60_000)
+        urls = {"postgres": postgres.new_database()}
+        stage = stage_factory(combination, env=env, urls=urls, worker={"concurrency": 1}, **options)
+        # Where no Redis is for leases, the result backend is the only one that could have been asked.
+        tape = RedisTape(lease_server.url) if ours else RedisTape(stage.redis_url, "celery_leases:")
+        return Bench(stage, postgres, tape)
+
+    return make

@@ -1,0 +1,116 @@
+"""What servers were asked: Redis commands and SQL statements, counted at the servers themselves."""
+
+import re
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any
+from uuid import uuid4
+
+import redis
+
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import PostgresServer
+from tests.integration.stages import Stage
+
+
+class RedisTape:
+    """The commands with *about* in them that a Redis server was given, by MONITOR; what scripts ran does not count."""
+
+    def __init__(self, url: str, about: str = "") -> None:
+        self._url = url
+        self._about = about
+        self._client = redis.Redis.from_url(url)
+        self._lines: list[str] = []
+        self._stop = Event()
+        self._started = Event()
+        self._thread = Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        self._started.wait(10)
+
+    def _listen(self) -> None:
+        client = redis.Redis.from_url(self._url, socket_timeout=None)
+        with client.monitor() as monitor:
+            self._started.set()
+            while not self._stop.is_set():
+                command = monitor.next_command()
+                if command["client_type"] != "lua":
+                    self._lines.append(command["command"])
+
+    def _mark(self) -> int:
+        marker = f"marker-{uuid4().hex}"
+        self._client.echo(marker)
+        wait_until(lambda: any(marker in line for line in self._lines), 10, "the marker in MONITOR")
+        return next(place for place, line in enumerate(self._lines) if marker in line)
+
+    def during(self, action: Callable[[], object]) -> list[str]:
+        """The first words of the commands that came while *action* ran."""
+        start = self._mark()
+        action()
+        told = self._lines[start + 1 : self._mark()]
+        return [line.split()[0].upper() for line in told if self._about in line]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stop.set()
+        self._client.echo("end")
+        self._thread.join(10)
+        self._client.close()
+
+
+class SqlTape:
+    """The statements a PostgreSQL server was given, by its own log (``log_statement=all``), BEGIN and COMMIT too."""
+
+    _STATEMENT = re.compile(r"LOG: +(?:statement|execute [^:]+): (.*)")
+
+    def __init__(self, server: PostgresServer, run: Callable[[str], Any]) -> None:
+        self._server = server
+        self._run = run
+
+    def _mark(self) -> int:
+        marker = f"marker-{uuid4().hex}"
+        self._run(f"SELECT '{marker}'")
+        wait_until(lambda: marker in self._server.logs(), 10, "the marker in the log")
+        log = self._server.logs()
+        return log.rindex("\n", 0, log.index(marker))
+
+    def during(self, action: Callable[[], object]) -> list[str]:
+        """The statements that came while *action* ran."""
+        start = self._mark()
+        action()
+        end = self._mark()
+        told = self._STATEMENT.findall(self._server.logs()[start:end])
+        return [statement for statement in told if "marker-" not in statement]
+
+
+class Bench:
+    """A stage with one warmed-up child, and what its servers were asked."""
+
+    def __init__(self, stage: Stage, postgres: PostgresServer, tape: RedisTape) -> None:
+        self.stage = stage
+        self.redis = tape
+        self.sql = SqlTape(postgres, self.ask)
+
+    def ask(self, statement: str) -> list[dict[str, Any]]:
+        """Ask the database."""
+        with self.stage._engine.connect() as connection:
+            return [dict(row) for row in connection.exec_driver_sql(statement).mappings()]
+
+    def cost(self, action: Callable[[], object]) -> tuple[list[str], list[str]]:
+        """The Redis commands and the SQL statements of *action*."""
+        commands: list[str] = []
+
+        def both() -> None:
+            commands.extend(self.redis.during(action))
+
+        statements = self.sql.during(both)
+        return commands, [statement.split()[0].upper() for statement in statements]
+
+    def version(self, key: str) -> dict[str, Any]:
+        """Where the row's tuple lies and which transaction wrote it: any write moves both."""
+        (found,) = self.ask(f"SELECT xmin::text, ctid::text FROM celery_leases_records WHERE key = '{key}'")  # noqa: S608
+        return found
+
+    def close(self) -> None:
+        """End the stage, and stop listening."""
+        self.redis.close()
+        self.stage.close()

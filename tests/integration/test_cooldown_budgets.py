@@ -1,0 +1,89 @@
+"""What failures, cooldowns and gates cost: trips and statements of a warmed-up worker, counted at the servers."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from tests.integration.conftest import BenchFactory
+from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, refusal
+from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, REDIS_REDIS_POSTGRES, spelled
+from tests.integration.tapes import Bench
+
+
+@pytest.fixture(scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled)
+def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterator[Bench]:
+    """A worker that has run, failed, refused, and closed a gate before."""
+    made = bench_factory(request.param, home=COOLING)
+    tasks = made.stage.tasks
+    for n in range(8):
+        tasks.slow.delay(f"warm-{n}", [OK]).get(timeout=PATIENCE)
+        tasks.gated.delay(f"warm-{n}", [OK], "warm").get(timeout=PATIENCE)
+        _fails(made, "slow", f"warm-failed-{n}", [BROKEN])
+        refusal(tasks.slow.delay(f"warm-failed-{n}", [BROKEN]))
+        _fails(made, "gated", f"warm-failed-{n}", [BUSY], f"warm-{n}")
+        refusal(tasks.gated.delay(f"warm-failed-{n}", [BUSY], f"warm-{n}"))
+    yield made
+    made.close()
+
+
+def _fails(bench: Bench, task: str, *arguments: object) -> None:
+    call = getattr(bench.stage.tasks, task).delay(*arguments)
+    assert isinstance(call.get(timeout=PATIENCE, propagate=False), Exception)
+    # What comes after the caller was told belongs to the call too.
+    wait_until(lambda: bool(bench.stage.log(f"{call.id}] raised")), PATIENCE, "the end of the call")
+
+
+def test_a_first_run_behind_an_open_gate_costs_no_more_than_one_without_a_group(bench: Bench, name: str) -> None:
+    """The gate is asked at by the trip that acquires, or by the statement that claims."""
+    tasks = bench.stage.tasks
+    alone = bench.cost(lambda: tasks.slow.delay(name, [OK]).get(timeout=PATIENCE))
+    grouped = bench.cost(lambda: tasks.gated.delay(name, [OK], f"group-{name}").get(timeout=PATIENCE))
+    assert grouped[0] == alone[0] == ([] if bench.stage.lease_store == "database" else ["EVALSHA", "EVALSHA"])
+    assert len(grouped[1]) == len(alone[1]) == 2
+
+
+def test_a_failure_that_cools_its_key_costs_what_a_success_costs(bench: Bench, name: str) -> None:
+    """Acquire, claim, settle, and the change of the lease into a cooldown in place of its release."""
+    commands, statements = bench.cost(lambda: _fails(bench, "slow", name, [BROKEN]))
+    if bench.stage.lease_store == "database":
+        assert (commands, len(statements)) == ([], 2)
+    else:
+        assert (commands, len(statements)) == (["EVALSHA", "EVALSHA"], 2)
+
+
+def test_a_press_during_a_cooldown_is_refused_by_one_statement_that_writes_nothing(bench: Bench, name: str) -> None:
+    """At most two commands and one statement; the row's tuple is the one that was there before."""
+    _fails(bench, "slow", name, [BROKEN])
+    before = bench.version(f"slow:{name}")
+    commands, statements = bench.cost(lambda: refusal(bench.stage.tasks.slow.delay(name, [BROKEN])))
+    assert len(commands) <= (0 if bench.stage.lease_store == "database" else 2)
+    assert len(statements) == 1
+    assert bench.version(f"slow:{name}") == before
+
+
+def test_closing_a_gate_costs_one_look_and_one_write_more(bench: Bench, name: str) -> None:
+    """One trip per closing, however many keys of the group there are."""
+    commands, statements = bench.cost(lambda: _fails(bench, "gated", name, [BUSY], f"group-{name}"))
+    if bench.stage.lease_store == "database":
+        assert not commands
+        assert len(statements) == 4
+    else:
+        assert commands == ["EVALSHA"] * 4
+        assert len(statements) == 2
+
+
+def test_a_press_at_a_shut_gate_is_refused_by_one_statement_that_writes_nothing(bench: Bench, name: str) -> None:
+    """A key that never ran: no row is made for it; and one that did is replayed at the same price."""
+    group, tasks = f"group-{name}", bench.stage.tasks
+    value = tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE)
+    before = bench.version(f"gated:{name}-done")
+    bench.stage.client.close_group(group, 60)
+    commands, statements = bench.cost(lambda: refusal(tasks.gated.delay(name, [OK], group)))
+    assert len(commands) <= (0 if bench.stage.lease_store == "database" else 1)
+    assert len(statements) <= (2 if bench.stage.lease_store == "database" else 1)
+    assert bench.stage.row("gated", f"gated:{name}") is None
+
+    again = bench.cost(lambda: tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE) == value)
+    assert (len(again[0]), len(again[1])) == (len(commands), len(statements))
+    assert bench.version(f"gated:{name}-done") == before
