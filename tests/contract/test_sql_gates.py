@@ -243,6 +243,7 @@ def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(store: Databas
     answer = store.acquire(bid)
     assert isinstance(answer, Shut)
     assert found(store, GROUP).probe is None
+    assert not store.take_probe(GROUP, bid.token, 15.0)
 
 
 def test_leases_are_renewed_whatever_becomes_of_their_slots(store: DatabaseLeaseStore) -> None:
