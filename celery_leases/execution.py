@@ -98,6 +98,8 @@ class Execution:
         self.entry.report(call, outcome, runtime)
         if isinstance(ending, Interrupted | Terminated):
             return Throw(ending.error)
+        if done.result is None and isinstance(ending, Returned):
+            return Answer(ending.value)  # as it could not be kept, what the body returned is all there is
         return Answer(decode(done.result))
 
     def _not_committed(self, call: Call, record: Record, ending: Ending) -> Ending:
@@ -197,7 +199,8 @@ class Execution:
             failed.__cause__ = ending.error
             return Throw(failed)
         message = f"Retry available in {in_words(wait)}: {ending.error}"
-        refusal = CoolingDown(message, call.key.key, self.entry.today() + wait, wait, outcome.reason, rule)
+        reason = outcome.failure.reason if outcome.failure else outcome.ended.value
+        refusal = CoolingDown(message, call.key.key, self.entry.today() + wait, wait, reason, rule)
         refusal.__cause__ = ending.error
         return Throw(refusal, news=news)
 

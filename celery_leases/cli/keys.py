@@ -123,6 +123,8 @@ def release(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: 
     echo_status(status, as_json=as_json)
     if status.state == State.FAILED:
         click.echo("nothing held it; `leases retry` lets a failed key run again", err=True)
+    elif status.state == State.COOLING:
+        click.echo("nothing held it; `leases retry` ends its cooldown", err=True)
     else:
         click.echo("released; nothing is queued by this: call the task again, or wait for its message", err=True)
 

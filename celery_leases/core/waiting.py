@@ -7,6 +7,7 @@ from typing import Final, assert_never
 from celery_leases.core.durations import in_words
 from celery_leases.core.errors import CoolingDown
 from celery_leases.core.records import Record, State
+from celery_leases.core.rulings import Reason
 from celery_leases.core.verdicts import Call, Drop, Facts, PutBack, Refuse, Run, Verdict
 
 RETRY_GRACE: Final = 1.0
@@ -52,7 +53,8 @@ def _cooling_down(call: Call, record: Record | None, facts: Facts, waits: float)
     name = f"cooldown group {gate.group}" if by_gate and gate is not None else call.key.key
     reason = gate.reason if by_gate and gate is not None else failure.reason if failure else None
     rule = gate.rule if by_gate and gate is not None else failure.rule if failure else None
-    why = f" ({reason})" if reason else ""
+    said = gate.message if by_gate and gate is not None and reason == Reason.ASKED else None
+    why = f" ({said or reason})" if said or reason else ""
     message = f"Retry available in {in_words(waits)}: {name} is waiting for its time{why}"
     return CoolingDown(message, call.key.key, facts.today + waits, waits, reason, rule)
 
