@@ -16,6 +16,7 @@ from typing import Any
 import click
 import kombu
 
+from celery_leases.testing.process import GuardedProcess
 from example_project import jsonlines
 from example_project.narrator import Narrator, short
 from example_project.play import Play, perform
@@ -43,10 +44,10 @@ class InvoiceStage(Stage):
         self.outbox = self.home / "outbox.jsonl"
         return {"OUTBOX": str(self.outbox), "RENDER_SECONDS": str(RENDER)}
 
-    def publish(self, customers: list[int], webs: Mapping[str, str]) -> None:
+    def publish(self, customers: list[int], webs: Mapping[str, str]) -> dict[str, GuardedProcess]:
         """Let web processes ask for invoices at the same time; *webs*: how each of them publishes, by its name."""
         asked = [MONTH, *map(str, customers)]
-        self.run({web: ["example_project.web", web, how, *asked] for web, how in webs.items()})
+        return {web: self.start(web, ["example_project.web", web, how, *asked]) for web, how in webs.items()}
 
     def mailed(self) -> list[str]:
         """The keys of the invoices in the outbox, as often as they were mailed."""
@@ -75,25 +76,31 @@ class Demo(Play[InvoiceStage]):
     def _two_webs_and_a_dead_child(self) -> None:
         customers = [1842, 1843, 1844, 1845, 1846]
         self.narrator.scene("Two web processes ask for the same five invoices, and a pool child is killed")
-        self.stage.publish(customers, {"web-1": "delay", "web-2": "send_task"})
+        webs = self.stage.publish(customers, {"web-1": "delay", "web-2": "send_task"})
         begun = self.wait(lambda: self._begun(f"invoice:{customers[0]}:{MONTH}"), 15, "the first invoice to begin")
         self.wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
         self._kill(f"pool child {begun['pid']}", begun, begun["pid"], KEY_BOUND)
-        self.wait(self.all_answered, 25, "answers to all ten calls")
+        self._hear(webs, 25, "answers to all ten calls")
 
     def _a_dead_worker(self) -> None:
         customer = 1847
         key = f"invoice:{customer}:{MONTH}"
         self.narrator.scene("One more invoice, and the whole worker that is at it is killed")
-        self.stage.publish([customer], {"web-1": "delay"})
+        webs = self.stage.publish([customer], {"web-1": "delay"})
         begun = self.wait(lambda: self._begun(key), 15, "the invoice to begin")
         self.wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
         worker = self.stage.workers[begun["worker"]]
         self._kill(f"{begun['worker']} with its pool", begun, worker.pid, WORK_BOUND)
-        self.wait(self.all_answered, 25, "the answer")
+        self._hear(webs, 25, "the answer")
         self.narrator.scene("Asked again, long after it was done")
-        self.stage.publish([customer], {"web-2": "send_task"})
-        self.wait(self.all_answered, 15, "the answer")
+        self._hear(self.stage.publish([customer], {"web-2": "send_task"}), 15, "the answer")
+
+    # -- small steps ---------------------------------------------------------------------------------------
+
+    def _hear(self, webs: Mapping[str, GuardedProcess], timeout: float, what: str) -> None:
+        for web, process in webs.items():
+            self.stage.finish(web, process)
+        self.wait(self.all_answered, timeout, what)
 
     def _kill(self, what: str, begun: Mapping[str, Any], pid: int, bound: float) -> None:
         at = time.monotonic()

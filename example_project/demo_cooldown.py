@@ -5,20 +5,21 @@ Exits with 1 when a promise was broken.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from urllib.request import Request, urlopen
 
 import click
 
 from example_project.bill import LEASES, PLAIN, Account, Bill, Promise
+from example_project.conversation import ask
 from example_project.model import PRICE, Charge, charges
 from example_project.narrator import Narrator
 from example_project.play import Play, perform
-from example_project.stage import Stage
+from example_project.stage import CommandFailed, Stage
 
 FIVE_MINUTES = 295
 """Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5 s."""
@@ -39,22 +40,24 @@ EXPLANATION = f"""
 
 
 class PaidStage(Stage):
-    """A stage with a paid model, a process of its own."""
+    """A stage with a paid model and two web sites, each a process of its own."""
 
     modules = (*Stage.modules, "example_project.plain")
 
     def furnish(self) -> dict[str, str]:
-        """Start the model, and tell the workers where it is."""
+        """Start the servers, and tell the workers where the model is."""
+        os.environ["no_proxy"] = "127.0.0.1"
         self._ledger = self.home / "ledger.jsonl"
-        model = self.start("model", ["example_project.model", str(self._ledger)])
-        port = model.wait_for_log(r"listens on port (\d+)$", 20)[1]
-        self.model_url = f"http://127.0.0.1:{port}"
-        return {"MODEL_URL": self.model_url, "COOLDOWN_SECONDS": str(COOLDOWN), "no_proxy": "127.0.0.1"}
+        servers = {"model": ["example_project.model", str(self._ledger)]}
+        servers |= {web: ["example_project.website", web] for web in WEBS.values()}
+        started = {name: self.start(name, command) for name, command in servers.items()}
+        ports = {name: server.wait_for_log(r"listens on port (\d+)$", 20)[1] for name, server in started.items()}
+        self._urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+        return {"MODEL_URL": self._urls["model"], "COOLDOWN_SECONDS": str(COOLDOWN)}
 
     def trouble(self, model: str, **what: float) -> None:
         """Say what is wrong with a model from now on; nothing, if nothing is said."""
-        url, body = f"{self.model_url}/troubles/{model}", json.dumps(what).encode()
-        urlopen(Request(url, body, method="PUT"), timeout=5).close()  # noqa: S310 - the model of this stage
+        self._ask("model", f"troubles/{model}", what, method="PUT")
 
     def charges(self, side: str, model: str) -> list[Charge]:
         """What one side was billed for calls of one model."""
@@ -63,19 +66,29 @@ class PaidStage(Stage):
 
     def press(self, task: str, times: int, model: str, documents: Sequence[int]) -> None:
         """Press the button *times* times for each document, on both sides at once."""
-        asked = [str(times), model, *map(str, documents)]
-        buttons = {
-            WEBS[side]: ["example_project.button", WEBS[side], f"{MODULES[side]}.{task}", *asked] for side in MODULES
-        }
-        self.run(buttons)
+        asked = {"times": times, "model": model, "documents": documents}
+        with ThreadPoolExecutor() as fingers:
+            presses = [
+                fingers.submit(self._ask, WEBS[side], "button", {"task": f"{MODULES[side]}.{task}", **asked})
+                for side in WEBS
+            ]
+        for press in presses:
+            press.result()
 
     def page(self, key: str) -> str:
         """What the page of a document says to its reader."""
-        return self.run({"page": ["example_project.page", f"{MODULES[LEASES]}.write_summary", key]})["page"].strip()
+        return str(self._ask(WEBS[LEASES], "page", {"task": f"{MODULES[LEASES]}.write_summary", "key": key}))
+
+    def _ask(self, server: str, path: str, value: Any, method: str = "POST") -> Any:
+        try:
+            return ask(f"{self._urls[server]}/{path}", value, method)
+        except OSError as error:
+            raise CommandFailed(f"{server} does not answer: {error}") from None
 
     def operate(self, *words: str) -> str:
         """What ``celery leases`` prints."""
-        return self.run({"operator": ["celery", "-A", "example_project", "leases", *words]})["operator"]
+        command = ["celery", "-A", "example_project", "leases", *words]
+        return self.finish("operator", self.start("operator", command))
 
 
 @dataclass(frozen=True)
@@ -168,7 +181,8 @@ class Demo(Play[PaidStage]):
         self._begin(NONSENSE, "A model whose first two answers break off: nothing says how long to wait")
         self.stage.trouble(NONSENSE.model, nonsense=2)
         self._press("write_summary_overnight", NONSENSE)
-        waits = [event["retry_after"] for event in self._events("AttemptSettled", NONSENSE.keys)][:-1]
+        settled = self._events("AttemptSettled", NONSENSE.keys)
+        waits = [event["retry_after"] for event in settled if event["state"] == "cooling"]
         times = [charge.t for charge in self.stage.charges(LEASES, NONSENSE.model)]
         early = [wait for (before, t), wait in zip(pairwise(times), waits, strict=False) if t < before + wait]
         promised, seen = (", then ".join(f"{wait:g} s" for wait in each) for each in ([COOLDOWN, 2 * COOLDOWN], waits))

@@ -16,12 +16,11 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from typing import Any
 
 from example_project import jsonlines
+from example_project.conversation import Conversation, serve
 
 PRICE = 2
 """Cents for each call."""
@@ -69,12 +68,12 @@ class Model(ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(self, ledger: Path, port: int) -> None:
-        super().__init__(("127.0.0.1", port), _Conversation)
+        super().__init__(("127.0.0.1", port), _Call)
         self.troubles: dict[str, Trouble] = {}
         self._ledger = ledger
         self._lock = threading.Lock()
 
-    def answer(self, account: str, model: str, document: int) -> tuple[int, dict[str, str], bytes]:
+    def bill(self, account: str, model: str, document: int) -> tuple[int, dict[str, str], bytes]:
         """Bill one call, and give status, headers and body of its answer."""
         with self._lock:
             trouble = self.troubles.setdefault(model, Trouble())
@@ -84,36 +83,24 @@ class Model(ThreadingTCPServer):
             jsonlines.append(self._ledger, asdict(Charge(time.monotonic(), account, model, document, status, PRICE)))
         if wait:
             error = {"code": "rate_limit_exceeded", "message": f"{model} is busy"}
-            return status, {"Retry-After": str(math.ceil(wait))}, json.dumps({"error": error}).encode()
+            return status, {"Retry_After": str(math.ceil(wait))}, json.dumps({"error": error}).encode()
         time.sleep(THINKING)
         summary = json.dumps({"summary": f"What matters in document {document}"}).encode()
         return status, {}, summary[: len(summary) // 2] if broken_off else summary
 
 
-class _Conversation(BaseHTTPRequestHandler):
+class _Call(Conversation):
     server: Model
 
-    def do_POST(self) -> None:
-        asked = self._body()
+    def do_POST(self) -> None:  # noqa: N802 - the name http.server calls
+        asked = self.asked()
         account = self.headers["Authorization"].removeprefix("Bearer ")
-        self._send(*self.server.answer(account, asked["model"], asked["document"]))
+        status, headers, body = self.server.bill(account, asked["model"], asked["document"])
+        self.answer(body, status, **headers)
 
-    def do_PUT(self) -> None:
-        self.server.troubles[self.path.rpartition("/")[2]] = Trouble(**self._body())
-        self._send(204, {}, b"")
-
-    def _body(self) -> Any:
-        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing: the ledger tells it all."""
+    def do_PUT(self) -> None:  # noqa: N802 - the name http.server calls
+        self.server.troubles[self.path.rpartition("/")[2]] = Trouble(**self.asked())
+        self.answer(b"null")
 
 
 def charges(ledger: Path) -> list[Charge]:
@@ -122,6 +109,4 @@ def charges(ledger: Path) -> list[Charge]:
 
 
 if __name__ == "__main__":
-    with Model(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0) as model:
-        print(f"listens on port {model.server_address[1]}", flush=True)
-        model.serve_forever()
+    serve(Model(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

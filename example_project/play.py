@@ -73,6 +73,7 @@ class Play(ABC, Generic[StageT]):
         while True:
             self._listen()
             if found := seen():
+                self._listen()  # what led to it may have been written since
                 return found
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no sign of {what} after {timeout:g} s")

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,13 +66,14 @@ class Stage:
             self.journal = journal.Journal(self.home / "journal.jsonl")
             for name in [name for name in os.environ if name.startswith(("CELERY_", "LEASES_", "DEMO_"))]:
                 del os.environ[name]
-            os.environ |= self._environment() | self.furnish()
+            os.environ |= self._environment()
+            os.environ |= self.furnish()
             self.app = Celery("demo", broker=self._database(0), backend=self._database(1))
             undo.pop_all()
         return self
 
     def furnish(self) -> dict[str, str]:
-        """Start what else the story needs, and give the environment variables that tell its processes of it."""
+        """Start what else the story needs, and give the environment variables that tell workers of it."""
         return {}
 
     def _environment(self) -> dict[str, str]:
@@ -118,13 +119,11 @@ class Stage:
         self._pids.add(process.pid)
         return process
 
-    def run(self, commands: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """Run Python modules to their ends, side by side, and give what each printed. Raises CommandFailed."""
-        processes = {name: self.start(name, command) for name, command in commands.items()}
-        for name, process in processes.items():
-            if process.wait(20) != 0:
-                raise CommandFailed(f"{name} has failed and says:\n{process.logs().rstrip()}")
-        return {name: process.logs() for name, process in processes.items()}
+    def finish(self, name: str, process: GuardedProcess) -> str:
+        """Wait until a process has ended, and give what it printed. Raises CommandFailed."""
+        if process.wait(20) != 0:
+            raise CommandFailed(f"{name} has failed and says:\n{process.logs().rstrip()}")
+        return process.logs()
 
     @property
     def requests(self) -> list[Request]:

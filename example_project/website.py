@@ -1,0 +1,59 @@
+"""The web process of the demo: a button that publishes calls, and a page that says where a document stands.
+
+``python -m example_project.website web-1`` notes the ids of its calls in the journal, under that name. It imports no
+task.
+
+* ``POST /button`` with ``{"task", "times", "model", "documents"}`` presses it *times* times for each document.
+* ``POST /page`` with ``{"task", "key"}`` answers with what is shown to the reader.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from socketserver import TCPServer
+
+from celery_leases import LeaseClient
+from example_project import app, journal
+from example_project.conversation import Conversation, serve
+
+PAUSE = 0.05
+"""Seconds between two presses; a hurried finger."""
+
+
+class Website(TCPServer):
+    """The server, known to the journal by its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Visit)
+        self.name = name
+        self.leases = LeaseClient(app.conf.leases_url, app.conf.leases_database_url)
+
+    def press(self, task: str, times: int, model: str, documents: list[int]) -> None:
+        """Publish *times* calls for each document."""
+        began, calls = time.monotonic(), []
+        for _ in range(times):
+            for document in documents:
+                call = app.send_task(task, kwargs={"document_id": document, "model": model})
+                calls.append((f"document:{document}", call.id))
+            time.sleep(PAUSE)
+        how = task.removeprefix("example_project.")
+        journal.write("Asked", t=began, worker=self.name, how=how, key=calls[0][0], calls=calls)
+
+    def page(self, task: str, key: str) -> str:
+        """What is shown to the reader of a document."""
+        return self.leases.status(key, task=task).message()
+
+
+class _Visit(Conversation):
+    server: Website
+
+    def do_POST(self) -> None:  # noqa: N802 - the name http.server calls
+        serving: Mapping[str, Callable[..., str | None]] = {"/button": self.server.press, "/page": self.server.page}
+        self.answer(json.dumps(serving[self.path](**self.asked())).encode())
+
+
+if __name__ == "__main__":
+    serve(Website(sys.argv[1]))
