@@ -128,6 +128,7 @@ refuses = _task("refuses", lease_cooldown=_exactly(1.5), lease_on_cooldown="fail
 waits = _task("waits", lease_cooldown=_exactly(1.5), lease_on_cooldown="put_back")
 ignores = _task("ignores", lease_cooldown=_exactly(1.5), lease_on_cooldown="ignore")
 grouped = _task("grouped", lease_on_cooldown="put_back", **_GROUPED)
+visits = _task("visits", lease_on_cooldown="put_back", lease_after_cooldown="stop", **_GROUPED)
 gated = _task("gated", lease_after_cooldown="stop", **_GROUPED)
 
 

@@ -1,0 +1,211 @@
+"""Cooldown groups under real workers: one gate for all keys of a dependency, one probe, and what it spares."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from celery_leases import GroupStatus
+from celery_leases.testing.process import wait_until
+from tests.integration.conftest import StageFactory
+from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, assert_sound, paid, refusal, status
+from tests.integration.remote import Limiter
+from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """Two workers with four children each; at the end nothing may be left in the queue."""
+    made = stage_factory(request.param, home=COOLING)
+    second = made.new_worker().start()
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        second.teardown()
+        made.close()
+
+
+@pytest.fixture
+def group(name: str) -> str:
+    """A cooldown group that no other test uses."""
+    return f"model-{name}"
+
+
+def gate_of(stage: Stage, group: str) -> GroupStatus | None:
+    """Where the gate stands; ``None``: open."""
+    return next((gate for gate in stage.client.groups() if gate.group == group), None)
+
+
+def log_of_both(stage: Stage, about: str = "") -> list[str]:
+    """The lines of both workers' logs in which *about* occurs, oldest first."""
+    logs = "\n".join(log.read_text(errors="replace") for log in stage.directory.glob("worker-*.log"))
+    return sorted(line for line in logs.splitlines() if about in line)
+
+
+def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
+    """Those lines once there are so many of them."""
+    wait_until(lambda: len(log_of_both(stage, about)) >= number, PATIENCE, f"{number} lines with {about!r}")
+    return log_of_both(stage, about)
+
+
+# -- what it spares ----------------------------------------------------------------------------------------
+
+
+def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(stage: Stage, name: str) -> None:
+    """The limit counts what it rejects, as real ones do: alone, the keys keep it shut for one another.
+
+    Both runs are counted by the limited server. In its group every key gets through by itself and is accepted once;
+    alone they have wasted ten times as many calls before they are through, and finish only once the limit is lifted.
+    """
+    keys = 60 if stage.lease_store == "database" else 200
+    with Limiter(20, 2.0, stage.directory / f"{name}-together") as limiter:
+        began = time.monotonic()
+        results = [stage.tasks.asks_together.delay(f"{name}-{n}", limiter.url) for n in range(keys)]
+        assert [result.get(timeout=80) for result in results] == [f"{name}-{n}" for n in range(keys)]
+        together, took = limiter.counts, time.monotonic() - began
+    assert together["accepted"] == keys
+    print(f"together: {together} in {took:.1f} s")
+
+    with Limiter(20, 2.0, stage.directory / f"{name}-alone") as limiter:
+        began = time.monotonic()
+        results = [stage.tasks.asks.delay(f"{name}-{n}", limiter.url) for n in range(keys)]
+        enough = 10 * max(together["rejected"], 1) + 1
+        wait_until(lambda: limiter.counts["rejected"] >= enough, 80, f"{enough} rejected calls")
+        alone, took = limiter.counts, time.monotonic() - began
+        assert alone["accepted"] < keys
+        limiter.lift()
+        assert [result.get(timeout=80) for result in results] == [f"{name}-{n}" for n in range(keys)]
+        assert limiter.counts["accepted"] == keys
+    print(f"alone: {alone} after {took:.1f} s")
+
+
+def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(stage: Stage, name: str, group: str) -> None:
+    """Eight bodies that were in flight fail together; the gate closes for the first wait, not for the eighth."""
+    gate = stage.gate()
+    script = [["when", str(gate), *BUSY], OK]
+    results = [stage.tasks.grouped.delay(f"{name}-{n}", script, group) for n in range(8)]
+    wait_until(lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(8)) == 8, PATIENCE, "eight bodies")
+    gate.touch()
+    lines = wait_for_lines(stage, f"cooldown group {group} is closed", 8)
+    assert all("trip 1 in a row" in line for line in lines), lines
+    assert [result.get(timeout=PATIENCE)["paid"] for result in results] == [2] * 8
+    assert gate_of(stage, group) is None
+
+
+# -- one probe ---------------------------------------------------------------------------------------------
+
+
+def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
+    stage: Stage, name: str, group: str
+) -> None:
+    """Eight children and twenty calls that wait: one body, until it has succeeded. Waiting spends no attempt."""
+    stage.client.close_group(group, 1.5, "overloaded")
+    gate, keys = stage.gate(), [f"{name}-{n}" for n in range(20)]
+    results = [stage.tasks.grouped.delay(key, [["when", str(gate), "ok"]], group) for key in keys]
+    wait_until(lambda: any(paid(stage, key) for key in keys), PATIENCE, "the probe")
+    shown = gate_of(stage, group)
+    assert shown is not None
+    assert (shown.state, shown.reason) == ("probing", "asked")
+    so_far = len(log_of_both(stage, f"cooldown group {group} is waiting"))
+    wait_for_lines(stage, f"cooldown group {group} is waiting", so_far + 20)
+    assert sum(len(paid(stage, key)) for key in keys) == 1
+    gate.touch()
+    assert [result.get(timeout=PATIENCE) for result in results] == [{"name": key, "paid": 1} for key in keys]
+    assert gate_of(stage, group) is None
+    for key in keys:
+        row = stage.row("grouped", f"grouped:{key}")
+        assert row is not None
+        assert (row["attempt"], row["failures"], row["quick_retries"], row["cooldowns"]) == (1, 0, 0, 0)
+
+
+def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(stage: Stage, name: str, group: str) -> None:
+    """1.5 s, then 3 s; the third attempt opens it. None of it counts as a failure of the key."""
+    result = stage.tasks.grouped.delay(name, [BUSY, BUSY, OK], group)
+    first, second = wait_for_lines(stage, f"cooldown group {group} is closed", 2)[:2]
+    assert "closed for 1.5 s by rule busy: trip 1 in a row" in first
+    assert "closed for 3.0 s by rule busy: trip 2 in a row" in second
+    shown = status(stage, "grouped", name)
+    assert (shown.state, shown.scope, shown.group, shown.failures) == ("cooling", "group", group, 0)
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 3}
+    runs = paid(stage, name)
+    assert runs[1]["t"] - runs[0]["t"] >= 1.5
+    assert runs[2]["t"] - runs[1]["t"] >= 3.0
+    assert len(log_of_both(stage, f"cooldown group {group} is open again")) == 1
+    assert gate_of(stage, group) is None
+
+
+def test_a_probe_that_fails_of_something_else_opens_its_group(stage: Stage, name: str, group: str) -> None:
+    """The dependency has answered: what is wrong is this key, and it alone waits."""
+    stage.client.close_group(group, 1.0)
+    stage.tasks.grouped.delay(name, [BROKEN, OK], group)
+    wait_for_lines(stage, f"cooldown group {group} is open again", 1)
+    assert stage.tasks.grouped.delay(f"{name}-other", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    shown = status(stage, "grouped", name)
+    assert (shown.state, shown.scope, shown.failures) == ("cooling", "key", 1)
+    stage.wait_for_state("grouped", f"grouped:{name}", "done")
+
+
+@pytest.mark.parametrize("word", ["later", "snooze"])
+def test_a_probe_that_comes_back_itself_leaves_its_group_half_open(
+    stage: Stage, name: str, group: str, word: str
+) -> None:
+    """A quick retry or a snooze says nothing of the dependency: the call probes once more, and then opens the gate."""
+    stage.client.close_group(group, 1.0)
+    gates = [stage.gate(), stage.gate()]
+    script = [["when", str(gates[0]), word, 0.2], ["when", str(gates[1]), "ok"]]
+    result = stage.tasks.grouped.delay(name, script, group)
+    for number, gate in enumerate(gates, 1):
+        stage.wait_for("paid", number, name=name)
+        shown = gate_of(stage, group)
+        assert shown is not None
+        assert (shown.state, shown.trips) == ("probing", 1)
+        gate.touch()
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
+
+
+def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(stage: Stage, name: str, group: str) -> None:
+    """Its slot is free at once for the next call, which opens the gate."""
+    stage.client.close_group(group, 1.0)
+    with pytest.raises(TimeoutError):
+        stage.tasks.visits.delay(name, [["read timeout"]], group).get(timeout=PATIENCE)
+    shown = gate_of(stage, group)
+    assert shown is not None
+    assert (shown.state, shown.trips) == ("half_open", 1)
+    assert stage.tasks.visits.delay(f"{name}-next", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
+
+
+def test_finished_work_is_replayed_through_a_closed_gate(stage: Stage, name: str, group: str) -> None:
+    """A gate stops bodies only; a key that never ran is refused meanwhile, and told of the group."""
+    value = stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE)
+    stage.client.close_group(group, 60, "invoice overdue")
+    assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == value
+    told = refusal(stage.tasks.gated.delay(f"{name}-new", [OK], group))
+    assert (told.reason, told.rule) == ("asked", "operator")
+    assert f"cooldown group {group}" in str(told)
+    assert 50 < told.retry_after <= 60
+    assert len(paid(stage, name)) == 1
+
+
+# -- the operator ------------------------------------------------------------------------------------------
+
+
+def test_an_operator_closes_and_opens_a_gate(stage: Stage, name: str, group: str) -> None:
+    """A body that runs is not disturbed; the next one may only start once the gate is open, and is no probe."""
+    gate = stage.gate()
+    running = stage.tasks.gated.delay(name, [["when", str(gate), "ok"]], group)
+    stage.wait_for("paid", name=name)
+    closed = stage.client.close_group(group, 60, "maintenance")
+    assert (closed.state, closed.trips, closed.error) == ("closed", 1, "maintenance")
+    assert stage.client.close_group(group, 5).retry_after == pytest.approx(60, abs=10), "never cut"
+    refusal(stage.tasks.gated.delay(f"{name}-next", [OK], group))
+    gate.touch()
+    assert running.get(timeout=PATIENCE) == {"name": name, "paid": 1}
+    assert gate_of(stage, group) is not None, "only a probe's success opens it"
+    assert stage.client.open_group(group)
+    assert stage.tasks.gated.delay(f"{name}-next", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    assert not stage.client.open_group(group)
+    assert_sound(stage, "gated", name, logs=log_of_both(stage))
