@@ -107,6 +107,10 @@ _THROTTLING: Final = (  # botocore/retries/standard.py: ThrottledRetryableChecke
 _GOOGLE_LIMITS: Final = ("rateLimitExceeded", "userRateLimitExceeded")  # with 403
 _LIMITS_IN_STREAMS: Final = ("rate_limit_exceeded", "rate_limit_error", "overloaded_error", "server_overloaded")
 _FAULTS_IN_STREAMS: Final = ("api_error", "server_error", "timeout_error", "internal_error")
+_WRONG_KEYS: Final = (  # Google's comes with a status of 400
+    *("ExpiredToken*", "UnrecognizedClient*", "InvalidClientTokenId", "InvalidAccessKeyId"),
+    "API_KEY_INVALID",
+)
 _RETRY_AFTER: Final = (HasHeader("retry-after"), HasHeader("retry-after-ms"))
 
 # -- row 2 -----------------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ DEFAULTS: Final = (
         "bad-credentials",
         _any(
             _status(401),
-            _code("ExpiredToken*", "UnrecognizedClient*", "InvalidClientTokenId", "InvalidAccessKeyId"),
+            _code(*_WRONG_KEYS),
             _grpc("UNAUTHENTICATED"),
             _smtp(530, 534, 535),
             library_errors.BAD_CREDENTIALS,

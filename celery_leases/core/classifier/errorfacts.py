@@ -22,6 +22,7 @@ _FALSE_BY_DEFAULT: Final = frozenset(
         "stripe.error.APIConnectionError",
         "google.auth.exceptions.TransportError",
         "google.auth.exceptions.TimeoutError",
+        "google.auth.exceptions.DefaultCredentialsError",
     }
 )
 """Not retryable unless somebody said otherwise, which nobody does: it says nothing of an answer that broke off."""

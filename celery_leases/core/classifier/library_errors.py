@@ -13,7 +13,10 @@ def _in_each(packages: str, *names: str) -> frozenset[str]:
 
 _HTTPX: Final = "httpx httpx2 httpcore httpcore2"
 
-BAD_CREDENTIALS: Final = NamedAs(_in_each("redis valkey", "AuthenticationError", "AuthorizationError"))
+BAD_CREDENTIALS: Final = NamedAs(
+    _in_each("redis valkey", "AuthenticationError", "AuthorizationError")
+    | {"botocore.NoCredentialsError", "google.DefaultCredentialsError"}
+)
 
 OWN_STORES: Final = NamedAs(
     _in_each(
@@ -75,9 +78,9 @@ INVALID_REQUEST: Final = NamedAs(
     | _in_each("httpx httpx2", "InvalidURL")
     | _in_each(_HTTPX, "UnsupportedProtocol", "LocalProtocolError")
     | _in_each("aiohttp", "InvalidURL", "NonHttpUrlClientError")
-    | {"urllib3.LocationValueError", "http.client.InvalidURL"}
+    | {"urllib3.LocationValueError", "http.client.InvalidURL", "botocore.ParamValidationError"}
 )
-"""It never left: the URL or a header is none."""
+"""It never left: the URL, a header or a parameter is none."""
 
 INVALID_DATA: Final = NamedAs(_in_each("sqlalchemy sqlite3 pymysql MySQLdb", "IntegrityError", "DataError"))
 """What SQLSTATE 22 and 23 say, from drivers that give none."""
