@@ -50,7 +50,10 @@ class Execution:
             return self.entry.away(error, away)
         if not isinstance(entered, Tenancy):
             return self._reply(call, entered)
-        return self._run(call, entered, body, away, taken)
+        try:
+            return self._run(call, entered, body, away, taken)
+        finally:
+            self.renewer.drop(entered.tenure)  # also where something raised that never should: the lease then expires
 
     def _run(self, call: Call, tenancy: Tenancy, body: Body, away: int, taken: float) -> Reply:
         tenure, record = tenancy.tenure, tenancy.record

@@ -27,6 +27,8 @@ UNITS: Final = {
 }
 """Seconds per unit; those of Go's durations, which HTTP headers use too, and days."""
 
+LET_PASS: Final = 5.0
+
 _NUMBER: Final = re.compile(r"\d{1,18}(?:\.\d{0,18})?|\.\d{1,18}", re.ASCII)
 _PART: Final = re.compile(rf"({_NUMBER.pattern})(ms|us|µs|ns|d|h|m|s)", re.ASCII)
 
@@ -60,10 +62,13 @@ def parsed(text: str) -> float | None:
 
 
 def in_words(span: float) -> str:
-    """*span* seconds for a person, rounded up: ``"45 seconds"``, ``"5 minutes"``, ``"2 hours"``."""
+    """*span* seconds for a person, rounded up: ``"45 seconds"``, ``"5 minutes"``, ``"2 hours"``.
+
+    Above a minute five seconds are let pass: a wait of five minutes with a little jitter is one of five minutes.
+    """
     for unit, size in (("hour", 3600), ("minute", 60)):
-        if span > size:
-            return _counted(math.ceil(span / size), unit)
+        if span - LET_PASS > size:
+            return _counted(math.ceil((span - LET_PASS) / size), unit)
     return _counted(max(1, math.ceil(span)), "second")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 from kombu.exceptions import DecodeError, EncodeError
@@ -44,7 +43,7 @@ def failure_of(error: BaseException, rule: str | None = None) -> Failure:
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure
-        message = "".join(traceback.format_exception_only(kind, None)).strip()
+        message = "(its text cannot be had)"
     message = message.replace("\x00", "").encode("utf-8", "replace").decode()
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     message = redact(message)

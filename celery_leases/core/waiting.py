@@ -6,7 +6,7 @@ from typing import Final, assert_never
 
 from celery_leases.core.durations import in_words
 from celery_leases.core.errors import CoolingDown
-from celery_leases.core.records import Record, State
+from celery_leases.core.records import Ended, Record, State
 from celery_leases.core.rulings import Reason
 from celery_leases.core.verdicts import Call, Drop, Facts, PutBack, Refuse, Run, Verdict
 
@@ -15,9 +15,16 @@ SHORTEST_DELAY: Final = 0.05
 
 
 def still_waits(call: Call, record: Record) -> bool:
-    """Whether the key's own time is not come; the call that waits is granted the travel time of its message."""
-    grace = RETRY_GRACE if record.call_id == call.call_id else 0.0
-    return record.state in (State.PENDING, State.COOLING) and record.waits > grace
+    """Whether the key's own time is not come."""
+    return record.state in (State.PENDING, State.COOLING) and record.waits > grace_of(record, call.call_id)
+
+
+def grace_of(record: Record, call_id: str) -> float:
+    """Seconds by which a call may come early: Celery sends its retry before the row is closed, from which we count.
+
+    What we put back ourselves is never early, and a server that named a time means it.
+    """
+    return RETRY_GRACE if record.call_id == call_id and record.ended is Ended.RETRIED else 0.0
 
 
 def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:

@@ -68,7 +68,8 @@ WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
     AND NOT ({same} AND (:repeat AND r.state IN ('pending', 'cooling') AND {over}
         OR r.retries > excluded.retries AND (r.state = 'running' OR r.ended = 'retried')))
     AND (r.state IN ('pending', 'cooling')
-        AND (r.retry_at IS NULL OR r.retry_at <= excluded.fence + CASE WHEN {same} THEN {grace} ELSE 0 END)
+        AND (r.retry_at IS NULL OR r.retry_at <= excluded.fence
+            + CASE WHEN {same} AND r.ended = 'retried' THEN {grace} ELSE 0 END)
         OR r.state = 'running' AND r.owner <> excluded.owner AND r.lease_store = excluded.lease_store
         AND (r.lease_until IS NULL OR r.lease_until <= excluded.fence OR {find}(:prior, r.owner) > 0)))
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from celery_leases.core.records import Attempt, Bid, Ended, Outcome, Record, Refused, State, Won
-from celery_leases.core.waiting import RETRY_GRACE
+from celery_leases.core.waiting import grace_of
 
 T = TypeVar("T")
 SECOND = 1_000_000
@@ -127,7 +127,7 @@ class FakeRecords:
         if not agrees or (same and (told or retried)):
             return False
         if row.state in (State.PENDING, State.COOLING):
-            return row.waits <= (RETRY_GRACE if same else 0.0)
+            return row.waits <= grace_of(row, bid.call_id)
         gone = row.lease_until is None or row.lease_until <= self.now or row.owner in bid.prior
         return row.state is State.RUNNING and row.lease_store == lease_store and gone
 

@@ -101,15 +101,18 @@ def test_what_is_written_with_every_unit_adds_up(days: int, hours: int, minutes:
         (1, "1 second"),
         (44.1, "45 seconds"),
         (60, "60 seconds"),
-        (60.5, "2 minutes"),
-        (241, "5 minutes"),
+        (65, "65 seconds"),
+        (66, "2 minutes"),
+        (246, "5 minutes"),
         (300, "5 minutes"),
-        (3600, "60 minutes"),
-        (3601, "2 hours"),
+        (305, "5 minutes"),
+        (306, "6 minutes"),
+        (3605, "60 minutes"),
+        (3606, "2 hours"),
         (7200, "2 hours"),
         (86_400, "24 hours"),
     ],
 )
 def test_a_span_in_words_is_rounded_up(span: float, said: str) -> None:
-    """Nobody who comes back after that time is too early."""
+    """Nobody who comes back after that time is too early by more than five seconds."""
     assert in_words(span) == said

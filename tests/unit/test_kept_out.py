@@ -10,7 +10,6 @@ from celery_leases.core.errors import CoolingDown
 from celery_leases.core.records import State
 from celery_leases.core.replies import Again, Answer, Throw
 from celery_leases.core.rulings import Reason, cooldown, permanent, retry
-from celery_leases.core.waiting import RETRY_GRACE
 from tests.unit.bench import Bench
 from tests.unit.fake_stores import Lasting
 from tests.unit.situations import KEY, THEIRS, raised
@@ -64,7 +63,7 @@ class TestAKeyThatCools:
         """As the next attempt, with its counts."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
-        bench.clock.sleep(60.0 - RETRY_GRACE)
+        bench.clock.sleep(60.0)
         assert bench.run(bench.again(call)) == Answer(1)
         assert (bench.row.attempt, bench.row.failures, bench.row.crashes) == (2, 0, 0)
 

@@ -15,7 +15,7 @@ from celery_leases.core.records import Ended, Record, State
 from celery_leases.core.replies import Over
 from celery_leases.core.rulings import Reason, cooldown, exactly, permanent, retry
 from celery_leases.core.verdicts import Call
-from celery_leases.core.waiting import RETRY_GRACE
+from celery_leases.core.waiting import grace_of
 from tests.unit.bench import Bench
 from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
 
@@ -78,7 +78,7 @@ def runs(bench: Bench, call: Call, what: str) -> None:
 def may_start(row: Record, call: Call) -> bool:
     """Whether nothing in the row as it was kept the call from running."""
     if row.state in (State.PENDING, State.COOLING):
-        return row.waits <= (RETRY_GRACE if row.call_id == call.call_id else 0.0)
+        return row.waits <= grace_of(row, call.call_id)
     if row.state is State.RUNNING:
         return row.lease_remaining == 0
     return call.options.rerun and row.call_id != call.call_id
