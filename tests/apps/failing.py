@@ -8,38 +8,15 @@ publishing until the file FAILPOINT_GATE is there.
 """
 
 import os
-import signal
 import time
-from pathlib import Path
 
 from celery.signals import task_success
 
-STEP = os.environ.get("FAILPOINT", "")
-
-
-def _strikes() -> bool:
-    for number in range(int(os.environ.get("FAILPOINT_TIMES", "1"))):
-        try:
-            Path(f"{os.environ['FAILPOINT_FILE']}.{number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        return True
-    return False
-
-
-def reach(step: str, *, whole_worker: bool = False) -> None:
-    """Die here if this is the step."""
-    if step == STEP and _strikes():
-        note("failpoint", step=step)
-        if whole_worker:
-            os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-from celery_leases import execution, putback  # noqa: E402
-from celery_leases.stores.sql import SqlRecordStore  # noqa: E402
-from tests.apps.leased import *  # noqa: E402, F403
-from tests.apps.leased import app, note, wait_for  # noqa: E402, F401
+from celery_leases import execution, putback
+from celery_leases.stores.sql import SqlRecordStore
+from tests.apps.failpoints import STEP, reach, strikes
+from tests.apps.leased import *  # noqa: F403
+from tests.apps.leased import app, note, wait_for  # noqa: F401
 
 _publish = putback.Copies._publish
 _put_back = putback.Copies.put_back
@@ -58,7 +35,7 @@ task_success.receivers.insert(0, task_success.receivers.pop())
 
 def _publish_and_die(self, *args, **kwargs):
     reach("before publish", whole_worker=True)
-    if STEP == "slow put back" and _strikes():
+    if STEP == "slow put back" and strikes():
         note("failpoint", step=STEP)
         wait_for(os.environ["FAILPOINT_GATE"])
     _publish(self, *args, **kwargs)
@@ -78,7 +55,7 @@ def _run_and_die(self, *args, **kwargs):
 
 
 def _settle_late(self, record, outcome):
-    if STEP == "slow settle" and _strikes():
+    if STEP == "slow settle" and strikes():
         note("failpoint", step=STEP)
         time.sleep(1.0)
     return _settle(self, record, outcome)

@@ -362,7 +362,7 @@ class TestEach:
 
     def test_nothing_is_saved_while_a_transaction_of_the_users_own_is_open(self, desk: Desk, attempt: Attempt) -> None:
         """It would wait for its own thread's lock."""
-        transaction = OpenTransaction()
+        transaction: Any = OpenTransaction()
         attempt.tenure.work.guard(transaction)
         with pytest.raises(GuardOpen):
             attempt.lease.save_progress(1)

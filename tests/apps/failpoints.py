@@ -1,0 +1,51 @@
+"""Named steps at which a process of the tests dies, so often.
+
+FAILPOINT names the step for a whole worker, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number)
+remembers that it has. :func:`reach_for` strikes once for one name, where the test has put a file for it into the
+directory FAILPOINTS.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from tests.apps.leased import note
+
+STEP = os.environ.get("FAILPOINT", "")
+
+
+def strikes() -> bool:
+    """Whether it is to strike once more."""
+    for number in range(int(os.environ.get("FAILPOINT_TIMES", "1"))):
+        try:
+            Path(f"{os.environ['FAILPOINT_FILE']}.{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return True
+    return False
+
+
+def reach(step: str, *, whole_worker: bool = False) -> None:
+    """Die here if this is the step."""
+    if step == STEP and strikes():
+        note("failpoint", step=step)
+        if whole_worker:
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def armed(directory: Path | str, step: str, name: str) -> Path:
+    """The file that makes a process die at *step* of *name*."""
+    return Path(directory) / f"{step.replace(' ', '-')}.{name}"
+
+
+def reach_for(step: str, name: str) -> None:
+    """Die here if the test has armed this step for this name."""
+    if "FAILPOINTS" not in os.environ:
+        return
+    try:
+        armed(os.environ["FAILPOINTS"], step, name).unlink()
+    except FileNotFoundError:
+        return
+    note("failpoint", step=step, name=name)
+    os.kill(os.getpid(), signal.SIGKILL)

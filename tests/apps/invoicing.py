@@ -1,0 +1,288 @@
+"""Customers are charged and invoiced: effects against the payment provider of :mod:`tests.apps.provider`.
+
+PROVIDER is its URL, VERIFY_AFTER how old an intent must be to be looked up. Where FAILPOINTS names a directory, a
+process dies at the steps that are armed there: ``before intent``, ``after intent``, ``after reply`` (before it is
+noted), ``after noting``, ``before complete``, ``after complete`` (before it is committed), ``after commit`` and
+``before release``; inside the call it is the provider that kills.
+"""
+
+import json
+import os
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy.pool import NullPool
+
+from celery_leases import CooldownPolicy, LeasedTask, RetryLater, Rules, Snooze, Uncertain, current_lease, execution
+from celery_leases.stores.sql_effects import SqlEffectStore
+from tests.apps.failpoints import reach_for
+from tests.apps.leased import app, note, wait_for
+from tests.integration.remote import Answered
+
+__all__ = ["app"]
+
+URL = make_url(os.environ.get("LEASES_DATABASE_URL", "sqlite://"))
+VERIFY_AFTER = float(os.environ.get("VERIFY_AFTER", "0.5"))
+STEPS = ("before intent", "after intent", "after reply", "after noting")
+STEPS += ("before complete", "after complete", "after commit", "before release")
+
+
+# -- the other side ----------------------------------------------------------------------------------------
+
+
+NOBODY = "http://127.0.0.1:1"
+
+
+def request(method, path, body=None, headers=None, timeout=30.0, url=None):
+    """One request to the provider; its status, its headers, and its reply."""
+    connection = HTTPConnection(urlsplit(url or os.environ["PROVIDER"]).netloc, timeout=timeout)
+    try:
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def charged(customer, key, timeout=30.0, url=None):
+    """Charge *customer*; the reply. Raises as client libraries do."""
+    body = json.dumps({"customer": customer, "pid": os.getpid()})
+    status, headers, reply = request("POST", "/charges", body, {"Idempotency-Key": key}, timeout, url)
+    if status != 200:
+        raise Answered(status, {name.lower(): value for name, value in headers.items()})
+    return json.loads(reply)
+
+
+def looked_up(key):
+    """The charge under *key*, or ``None``."""
+    status, _, reply = request("GET", f"/charges?key={key}")
+    return json.loads(reply) if status == 200 else None
+
+
+def unsure(key):
+    """Look it up, and find that one cannot tell."""
+    looked_up(key)
+    raise Uncertain("the provider has lost its memory")
+
+
+def id_of(reply):
+    """The reference of a charge."""
+    return reply["id"]
+
+
+WAYS: dict[str, Any] = {
+    "dedupe": {"uncertain": "rerun"},
+    "verify": {"verify": looked_up, "verify_after": VERIFY_AFTER},
+    "later": {"verify": looked_up, "verify_after": 3.0},
+    "unsure": {"verify": unsure, "verify_after": 0.0},
+    "stop": {},
+}
+
+
+# -- the invoice story -------------------------------------------------------------------------------------
+
+_engine = create_engine(URL, poolclass=NullPool)
+if URL.get_backend_name() == "sqlite":
+    event.listen(_engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(_engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
+INVOICE = text("INSERT INTO invoices (name, reference, fence) VALUES (:name, :reference, :fence)")
+
+
+def reply_of(customer, key, pause=0.0):
+    """Charge, and die between the reply and its noting if a test says so."""
+    time.sleep(pause)
+    reply = charged(customer, key)
+    time.sleep(pause)
+    reach_for("after reply", customer)
+    return reply
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="invoice:{name}", lease_max_crashes=50)
+def invoice(self, name, way, pause=0.0, gate=None):
+    """Charge once, write one invoice, and be done, all of it or nothing; *pause* seconds lie around each step."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    if gate:
+        wait_for(gate)
+    time.sleep(pause)
+    reach_for("before intent", name)
+    try:
+        charge = self.lease.effect("charge", lambda key: reply_of(name, key, pause), reference=id_of, **WAYS[way])
+    except BaseException as error:
+        note("raised", name=name, error=type(error).__name__)
+        raise
+    note("charge", name=name, reference=charge.reference, saved=charge.saved)
+    time.sleep(pause)
+    with _engine.begin() as connection:
+        connection.execute(INVOICE, {"name": name, "reference": charge.reference, "fence": self.lease.fence})
+        reach_for("before complete", name)
+        result = self.lease.complete({"charge": charge.reference}, connection)
+        reach_for("after complete", name)
+        time.sleep(pause)
+    reach_for("after commit", name)
+    time.sleep(pause)
+    note("end", name=name)
+    return result
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="flagged:{name}", lease_on_lost="flag", lease_max_crashes=50)
+def flagged(self, name, way, gate=None):
+    """Charge, without being interrupted when the lease is lost."""
+    return _charge(self, name, way, gate)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="interrupted:{name}", lease_max_crashes=50)
+def interrupted(self, name, way, gate=None):
+    """Charge, and be interrupted when the lease is lost."""
+    return _charge(self, name, way, gate)
+
+
+def _charge(self, name, way, gate):
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    if gate:
+        wait_for(gate)
+    try:
+        charge = self.lease.effect("charge", lambda key: charged(name, key), reference=id_of, **WAYS[way])
+    except BaseException as error:
+        note("raised", name=name, error=type(error).__name__)
+        raise
+    note("charge", name=name, reference=charge.reference, saved=charge.saved)
+    return {"charge": charge.reference, "saved": charge.saved}
+
+
+# -- effects by script -------------------------------------------------------------------------------------
+
+
+def _soon(seconds):
+    return CooldownPolicy(seconds, jitter=0)
+
+
+def _run_number(name):
+    journal = Path(os.environ["JOURNAL"])
+    lines = map(json.loads, journal.read_text().splitlines()) if journal.exists() else ()
+    return sum(line["what"] == "begin" and line.get("name") == name for line in lines)
+
+
+def _retry(self, seconds):
+    raise self.retry(countdown=seconds)
+
+
+def _snooze(_, seconds):
+    raise Snooze(seconds)
+
+
+def _later(_, seconds):
+    raise RetryLater(seconds)
+
+
+def _fail(_, *words):
+    raise ValueError(*words)
+
+
+def _die(*_):
+    os.kill(os.getpid(), 9)
+
+
+def _wait(_, gate):
+    wait_for(gate)
+
+
+AFTER: dict[str, Any] = {
+    "ok": lambda _: None,
+    "retry": _retry,
+    "snooze": _snooze,
+    "later": _later,
+    "fail": _fail,
+    "die": _die,
+}
+AFTER |= {"wait": _wait}
+REPLIES = {
+    "reply": lambda reply: reply,
+    "object": lambda _: object(),
+    "large": lambda _: "x" * 5000,
+    "id": id_of,
+}
+
+
+REFERENCES: dict[str, Any] = {
+    "id": id_of,
+    "none": None,
+    "fixed": lambda _: "fixed",
+    "raises": lambda reply: reply["no such thing"],
+}
+
+
+def _pay(self, name, after=(), *, way="stop", reply="reply", reference="id", timeout=30.0, names=("charge",), away=()):
+    """Charge under each of *names*; then run number n does what is number n in *after*, and later ones nothing.
+
+    *away* are the runs in which nobody listens at the provider's address.
+    """
+    run = _run_number(name)
+    url = NOBODY if run in away else None
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    charges = []
+    for effect in names:
+        charge = self.lease.effect(
+            effect,
+            lambda key: REPLIES[reply](charged(name, key, timeout, url)),
+            reference=REFERENCES[reference],
+            **WAYS[way],
+        )
+        note("charge", name=name, effect=effect, reference=charge.reference, saved=charge.saved, value=charge.value)
+        charges.append(charge.reference)
+    word, *arguments = after[run] if run < len(after) else ["ok"]
+    AFTER[word](self, *arguments)
+    return {"charges": charges}
+
+
+# Of what the default rules make of these only the times are changed.
+RULES = Rules.default().on(exc="builtins.TimeoutError", to="200ms").on(exc="ConnectionRefusedError", to="200ms")
+RULES = RULES.on(status=500, to="200ms")
+PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_result_max": 1000, "lease_rules": RULES}
+
+
+@app.task(**PAYS, lease_key="pay:{name}", max_retries=5)
+def pay(self, name, *args, **kwargs):
+    """See :func:`_pay`."""
+    return _pay(self, name, *args, **kwargs)
+
+
+@app.task(**PAYS, lease_key="pays:{name}", lease_on_done="rerun")
+def pays(self, name, *args, **kwargs):
+    """See :func:`_pay`; anew for each call."""
+    return _pay(self, name, *args, **kwargs)
+
+
+@app.task(**PAYS, lease_key="stops:{name}", lease_after_cooldown="stop")
+def stops(self, name, *args, **kwargs):
+    """See :func:`_pay`; a failure is told to the caller."""
+    return _pay(self, name, *args, **kwargs)
+
+
+# -- steps inside the library ------------------------------------------------------------------------------
+
+if "FAILPOINTS" in os.environ:
+    _begin, _finish = SqlEffectStore.begin, SqlEffectStore.finish
+    _let_go = execution.Execution._let_go
+
+    def _begin_and_die(self, record, *args, **kwargs):
+        begun = _begin(self, record, *args, **kwargs)
+        reach_for("after intent", record.key.partition(":")[2])
+        return begun
+
+    def _finish_and_die(self, *args, **kwargs):
+        noted = _finish(self, *args, **kwargs)
+        reach_for("after noting", current_lease.key.partition(":")[2])
+        return noted
+
+    def _let_go_and_die(self, call, *args, **kwargs):
+        reach_for("before release", call.key.key.partition(":")[2])
+        _let_go(self, call, *args, **kwargs)
+
+    SqlEffectStore.begin = _begin_and_die
+    SqlEffectStore.finish = _finish_and_die
+    execution.Execution._let_go = _let_go_and_die
