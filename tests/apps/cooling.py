@@ -113,6 +113,7 @@ _GROUPED = {"lease_cooldown_group": "{group}", "lease_rules": _BUSY, "lease_cool
 resumes = _task("resumes", lease_cooldown=_exactly(1.5))
 stops = _task("stops", lease_cooldown=_exactly(1.5), lease_after_cooldown="stop")
 slow = _task("slow", lease_cooldown=_exactly(300), lease_after_cooldown="stop")
+hasty = _task("hasty", lease_cooldown=_exactly(1.5), lease_settle_timeout=1.5)
 firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
 breaks = _task("breaks", lease_cooldown=_exactly(1), lease_max_failures=2)
 quick = _task("quick", lease_rules=_CONFLICT, lease_cooldown=_exactly(1.5), lease_max_crashes=1)

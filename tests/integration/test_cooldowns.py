@@ -90,6 +90,24 @@ def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is
     assert_sound(stage, "stops", name)
 
 
+def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Stage, name: str) -> None:
+    """Delivered once more by the broker, during the cooldown and after it: its outcome is known."""
+    script, during, after = [limited(1.5), OK], stage.side_queue(), stage.side_queue()
+    call = stage.tasks.stops.delay(name, script)
+    with pytest.raises(Answered):
+        call.get(timeout=PATIENCE)
+    for side in (during, after):
+        stage.send("stops", name, script, task_id=call.id, queue=side)
+    stage.redeliver(during)
+    stage.wait_for_log(call.id, "dropped: its outcome is known already")
+    wait_until_over(stage, "stops", name)
+    stage.redeliver(after)
+    stage.wait_for_log(call.id, "dropped: its outcome is known already", 2)
+    assert len(paid(stage, name)) == 1
+    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(stage, "stops", name)
+
+
 def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(stage: Stage, name: str) -> None:
     """Without a header the policy decides: 1.5 s, then 3 s."""
     script = [BROKEN, BROKEN, OK]

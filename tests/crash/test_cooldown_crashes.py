@@ -1,0 +1,267 @@
+"""Cooldowns and gates while workers die, freeze, and stores go away: nothing runs early, twice counted, or lost."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import PostgresServer, RedisServer
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import Scene
+from tests.integration.cooldowns import (
+    BROKEN,
+    BUSY,
+    COOLING,
+    GRACE,
+    OK,
+    assert_sound,
+    cooled,
+    lasted,
+    limited,
+    paid,
+    refusal,
+    status,
+)
+from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
+
+BOTH = pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+ELSEWHERE = ("rabbit", "redis", "postgres")
+"""Only the leases are in Redis."""
+STEPS = ("before settle", "after settle", "after cool", "before publish", "after publish", "after put back")
+
+
+def second_run(scene: Scene, name: str) -> dict[str, object]:
+    """The second run of a name, which is the last."""
+    return scene.wait_for("paid", 2, name=name)[1]
+
+
+# -- kills around the outcome of a failure -----------------------------------------------------------------
+
+
+@BOTH
+def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_no_call(
+    scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
+) -> None:
+    """Six calls and six steps, and one kill: a crash before the outcome is written, a failure after it, never both."""
+    about = {step: f"resumes:{_named(name, step)}" for step in STEPS}
+    scene = _stopping(scene_factory, tmp_path, combination, about)
+    gate = scene.gate()
+    script = [BROKEN, ["when", str(gate), "ok"]]
+    results = {step: scene.tasks.resumes.delay(_named(name, step), script) for step in STEPS}
+    for step in STEPS:
+        scene.wait_for("failpoint", step=step, about=about[step])
+    scene.kill_worker()
+    rows = {step: scene.row("resumes", about[step]) for step in STEPS}
+    scene.another()
+    for step in STEPS:
+        run, written = second_run(scene, _named(name, step)), step != "before settle"
+        row, before = scene.row("resumes", about[step]), rows[step]
+        assert row is not None
+        assert before is not None
+        assert before["state"] == ("cooling" if written else "running"), step
+        assert (row["failures"], row["crashes"]) == ((1, 0) if written else (0, 1)), step
+        assert run["previous"]["ended"] == ("failed" if written else "crashed"), step  # type: ignore[index]
+        assert not written or run["wall"] >= before["retry_at"] / 1e6 - GRACE, step
+    gate.touch()
+    for step, result in results.items():
+        assert result.get(timeout=PATIENCE) == {"name": _named(name, step), "paid": 2}, step
+    scene.wait_until_drained()
+    assert [len(paid(scene, _named(name, step))) for step in STEPS] == [2] * len(STEPS)
+
+
+@BOTH
+def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
+    scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
+) -> None:
+    """The failure itself was not written, and counts as a crash; the call comes back when the gate lets it."""
+    scene = _stopping(scene_factory, tmp_path, combination, {"after close": name})
+    result = scene.tasks.grouped.delay(name, [BUSY, OK], name)
+    scene.wait_for("failpoint", step="after close", about=name)
+    (gate,) = scene.client.groups()
+    assert (gate.group, gate.trips, gate.reason) == (name, 1, "error")
+    scene.kill_worker()
+    scene.another()
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    first, second = paid(scene, name)
+    assert second["previous"]["ended"] == "crashed"
+    assert second["wall"] - first["wall"] >= 1.5
+    assert not scene.client.groups()
+
+
+def _stopping(scene_factory: SceneFactory, points: Path, combination: tuple[str, ...], about: dict[str, str]) -> Scene:
+    """A worker that has a child for each call, which stops where *about* says: at this step of this key or group."""
+    for step, what in about.items():
+        (points / f"{step} {what}").touch()
+    return scene_factory(
+        combination,
+        visibility=4,
+        home=COOLING,
+        module=f"{COOLING}_failing",
+        concurrency=len(about),
+        env={"FAILPOINTS": str(points)},
+    )
+
+
+def _named(name: str, step: str) -> str:
+    return f"{name}-{step.replace(' ', '-')}"
+
+
+# -- a lease store that forgets or is away -----------------------------------------------------------------
+
+
+def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
+    scene_factory: SceneFactory, own_redis: RedisServer, name: str
+) -> None:
+    """The record holds the time: presses are refused as before, and the call resumes when it is over, not before."""
+    scene = scene_factory(ELSEWHERE, home=COOLING, env={"LEASES_URL": own_redis.url})
+    first = scene.tasks.resumes.delay(name, [limited(5), OK])
+    row = cooled(scene, "resumes", name)
+    own_redis.kill()
+    own_redis.start()
+    told = refusal(scene.tasks.resumes.delay(name, [limited(5), OK]))
+    assert told.reason == "rate_limited"
+    assert told.retry_at == pytest.approx(row["retry_at"] / 1e6, abs=0.5)
+    assert status(scene, "resumes", name).state == "cooling"
+    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(scene, "resumes", name, logs=[scene.logs()])
+
+
+def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothing_either(
+    scene_factory: SceneFactory, own_redis: RedisServer, name: str
+) -> None:
+    """The outcome is written, the call put back, and the key is left alone for as long as the record says."""
+    scene = scene_factory(ELSEWHERE, ttl=3, home=COOLING, env={"LEASES_URL": own_redis.url})
+    gate = scene.gate()
+    script = [["when", str(gate), *limited(4)], OK]
+    first = scene.tasks.resumes.delay(name, script)
+    scene.wait_for("paid", name=name)
+    own_redis.kill()
+    gate.touch()
+    cooled(scene, "resumes", name)
+    scene.wait_for_log(first.id, "put back for")
+    own_redis.start()
+    refusal(scene.tasks.resumes.delay(name, script))
+    assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(scene, "resumes", name, logs=[scene.logs()])
+
+
+# -- a database that is away -------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_cooldown_is_written_when_the_database_is_back(
+    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+) -> None:
+    """The failure is not lost and is no crash; its time counts from the moment of writing."""
+    scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING)
+    gate = scene.gate()
+    result = scene.tasks.resumes.delay(name, [["when", str(gate), *BROKEN], OK])
+    scene.wait_for("paid", name=name)
+    own_postgres.kill()
+    gate.touch()
+    away = time.monotonic()
+    wait_until(lambda: time.monotonic() - away > 1.0, 10, "an outage of a second")
+    own_postgres.start()
+    row = cooled(scene, "resumes", name)
+    assert (row["failures"], row["crashes"], row["resumes"]) == (1, 0, 1)
+    assert lasted(row) == pytest.approx(1.5, abs=0.01)
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(scene, "resumes", name, logs=[scene.logs()])
+
+
+def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failure(
+    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str
+) -> None:
+    """After ``lease_settle_timeout`` the call is put back without an outcome; it runs again, and finishes."""
+    scene = scene_factory(ELSEWHERE, urls={"postgres": own_postgres.new_database()}, home=COOLING)
+    gate = scene.gate()
+    result = scene.tasks.hasty.delay(name, [["when", str(gate), *BROKEN], OK])
+    scene.wait_for("paid", name=name)
+    own_postgres.kill()
+    gate.touch()
+    scene.wait_for_log(result.id, "the outcome could not be written")
+    own_postgres.start()
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert second_run(scene, name)["previous"]["ended"] == "lost"  # type: ignore[index]
+    row = scene.row("hasty", f"hasty:{name}")
+    assert row is not None
+    assert (row["failures"], row["crashes"], row["attempt"]) == (0, 0, 2)
+    assert not [line for line in scene.log(f"key hasty:{name}") if "ended without a word" in line]
+
+
+# -- copies ------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """A wait of several hops, a copy with the mark of a redelivery, and the copy of a worker that freezes."""
+    scene = scene_factory(combination, visibility=2, home=COOLING, concurrency=2)
+    script, side = [limited(5), OK], scene.side_queue()
+    call = scene.tasks.resumes.delay(name, script)
+    row = cooled(scene, "resumes", name)
+    scene.send("resumes", name, script, task_id=call.id, queue=side)
+    scene.redeliver(side)
+    scene.wait_for_log(call.id, "put back for", 2)
+    scene.another()
+    scene.worker.pause()
+    if scene.broker == "redis":  # RabbitMQ leaves its messages to a worker whose connection lives
+        log = scene.workers[1]
+        wait_until(lambda: call.id in log.full_log(), 20, "a copy at the other worker")
+    scene.worker.resume()
+    assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    scene.wait_until_drained()
+    runs = paid(scene, name)
+    assert [run["id"] for run in runs] == [call.id] * 2
+    assert runs[1]["wall"] >= row["retry_at"] / 1e6 - GRACE
+    assert_sound(scene, "resumes", name, logs=[scene.logs()])
+
+
+# -- the probe ---------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Two workers with four children: the slot of the dead ends with its ttl, and again one body alone probes."""
+    scene = scene_factory(combination, visibility=3, home=COOLING, concurrency=4, start=False)
+    scene.worker.launch()
+    other = scene.new_worker()
+    scene.workers.append(other)
+    other.launch()
+    scene.worker.wait_ready()
+    other.wait_ready()
+    scene.client.close_group(name, 1.0)
+    gate, keys = scene.gate(), [f"{name}-{n}" for n in range(8)]
+    results = [scene.tasks.grouped.delay(key, [["when", str(gate), "ok"]], name) for key in keys]
+
+    (probe,) = _runs(scene, keys, 1)
+    killed = scene.worker if probe["pid"] in scene.worker.children() else other
+    killed.kill()
+    killed.wait(20)
+    dead = time.monotonic()
+    _, second = _runs(scene, keys, 2)
+    assert second["t"] - dead < scene.ttl + 8, "a slot that its holder left blocks for a ttl and one put-back"
+    (shown,) = scene.client.groups()
+    assert shown.state == "probing"
+    wait_until(lambda: time.monotonic() - second["t"] > scene.ttl, 10, "a ttl under renewal")
+    assert len(_runs(scene, keys, 2)) == 2
+    gate.touch()
+    if scene.broker == "redis":
+        scene.another()
+    assert [result.get(timeout=PATIENCE)["name"] for result in results] == keys
+    assert not scene.client.groups()
+    print(f"the next probe began {second['t'] - dead:.1f} s after the kill")
+
+
+def _runs(scene: Scene, keys: list[str], number: int) -> list[dict[str, float]]:
+    """All runs of these keys once there are so many, the oldest first."""
+
+    def found() -> list[dict[str, float]]:
+        return [run for run in scene.events("paid") if run["name"] in keys]
+
+    wait_until(lambda: len(found()) >= number, PATIENCE, f"{number} runs")
+    return found()
