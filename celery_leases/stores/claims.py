@@ -82,7 +82,7 @@ _PARTS: Final = {
     # Its owner never closed it, and did not leave it open with our knowledge.
     "crashed": "(r.state = 'running' AND {find}(:prior, r.owner) = 0)",
     # The call that ended last has failed, and does not come back by itself.
-    "over": "r.ended = 'failed' AND r.resumes = 0",
+    "over": "coalesce(r.ended,'') = 'failed' AND r.resumes = 0",
     # A call keeps the content it came with, whatever arguments a retry of it brings.
     "keeps": "r.call_id = :call_id AND r.fingerprint IS NOT NULL",
 }

@@ -1,0 +1,57 @@
+"""Tasks that are enqueued in a transaction, or whose message is kept to be rescued; and the chores of an operator."""
+
+import os
+
+from celery_leases import Cooldown, CooldownPolicy, LeasedTask, PermanentFailure, Uncertain, chores
+from tests.apps.leased import app, note, plain, wait_for
+
+__all__ = ["app", "chores", "plain"]
+
+if "CHORES_EVERY" in os.environ:
+    every = float(os.environ["CHORES_EVERY"])
+    app.conf.beat_schedule = {"relay": {"task": "celery_leases.relay", "schedule": every}}
+
+_ONCE = CooldownPolicy(1, jitter=0)
+
+
+def _ordered(task, name, gate, how):
+    note("begin", name=name, id=task.request.id, attempt=task.lease.attempt)
+    if gate:
+        wait_for(gate)
+    if how == "fail":
+        raise PermanentFailure(f"nobody sells {name}")
+    if how == "doubt" and task.lease.attempt == 1:
+        raise Uncertain(f"whether {name} was sent is not known")
+    if how == "cool" and task.lease.attempt == 1:
+        raise Cooldown(1, "sold out")
+    note("end", name=name, id=task.request.id)
+    return f"{name} by {task.request.id}"
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="order:{name}", lease_after_cooldown="stop", lease_cooldown=_ONCE)
+def order(self, name, gate=None, how=None):
+    """Is enqueued; without that, its message is kept nowhere."""
+    return _ordered(self, name, gate, how)
+
+
+@app.task(base=LeasedTask, bind=True)
+def single(self, name, gate=None, how=None):
+    """Has no key but its call."""
+    return _ordered(self, name, gate, how)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="again:{name}", lease_on_done="rerun")
+def again(self, name):
+    """Shares one record between its calls."""
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="kept:{name}", lease_store_arguments=True, lease_cooldown=_ONCE)
+def kept(self, name, gate=None, how=None):
+    """Has its message in the record."""
+    return _ordered(self, name, gate, how)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="unkept:{name}", lease_cooldown=_ONCE)
+def unkept(self, name, gate=None, how=None):
+    """Has not."""
+    return _ordered(self, name, gate, how)
