@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 from celery import Celery
@@ -13,12 +14,13 @@ from celery_leases import apps
 from celery_leases.core.decisions import refused_for_good
 from celery_leases.core.errors import KeyReused, LeaseConfigurationError, StoreUnavailable
 from celery_leases.core.keys import CallKey, call_key, differing
-from celery_leases.core.records import Record, State
+from celery_leases.core.records import Ended, Record, State
 from celery_leases.core.results import decode
 from celery_leases.signals import logger
 from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.transactions import JoinedTransaction
 
+T = TypeVar("T")
 RELAY_AT_ONCE: Final = 100
 RESCUE_AFTER: Final = 900.0
 """Seconds without a change after which a record's message is taken to be with nobody."""
@@ -39,9 +41,11 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         raise LeaseConfigurationError(f"task {task.name}: enqueue() takes arguments that are JSON; these are not")
     outbox = Outbox(parts.records)
     transaction = JoinedTransaction(given, parts.records)
-    statement, values = outbox.enqueuing(task.name, key, call_id, options.ttl, message)
-    if not transaction.write(statement, values, key.key):
-        return AsyncResult(_taken(parts, key).call_id, app=app)
+    if not transaction.write(outbox.enqueuing(task.name, key, call_id, options.ttl, message), {}, key.key):
+        record = _taken(transaction, key)
+        added = _is_with_nobody(record) and transaction.write(outbox.adding(record, message), {}, key.key)
+        if not added:
+            return AsyncResult(_queued_call(transaction.read(key.stored, key.key) or record), app=app)
     transaction.when_ended(lambda: _publish_own(app, key.stored))
     return AsyncResult(call_id, app=app)
 
@@ -53,8 +57,10 @@ def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> int:
     """
     parts = apps.parts_of(app)
     outbox, sent = Outbox(parts.records), 0
-    for record in outbox.due(limit):
-        sent += _publish(parts, outbox, record)
+    for stored_key in outbox.due(limit):
+        record = _unless_locked(lambda: outbox.take_due(stored_key))  # noqa: B023 - called at once
+        if record is not None:
+            sent += _publish(parts, outbox, record)
     return sent
 
 
@@ -72,9 +78,9 @@ def rescue(
     found = [record for record in outbox.stranded(older, limit) if not _is_live(parts, record)]
     if dry_run:
         return found
-    rescued = [record for record in found if outbox.publish_again(record)]
+    rescued = [record for record in found if _unless_locked(lambda: outbox.publish_again(record))]  # noqa: B023
     for record in rescued:
-        taken = outbox.take(record.stored_key)
+        taken = _unless_locked(lambda: outbox.take(record.stored_key))  # noqa: B023 - as above
         if taken is not None:
             _publish(parts, outbox, taken)
     return rescued
@@ -84,14 +90,38 @@ def _is_live(parts: apps.AppParts, record: Record) -> bool:
     return record.state is State.RUNNING and parts.parts.leases.holder(record.stored_key) is not None
 
 
-def _taken(parts: apps.AppParts, key: CallKey) -> Record:
+def _unless_locked(step: Callable[[], T]) -> T | None:
+    """What *step* gives; ``None`` where a transaction has the row locked, with which its message is in good hands."""
+    try:
+        return step()
+    except StoreUnavailable as error:
+        if error.executed is not False:
+            raise
+        logger.info("a record is locked, the next round looks again: %s", error)
+        return None
+
+
+def _is_with_nobody(record: Record) -> bool:
+    """Whether the call of a record does not come back by itself: its caller, or an operator, was told so."""
+    told = record.state in (State.PENDING, State.COOLING) and record.ended is Ended.FAILED and not record.resumes
+    return told or (record.state is State.PENDING and record.ended is Ended.RELEASED)
+
+
+def _queued_call(record: Record) -> str:
+    """The call a record belongs to; where another one's message is still to be published, that one."""
+    kept = decode(record.message) if record.publish_at is not None else {}
+    return str(kept.get("options", {}).get("task_id") or record.call_id)
+
+
+def _taken(transaction: JoinedTransaction, key: CallKey) -> Record:
     """The record that stands in the way of a new one; raises what a delivery of the call would."""
-    record = parts.records.read(key.stored)
+    record = transaction.read(key.stored, key.key)
     if record is None:
         raise StoreUnavailable(f"{key.key}: another transaction is enqueuing it at this moment; try again", False)
     if record.state in (State.FAILED, State.UNCERTAIN):
         raise refused_for_good(record)
-    if None not in (key.fingerprint, record.fingerprint) and key.fingerprint != record.fingerprint:
+    told = record.ended is Ended.FAILED and not record.resumes
+    if not told and None not in (key.fingerprint, record.fingerprint) and key.fingerprint != record.fingerprint:
         names = differing(key.digests, record.digests)
         listed = ", ".join(names) or "their fingerprint"
         message = f"{key.key} stands for a call with other arguments; they differ in {listed}"
@@ -117,5 +147,6 @@ def _publish(parts: apps.AppParts, outbox: Outbox, record: Record) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever the broker said, the message stays where it is
         logger.warning("%s could not be published, the relay tries again: %s", record.key, error)
         return False
-    outbox.published(record)
+    with suppress(StoreUnavailable):  # then it is published once more, which does no harm
+        outbox.published(record)
     return True

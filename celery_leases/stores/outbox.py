@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import Update, and_, case, not_, or_, select, update
+from sqlalchemy import Executable, Update, and_, case, not_, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from celery_leases.core.keys import CallKey
@@ -27,10 +27,10 @@ class Outbox:
         self.database = records.database
         self._table = records.tables.records
 
-    def enqueuing(self, task: str, key: CallKey, call_id: str, ttl: float, message: str) -> tuple[Any, dict[str, Any]]:
-        """The statement that writes a ``pending`` record with its message, and its parameters.
+    def enqueuing(self, task: str, key: CallKey, call_id: str, ttl: float, message: str) -> Executable:
+        """The statement that writes a ``pending`` record with its message.
 
-        It touches one row, or none where the key has a record that still counts.
+        It returns one row, or none where the key has a record that still counts.
         """
         table, now = self._table, self.database.now
         insert = (sqlite if self.database.host_clock else postgresql).insert(table)
@@ -64,19 +64,31 @@ class Outbox:
         statement = insert.values(stored_key=key.stored, generation=0, **fresh).on_conflict_do_update(
             index_elements=[table.c.stored_key], set_=again, where=table.c.expires_at <= now
         )
-        return statement, {}
+        touched: Executable = statement.returning(table.c.stored_key)
+        return touched
+
+    def adding(self, record: Record, message: str) -> Executable:
+        """The statement that has *message* published for a record that is with nobody; it returns the row.
+
+        None is returned where the row has changed since it was read, or has a message that is to be published.
+        """
+        until = self.database.now + int(PUBLISH_GRACE * rows.MICROSECONDS)
+        return self._unchanged(record).values(message=message, publish_at=until).returning(self._table.c.stored_key)
 
     def take(self, stored_key: str) -> Record | None:
         """Take the message of one key to publish it, if it is still to be published."""
         return self._take(stored_key, due=False)
 
-    def due(self, limit: int) -> Sequence[Record]:
-        """Take at most *limit* messages that are due, the oldest first."""
+    def take_due(self, stored_key: str) -> Record | None:
+        """Take the message of one key, if it is due."""
+        return self._take(stored_key, due=True)
+
+    def due(self, limit: int) -> Sequence[str]:
+        """The stored keys of at most *limit* messages that are due, the oldest first."""
         table = self._table
         query = select(table.c.stored_key).where(table.c.publish_at <= self.database.now)
         found = self.database.all(query.order_by(table.c.publish_at).limit(limit), {})
-        taken = [self._take(row["stored_key"], due=True) for row in found]
-        return [record for record in taken if record is not None]
+        return [row["stored_key"] for row in found]
 
     def published(self, record: Record) -> None:
         """The broker has the message; unless somebody else has taken it since, it is not published again."""
@@ -93,7 +105,7 @@ class Outbox:
         before = self.database.now - int(older * rows.MICROSECONDS)
         waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
         moved = case((table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at)
-        told = and_(table.c.ended == Ended.FAILED, table.c.resumes == 0)
+        told = and_(table.c.ended.is_not_distinct_from(Ended.FAILED), table.c.resumes == 0)
         idle = or_(
             and_(table.c.state == State.PENDING, not_(told)), and_(table.c.state == State.COOLING, table.c.resumes == 1)
         )
@@ -108,14 +120,16 @@ class Outbox:
 
     def publish_again(self, record: Record) -> bool:
         """Have the message of a row published, unless the row has changed since it was read."""
+        return self.database.count(self._unchanged(record).values(publish_at=self.database.now), {}) == 1
+
+    def _unchanged(self, record: Record) -> Update:
         table = self._table
-        same = update(table).where(
+        return update(table).where(
             table.c.stored_key == record.stored_key,
             table.c.fence == record.fence,
             table.c.state == record.state,
             table.c.publish_at.is_(None),
         )
-        return self.database.count(same.values(publish_at=self.database.now), {}) == 1
 
     def _take(self, stored_key: str, *, due: bool) -> Record | None:
         table, now = self._table, self.database.now
