@@ -190,16 +190,20 @@ class Lease:
         Legal again after a rollback. While the transaction is open, nothing else of this handle writes.
 
         Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let it roll your work back),
-        :class:`~celery_leases.AlreadyCompleted`, :class:`~celery_leases.WrongDatabase`, and
+        :class:`~celery_leases.AlreadyCompleted`, :class:`~celery_leases.WrongDatabase`,
+        :class:`~celery_leases.GuardOpen` while another transaction is guarded, and
         :class:`~celery_leases.EffectMisused` for a result that is no JSON.
         """
-        text = saved.checked(result, self.key)
-        self._refuse_completed()
-        self.check()
+        text = saved.checked(result, self.key, "complete()")
         if self._steps.transaction is None:  # an eager call, whose records are in memory: the wrapper completes it
+            self.check()
             return decode(text)
+        self._refuse_elsewhere("complete()", session_or_connection)
         transaction = self._steps.transaction(session_or_connection)
         with self._steps.closed():
+            if self._tenure.work.completing and transaction.has_completed(self._record):
+                raise AlreadyCompleted(f"{self.key}: complete() was called before in this attempt", self.key)
+            self.check()
             transaction.complete(self._record, self._steps.outcome(result))
             self._tenure.work.completing = True
             self._tenure.work.guard(transaction)
@@ -209,21 +213,26 @@ class Lease:
         """Lock the record's row in the caller's own transaction: what it writes commits only while the fence is ours.
 
         Above READ COMMITTED call it first. While the transaction is open, nothing else of this handle writes.
-        Raises :class:`~celery_leases.LeaseLost` and :class:`~celery_leases.WrongDatabase`.
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.WrongDatabase`, and
+        :class:`~celery_leases.GuardOpen` while another transaction is guarded.
         """
         self.check()
         if self._steps.transaction is None:
             return
+        self._refuse_elsewhere("guard()", session_or_connection)
         transaction = self._steps.transaction(session_or_connection)
         with self._steps.closed():
+            if self._tenure.work.completing and transaction.has_completed(self._record):
+                return  # a done record is locked by its own transaction, and nobody runs it after that
             transaction.guard(self._record)
             self._tenure.work.guard(transaction)
 
-    def _refuse_completed(self) -> None:
-        if not self._tenure.work.completing:
-            return
-        if self._tenure.work.guarded or self._steps.effects.is_over():
-            raise AlreadyCompleted(f"{self.key}: complete() was called before in this attempt", self.key)
+    def _refuse_elsewhere(self, what: str, given: Any) -> None:
+        if self._tenure.work.guarded_elsewhere(given):
+            message = (
+                f"{self.key}: {what} while another transaction of complete() or guard() is open; end that one first"
+            )
+            raise GuardOpen(message, self.key)
 
     def _refuse_guarded(self, what: str) -> None:
         if self._tenure.work.guarded:

@@ -105,10 +105,17 @@ class Tenure:
         """Whether to go on renewing."""
         return self.lost is None and now < self._renew_until
 
+    def complete(self) -> None:
+        """The body has committed the done record: nobody else runs the key, and there is nothing to renew any more."""
+        self.hard = max(self.hard, self._hold_until)
+        self._renew_until = -math.inf
+
     def overdue(self, now: float) -> str | None:
         """Why the lease is over by the clock, if it is."""
         if now < self.stop:
             return None
+        if self.row_is_lease and self.work.completing and now < self._renew_until:
+            return None  # the keeper is about to see what became of the completion
         return DEADLINE if now < self._renew_until else HELD_TOO_LONG
 
 
@@ -208,7 +215,14 @@ class Renewer:
             self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining()))
 
     def _reassert(self, tenure: Tenure, sent: float) -> None:
+        if tenure.row_is_lease and tenure.work.completing:
+            if self._is_still(tenure, State.DONE):
+                tenure.complete()
+            else:
+                self._lose(tenure, RELEASED if tenure.held else DEADLINE)
+            return
         if not tenure.held or tenure.bid.token not in self._tenures:
+            tenure.due = validity.renewal_retry(self._clock.now(), tenure.bid.ttl)
             return
         if not self._leases.reassert(tenure.bid):
             self._lose(tenure, TAKEN if not self._leases.in_records else RELEASED)
@@ -222,8 +236,11 @@ class Renewer:
         self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining(), reasserted=True))
 
     def _still_ours(self, tenure: Tenure) -> bool:
+        return self._is_still(tenure, State.RUNNING)
+
+    def _is_still(self, tenure: Tenure, state: State) -> bool:
         record = self._records.read(tenure.bid.stored_key)
-        ours = (State.RUNNING, tenure.fence, tenure.bid.token)
+        ours = (state, tenure.fence, tenure.bid.token)
         return record is not None and (record.state, record.fence, record.owner) == ours
 
     def _take_away(self, tenure: Tenure) -> None:

@@ -21,6 +21,10 @@ class UserTransaction(Transaction, Protocol):
         """Lock the record's row; raises :class:`LeaseLost`."""
         ...
 
+    def has_completed(self, record: Record) -> bool:
+        """Whether the record is done under its attempt, as far as this transaction sees."""
+        ...
+
     def complete(self, record: Record, outcome: Outcome) -> None:
         """Write the outcome, to be committed with the user's rows; raises :class:`LeaseLost`."""
         ...

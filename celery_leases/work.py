@@ -5,7 +5,7 @@ The wrapper asks when the body has ended, the renewer while it runs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Transaction(Protocol):
@@ -13,6 +13,10 @@ class Transaction(Protocol):
 
     def is_open(self) -> bool:
         """Whether it is neither committed nor rolled back."""
+        ...
+
+    def is_of(self, given: Any) -> bool:
+        """Whether *given*, a session or connection of the user's, is in this very transaction."""
         ...
 
     def roll_back(self) -> None:
@@ -37,6 +41,11 @@ class Work:
         """Whether a transaction of the body's own has the record's row locked."""
         transaction = self._transaction
         return transaction is not None and transaction.is_open()
+
+    def guarded_elsewhere(self, given: Any) -> bool:
+        """Whether the record's row is locked by another transaction than that of *given*, which would wait for it."""
+        transaction = self._transaction
+        return transaction is not None and transaction.is_open() and not transaction.is_of(given)
 
     def guard(self, transaction: Transaction) -> None:
         """The record's row is locked by *transaction* from now on."""

@@ -39,9 +39,9 @@ def dump(progress: Progress, generation: int) -> str:
     return json.dumps({"generation": generation, "value": progress.value, "positions": dict(progress.positions)})
 
 
-def checked(value: Any, key: str) -> str:
+def checked(value: Any, key: str, what: str = "save_progress()") -> str:
     """The JSON text of a value to be saved; raises :class:`EffectMisused` for one that has none."""
     text, missing = encode(value, NO_LIMIT)
     if text is None:
-        raise EffectMisused(f"{key}: save_progress() takes a JSON value, not {type(value).__name__} ({missing})", key)
+        raise EffectMisused(f"{key}: {what} takes a JSON value, not {type(value).__name__} ({missing})", key)
     return text

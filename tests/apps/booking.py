@@ -1,0 +1,268 @@
+"""A task that keeps books in a transaction of its own, by scripts: run number n of a name plays script n, and the last
+one from then on.
+
+A script is a list of steps, a step a list: a word of :data:`STEPS` and its arguments. *way* says what the transaction
+is made of: ``session``, ``scoped``, ``connection``, ``driver`` or ``django``, and words that change it, see
+:class:`Books`.
+"""
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from celery.exceptions import Ignore, Reject
+from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.pool import NullPool
+
+from celery_leases import CooldownPolicy, LeasedTask, Snooze, current_lease, signals
+from tests.apps.leased import app, note, plain, wait_for
+
+__all__ = ["app", "plain"]
+
+URL = make_url(os.environ["BOOKS_URL"] if "BOOKS_URL" in os.environ else os.environ["LEASES_DATABASE_URL"])
+LITE = URL.get_backend_name() == "sqlite"
+INVOICE = "INSERT INTO invoices (name, fence) VALUES ({0}name{1}, {0}fence{1})"
+WHOLE = INVOICE.format(":", "")
+BY_DRIVER = WHOLE if LITE else INVOICE.format("%(", ")s")
+
+
+class Wrapper:
+    """As far as anybody looks at it, Django's ``connections["default"]``."""
+
+    def __init__(self, connection):
+        self.connection = connection
+
+    def cursor(self):
+        """A cursor, which Django wraps too."""
+        return self.connection.cursor()
+
+    def rollback(self):
+        """End the transaction."""
+        self.connection.rollback()
+
+
+class Books:
+    """A connection of the body's own. More words of *way*: ``autocommit``, ``repeatable`` (read), ``plain`` (a mere
+    BEGIN on SQLite), ``elsewhere`` (another database).
+    """
+
+    def __init__(self, way):
+        self.kind, *words = way.split()
+        self.words = set(words)
+        self.url = URL
+        if "elsewhere" in words:
+            self.url = URL.set(database=f"{URL.database}.other" if LITE else "postgres")
+        self.given = getattr(self, f"_{self.kind}")()
+
+    def _engine(self):
+        levels = {"autocommit": "AUTOCOMMIT", "repeatable": "REPEATABLE READ"}
+        level = next((levels[word] for word in levels if word in self.words), None)
+        engine = create_engine(self.url, poolclass=NullPool, **({"isolation_level": level} if level else {}))
+        if LITE and level is None:
+            event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+            event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(self._begin()))
+        return engine
+
+    def _begin(self):
+        return "BEGIN" if "plain" in self.words else "BEGIN IMMEDIATE"
+
+    def _session(self):
+        return Session(self._engine())
+
+    def _scoped(self):
+        return scoped_session(sessionmaker(self._engine()))
+
+    def _connection(self):
+        return self._engine().connect()
+
+    def _driver(self):
+        if LITE:
+            return sqlite3.connect(str(self.url.database), isolation_level=None)
+        address = self.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        return psycopg.connect(address, autocommit="autocommit" in self.words)
+
+    def _django(self):
+        return Wrapper(self._driver())
+
+    @property
+    def by_driver(self):
+        """Whether no SQLAlchemy is between."""
+        return self.kind in {"driver", "django"}
+
+    def begin(self):
+        """Begin, where that is not left to the first statement."""
+        if LITE and self.by_driver and "autocommit" not in self.words:
+            self.given.cursor().execute(self._begin())
+        elif self.kind == "connection" and "autocommit" not in self.words:
+            self.given.begin()
+
+    def execute(self, statement, values=None):
+        """Execute one statement in it."""
+        if self.by_driver:
+            cursor = self.given.cursor()
+            cursor.execute(statement, values or ())
+            return cursor
+        return self.given.execute(text(statement), values or {})
+
+    def write(self, name):
+        """Write one invoice."""
+        values = {"name": name, "fence": current_lease.fence}
+        self.execute(BY_DRIVER if self.by_driver else WHOLE, values)
+
+    def end(self, how):
+        """``commit`` or ``rollback``."""
+        if self.kind == "django":
+            getattr(self.given.connection, how)()
+        else:
+            getattr(self.given, how)()
+
+
+class Play:
+    """One run: the books it opens, and what it has said so far."""
+
+    def __init__(self, task, name, way):
+        self.task, self.name, self.way = task, name, way
+        self.lease = task.lease
+        self.books: Any = None
+        self.answer: Any = None
+
+    def run(self, script):
+        """Play all steps; what the last of ``complete`` or ``return`` gave."""
+        for step in script:
+            self.play(step)
+        return self.answer
+
+    def play(self, step):
+        """Play one step."""
+        word, *arguments = step
+        do: Any = STEPS[word]
+        return do(self, *arguments)
+
+    def open(self, way=None):
+        """Begin a transaction, with a connection of its own."""
+        self.books = Books(way or self.way)
+        self.books.begin()
+
+    def complete(self, result):
+        """The completion."""
+        self.answer = self.lease.complete(result, self.books.given)
+        return self.answer
+
+    def says(self, value):
+        """What the body returns."""
+        self.answer = value
+
+    def tries(self, *step):
+        """A step that may raise; what came of it is written down."""
+        began = time.monotonic()
+        try:
+            value = self.play(step)
+        except Exception as error:  # noqa: BLE001 - it is told below
+            self._told(step, began, error)
+        except BaseException as error:  # noqa: BLE001 - LeaseLost is none of the above
+            self._told(step, began, error)
+        else:
+            note("passed", name=self.name, step=step, value=value, took=time.monotonic() - began)
+
+    def _told(self, step, began, error):
+        took = time.monotonic() - began
+        state = getattr(getattr(error, "orig", error), "sqlstate", None)
+        note("raised", name=self.name, step=step, error=type(error).__name__, text=str(error), took=took, state=state)
+
+    def each(self):
+        """A loop that saves each item."""
+        for _ in self.lease.each([1, 2], every=1):
+            pass
+
+    def dies(self, *, whole=True):
+        """Kill the worker, once for each name."""
+        mark = Path(f"{os.environ['JOURNAL']}.{self.name}.died")
+        if not mark.exists():
+            mark.touch()
+            note("died", name=self.name)
+            if whole:
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ends_backend(self):
+        """Have the server end the connection of the transaction."""
+        pid = self.books.execute("SELECT pg_backend_pid()").fetchone()[0]
+        with psycopg.connect(URL.set(drivername="postgresql").render_as_string(hide_password=False)) as other:
+            other.execute("SELECT pg_terminate_backend(%s)", (pid,))
+
+    def enqueues(self, task, *arguments):
+        """Enqueue another task's call in the transaction."""
+        return app.tasks[f"{__name__}.{task}"].enqueue(self.books.given, *arguments).id
+
+
+def _raise(play, kind):
+    if kind == "retry":
+        raise play.task.retry(countdown=0.2, max_retries=3)
+    kinds = {
+        "value": ValueError(f"no luck with {play.name}"),
+        "snooze": Snooze(0.2),
+        "ignore": Ignore(),
+        "reject": Reject("no", requeue=False),
+    }
+    raise kinds[kind]
+
+
+STEPS = {
+    "open": Play.open,
+    "write": lambda play: play.books.write(play.name),
+    "read": lambda play: play.books.execute("SELECT count(*) FROM invoices").fetchone()[0],
+    "sql": lambda play, statement: play.books.execute(statement) and None,
+    "complete": Play.complete,
+    "complete with": lambda play, way: play.lease.complete("another", Books(way).given),
+    "complete badly": lambda play: play.complete(object()),
+    "guard": lambda play: play.lease.guard(play.books.given),
+    "commit": lambda play: play.books.end("commit"),
+    "rollback": lambda play: play.books.end("rollback"),
+    "say": Play.says,
+    "raise": _raise,
+    "try": Play.tries,
+    "wait": lambda _, path: wait_for(path),
+    "sleep": lambda _, seconds: time.sleep(seconds),
+    "note": lambda play, word: note(word, name=play.name, held=play.lease.held),
+    "check": lambda play: play.lease.check(),
+    "effect": lambda play: play.lease.effect("charge", lambda _: "charged").value,
+    "save": lambda play: play.lease.save_progress(1),
+    "each": Play.each,
+    "extend": lambda play: play.lease.extend(5),
+    "die": Play.dies,
+    "end backend": Play.ends_backend,
+    "enqueue": Play.enqueues,
+}
+"""All the words of a script."""
+
+
+def _runs(name):
+    lines = Path(os.environ["JOURNAL"]).read_text().splitlines() if Path(os.environ["JOURNAL"]).exists() else []
+    return sum(found["what"] == "begin" and found.get("name") == name for found in map(json.loads, lines))
+
+
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="books:{name}",
+    lease_fingerprint=("name",),
+    lease_after_cooldown="stop",
+    lease_cooldown=CooldownPolicy(1, jitter=0),
+    lease_max_crashes=10,
+)
+def books(self, name, way, *scripts):
+    """Play a script."""
+    run = _runs(name)
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    return Play(self, name, way).run(scripts[min(run, len(scripts) - 1)])
+
+
+@signals.completion_stands.connect(weak=False)
+def _stands(sender, event, **_):
+    note("stands", about=event.key, error=event.error)

@@ -1,0 +1,432 @@
+"""Completion in the body's own transaction: whatever happens, there are as many invoices as done records."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery.result import AsyncResult
+from sqlalchemy import text
+
+from celery_leases.core.keys import stored_key
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PATIENCE, Stage, spelled
+
+BOOKING = "tests.apps.booking"
+PG_REDIS = ("redis", "redis", "postgres")
+PG_DATABASE = ("rabbit", "database", "postgres")
+LITE_REDIS = ("rabbit", "redis", "sqlite")
+LITE_DATABASE = ("redis", "database", "sqlite")
+TTL = 2.0
+LOCK_TIMEOUT = 1.5
+WAYS = ("session", "scoped", "connection", "driver", "django")
+
+OPEN, WRITE, GUARD, COMMIT, ROLLBACK = ["open"], ["write"], ["guard"], ["commit"], ["rollback"]
+COMPLETE = ["complete", "paid"]
+BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
+
+
+def make_books(stage: Stage) -> Stage:
+    """The table of the body's own rows."""
+    with stage._engine.connect() as connection:
+        connection.execute(text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)"))
+    return stage
+
+
+@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, LITE_DATABASE), ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker that keeps books; at its end nothing may be left in the queue."""
+    made = make_books(stage_factory(request.param, home=BOOKING, env={"TTL": f"{TTL:g}"}))
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def on_postgres(stage: Stage) -> Stage:
+    """The stage, where it is one of PostgreSQL."""
+    if stage.record_store != "postgres":
+        pytest.skip("there are no row locks on SQLite")
+    return stage
+
+
+def run(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
+    """A call that plays scripts."""
+    result: AsyncResult = stage.tasks.books.delay(name, way, *scripts)
+    return result
+
+
+def answer(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> Any:
+    """What such a call results in."""
+    return run(stage, name, *scripts, way=way).get(timeout=PATIENCE)
+
+
+def invoices(stage: Stage, name: str) -> int:
+    """How many rows of the body's own are committed."""
+    with stage._engine.connect() as connection:
+        found = connection.execute(text("SELECT count(*) FROM invoices WHERE name = :name"), {"name": name}).scalar()
+    return int(found or 0)
+
+
+def record(stage: Stage, name: str) -> dict[str, Any]:
+    """The record of a name."""
+    row = stage.row("books", f"books:{name}")
+    assert row is not None
+    return row
+
+
+def assert_balanced(stage: Stage, name: str, *, done: bool) -> None:
+    """One invoice and a done record, or neither."""
+    assert ((record(stage, name)["state"] == "done"), invoices(stage, name)) == (done, int(done))
+
+
+def raised(stage: Stage, name: str) -> list[str]:
+    """The classes of the errors that steps under ``try`` have raised."""
+    return [event["error"] for event in stage.events("raised", name=name)]
+
+
+def wait_for_end(stage: Stage, name: str, ended: str) -> dict[str, Any]:
+    """The record once its attempt has ended so."""
+    deadline = time.monotonic() + PATIENCE
+    while (row := record(stage, name))["ended"] != ended:
+        assert time.monotonic() < deadline, row
+        time.sleep(0.05)
+    return row
+
+
+# -- what can be given -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_done_record_commits_with_the_rows(stage: Stage, name: str, way: str) -> None:
+    """By any kind of connection; the result is that of the call and of every later one, as JSON gives it back."""
+    result = {"charge": "ch_1", "pages": [1, 2]}
+    script = [OPEN, WRITE, ["complete", result], COMMIT]
+    assert answer(stage, name, script, way=way) == result
+    assert_balanced(stage, name, done=True)
+    row = record(stage, name)
+    assert (row["ended"], row["attempt"], row["lease_until"]) == ("returned", 1, None)
+    assert answer(stage, name, script, way=way) == result
+    assert len(stage.events("begin", name=name)) == 1
+    assert not stage.is_held("books", f"books:{name}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rollback_takes_the_done_record_along(stage: Stage, name: str, way: str) -> None:
+    """The body returns all the same, and its call fails; the next one does the work."""
+    result = run(stage, name, [OPEN, WRITE, COMPLETE, ROLLBACK], BOOKED, way=way)
+    with pytest.raises(Exception, match="its transaction was not committed") as told:
+        result.get(timeout=PATIENCE)
+    assert type(told.value).__name__ == "CompletionNotCommitted"
+    assert_balanced(stage, name, done=False)
+    stage.client.retry(f"books:{name}", task=f"{BOOKING}.books")
+    assert answer(stage, name, BOOKED, way=way) == "paid"
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transaction_that_is_left_open_is_rolled_back(stage: Stage, name: str, way: str) -> None:
+    """Nobody could commit it any more, and the row would stay locked."""
+    with pytest.raises(Exception, match="its transaction was not committed"):
+        answer(stage, name, [OPEN, WRITE, COMPLETE], way=way)
+    assert_balanced(stage, name, done=False)
+    assert record(stage, name)["state"] == "cooling"
+
+
+@pytest.mark.parametrize("way", ["session autocommit", "connection autocommit", "driver autocommit"])
+def test_what_commits_each_statement_by_itself_is_refused(stage: Stage, name: str, way: str) -> None:
+    """Nothing would commit together; nothing is written, and the call still succeeds in a transaction."""
+    script = [["open", way], ["try", *COMPLETE], ["try", *GUARD], *BOOKED]
+    assert answer(stage, name, script) == "paid"
+    assert raised(stage, name) == ["WrongDatabase"] * 2
+    assert "begin a transaction first" in stage.events("raised", name=name)[0]["text"]
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("way", ["session", "connection", "driver"])
+def test_another_database_is_refused_and_nothing_is_lost(stage: Stage, name: str, way: str) -> None:
+    """The record is not there; the call goes on and completes where it is."""
+    script = [["open", f"{way} elsewhere"], ["try", *COMPLETE], ROLLBACK, *BOOKED]
+    assert answer(stage, name, script) == "paid"
+    assert raised(stage, name) == ["WrongDatabase"]
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_result_that_is_no_json_is_refused_before_anything_is_written(stage: Stage, name: str) -> None:
+    """The body may complete with another one in the same transaction."""
+    assert answer(stage, name, [OPEN, WRITE, ["try", "complete badly"], COMPLETE, COMMIT]) == "paid"
+    (told,) = stage.events("raised", name=name)
+    assert told["error"] == "EffectMisused"
+    assert "complete() takes a JSON value" in told["text"]
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Stage, name: str) -> None:
+    """As with any result: the success stands, the caller gets it, and a replay says that it is missing."""
+    large = "x" * 300_000
+    assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
+    assert_balanced(stage, name, done=True)
+    assert (record(stage, name)["result"], record(stage, name)["reason"]) == (None, "result_too_large")
+
+
+# -- after the commit --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["value", "snooze", "retry", "ignore", "reject"])
+def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(stage: Stage, name: str, kind: str) -> None:
+    """Its result is the completed one, nothing runs again, and the signal tells of the exception."""
+    result = run(stage, name, [*BOOKED, ["raise", kind]])
+    assert result.get(timeout=PATIENCE) == "paid"
+    stage.wait_until_drained()
+    assert_balanced(stage, name, done=True)
+    assert (record(stage, name)["failures"], record(stage, name)["attempt"]) == (0, 1)
+    assert len(stage.events("begin", name=name)) == 1
+    assert len(stage.wait_for("stands", about=f"books:{name}")) == 1
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert not stage.is_held("books", f"books:{name}")
+
+
+def test_what_the_body_returns_after_the_commit_does_not_count(stage: Stage, name: str) -> None:
+    """The record says what was committed, and so does the call."""
+    assert answer(stage, name, [*BOOKED, ["say", "something else"]]) == "paid"
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_second_completion_is_refused_in_the_transaction_and_after_it(stage: Stage, name: str) -> None:
+    """``AlreadyCompleted`` both times; the first one stands."""
+    script = [OPEN, WRITE, COMPLETE, ["try", "complete", "again"], COMMIT, OPEN, ["try", "complete", "again"], ROLLBACK]
+    assert answer(stage, name, [*script, ["say", "paid"]]) == "paid"
+    assert raised(stage, name) == ["AlreadyCompleted"] * 2
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Stage, name: str) -> None:
+    """For longer than the lease lasts: nobody interrupts it, nobody takes over, and callers are answered."""
+    result = run(stage, name, [*BOOKED, ["note", "committed"], ["sleep", 2 * TTL], ["note", "went on"]])
+    stage.wait_for("committed", name=name)
+    assert answer(stage, name, BOOKED) == "paid"
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert len(stage.events("went on", name=name)) == 1
+    assert not stage.events("stands", about=f"books:{name}")
+    assert len(stage.events("begin", name=name)) == 1
+
+
+# -- before the commit -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_after_a_rollback_it_may_be_completed_again(stage: Stage, name: str, way: str) -> None:
+    """Only what was committed counts."""
+    script = [OPEN, WRITE, ["complete", "first"], ROLLBACK, OPEN, WRITE, ["complete", "second"], COMMIT]
+    assert answer(stage, name, script, way=way) == "second"
+    assert_balanced(stage, name, done=True)
+
+
+def test_an_error_before_the_commit_is_the_failure_of_the_call(stage: Stage, name: str) -> None:
+    """It is classified as if nothing had been completed, as nothing has."""
+    with pytest.raises(ValueError, match=f"no luck with {name}"):
+        answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "value"]])
+    assert_balanced(stage, name, done=False)
+    row = record(stage, name)
+    assert (row["state"], row["ended"], row["failures"]) == ("cooling", "failed", 1)
+    assert not stage.events("stands", about=f"books:{name}")
+
+
+def test_a_snooze_before_the_commit_comes_back_and_completes(stage: Stage, name: str) -> None:
+    """Its first run left nothing behind."""
+    assert answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "snooze"]], BOOKED) == "paid"
+    assert len(stage.events("begin", name=name)) == 2
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("way", ["session", "connection", "driver"])
+def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(stage: Stage, name: str, way: str) -> None:
+    """It may be completed again in the same transaction."""
+    within = [["sql", "SAVEPOINT inner_one"], WRITE, ["complete", "inner"], ["sql", "ROLLBACK TO SAVEPOINT inner_one"]]
+    assert answer(stage, name, [OPEN, *within, WRITE, COMPLETE, COMMIT], way=way) == "paid"
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(stage: Stage, name: str) -> None:
+    """The outer transaction commits, but not the done record: the call has failed."""
+    within = [["sql", "SAVEPOINT inner_one"], WRITE, COMPLETE, ["sql", "ROLLBACK TO SAVEPOINT inner_one"]]
+    with pytest.raises(Exception, match="its transaction was not committed"):
+        answer(stage, name, [OPEN, *within, COMMIT])
+    assert_balanced(stage, name, done=False)
+
+
+# -- the guard ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, way: str) -> None:
+    """As often as the body likes, and in the transaction that completes too, before and after."""
+    script = [OPEN, GUARD, WRITE, COMMIT, OPEN, GUARD, COMPLETE, GUARD, COMMIT]
+    assert answer(stage, name, script, way=way) == "paid"
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
+@pytest.mark.parametrize("way", ["session", "driver"])
+def test_with_a_stale_fence_the_rows_do_not_commit(stage: Stage, name: str, step: list[Any], way: str) -> None:
+    """The key was taken away meanwhile: the body is told, its work rolls back, and the call is run again."""
+    gate = stage.gate()
+    first = [["note", "ready"], ["wait", str(gate)], OPEN, WRITE, ["try", *step], step, COMMIT, ["note", "committed"]]
+    result = run(stage, name, first, BOOKED, way=way)
+    stage.wait_for("ready", name=name)
+    with stage._engine.connect() as connection:  # as another attempt would: its fence is higher, and it is over again
+        stale = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'another', state = 'pending' "
+        key = {"key": stored_key(f"{BOOKING}.books", f"books:{name}", "task")}
+        connection.execute(text(f"{stale} WHERE stored_key = :key"), key)
+    gate.touch()
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert raised(stage, name) in (["LeaseLost"], [])  # the renewer may have noticed first
+    assert not stage.events("committed", name=name)
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
+def test_nothing_else_is_written_while_the_transaction_is_open(stage: Stage, name: str, step: list[Any]) -> None:
+    """``GuardOpen`` at once instead of waiting for the own lock; afterwards all of it is possible again."""
+    words = ["effect", "save", "each", "extend"]
+    trials = [["try", word] for word in words]
+    again = [["effect"], ["save"], ["extend"]]
+    answer(stage, name, [OPEN, WRITE, step, *trials, ROLLBACK, *again, *BOOKED])
+    told = stage.events("raised", name=name)
+    assert [(event["step"], event["error"]) for event in told] == [([word], "GuardOpen") for word in words]
+    assert max(event["took"] for event in told) < 0.5
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(stage: Stage, name: str) -> None:
+    """It would wait for the lock of its own guard for ever."""
+    script = [OPEN, WRITE, GUARD, ["try", "complete with", "connection"], COMPLETE, COMMIT]
+    assert answer(stage, name, script) == "paid"
+    (told,) = stage.events("raised", name=name)
+    assert (told["error"], told["took"] < 0.5) == ("GuardOpen", True)
+    assert_balanced(stage, name, done=True)
+
+
+def test_in_repeatable_read_a_guard_comes_first(on_postgres: Stage, name: str) -> None:
+    """A row that was written since the snapshot is 40001, raised as it is; a guard as the first statement works."""
+    stage = on_postgres
+    early = [["open", "session repeatable"], ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
+    late = [["open", "session repeatable"], GUARD, ["read"], ["sleep", TTL], WRITE, COMPLETE, COMMIT]
+    assert answer(stage, name, [*early, *late]) == "paid"
+    told = stage.events("raised", name=name)
+    if stage.lease_store == "database":  # a renewal is what has written it
+        assert [(event["error"], event["state"]) for event in told] == [("OperationalError", "40001")]
+    assert_balanced(stage, name, done=True)
+
+
+def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(on_postgres: Stage, name: str) -> None:
+    """No wrapping, so that whoever retries such transactions recognises it."""
+    stage = on_postgres
+    level = ["sql", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"]
+    early = [OPEN, level, ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
+    assert answer(stage, name, [*early, *BOOKED], way="driver") == "paid"
+    told = stage.events("raised", name=name)
+    if stage.lease_store == "database":
+        assert [(event["error"], event["state"]) for event in told] == [("SerializationFailure", "40001")]
+    assert_balanced(stage, name, done=True)
+
+
+# -- long transactions -------------------------------------------------------------------------------------
+
+
+def contend(stage: Stage, name: str) -> list[AsyncResult]:
+    """Three more calls of a name whose row is locked, over so long that its lease would have ended twice."""
+    calls = []
+    for _ in range(3):
+        calls.append(run(stage, name, BOOKED))
+        stage.wait_for_log(calls[-1].id, "put back for")
+    return calls
+
+
+@pytest.mark.parametrize("way", ["session", "driver"])
+def test_a_long_transaction_keeps_the_key_and_succeeds(on_postgres: Stage, name: str, way: str) -> None:
+    """Three times the ttl after ``complete()``: nobody takes over, contenders are put back soon, all get one answer."""
+    stage = on_postgres
+    script = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ["note", "still"], ["check"], COMMIT]
+    result = run(stage, name, script, way=way)
+    stage.wait_for("locked", name=name)
+    calls = contend(stage, name)
+    assert [event["held"] for event in stage.wait_for("still", name=name)] == [True]
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert [call.get(timeout=PATIENCE) for call in calls] == ["paid"] * 3
+    assert len(stage.events("begin", name=name)) == 1
+    assert not stage.events("stands", about=f"books:{name}")
+    assert_balanced(stage, name, done=True)
+
+
+def test_contenders_of_a_locked_row_give_up_soon(on_postgres: Stage, name: str) -> None:
+    """They hold a pool process for no longer than the lock timeout."""
+    stage = on_postgres
+    gate = stage.gate()
+    result = run(stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT])
+    stage.wait_for("locked", name=name)
+    time.sleep(TTL)
+    began = time.monotonic()
+    call = run(stage, name, BOOKED)
+    stage.wait_for_log(call.id, "put back for")
+    took = time.monotonic() - began
+    gate.touch()
+    assert took < LOCK_TIMEOUT + 1.0
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert call.get(timeout=PATIENCE) == "paid"
+    print(f"put back after {took:.2f} s")
+
+
+def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_postgres: Stage, name: str) -> None:
+    """Whoever is the next then, one of them books it, and all get its answer."""
+    stage = on_postgres
+    first = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ROLLBACK, ["sleep", 0.5], *BOOKED]
+    result = run(stage, name, first, BOOKED)
+    stage.wait_for("locked", name=name)
+    calls = contend(stage, name)
+    assert len(stage.events("begin", name=name)) == 1
+    answers = [call.get(timeout=PATIENCE) for call in [result, *calls]]
+    assert answers == ["paid"] * 4
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: str) -> None:
+    """Read first, another writer in between: SQLite refuses for ever, so the message says how to begin."""
+    if stage.record_store != "sqlite":
+        pytest.skip("SQLite alone")
+    gate = stage.gate()
+    plain = [["read"], ["note", "read"], ["wait", str(gate)], ["try", *COMPLETE], ROLLBACK]
+    ways = ("session plain", "driver plain")
+    scripts = [[["open", way], *plain, *BOOKED] for way in ways]
+    results = [run(stage, f"{name}-{number}", script) for number, script in enumerate(scripts)]
+    for number in range(len(ways)):
+        stage.wait_for("read", name=f"{name}-{number}")
+    assert answer(stage, f"{name}-writer", BOOKED) == "paid"
+    gate.touch()
+    for number, result in enumerate(results):
+        assert result.get(timeout=PATIENCE) == "paid"
+        (told,) = stage.events("raised", name=f"{name}-{number}")
+        assert told["error"] == "WrongDatabase"
+        assert "BEGIN IMMEDIATE" in told["text"]
+        assert_balanced(stage, f"{name}-{number}", done=True)
+
+
+# -- without a worker --------------------------------------------------------------------------------------
+
+
+def test_called_directly_complete_and_guard_do_nothing(stage: Stage, name: str, monkeypatch: Any) -> None:
+    """The body's rows are its own affair."""
+    monkeypatch.setenv("JOURNAL", str(stage.journal))
+    assert stage.tasks.books(name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT]) == "paid"
+    assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
+
+
+def test_an_eager_call_completes_as_its_body_returns(stage: Stage, name: str, monkeypatch: Any) -> None:
+    """Its records are in memory, where nothing can commit together."""
+    monkeypatch.setenv("JOURNAL", str(stage.journal))
+    for _ in range(2):
+        assert stage.tasks.books.apply((name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT])).get() == "paid"
+    assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
