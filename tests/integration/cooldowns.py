@@ -16,8 +16,6 @@ OK = ["ok"]
 BROKEN = ["raise", "KeyError", "customer"]
 BUSY = ["answer", 429]
 TAKEN = ["answer", 409]
-GRACE = 1.0
-"""Seconds by which the call that waits itself may come early: the travel time of its message."""
 
 _SETTLED = re.compile(
     r"^\[([\d-]+ [\d:]+),(\d+): .*\]  ?\S+\[([\w-]+)(?:~\d+)?\] key (\S+): attempt \d+ (\w+) after [\d.]+ s, "
@@ -87,10 +85,9 @@ def assert_sound(stage: Stage, task: str, name: str, *, logs: Sequence[str] = ()
     runs = paid(stage, name)
     log = "\n".join(logs) or stage.worker.full_log()
     outcomes = settled(log, f"{task}:{name}")
-    for when, call, _, state, wait in outcomes:
+    for when, _, _, state, wait in outcomes:
         for run in runs:
-            early = GRACE if run["id"] == call else 0.0
-            between = when < run["wall"] < when + wait - early - 0.1
+            between = when < run["wall"] < when + wait - 0.1  # the log rounds to tenths
             assert not (state == "cooling" and between), (
                 f"{run} began while {name} was cooling for {wait} s: {outcomes}"
             )

@@ -72,7 +72,7 @@ def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(stage
     runs = paid(stage, name)
     assert [run["id"] for run in runs] == [first.id] * 2
     assert 4.0 <= lasted(row) <= 4.4
-    assert runs[1]["wall"] >= row["retry_at"] / 1e6 - 1.0
+    assert runs[1]["wall"] >= row["retry_at"] / 1e6
     assert stage.tasks.resumes.delay(name, [limited(4), OK]).get(timeout=PATIENCE) == {"name": name, "paid": 2}
     assert_sound(stage, "resumes", name)
 
@@ -207,7 +207,7 @@ def test_another_call_does_not_jump_the_queue_during_a_quick_retry(stage: Stage,
     stage.wait_for_log(other.id, "is waiting for its time")
     assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     assert [run["id"] for run in paid(stage, name)] == [first.id] * 2
-    assert paid(stage, name)[1]["t"] - paid(stage, name)[0]["t"] >= 2.0
+    assert paid(stage, name)[1]["t"] - paid(stage, name)[0]["t"] >= 3.0
 
 
 def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
