@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from celery_leases import CooldownPolicy, LeasedTask, Snooze, current_lease, signals
+from celery_leases import CooldownPolicy, LeasedTask, Snooze, current_lease, execution, signals
 from tests.apps.leased import app, note, plain, wait_for
 
 __all__ = ["app", "plain"]
@@ -180,14 +180,12 @@ class Play:
         for _ in self.lease.each([1, 2], every=1):
             pass
 
-    def dies(self, *, whole=True):
-        """Kill the worker, once for each name."""
+    def dies(self):
+        """Kill the process, once for each name."""
         mark = Path(f"{os.environ['JOURNAL']}.{self.name}.died")
         if not mark.exists():
             mark.touch()
             note("died", name=self.name)
-            if whole:
-                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def ends_backend(self):
@@ -213,6 +211,7 @@ def _raise(play, kind):
     raise kinds[kind]
 
 
+_DYING: list[Play] = []
 STEPS = {
     "open": Play.open,
     "write": lambda play: play.books.write(play.name),
@@ -236,10 +235,24 @@ STEPS = {
     "each": Play.each,
     "extend": lambda play: play.lease.extend(5),
     "die": Play.dies,
+    "die before release": _DYING.append,
     "end backend": Play.ends_backend,
     "enqueue": Play.enqueues,
 }
 """All the words of a script."""
+
+
+_completed = execution.Execution._completed
+
+
+def _completed_and_die(self, *args):
+    """The wrapper has seen the done record, and the lease is not released yet."""
+    while _DYING:
+        _DYING.pop().dies()
+    return _completed(self, *args)
+
+
+execution.Execution._completed = _completed_and_die
 
 
 def _runs(name):

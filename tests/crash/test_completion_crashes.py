@@ -1,0 +1,115 @@
+"""Deaths around ``complete()``: however the process, its connection or its server ends, invoices equal done records."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import make_url, text
+
+from celery_leases.testing.process import wait_until
+from tests.crash.conftest import SceneFactory
+from tests.crash.proxy import CuttingProxy
+from tests.crash.scenes import Scene
+from tests.integration.stages import spelled
+
+BOOKING = "tests.apps.booking"
+OPEN, WRITE, COMPLETE, COMMIT, DIE = ["open"], ["write"], ["complete", "paid"], ["commit"], ["die"]
+BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
+DEATHS: dict[str, tuple[list[Any], int]] = {
+    "before it": ([OPEN, WRITE, DIE, COMPLETE, COMMIT], 2),
+    "before the commit": ([OPEN, WRITE, COMPLETE, DIE, COMMIT], 2),
+    "after the commit": ([*BOOKED, DIE], 1),
+    "before the release": ([*BOOKED, ["die before release"]], 1),
+}
+"""What a body does, and how often it is run until the key is done."""
+COMBINATIONS = [
+    ("redis", "redis", "postgres"),
+    ("rabbit", "database", "postgres"),
+    ("redis", "database", "sqlite"),
+    ("rabbit", "redis", "sqlite"),
+]
+ON_POSTGRES = pytest.mark.parametrize("combination", COMBINATIONS[:2], ids=spelled)
+
+
+def make_books(scene: Scene) -> Scene:
+    """The table of the body's own rows."""
+    with scene._engine.connect() as connection:
+        connection.execute(text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)"))
+    return scene
+
+
+def assert_balanced(scene: Scene, name: str, *, done: bool) -> dict[str, Any]:
+    """One invoice and a done record, or neither; the record."""
+    with scene._engine.connect() as connection:
+        query = text("SELECT count(*) FROM invoices WHERE name = :name")
+        invoices = connection.execute(query, {"name": name}).scalar()
+    row = scene.row("books", f"books:{name}")
+    assert row is not None
+    assert ((row["state"] == "done"), invoices) == (done, int(done)), row
+    return row
+
+
+def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any:
+    """A call that plays *script* once, and then does its work without trouble."""
+    return scene.tasks.books.delay(name, way, script, BOOKED)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
+def test_a_process_that_is_killed_around_the_completion_books_once(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """SIGKILL at each line: what was committed is never done again, what was not is done by the next attempt."""
+    scene = make_books(scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), visibility=30))
+    names = {where: f"{name}-{number}" for number, where in enumerate(DEATHS)}
+    results = {where: run(scene, names[where], script) for where, (script, _) in DEATHS.items()}
+    for where, (_, runs) in DEATHS.items():
+        assert results[where].get(timeout=60) == "paid", where
+        assert len(scene.events("died", name=names[where])) == 1
+        assert len(scene.events("begin", name=names[where])) == runs, where
+        assert_balanced(scene, names[where], done=True)
+    for each in names.values():
+        wait_until(lambda each=each: not scene.is_held("books", f"books:{each}"), 20, "the leases to end")  # type: ignore[misc]
+    scene.wait_until_drained()
+
+
+@ON_POSTGRES
+@pytest.mark.parametrize("way", ["session", "driver"])
+def test_a_commit_whose_reply_is_lost_has_succeeded(
+    scene_factory: SceneFactory, leases_postgres: Any, name: str, combination: tuple[str, ...], way: str
+) -> None:
+    """The body gets an error, but the record is done: so is the call, and nobody books it again."""
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        through = make_url(url).set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        scene = make_books(
+            scene_factory(combination, home=BOOKING, urls={"postgres": url}, env={"BOOKS_URL": through}, visibility=30)
+        )
+        proxy.cut(b"COMMIT")
+        assert run(scene, name, BOOKED, way).get(timeout=30) == "paid"
+        assert proxy.bitten.is_set()
+        assert len(scene.wait_for("stands", about=f"books:{name}")) == 1
+        assert_balanced(scene, name, done=True)
+
+        other = f"{name}-before"
+        proxy.cut(b"COMMIT", before=True)
+        assert_booked_by_the_second_run(scene, other, BOOKED, way)
+        assert proxy.bitten.is_set()
+
+
+@ON_POSTGRES
+@pytest.mark.parametrize("way", ["session", "connection", "driver", "django"])
+def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...], way: str
+) -> None:
+    """``pg_terminate_backend`` after ``complete()``: the commit fails, nothing is booked, the next run does it."""
+    scene = make_books(scene_factory(combination, home=BOOKING, visibility=30))
+    assert_booked_by_the_second_run(scene, name, [OPEN, WRITE, COMPLETE, ["end backend"], COMMIT], way)
+
+
+def assert_booked_by_the_second_run(scene: Scene, name: str, script: list[Any], way: str) -> None:
+    """The first run meets an error of the database and leaves nothing behind; it comes back and succeeds."""
+    assert run(scene, name, script, way).get(timeout=30) == "paid"
+    first, second = scene.events("begin", name=name)
+    assert second["fence"] > first["fence"]
+    assert not scene.events("stands", about=f"books:{name}")
+    row = assert_balanced(scene, name, done=True)
+    assert row["previous_ended"] == "failed"
