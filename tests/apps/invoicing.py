@@ -10,6 +10,7 @@ import json
 import os
 import time
 from http.client import HTTPConnection
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -212,7 +213,7 @@ REFERENCES: dict[str, Any] = {
     "id": id_of,
     "none": None,
     "fixed": lambda _: "fixed",
-    "raises": lambda reply: reply["no such thing"],
+    "raises": itemgetter("no such thing"),
 }
 
 

@@ -1,0 +1,225 @@
+"""The customer is charged once, the invoice written once, and one done record kept, wherever a process dies.
+
+By default each step is hit once for each kind of provider, and two random moments; ``EFFECT_SEEDS=50`` does all of it
+fifty times over.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from tests.crash.invoices import IN_DOUBT, INSIDE, INVOICING, STEPS, WAYS, Case, Verdict, Wave, at_each_step, at_random
+from tests.crash.scenes import Scene
+from tests.integration.payments import Provider, provider
+from tests.integration.stages import spelled
+
+__all__ = ["provider"]
+
+SEEDS = int(os.environ.get("EFFECT_SEEDS", "0"))
+RANDOM_EACH = 2
+COMBINATIONS = (("redis", "redis", "postgres"), ("rabbit", "database", "postgres"), ("redis", "database", "sqlite"))
+CHILDREN = 6
+
+
+def scene_of(
+    request: pytest.FixtureRequest, directory: Path, provider: Provider, combination: tuple[str, ...], **options: Any
+) -> Scene:
+    """A scene of invoices, not started."""
+    urls = {"redis": request.getfixturevalue("leases_redis").url}
+    if "rabbit" in combination:
+        urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
+    if "postgres" in combination:
+        urls["postgres"] = request.getfixturevalue("leases_postgres").new_database()
+    env = {"PROVIDER": provider.url, "FAILPOINTS": str(directory / "failpoints"), "VERIFY_AFTER": "0.5"}
+    chosen: dict[str, Any] = {
+        "home": INVOICING,
+        "env": env,
+        "ttl": 2,
+        "visibility": 30,
+        "concurrency": CHILDREN,
+    } | options
+    return Scene(combination, urls, directory, **chosen)
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids=spelled)
+def wave(
+    request: pytest.FixtureRequest, provider: Provider, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Wave]:
+    """All cases of one combination, launched at once."""
+    made = Wave(scene_of(request, tmp_path_factory.mktemp("wave"), provider, request.param), provider)
+    try:
+        made.scene.start()
+        made.launch(at_each_step())
+        made.launch([case for seed in range(RANDOM_EACH) for case in at_random(seed)])
+        made.launch([Case("stop", step) for step in IN_DOUBT])
+        yield made
+        made.scene.wait_until_drained()
+    finally:
+        made.close()
+
+
+def case_of(wave: Wave, way: str, step: str) -> Case:
+    """The case that was launched for them."""
+    (case,) = [case for case in wave.cases[: len(WAYS) * len(STEPS)] if (case.way, case.step) == (way, step)]
+    return case
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("way", ["dedupe", "verify"])
+def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(wave: Wave, way: str, step: str) -> None:
+    """Where the other side dedupes, or can be asked, nobody needs to look."""
+    case = case_of(wave, way, step)
+    verdict = wave.assert_sound(case)
+    assert wave.bitten(case)
+    assert (verdict.state, verdict.charges, verdict.invoices) == ("done", 1, 1)
+    found = {INSIDE: verdict.reference, "after reply": verdict.reference, "after intent": None}
+    expected = {found[step]} if way == "verify" and step in found else set()
+    assert set(wave.provider.looks(case.name)) == expected
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_where_nobody_can_know_it_is_never_charged_twice(wave: Wave, step: str) -> None:
+    """Either it is certain what has happened, and the work goes on; or the key waits for an operator."""
+    case = case_of(wave, "stop", step)
+    verdict = wave.assert_sound(case)
+    assert wave.bitten(case)
+    if step not in IN_DOUBT:
+        assert (verdict.state, verdict.charges) == ("done", 1)
+        return
+    assert (verdict.state, verdict.charges) == ("uncertain", 0 if step == "after intent" else 1)
+
+
+@pytest.mark.parametrize("number", range(RANDOM_EACH * len(WAYS)))
+def test_a_process_killed_at_any_moment_charges_once(wave: Wave, number: int) -> None:
+    """At random; what must hold is the same."""
+    case = wave.cases[len(WAYS) * len(STEPS) + number]
+    print(case, wave.assert_sound(case))
+
+
+# -- an operator -------------------------------------------------------------------------------------------
+
+
+def says(wave: Wave, command: str, key: str = "", **options: Any) -> Any:
+    """What an operator gets to see; on SQLite he types it, which takes seconds, elsewhere he has a program."""
+    if wave.scene.record_store == "sqlite":
+        return typed(wave, command, key, **options)
+    client = wave.scene.client
+    if command == "list":
+        return [found.as_json() for found in client.list(states=[options["state"]])]
+    if command == "show":
+        return client.status(key, task=wave.task).as_json()
+    outcome: Literal["done", "retry"] = "done" if "done" in options else "retry"
+    return client.resolve(key, outcome, result=options.get("result"), task=wave.task).as_json()
+
+
+def typed(wave: Wave, command: str, key: str, **options: Any) -> Any:
+    """What ``celery leases`` prints, which must succeed."""
+    words = [command, *([key] if key else []), "--json"]
+    for name, value in options.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", value if name == "state" else json.dumps(value)]
+    argv = [sys.executable, "-m", "celery", "-A", INVOICING, "leases", *words]
+    env = os.environ | wave.scene.env
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def waiting_case(wave: Wave, step: str) -> Case:
+    """An invoice that waits for an operator, to be used by one test."""
+    case = next(case for case in reversed(wave.cases) if case.step == step)
+    assert wave.settled(case).state == "uncertain"
+    return case
+
+
+def test_an_operator_sees_what_is_in_doubt_and_says_that_it_is_done(wave: Wave) -> None:
+    """List and show name the key, the effect and what to look for; later callers get what he found."""
+    case = waiting_case(wave, INSIDE)
+    key = f"invoice:{case.name}"
+    (charge,) = wave.provider.charges(case.name)
+    (idempotency_key,) = wave.provider.keys(case.name)
+    listed = {row["key"]: row for row in says(wave, "list", state="uncertain")}
+    assert (listed[key]["reason"], listed[key]["task"]) == ("uncertain", wave.task)
+    shown = says(wave, "show", key)
+    assert (shown["state"], shown["reference"]) == ("uncertain", None)
+    assert [(one["name"], one["state"], one["idempotency_key"]) for one in shown["effects"]] == [
+        ("charge", "sent", idempotency_key)
+    ]
+    assert idempotency_key in shown["error"]["message"]
+    assert "leases resolve" in shown["error"]["message"]
+    done = says(wave, "resolve", key, done=True, result={"charge": charge})
+    assert (done["state"], done["result"]) == ("done", {"charge": charge})
+    assert wave.scene.tasks.invoice.delay(case.name, case.way).get(timeout=30) == {"charge": charge}
+    assert wave.provider.charges(case.name) == [charge]
+    assert wave.invoices(case) == []
+
+
+@pytest.mark.parametrize("step", ["after intent", "after reply"])
+def test_an_operator_who_says_retry_lets_it_run_again(wave: Wave, step: str) -> None:
+    """Under the same idempotency key: whether it is charged a second time is his word and the other side's."""
+    case = waiting_case(wave, step)
+    before = wave.provider.charges(case.name)
+    says(wave, "resolve", f"invoice:{case.name}", retry=True)
+    result = wave.scene.tasks.invoice.delay(case.name, case.way).get(timeout=30)
+    charges = wave.provider.charges(case.name)
+    assert charges == [*before, result["charge"]]
+    assert [row["reference"] for row in wave.invoices(case)] == [result["charge"]]
+    assert len(set(wave.provider.keys(case.name))) == 1
+
+
+# -- whole workers, and for as long as one likes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS[:2], ids=spelled)
+def test_a_worker_killed_with_all_its_bodies_charges_once(
+    request: pytest.FixtureRequest, tmp_path: Path, provider: Provider, combination: tuple[str, ...]
+) -> None:
+    """Another worker gets the messages, and finds each invoice somewhere else on its way."""
+    wave = Wave(scene_of(request, tmp_path, provider, combination, visibility=2), provider)
+    try:
+        cases = [Case(way, pause=0.02 * number) for number in range(4) for way in WAYS]
+        wave.scene.start()
+        wave.launch(cases)
+        wave.scene.wait_for("charge", 2)
+        wave.scene.kill_worker()
+        wave.scene.another()
+        print(Counter(wave.assert_sound(case) for case in cases))
+    finally:
+        wave.close()
+
+
+@pytest.mark.skipif(not SEEDS, reason="a soak: set EFFECT_SEEDS to the number of rounds")
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
+def test_soak(request: pytest.FixtureRequest, tmp_path: Path, provider: Provider, combination: tuple[str, ...]) -> None:
+    """Each step and as many random moments, over and over; every fifth round a whole worker dies too."""
+    wave = Wave(scene_of(request, tmp_path, provider, combination, visibility=4, concurrency=10), provider)
+    seen: Counter[tuple[str, Verdict]] = Counter()
+    began, kills, worker = time.monotonic(), 0, wave.scene.start()
+    try:
+        for seed in range(SEEDS):
+            cases = at_each_step() + [case for each in range(9) for case in at_random(1000 * seed + each)]
+            wave.launch(cases)
+            if seed % 5 == 4:
+                done = len(wave.scene.events("end"))
+                wait_until(lambda done=done: len(wave.scene.events("end")) > done, 60, "a body to end")  # type: ignore[misc]
+                worker.kill()
+                worker.wait(20)
+                worker, kills = wave.scene.another(), kills + 1
+            for case in cases:
+                seen[case.way, replace(wave.assert_sound(case), reference=None)] += 1
+            kills += sum(wave.bitten(case) for case in cases if case.step) + sum(not case.step for case in cases)
+    finally:
+        print(f"{spelled(combination)}: {sum(seen.values())} invoices, {kills} kills, {time.monotonic() - began:.0f} s")
+        for (way, verdict), number in sorted(seen.items(), key=str):
+            print(f"  {way}: {number} x {verdict.state}, {verdict.charges} charged, {verdict.invoices} invoiced")
+        wave.close()
