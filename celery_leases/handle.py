@@ -200,6 +200,7 @@ class Lease:
             return decode(text)
         self._refuse_elsewhere("complete()", session_or_connection)
         transaction = self._steps.transaction(session_or_connection)
+        self._tenure.work.join(transaction)
         with self._steps.closed():
             if self._tenure.work.completing and transaction.has_completed(self._record):
                 raise AlreadyCompleted(f"{self.key}: complete() was called before in this attempt", self.key)
@@ -221,6 +222,7 @@ class Lease:
             return
         self._refuse_elsewhere("guard()", session_or_connection)
         transaction = self._steps.transaction(session_or_connection)
+        self._tenure.work.join(transaction)
         with self._steps.closed():
             if self._tenure.work.completing and transaction.has_completed(self._record):
                 return  # a done record is locked by its own transaction, and nobody runs it after that

@@ -35,6 +35,7 @@ class Work:
         #: ``complete()`` was called.
         self.completing = False
         self._transaction: Transaction | None = None
+        self._joined: list[Transaction] = []
 
     @property
     def guarded(self) -> bool:
@@ -47,12 +48,17 @@ class Work:
         transaction = self._transaction
         return transaction is not None and transaction.is_open() and not transaction.is_of(given)
 
+    def join(self, transaction: Transaction) -> None:
+        """The body has given us *transaction*, which ends with the body at the latest."""
+        self._joined = [joined for joined in self._joined if joined.is_open()] + [transaction]
+
     def guard(self, transaction: Transaction) -> None:
         """The record's row is locked by *transaction* from now on."""
         self._transaction = transaction
 
     def end(self) -> None:
         """End what the body has left open: nobody can commit it any more, and it would keep the row locked."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None and transaction.is_open():
-            transaction.roll_back()
+        joined, self._joined, self._transaction = self._joined, [], None
+        for transaction in joined:
+            if transaction.is_open():
+                transaction.roll_back()
