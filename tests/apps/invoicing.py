@@ -1,9 +1,9 @@
 """Customers are charged and invoiced: effects against the payment provider of :mod:`tests.apps.provider`.
 
-PROVIDER is its URL, VERIFY_AFTER how old an intent must be to be looked up. Where FAILPOINTS names a directory, a
-process dies at the steps that are armed there: ``before intent``, ``after intent``, ``after reply`` (before it is
-noted), ``after noting``, ``before complete``, ``after complete`` (before it is committed), ``after commit`` and
-``before release``; inside the call it is the provider that kills.
+PROVIDER is its URL, VERIFY_AFTER and LATER are how old an intent must be to be looked up, in seconds. Where FAILPOINTS
+names a directory, a process dies at the steps that are armed there: ``before intent``, ``after intent``, ``after
+reply`` (before it is noted), ``after noting``, ``before complete``, ``after complete`` (before it is committed),
+``after commit`` and ``before release``; inside the call it is the provider that kills.
 """
 
 import json
@@ -78,7 +78,7 @@ def id_of(reply):
 WAYS: dict[str, Any] = {
     "dedupe": {"uncertain": "rerun"},
     "verify": {"verify": looked_up, "verify_after": VERIFY_AFTER},
-    "later": {"verify": looked_up, "verify_after": 3.0},
+    "later": {"verify": looked_up, "verify_after": float(os.environ.get("LATER", "3"))},
     "unsure": {"verify": unsure, "verify_after": 0.0},
     "stop": {},
 }

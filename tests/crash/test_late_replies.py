@@ -1,0 +1,206 @@
+"""Replies that come late: to a zombie, to an attempt whose lease was taken away, past a database that was away.
+
+A process that has lost its lease begins no effect. What it has begun before has happened, and its reply is kept while
+nobody has taken the intent over.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from celery_leases import LeaseStatus, PermanentFailure, Uncertain
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import PostgresServer
+from tests.crash.conftest import SceneFactory
+from tests.crash.proxy import CuttingProxy
+from tests.crash.scenes import Scene
+from tests.integration.payments import Provider, provider
+from tests.integration.stages import BOTH_WAYS, spelled
+
+__all__ = ["provider"]
+
+INVOICING = "tests.apps.invoicing"
+OPTIONS: dict[str, Any] = {"home": INVOICING, "ttl": 2, "visibility": 60}
+REDIS_LEASES = ("rabbit", "redis", "postgres")
+DATABASE_LEASES = ("redis", "database", "postgres")
+
+
+@pytest.fixture(params=BOTH_WAYS, ids=spelled)
+def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider: Provider) -> Scene:
+    """A worker whose child will be paused; the broker does not deliver its message again meanwhile."""
+    return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "5"}, **OPTIONS)
+
+
+def status(scene: Scene, task: str, name: str) -> LeaseStatus:
+    """Where the key of a name stands."""
+    return scene.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
+
+
+def charged(scene: Scene, provider: Provider, name: str, task: str, way: str) -> tuple[Any, dict[str, Any], Any]:
+    """A call whose customer is charged, and whose reply the provider holds; its event, its result, and the gate."""
+    gate = scene.gate()
+    provider.script(name, {"hold": str(gate)}, dedupe=way == "dedupe")
+    result = getattr(scene.tasks, task).delay(name, way)
+    (begun,) = scene.wait_for("begin", name=name)
+    provider.wait_for("charged", name)
+    return result, begun, gate
+
+
+@contextmanager
+def paused(scene: Scene, pid: int, task: str, name: str) -> Iterator[None]:
+    """Its process stands still from before the end of its lease to the end of the block."""
+    scene.worker.pause(pid=pid)
+    scene.wait_until_free(task, f"{task}:{name}")
+    yield
+    scene.worker.resume(pid=pid)
+
+
+def test_a_zombie_begins_no_effect(scene: Scene, provider: Provider, name: str) -> None:
+    """Another attempt has charged the customer meanwhile; the zombie is told that its lease is lost."""
+    gate = scene.gate()
+    zombie = scene.tasks.flagged.delay(name, "stop", str(gate))
+    (begun,) = scene.wait_for("begin", name=name)
+    with paused(scene, begun["pid"], "flagged", name):
+        gate.touch()
+        scene.another()
+        answer = scene.tasks.flagged.delay(name, "stop", str(gate)).get(timeout=30)
+    (told,) = scene.wait_for("raised", name=name)
+    assert (told["pid"], told["error"]) == (begun["pid"], "LeaseLost")
+    assert zombie.get(timeout=30) == answer
+    assert provider.charges(name) == [answer["charge"]]
+    assert len(provider.lines("asked", name)) == 1
+
+
+def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(scene: Scene, provider: Provider, name: str) -> None:
+    """The other attempt could not know, and parked the key; the reply is noted all the same, and later used."""
+    zombie, begun, gate = charged(scene, provider, name, "flagged", "stop")
+    with paused(scene, begun["pid"], "flagged", name):
+        scene.another()
+        with pytest.raises(Uncertain):
+            scene.tasks.flagged.delay(name, "stop").get(timeout=30)
+        assert [effect.state for effect in status(scene, "flagged", name).effects] == ["sent"]
+        gate.touch()
+        provider.wait_for("replied", name)
+    told = scene.wait_for("raised", 2, name=name)[1]
+    assert (told["pid"], told["error"]) == (begun["pid"], "LeaseLost")
+    found = status(scene, "flagged", name)
+    (charge,) = provider.charges(name)
+    assert (found.state, found.reference, [effect.state for effect in found.effects]) == ("uncertain", charge, ["done"])
+    with pytest.raises(PermanentFailure):
+        zombie.get(timeout=30)
+    scene.client.resolve(f"flagged:{name}", "retry", task=f"{INVOICING}.flagged")
+    assert scene.tasks.flagged.delay(name, "stop").get(timeout=30) == {"charge": charge, "saved": True}
+    assert provider.charges(name) == [charge]
+    assert len(provider.lines("asked", name)) == 1
+
+
+def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(scene: Scene, provider: Provider, name: str) -> None:
+    """Too early to ask, it comes back; by then the zombie has noted the reply, and nobody needs to ask."""
+    scene.another()
+    zombie, begun, gate = charged(scene, provider, name, "flagged", "later")
+    with paused(scene, begun["pid"], "flagged", name):
+        other = scene.tasks.flagged.delay(name, "later")
+        scene.wait_for("raised", name=name, error="Snooze")
+        gate.touch()
+        provider.wait_for("replied", name)
+    answer = other.get(timeout=30)
+    assert provider.charges(name) == [answer["charge"]]
+    assert (answer["saved"], provider.looks(name)) == (True, [])
+    assert zombie.get(timeout=30) == answer
+
+
+def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
+    scene: Scene, provider: Provider, name: str
+) -> None:
+    """The loss reaches it while it still waits for the answer: what became of it is looked up."""
+    zombie, begun, gate = charged(scene, provider, name, "interrupted", "verify")
+    with paused(scene, begun["pid"], "interrupted", name):
+        pass
+    told = scene.wait_for("raised", name=name)[0]
+    assert (told["pid"], told["error"]) == (begun["pid"], "LeaseLost")
+    answer = zombie.get(timeout=30)
+    gate.touch()
+    assert provider.charges(name) == [answer["charge"]]
+    assert (answer["saved"], provider.looks(name)) == (True, [answer["charge"]])
+
+
+@pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
+def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
+    scene_factory: SceneFactory, provider: Provider, name: str, combination: tuple[str, ...]
+) -> None:
+    """An operator takes the key away while the reply is held back; the next attempt asks again and is done."""
+    scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
+    first, begun, gate = charged(scene, provider, name, "flagged", "dedupe")
+    scene.client.release(f"flagged:{name}", task=f"{INVOICING}.flagged")
+    answer = scene.tasks.flagged.delay(name, "dedupe").get(timeout=30)
+    row = scene.version_of("flagged", f"flagged:{name}")
+    gate.touch()
+    (told,) = scene.wait_for("raised", name=name)
+    assert (told["pid"], told["error"]) == (begun["pid"], "LeaseLost")
+    assert first.get(timeout=30) == answer
+    assert scene.version_of("flagged", f"flagged:{name}") == row
+    assert (len(provider.charges(name)), len(provider.lines("asked", name))) == (1, 2)
+    assert status(scene, "flagged", name).fence == scene.events("charge", name=name)[0]["fence"]
+
+
+# -- the database --------------------------------------------------------------------------------------------
+
+INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_effects"
+
+
+@pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
+def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
+    scene_factory: SceneFactory, leases_postgres: PostgresServer, provider: Provider, combination: tuple[str, ...]
+) -> None:
+    """Cut before it arrives or after it was carried out, and refused for a while after that: one call, no operator."""
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
+        env = {"PROVIDER": provider.url, "LEASES_DATABASE_URL": through}
+        scene = scene_factory(combination, urls={"postgres": url}, env=env, **OPTIONS | {"ttl": 6})
+        for number, (statement, before, away) in enumerate(
+            (statement, before, away)
+            for statement in (INTENT, REPLY)
+            for before in (True, False)
+            for away in (0.0, 0.6)
+        ):
+            name = f"cut-{number}"
+            proxy.refusing = bool(away)
+            proxy.cut(statement, before=before)
+            result = scene.tasks.flagged.delay(name, "stop")
+            assert proxy.bitten.wait(20), (statement, before)
+            bitten = time.monotonic()
+            wait_until(lambda bitten=bitten, away=away: time.monotonic() - bitten >= away, 5, "a short outage")  # type: ignore[misc]
+            proxy.refusing = False
+            answer = result.get(timeout=40)
+            assert provider.charges(name) == [answer["charge"]], (statement, before, away)
+            assert len(provider.lines("asked", name)) == 1
+            assert len(scene.events("begin", name=name)) == 1
+            assert status(scene, "flagged", name).attempt == 1
+
+
+@pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
+def test_a_database_that_is_away_when_the_reply_comes_gets_it_afterwards(
+    scene_factory: SceneFactory,
+    own_postgres: PostgresServer,
+    provider: Provider,
+    name: str,
+    combination: tuple[str, ...],
+) -> None:
+    """For longer than the ttl: the reply is kept, and nobody else has begun."""
+    urls = {"postgres": own_postgres.new_database()}
+    scene = scene_factory(combination, urls=urls, env={"PROVIDER": provider.url}, **OPTIONS)
+    result, _, gate = charged(scene, provider, name, "flagged", "stop")
+    own_postgres.kill()
+    gate.touch()
+    replied = provider.wait_for("replied", name)["t"]
+    wait_until(lambda: time.monotonic() - replied > 3.0, 10, "an outage of 3 s")
+    assert not scene.events("raised", name=name)
+    own_postgres.start()
+    answer = result.get(timeout=40)
+    assert provider.charges(name) == [answer["charge"]]
+    assert len(provider.lines("asked", name)) == 1
+    assert status(scene, "flagged", name).reference == answer["charge"]
