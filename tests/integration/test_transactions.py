@@ -274,16 +274,16 @@ def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, wa
 def test_with_a_stale_fence_the_rows_do_not_commit(stage: Stage, name: str, step: list[Any], way: str) -> None:
     """The key was taken away meanwhile: the body is told, its work rolls back, and the call is run again."""
     gate = stage.gate()
-    first = [["note", "ready"], ["wait", str(gate)], OPEN, WRITE, ["try", *step], step, COMMIT, ["note", "committed"]]
+    first = [["note", "ready"], ["wait", str(gate)], OPEN, WRITE, step, COMMIT, ["note", "committed"]]
     result = run(stage, name, first, BOOKED, way=way)
     stage.wait_for("ready", name=name)
-    with stage._engine.connect() as connection:  # as another attempt would: its fence is higher, and it is over again
-        stale = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'another', state = 'pending' "
+    with stage._engine.connect() as connection:  # as another attempt would, which then dies
+        stale = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'another', lease_until = 0"
         key = {"key": stored_key(f"{BOOKING}.books", f"books:{name}", "task")}
         connection.execute(text(f"{stale} WHERE stored_key = :key"), key)
     gate.touch()
     assert result.get(timeout=PATIENCE) == "paid"
-    assert raised(stage, name) in (["LeaseLost"], [])  # the renewer may have noticed first
+    assert len(stage.events("begin", name=name)) == 2
     assert not stage.events("committed", name=name)
     assert_balanced(stage, name, done=True)
 
@@ -332,6 +332,25 @@ def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(on_postgres: S
     if stage.lease_store == "database":
         assert [(event["error"], event["state"]) for event in told] == [("SerializationFailure", "40001")]
     assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("ending", [COMMIT, ROLLBACK], ids=["commit", "rollback"])
+def test_a_call_enqueued_beside_the_completion_shares_its_fate(stage: Stage, name: str, ending: list[Any]) -> None:
+    """Done record, rows and the next call's message commit together, or none of them does."""
+    following = f"{name}-next"
+    script = [OPEN, WRITE, ["enqueue", "books", following, "session", BOOKED], COMPLETE, ending]
+    result = run(stage, name, script)
+    if ending is COMMIT:
+        assert result.get(timeout=PATIENCE) == "paid"
+        stage.wait_for_state("books", f"books:{following}", "done")
+        assert_balanced(stage, following, done=True)
+    else:
+        with pytest.raises(Exception, match="its transaction was not committed"):
+            result.get(timeout=PATIENCE)
+        assert stage.row("books", f"books:{following}") is None
+    assert_balanced(stage, name, done=ending is COMMIT)
+    stage.wait_until_drained()
+    assert len(stage.events("begin", name=following)) == int(ending is COMMIT)
 
 
 # -- long transactions -------------------------------------------------------------------------------------
