@@ -215,7 +215,7 @@ def exits(self, name, how, times=100):
     return {"name": name}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1)
+@app.task(base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_after_cooldown="stop")
 def softly(self, name, seconds=30.0):
     """Work for so many seconds under a soft limit of one."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)

@@ -1,5 +1,6 @@
 """Limits and revokes: Celery's own ways to end a body keep their meaning, and leave the key free."""
 
+import json
 import time
 
 import pytest
@@ -61,15 +62,17 @@ def test_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -
 
 
 def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: str) -> None:
-    """``SoftTimeLimitExceeded`` in the body, at the caller, and in the record; the key is free at once."""
+    """``SoftTimeLimitExceeded`` in the body, at the caller, and in the record; nobody knows what was done, so it cools."""
     result = scene.tasks.softly.delay(name)
     with pytest.raises(SoftTimeLimitExceeded):
         result.get(timeout=20)
     assert len(scene.events("limited", name=name)) == 1
     row = scene.row("softly", f"softly:{name}")
     assert row is not None
-    assert (row["state"], row["ended"], row["failures"], row["crashes"]) == ("pending", "failed", 1, 0)
-    assert row["error_type"].endswith("SoftTimeLimitExceeded")
+    assert (row["state"], row["ended"], row["failures"], row["crashes"]) == ("cooling", "failed", 1, 0)
+    error = json.loads(row["error"])
+    assert error["type"].endswith("SoftTimeLimitExceeded")
+    assert error["ambiguous"]
     assert not scene.is_held("softly", f"softly:{name}")
 
 
