@@ -72,9 +72,8 @@ def test_a_process_that_is_killed_around_the_completion_books_once(
 
 
 @ON_POSTGRES
-@pytest.mark.parametrize("way", ["session", "driver"])
 def test_a_commit_whose_reply_is_lost_has_succeeded(
-    scene_factory: SceneFactory, leases_postgres: Any, name: str, combination: tuple[str, ...], way: str
+    scene_factory: SceneFactory, leases_postgres: Any, name: str, combination: tuple[str, ...]
 ) -> None:
     """The body gets an error, but the record is done: so is the call, and nobody books it again."""
     url = leases_postgres.new_database()
@@ -83,26 +82,29 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
         scene = make_books(
             scene_factory(combination, home=BOOKING, urls={"postgres": url}, env={"BOOKS_URL": through}, visibility=30)
         )
-        proxy.cut(b"COMMIT")
-        assert run(scene, name, BOOKED, way).get(timeout=30) == "paid"
-        assert proxy.bitten.is_set()
-        assert len(scene.wait_for("stands", about=f"books:{name}")) == 1
-        assert_balanced(scene, name, done=True)
+        for way in ("session", "driver"):
+            proxy.cut(b"COMMIT")
+            after = f"{name}-after-{way}"
+            assert run(scene, after, BOOKED, way).get(timeout=30) == "paid"
+            assert proxy.bitten.is_set()
+            assert len(scene.wait_for("stands", about=f"books:{after}")) == 1
+            assert len(scene.events("begin", name=after)) == 1
+            assert_balanced(scene, after, done=True)
 
-        other = f"{name}-before"
-        proxy.cut(b"COMMIT", before=True)
-        assert_booked_by_the_second_run(scene, other, BOOKED, way)
-        assert proxy.bitten.is_set()
+            proxy.cut(b"COMMIT", before=True)
+            assert_booked_by_the_second_run(scene, f"{name}-before-{way}", BOOKED, way)
+            assert proxy.bitten.is_set()
 
 
 @ON_POSTGRES
-@pytest.mark.parametrize("way", ["session", "connection", "driver", "django"])
 def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...], way: str
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """``pg_terminate_backend`` after ``complete()``: the commit fails, nothing is booked, the next run does it."""
     scene = make_books(scene_factory(combination, home=BOOKING, visibility=30))
-    assert_booked_by_the_second_run(scene, name, [OPEN, WRITE, COMPLETE, ["end backend"], COMMIT], way)
+    for way in ("session", "connection", "driver", "django"):
+        script = [OPEN, WRITE, COMPLETE, ["end backend"], COMMIT]
+        assert_booked_by_the_second_run(scene, f"{name}-{way}", script, way)
 
 
 def assert_booked_by_the_second_run(scene: Scene, name: str, script: list[Any], way: str) -> None:

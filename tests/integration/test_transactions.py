@@ -365,12 +365,11 @@ def contend(stage: Stage, name: str) -> list[AsyncResult]:
     return calls
 
 
-@pytest.mark.parametrize("way", ["session", "driver"])
-def test_a_long_transaction_keeps_the_key_and_succeeds(on_postgres: Stage, name: str, way: str) -> None:
+def test_a_long_transaction_keeps_the_key_and_succeeds(on_postgres: Stage, name: str) -> None:
     """Three times the ttl after ``complete()``: nobody takes over, contenders are put back soon, all get one answer."""
     stage = on_postgres
     script = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ["note", "still"], ["check"], COMMIT]
-    result = run(stage, name, script, way=way)
+    result = run(stage, name, script)
     stage.wait_for("locked", name=name)
     calls = contend(stage, name)
     assert [event["held"] for event in stage.wait_for("still", name=name)] == [True]
@@ -403,7 +402,7 @@ def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_post
     """Whoever is the next then, one of them books it, and all get its answer."""
     stage = on_postgres
     first = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ROLLBACK, ["sleep", 0.5], *BOOKED]
-    result = run(stage, name, first, BOOKED)
+    result = run(stage, name, first, BOOKED, way="driver")
     stage.wait_for("locked", name=name)
     calls = contend(stage, name)
     assert len(stage.events("begin", name=name)) == 1
