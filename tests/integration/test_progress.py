@@ -1,0 +1,212 @@
+"""Saved progress and loops under real workers: where they go on after kills, failures, interruptions and losses."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event
+
+from celery_leases.apps import parts_of
+from celery_leases.handle import SAVE_EVERY
+from celery_leases.testing.process import wait_until
+from tests.apps.failpoints import armed
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, environment, spelled
+
+PROGRESSING = "tests.apps.progressing"
+MANY = 10_000
+DEATHS = sorted(random.Random(1842).sample(range(MANY), 3))
+LATE_DEATHS = sorted(random.Random(2026).sample(range(MANY // 4, MANY), 2))
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: StageFactory, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stage]:
+    """A worker that loops; at its end nothing may be left in the queue."""
+    failpoints = tmp_path_factory.mktemp("failpoints")
+    made = stage_factory(request.param, home=PROGRESSING, env={"FAILPOINTS": str(failpoints)})
+    for name, deaths in (("every-1", DEATHS), ("by-default", LATE_DEATHS)):
+        for item in deaths:
+            arm(made, f"item {item}", name)
+    # These take long for the time until a death is noticed: they go on beside the other tests.
+    made.tasks.loops.delay("every-1", MANY, every=1)
+    made.tasks.loops.delay("by-default", MANY, pace=0.0002)
+    made.tasks.pages.delay("gets-on", 3)
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+def arm(stage: Stage, step: str, name: str) -> None:
+    """Let the process die there, once."""
+    armed(Path(stage.env["FAILPOINTS"]), step, name).touch()
+
+
+class Worked:
+    """The items that were worked on, by the runs of the body."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        lines = (stage.directory / f"items.{name}").read_text().splitlines()
+        self.lines = [(int(pid), int(item), float(t)) for pid, item, t in map(str.split, lines)]
+
+    @property
+    def items(self) -> list[int]:
+        """In the order in which they were worked on."""
+        return [item for _, item, _ in self.lines]
+
+    def turns(self) -> list[tuple[int, int]]:
+        """The places at which the next item is not the one that follows: where another run went on."""
+        return [(one, two) for one, two in pairwise(self.items) if two != one + 1]
+
+    def assert_nothing_skipped(self, count: int) -> None:
+        """All of them were worked on, and no run has left one out."""
+        assert sorted(set(self.items)) == list(range(count))
+        assert all(two <= one + 1 for one, two in pairwise(self.items))
+
+
+# -- loops -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [None, 7])
+def test_a_failure_loses_nothing(stage: Stage, name: str, every: int | None) -> None:
+    """What was not saved yet is saved with the outcome: cooled down or tried again, it goes on at that very item."""
+    result = stage.tasks.loops.delay(name, 100, every=every, fails_at=[10, 33, 80])
+    result.get(timeout=PATIENCE)
+    assert Worked(stage, name).items == list(range(100))
+    assert len(stage.events("begin", name=name)) == 4
+
+
+def test_a_lease_that_was_taken_away_stops_the_loop_between_two_items(stage: Stage, name: str) -> None:
+    """The body is told by the next item; the run after it goes on where the last save was."""
+    gate = stage.gate()
+    result = stage.tasks.loops.delay(name, 20, every=1, waits_at=5, gate=str(gate))
+    (waits,) = stage.wait_for("waits", name=name)
+    before = stage.client.status(f"loops:{name}", task=f"{PROGRESSING}.loops")
+    after = stage.client.release(f"loops:{name}", task=f"{PROGRESSING}.loops")
+    assert after.fence > before.fence
+    gate.touch()
+    (told,) = stage.wait_for("raised", name=name)
+    assert (told["error"], told["pid"]) == ("LeaseLost", waits["pid"])
+    assert result.get(timeout=PATIENCE) == {"name": name, "count": 20}
+    worked = Worked(stage, name)
+    worked.assert_nothing_skipped(20)
+    # The item in which the lease was lost is not saved any more, as the fence has moved on.
+    assert worked.turns() == [(5, 5)]
+
+
+def test_two_loops_have_their_own_positions(stage: Stage, name: str) -> None:
+    """Killed in the second, the first is not run again."""
+    arm(stage, "row", name)
+    result = stage.tasks.tables.delay(name, 5, 2)
+    assert result.get(timeout=PATIENCE) == [["body", 2], ["body", 3], ["body", 4]]
+
+
+def test_a_loop_keeps_a_lease_that_nobody_renews(stage: Stage, name: str) -> None:
+    """Under ``lease_renew=False`` what is saved pushes it out, for longer than it would last."""
+    result = stage.tasks.quietly.delay(name, 45, 0.1)
+    result.get(timeout=PATIENCE)
+    assert Worked(stage, name).items == list(range(45))
+    assert len(stage.events("begin", name=name)) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGQUIT, signal.SIGTERM], ids=["cold", "soft"])
+def test_a_shutdown_loses_nothing(stage_factory: StageFactory, name: str, how: signal.Signals) -> None:
+    """The worker is stopped in the middle of the loop; the next one goes on at the very item."""
+    stage = stage_factory(BOTH_WAYS[0], home=PROGRESSING, env={"SOFT_SHUTDOWN": "0.5", "VISIBILITY": "4"})
+    result = stage.tasks.loops.delay(name, 60, pace=0.05)
+    wait_until((stage.directory / f"items.{name}").exists, PATIENCE, "the loop to begin")
+    wait_until(lambda: len(Worked(stage, name).lines) > 10, PATIENCE, "some items")
+    if how == signal.SIGTERM:  # a warm shutdown waits for the body, a second signal ends its patience
+        stage.worker.kill(how)
+        wait_until(lambda: "Warm shutdown" in stage.worker.full_log(), 20, "the shutdown")
+        stage.worker.kill(signal.SIGQUIT)
+    else:
+        stage.worker.kill(how)
+    stage.worker.wait(30)
+    stopped = len(Worked(stage, name).lines)
+    assert stopped < 60
+    stage.worker.start()
+    result.get(timeout=PATIENCE)
+    worked = Worked(stage, name)
+    worked.assert_nothing_skipped(60)
+    # The item in whose middle it was interrupted, and no other, was worked on twice.
+    assert len(worked.items) - 60 <= 1
+    assert worked.turns() in ([], [(stopped - 1, stopped - 1)])
+
+
+def test_a_new_generation_begins_at_its_first_page(stage: Stage, name: str) -> None:
+    """Forgotten, it has no progress, and none is shown."""
+    stage.tasks.loops.delay(name, 3).get(timeout=PATIENCE)
+    stage.client.forget(f"loops:{name}", task=f"{PROGRESSING}.loops")
+    assert stage.client.status(f"loops:{name}", task=f"{PROGRESSING}.loops").progress is None
+    stage.tasks.loops.delay(name, 3).get(timeout=PATIENCE)
+    assert Worked(stage, name).items == [0, 1, 2, 0, 1, 2]
+
+
+# -- without a worker --------------------------------------------------------------------------------------
+
+
+def test_saving_is_throttled(stage: Stage, name: str) -> None:
+    """Ten thousand items are a statement a second, and not ten thousand."""
+    statements: list[str] = []
+    with environment({"JOURNAL": str(stage.journal)}):
+        engine = parts_of(stage.app, eager=True).records.database.engine
+        event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+        began = time.monotonic()
+        assert stage.tasks.loops.apply((name, MANY)).get() == {"name": name, "count": MANY}
+        took = time.monotonic() - began
+    saves = [one for one in statements if "progress=" in one and "result=" not in one]
+    assert 1 <= len(saves) <= took / SAVE_EVERY + 2
+
+
+def test_called_directly_it_is_a_plain_loop(stage: Stage, name: str) -> None:
+    """As often as one likes."""
+    with environment({"JOURNAL": str(stage.journal)}):
+        for _ in range(2):
+            assert stage.tasks.quietly(name, 3, 0.0) == {"name": name, "count": 3}
+    assert Worked(stage, name).items == [0, 1, 2] * 2
+
+
+# -- what went on beside them ------------------------------------------------------------------------------
+
+
+def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Stage) -> None:
+    """It dies three times, with two crashes in a row being too many, and finishes: its progress resets their number."""
+    stage.wait_for_state("pages", "pages:gets-on", "done", 3 * PATIENCE)
+    begun = stage.events("begin", name="gets-on")
+    assert [(event["page"], event["crashes"]) for event in begun] == [(0, 0), (1, 1), (2, 1), (3, 1)]
+    found = stage.client.status("pages:gets-on", task=f"{PROGRESSING}.pages")
+    assert (found.state, found.crashes, found.progress) == ("done", 0, {"page": 3})
+    assert found.result == {"name": "gets-on", "pages": 3}
+
+
+def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(stage: Stage) -> None:
+    """Killed at three random items, before these were begun: each is worked on exactly once."""
+    stage.wait_for_state("loops", "loops:every-1", "done", 3 * PATIENCE)
+    assert len(stage.events("failpoint", name="every-1")) == len(DEATHS)
+    assert Worked(stage, "every-1").items == list(range(MANY))
+    # It got on each time, so that no crash follows another.
+    assert [begun["crashes"] for begun in stage.events("begin", name="every-1")] == [0, 1, 1, 1]
+
+
+def test_by_default_at_most_a_seconds_items_repeat(stage: Stage) -> None:
+    """Killed at random items of ten thousand: what is worked on again was worked on just before the death."""
+    stage.wait_for_state("loops", "loops:by-default", "done", 3 * PATIENCE)
+    worked = Worked(stage, "by-default")
+    worked.assert_nothing_skipped(MANY)
+    assert len(stage.events("failpoint", name="by-default")) == len(LATE_DEATHS)
+    first: dict[int, float] = {}
+    for _, item, t in worked.lines:
+        first.setdefault(item, t)
+    for one, two in worked.turns():
+        assert one + 1 in LATE_DEATHS
+        assert first[one] - first[two] < SAVE_EVERY + 1.0
+    print(f"{len(worked.items) - MANY} of {MANY} items repeated")
