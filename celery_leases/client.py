@@ -202,6 +202,8 @@ class LeaseClient:
         holder = gate = trouble = None
         try:
             holder = self._leases.holder(stored)
+            if record is not None and record.state is State.RUNNING and holder is None:
+                record = self._records.read(stored)  # it may have ended between the two looks
             gate = self._leases.gate(group) if group is not None and waiting and holder is None else None
         except StoreUnavailable as error:
             trouble = f"the lease store does not answer: {error}"

@@ -197,11 +197,12 @@ class Delivery:
             case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
                 return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
             case Exception():
-                if tenure.lost:
-                    return Lost(tenure.lost)
-                return Raised(error, failure_of(error), self.options.rules.judge(error, time.time()))
+                return Lost(tenure.lost) if tenure.lost else self._raised(error)
             case _:
                 return self._taken_away(call, error, elapsed)
+
+    def _raised(self, error: BaseException) -> Raised:
+        return Raised(error, failure_of(error), self.options.rules.judge(error, time.time()))
 
     def _taken_away(self, call: Call, error: BaseException, elapsed: float) -> Ending:
         limit = call.time_limit
@@ -210,7 +211,10 @@ class Delivery:
         by_worker = self.shield.hurried or isinstance(error, WorkerShutdown | WorkerTerminate)
         if isinstance(error, SystemExit) and not by_worker:
             return Terminated(error, "the body ended its process")
-        return Interrupted(error)
+        if by_worker or isinstance(error, KeyboardInterrupt) or type(error).__name__ == "GreenletExit":
+            return Interrupted(error)
+        # A cancelled coroutine, a timeout of gevent's, an exception of the user's: nobody has interrupted the worker.
+        return self._raised(error)
 
     def _retry_delay(self, retry: Retry) -> float | None:
         if self.request.is_eager or retry.when is None:

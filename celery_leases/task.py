@@ -14,9 +14,12 @@ from celery.result import AsyncResult
 from celery_leases import apps, outgoing
 from celery_leases.core.errors import (
     AlreadyDone,
+    Cooldown,
     CoolingDown,
     LeaseConfigurationError,
     LeaseHeld,
+    PermanentFailure,
+    RetryLater,
     StoreUnavailable,
 )
 from celery_leases.core.keys import call_group, call_key
@@ -44,6 +47,8 @@ class LeasedMixin:
     reject_on_worker_lost = True
     # Celery 5.7 would send a new message instead, and count the crash as one of the user's retries.
     retry_on_worker_lost = False
+    # What a body asks for is for the rules; an ``autoretry_for`` of everything would eat it.
+    dont_autoretry_for = (PermanentFailure, Cooldown, RetryLater)
     Request = "celery_leases.request:LeaseRequest"
 
     lease_options: ClassVar[LeaseOptions]

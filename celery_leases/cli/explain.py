@@ -14,7 +14,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases import apps
 from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import as_json, echo_fields, echo_json
-from celery_leases.core.classifier.errorfacts import ErrorFacts
+from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
 from celery_leases.core.endings import Raised
 from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter, after_failure
 from celery_leases.core.keys import CallKey
@@ -119,16 +119,16 @@ def _options(ctx: click.Context, task: str | None) -> LeaseOptions:
 def _facts(given: Mapping[str, Any]) -> ErrorFacts:
     if not any(given[name] for name in ("status", "headers", "codes", "exc", "sqlstate", "grpc", "message")):
         raise click.UsageError("say what failed: --status, --header, --code, --exc, --sqlstate, --grpc or --message")
-    headers = dict(map(_header, given["headers"]))
-    return ErrorFacts(
-        names=_names(given["exc"]) if given["exc"] else (),
-        status=given["status"],
-        codes=given["codes"],
-        sqlstate=given["sqlstate"],
-        grpc=given["grpc"].upper() if given["grpc"] else None,
-        headers=headers,
-        message=given["message"],
-    )
+    of_class = _of_class(given["exc"]) if given["exc"] else ErrorFacts()
+    told = {
+        "status": given["status"],
+        "codes": given["codes"],
+        "sqlstate": given["sqlstate"],
+        "grpc": given["grpc"].upper() if given["grpc"] else None,
+        "headers": dict(map(_header, given["headers"])),
+        "message": given["message"],
+    }
+    return replace(of_class, chain=(), **{name: value for name, value in told.items() if value})
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -138,14 +138,14 @@ def _header(text: str) -> tuple[str, str]:
     return name.strip().lower(), value.strip()
 
 
-def _names(dotted: str) -> tuple[str, ...]:
-    """The names of the exception and of its superclasses, where it can be imported; else the one that was given."""
+def _of_class(dotted: str) -> ErrorFacts:
+    """What the class of the exception tells, if it can be imported: its names, and what all its instances carry."""
     module, _, name = dotted.rpartition(".")
     try:
         found = getattr(import_module(module or "builtins"), name)
     except (ImportError, AttributeError, ValueError):
         click.echo(f"{dotted} cannot be imported here, so only its own name counts", err=True)
-        return (dotted,)
+        return ErrorFacts(names=(dotted,))
     if not isinstance(found, type) or not issubclass(found, BaseException):
         raise click.BadParameter(f"{dotted} is no exception class", param_hint="--exc")
-    return tuple(f"{c.__module__}.{c.__qualname__}" for c in found.__mro__)
+    return replace(facts_of(found.__new__(found)), message="")

@@ -11,11 +11,17 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.group import client_of, leases
 from celery_leases.cli.output import as_json, echo_json, echo_status, echo_table
 from celery_leases.core.records import State
-from celery_leases.core.status import ABANDONED
+from celery_leases.core.status import ABANDONED, LeaseStatus
 
 STATES = [state.value for state in State] + [ABANDONED]
 
 of_task = click.option("--task", help="The task's name; needed when several tasks have this key.")
+
+
+def _queued(status: LeaseStatus) -> str:
+    if status.resumes:
+        return "a copy of the call waits at the broker; it comes with its next hop, within 10 minutes"
+    return "nothing is queued: call the task again"
 
 
 @leases.command(name="list", cls=CeleryCommand)
@@ -67,12 +73,7 @@ def retry(ctx: click.Context, key: str, task: str | None, force: bool, as_json: 
     echo_status(status, as_json=as_json)
     if status.scope == "group":
         click.echo(f"its group {status.group} is still shut; `leases groups --open {status.group}` opens it", err=True)
-    if status.resumes:
-        click.echo(
-            "a copy of the call waits at the broker and comes with its next hop, in 10 minutes at most", err=True
-        )
-    else:
-        click.echo("nothing is queued: call the task again", err=True)
+    click.echo(_queued(status), err=True)
 
 
 @leases.command(cls=CeleryCommand)
@@ -138,5 +139,6 @@ def release(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: 
 @handle_preload_options
 def forget(ctx: click.Context, key: str, task: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Make KEY as good as new: result, failures and counts are gone."""
-    echo_status(client_of(ctx).forget(key, task=task, force=force), as_json=as_json)
-    click.echo("forgotten; nothing is queued: call the task again", err=True)
+    status = client_of(ctx).forget(key, task=task, force=force)
+    echo_status(status, as_json=as_json)
+    click.echo(f"forgotten; {_queued(status)}", err=True)

@@ -22,7 +22,7 @@ class Returned:
 class Raised:
     """An exception, and what the rules say of it."""
 
-    error: Exception
+    error: BaseException
     failure: Failure
     judgement: Judgement
 

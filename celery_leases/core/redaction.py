@@ -41,15 +41,28 @@ _PAIR: Final = re.compile(
 )
 
 
+# What follows the name of this header is a scheme and parameters of any form; cookies come as lists.
+_HEADER: Final = re.compile(
+    r"\b((?:proxy-)?authorization\s{0,3}[:=]\s{0,3})(?!bearer\b|basic\b|token\b|[\"'\s\\[{])[^\n\r]{1,2000}|"
+    r"((?:set-)?cookie[\"']?\s{0,3}:\s{0,3}\[)[^\]\n]{1,2000}",
+    re.IGNORECASE,
+)
+
+
 def redact(text: str) -> str:
     """*text* with ``[redacted]`` where a secret stood; the rest stays readable. Linear in the length of *text*."""
     if "://" in text:
         text = _USER_OF_URL.sub(f"{REDACTED}@", text)
+    text = _HEADER.sub(_after_header, text)
     text = _SCHEME.sub(_after_scheme, text)
     text = _KEY_SHAPES.sub(REDACTED, text)
     if "=" in text or ":" in text:
         text = _PAIR.sub(_after_name, text)
     return text
+
+
+def _after_header(found: re.Match[str]) -> str:
+    return f"{found[1] or found[2]}{REDACTED}"
 
 
 def _after_scheme(found: re.Match[str]) -> str:

@@ -196,7 +196,8 @@ def _effect(effect: Effect) -> EffectStatus:
 
 def _waits(record: Record | None, holder: Holder | None, gate: Gate | None) -> tuple[float, str | None]:
     """How long nobody may begin, and whose wait that is."""
-    if holder is not None or (record is not None and record.state not in (State.PENDING, State.COOLING)):
+    waiting = record.state in (State.PENDING, State.COOLING) if record is not None else holder is None
+    if not waiting:
         return 0.0, None
     own = record.waits if record is not None else 0.0
     shut = gate.shut_for if gate is not None else 0.0

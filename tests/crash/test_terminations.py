@@ -62,7 +62,7 @@ def test_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -
 
 
 def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: str) -> None:
-    """``SoftTimeLimitExceeded`` in the body, at the caller, and in the record; nobody knows what was done, so it cools."""
+    """``SoftTimeLimitExceeded`` in the body, at the caller and in the record; what it did is not known, so it cools."""
     result = scene.tasks.softly.delay(name)
     with pytest.raises(SoftTimeLimitExceeded):
         result.get(timeout=20)

@@ -111,6 +111,10 @@ def test_the_rest_of_a_text_with_a_secret_stays_readable() -> None:
         f"POST https://{REDACTED}@host/v1?key={REDACTED}&page=2 failed: 500"
     )
     assert redact(f'{{"api_key": "{SECRET}", "model": "m"}}') == f'{{"api_key": "{REDACTED}", "model": "m"}}'
+    for scheme in ("ApiKey", 'Digest username="u", response=', "Negotiate"):
+        assert SECRET not in redact(f"Authorization: {scheme} {SECRET}\nnext")
+        assert redact(f"Proxy-Authorization: {scheme} {SECRET}\nnext").endswith("\nnext")
+    assert SECRET not in redact(f"{{'set-cookie': ['{SECRET}']}}")
     assert redact(f"Authorization: Bearer {SECRET}, retried") == f"Authorization: Bearer {REDACTED}, retried"
 
 

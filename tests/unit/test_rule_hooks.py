@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_hook_that_says_nothing_lets_the_next_rule_decide() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["retry", "5s", -1, float("nan"), float("inf"), 10**400, [], object(), retry], ids=steady
+    "said", ["retry", "5 apples", -1, float("nan"), float("inf"), 10**400, [], object(), retry], ids=steady
 )
 def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     said: Any, caplog: pytest.LogCaptureFixture
@@ -74,6 +75,30 @@ def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     assert judgement.rule == "rate-limited"
     assert [(entry.name, entry.levelno) for entry in caplog.records] == [("celery_leases", logging.ERROR)]
     assert "'mine' returned" in caplog.text
+
+
+def test_a_hook_may_end_itself_and_not_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    """What it raises is not the body's: neither ``Snooze`` nor an exit."""
+
+    def ends(exc: BaseException, facts: ErrorFacts) -> None:
+        raise SystemExit
+
+    assert judged(Rules.default().use(ends, name="mine"), http_error(429)).rule == "rate-limited"
+    assert "'mine' raised" in caplog.text
+
+
+def test_what_a_hook_returns_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It may hold what the exception held."""
+    said: Any = {"authorization": "Bearer s3cret"}
+    judged(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
+    assert "returned a dict" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+@pytest.mark.parametrize("said", ["90s", timedelta(seconds=90), 90])
+def test_a_hook_may_say_a_duration_in_any_form(said: Any) -> None:
+    """As ``on(to=…)`` takes it."""
+    assert judged(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
 
 
 def test_a_hook_that_raises_counts_as_silent_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +136,7 @@ EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
         (Cooldown(300, "draft"), "asked-cooldown", "cooldown", 300.0),
         (Cooldown("2d"), "asked-cooldown", "cooldown", 172_800.0),
         (Cooldown(until=NOW + 90), "asked-cooldown", "cooldown", 90.0),
-        (Cooldown(until=NOW - 90), "asked-cooldown", "cooldown", None),
+        (Cooldown(until=NOW - 90), "asked-cooldown", "cooldown", 0.0),
         (Cooldown(), "asked-cooldown", "cooldown", None),
         (RetryLater(10), "asked-retry", "retry", 10.0),
         (RetryLater(0), "asked-retry", "retry", 0.0),

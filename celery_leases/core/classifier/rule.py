@@ -8,9 +8,10 @@ from enum import StrEnum
 
 from celery_leases.core.classifier.conditions import Condition
 from celery_leases.core.classifier.errorfacts import ErrorFacts
+from celery_leases.core.durations import Duration
 from celery_leases.core.rulings import Reason, Ruling
 
-Hook = Callable[[BaseException, ErrorFacts], Ruling | float | bool | None]
+Hook = Callable[[BaseException, ErrorFacts], Ruling | Duration | bool | None]
 """What users may pass to ``Rules.use``."""
 
 

@@ -151,7 +151,7 @@ def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Judgement:
     elif isinstance(error, Cooldown):
         name, ruling = "asked-cooldown", replace(ASKED_COOLDOWN, scope=error.scope)
         if error.until is not None:
-            delay = error.until - now if error.until > now else None
+            delay = max(0.0, error.until - now)
     source = None if delay is None else "exception"
     return Judgement(name, ruling, Reason.ASKED, delay, source, why=redact(str(error)))
 
