@@ -7,7 +7,7 @@ import pytest
 from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_leases import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
+from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
 from celery_leases.apps import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
@@ -91,7 +91,7 @@ def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name:
     script = [["sleep", 30], OK]
     with pytest.raises(SoftTimeLimitExceeded):
         stage.tasks.limited.delay(name, script).get(timeout=PATIENCE)
-    _ends_as_ambiguous(stage, "limited", name, "SoftTimeLimitExceeded")
+    assert not _ends_as_ambiguous(stage, "limited", name, "SoftTimeLimitExceeded").resumes
     assert stage.tasks.limited.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
     _was_ambiguous(stage, name)
 
@@ -99,19 +99,21 @@ def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name:
 def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(stage: Stage, name: str) -> None:
     """A ``MemoryError`` that reached Celery's main process would end the worker; the call that resumes keeps it."""
     script = [["raise", "MemoryError"], OK]
-    stage.tasks.resumes.delay(name, script)  # its copy comes after the 15 s, and is answered with the result
-    _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
+    stage.tasks.resumes.delay(name, script)
+    let_go = _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
+    assert let_go.resumes, "its copy comes when the 15 s are over, and is answered with the result"
     assert stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
     _was_ambiguous(stage, name)
 
 
-def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> None:
+def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> LeaseStatus:
+    """Where the key stands after an operator has let it go."""
     assert lasted(cooled(stage, task, name)) == pytest.approx(15.0, abs=0.01)
     shown = status(stage, task, name)
     assert shown.error is not None
     assert (shown.reason, shown.rule, shown.error.ambiguous) == ("limit_hit", "time-or-memory-limit", True)
     assert shown.error.type.endswith(error)
-    stage.client.retry(f"{task}:{name}", task=f"{COOLING}.{task}")
+    return stage.client.retry(f"{task}:{name}", task=f"{COOLING}.{task}")
 
 
 def _was_ambiguous(stage: Stage, name: str) -> None:

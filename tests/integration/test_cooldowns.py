@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from celery_leases import CoolingDown, PermanentFailure
+from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
     BROKEN,
@@ -65,6 +66,7 @@ def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(stage
     """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same result."""
     first = stage.tasks.resumes.delay(name, [limited(4), OK])
     row = cooled(stage, "resumes", name)
+    wait_until(lambda: not stage.is_held("resumes", f"resumes:{name}"), 1.0, "the lease to become a cooldown")
     refusals = [refusal(stage.tasks.resumes.delay(name, [limited(4), OK])) for _ in range(19)]
     assert all(0 < told.retry_after <= 4.4 and told.reason == "rate_limited" for told in refusals)
     assert len(paid(stage, name)) == 1
@@ -185,7 +187,7 @@ def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(stage: Stage, n
     stage.wait_for("paid", 3, name=name)
     row = stage.row("quick", f"quick:{name}")
     assert row is not None
-    assert (row["quick_retries"], row["failures"], row["cooldowns"]) == (2, 0, 0)
+    assert (row["quick_retries"], row["failures"], row["cooldowns"], row["crashes"]) == (2, 0, 0, 0)
     gate.touch()
     row = cooled(stage, "quick", name)
     assert (row["quick_retries"], row["failures"], row["reason"]) == (0, 1, "retries_used_up")
