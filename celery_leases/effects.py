@@ -222,7 +222,7 @@ class Effects:
         while isinstance(error, Cooldown | RetryLater | Snooze | PermanentFailure):
             cause = error.__cause__ or error.__context__
             if cause is None or cause is outside:
-                return False
+                return None  # it may have looked before it called, or at a reply that said nothing
             error = cause
         return was_executed(KNOWN.judge(error, 0.0), self.judge(error))
 

@@ -141,6 +141,7 @@ class Lease:
         if name in self._loops:
             message = f"{self.key}: each() named {name!r} twice in one attempt; give each loop its own name="
             raise EffectMisused(message, self.key)
+        self._refuse_guarded("each()")
         self._loops.add(name)
         return self._each(items, name, every)
 

@@ -104,7 +104,8 @@ def _unless_locked(step: Callable[[], T]) -> T | None:
 def _is_with_nobody(record: Record) -> bool:
     """Whether the call of a record does not come back by itself: its caller, or an operator, was told so."""
     told = record.state in (State.PENDING, State.COOLING) and record.ended is Ended.FAILED and not record.resumes
-    return told or (record.state is State.PENDING and record.ended is Ended.RELEASED)
+    forgotten = not record.call_id and record.message is None
+    return told or (record.state is State.PENDING and (record.ended is Ended.RELEASED or forgotten))
 
 
 def _queued_call(record: Record) -> str:

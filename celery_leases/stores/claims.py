@@ -58,7 +58,7 @@ ON CONFLICT (stored_key) DO UPDATE SET
     previous_host = r.holder, previous_error = r.error, error = NULL,
     fingerprint = CASE WHEN {keeps} THEN r.fingerprint ELSE excluded.fingerprint END,
     digests = CASE WHEN {keeps} THEN r.digests ELSE excluded.digests END,
-    message = coalesce(excluded.message, r.message),
+    message = CASE WHEN r.publish_at IS NULL THEN coalesce(excluded.message, r.message) ELSE r.message END,
     finished_calls = CASE WHEN {expired} THEN '' ELSE r.finished_calls END,
     retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL
 WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
