@@ -142,9 +142,18 @@ def _publish_own(app: Celery, stored_key: str) -> None:
         logger.warning("%s is enqueued, but could not be published yet; the relay will: %s", stored_key, error)
 
 
+def _as_it_stands(record: Record) -> dict[str, Any]:
+    """The kept message; with as many retries as Celery has given the call since, or it would be taken for a copy."""
+    message: dict[str, Any] = decode(record.message)
+    options = message.setdefault("options", {})
+    if options.get("task_id") == record.call_id and record.retries:
+        options["retries"] = record.retries
+    return message
+
+
 def _publish(parts: apps.AppParts, outbox: Outbox, record: Record) -> bool:
     try:
-        parts.copies.publish(decode(record.message))
+        parts.copies.publish(_as_it_stands(record))
     except Exception as error:  # noqa: BLE001 - whatever the broker said, the message stays where it is
         logger.warning("%s could not be published, the relay tries again: %s", record.key, error)
         return False
