@@ -79,12 +79,28 @@ class Wave:
             self.provider.script(case.name, *steps, dedupe=case.way == "dedupe")
             if case.step not in (None, INSIDE):
                 armed(self.scene.directory / "failpoints", case.step, case.name).touch()
-            case.call_id = self.scene.tasks.invoice.delay(case.name, case.way, pause=case.pause).id
+            self._publish(case)
         timed = [case for case in cases if case.after is not None]
         if timed:
             killer = threading.Thread(target=self._kill, args=(timed,), daemon=True)
             killer.start()
             self._killers.append(killer)
+
+    def publish_again(self, cases: Sequence[Case]) -> None:
+        """Publish the same calls once more, as far as nobody has begun them.
+
+        A worker on Redis takes a message off the queue before it writes down that it has it: one that is killed in
+        between takes the message along, and no other worker will ever see it.
+        """
+        begun = {event["name"] for event in self.scene.events("begin")}
+        for case in cases:
+            if case.name not in begun:
+                self._publish(case)
+
+    def _publish(self, case: Case) -> None:
+        again = {"task_id": case.call_id} if case.call_id else {}
+        sent = self.scene.tasks.invoice.apply_async((case.name, case.way), {"pause": case.pause}, **again)
+        case.call_id = sent.id
 
     def _kill(self, cases: Iterable[Case]) -> None:
         waiting = list(cases)

@@ -191,8 +191,10 @@ def test_a_worker_killed_with_all_its_bodies_charges_once(
         wave.launch(cases)
         wave.scene.wait_for("charge", 2)
         wave.scene.kill_worker()
+        wave.publish_again(cases)
         wave.scene.another()
-        print(Counter(wave.assert_sound(case) for case in cases))
+        seen = Counter(replace(wave.assert_sound(case), reference=None) for case in cases)
+        print(seen)
     finally:
         wave.close()
 
@@ -214,6 +216,7 @@ def test_soak(request: pytest.FixtureRequest, tmp_path: Path, provider: Provider
                 wait_until(lambda done=done: len(wave.scene.events("end")) > done, 60, "a body to end")  # type: ignore[misc]
                 worker.kill()
                 worker.wait(20)
+                wave.publish_again(cases)
                 worker, kills = wave.scene.another(), kills + 1
             for case in cases:
                 seen[case.way, replace(wave.assert_sound(case), reference=None)] += 1

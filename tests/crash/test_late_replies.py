@@ -133,17 +133,25 @@ def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
 ) -> None:
     """An operator takes the key away while the reply is held back; the next attempt asks again and is done."""
     scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
-    first, begun, gate = charged(scene, provider, name, "flagged", "dedupe")
+    early, late = scene.gate(), scene.gate()
+    provider.script(name, {"hold": str(early)}, {"hold": str(late)}, dedupe=True)
+    first = scene.tasks.flagged.delay(name, "dedupe")
+    provider.wait_for("charged", name)
     scene.client.release(f"flagged:{name}", task=f"{INVOICING}.flagged")
-    answer = scene.tasks.flagged.delay(name, "dedupe").get(timeout=30)
-    row = scene.version_of("flagged", f"flagged:{name}")
-    gate.touch()
+    second = scene.tasks.flagged.delay(name, "dedupe")
+    provider.wait_for("deduped", name)
+    early.touch()
     (told,) = scene.wait_for("raised", name=name)
-    assert (told["pid"], told["error"]) == (begun["pid"], "LeaseLost")
+    assert (told["pid"], told["error"]) == (scene.events("begin", name=name)[0]["pid"], "LeaseLost")
+    (effect,) = status(scene, "flagged", name).effects
+    assert (effect.state, effect.reference) == ("sent", None)
+    late.touch()
+    answer = second.get(timeout=30)
     assert first.get(timeout=30) == answer
-    assert scene.version_of("flagged", f"flagged:{name}") == row
-    assert (len(provider.charges(name)), len(provider.lines("asked", name))) == (1, 2)
-    assert status(scene, "flagged", name).fence == scene.events("charge", name=name)[0]["fence"]
+    (charge,) = scene.events("charge", name=name)
+    assert (charge["fence"], charge["saved"]) == (status(scene, "flagged", name).fence, False)
+    assert charge["fence"] > told["fence"]
+    assert (provider.charges(name), len(provider.lines("asked", name))) == ([answer["charge"]], 2)
 
 
 # -- the database --------------------------------------------------------------------------------------------
