@@ -26,6 +26,7 @@ from tests.integration.cooldowns import (
 )
 from tests.integration.remote import Answered
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
+from tests.integration.watcher import Watcher
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
@@ -208,6 +209,20 @@ def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(stage: Stage,
     assert other.state == "PENDING"
 
 
+def test_without_events_none_are_published(stage: Stage, name: str) -> None:
+    """A worker without ``-E``: the watcher hears its own mark, and no word about the call."""
+    watcher = Watcher(stage)
+    try:
+        call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
+        assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+        with stage.app.events.default_dispatcher() as dispatcher:
+            dispatcher.send("task-mark", uuid="mark")
+        watcher.wait_for("task-mark", "mark")
+        assert not watcher.of(call.id)
+    finally:
+        watcher.close()
+
+
 # -- eager and direct calls --------------------------------------------------------------------------------
 
 
@@ -222,18 +237,25 @@ def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stage.app.set_current()
 
 
-@pytest.mark.parametrize("step", [limited(60), TAKEN, BROKEN], ids=["limited", "quick retry", "broken"])
+@pytest.mark.parametrize("step", [limited(60), BROKEN], ids=["limited", "broken"])
 def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
     stage: Stage, name: str, eager: Any, step: list[Any]
 ) -> None:
     """Nothing can be put back where nobody delivers; the whole protocol runs on stores in memory."""
     with pytest.raises((Answered, KeyError)):
-        eager.resumes.apply(args=(name, [step, OK])).get()
+        eager.slow.apply(args=(name, [step, OK])).get()
     with pytest.raises(CoolingDown) as told:
-        eager.resumes.apply(args=(name, [step, OK])).get()
+        eager.slow.apply(args=(name, [step, OK])).get()
     assert told.value.retry_after > 0
     assert len(paid(stage, name)) == 1
-    assert stage.row("resumes", f"resumes:{name}") is None
+    assert stage.row("slow", f"slow:{name}") is None
+
+
+def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(stage: Stage, name: str, eager: Any) -> None:
+    """There is no soon where nobody delivers; the next call runs as soon as the record lets it."""
+    with pytest.raises(Answered):
+        eager.resumes.apply(args=(name, [TAKEN, OK])).get()
+    assert len(paid(stage, name)) == 1
 
 
 @pytest.mark.parametrize("step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]])

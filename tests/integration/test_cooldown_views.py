@@ -3,17 +3,15 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery.events import EventReceiver
 
-from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+from tests.integration.watcher import Watcher
 
 SECRETS = ("sk-abcdef0123456789", "hunter2", "AKIA0123456789ABCDEF")
 TELLING = "denied for api_key=sk-abcdef0123456789 at https://me:hunter2@pay.example, signed by AKIA0123456789ABCDEF"
@@ -113,52 +111,6 @@ def told(stage: Stage, call: str) -> list[str]:
 # -- task events -------------------------------------------------------------------------------------------
 
 
-class Watcher:
-    """Celery's own event receiver and event state, as Flower has them."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.state = stage.app.events.State()
-        self.seen: list[dict[str, Any]] = []
-        self._app = stage.app
-        self._ready, self._over = threading.Event(), False
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(20)
-
-    def _listen(self) -> None:
-        with self._app.connection_for_read() as connection:
-            receiver: Any = EventReceiver(connection, handlers={"*": self._take}, app=self._app)
-            events = receiver.consume(limit=None, timeout=1, wakeup=False, safety_interval=1)
-            receiver.on_consume_ready = lambda *_, **__: self._ready.set()
-            while not self._over:
-                try:
-                    next(events)
-                except (TimeoutError, StopIteration):
-                    events = receiver.consume(limit=None, timeout=1, wakeup=False)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        self.state.event(dict(event))
-        self.seen.append(event)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._over = True
-        self._thread.join(20)
-
-    def of(self, call: str) -> list[dict[str, Any]]:
-        """The events of one call, in the order in which they came."""
-        return [event for event in self.seen if event.get("uuid") == call]
-
-    def wait_for(self, kind: str, call: str) -> dict[str, Any]:
-        """The first event of that kind about a call."""
-
-        def found() -> list[dict[str, Any]]:
-            return [event for event in self.of(call) if event["type"] == kind]
-
-        wait_until(lambda: bool(found()), PATIENCE, f"{kind} of {call}")
-        return found()[0]
-
-
 @pytest.fixture
 def watcher(stage: Stage) -> Iterator[Watcher]:
     """Somebody who watches the events of this stage's broker."""
@@ -199,18 +151,3 @@ def test_the_event_of_a_call_that_waits_for_anothers_cooldown_says_so(
     assert watcher.wait_for("task-cooldown", stopped.id)["reason"] == "error"
     watcher.wait_for("task-failed", stopped.id)
     assert watcher.state.tasks[stopped.id].state == "FAILURE"
-
-
-def test_without_events_none_are_published(stage_factory: StageFactory, name: str) -> None:
-    """A worker without ``-E``: the receiver hears its own mark, and no word about the call."""
-    stage = stage_factory(BOTH_WAYS[0], home=COOLING)
-    watcher = Watcher(stage)
-    try:
-        call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
-        assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-        with stage.app.events.default_dispatcher() as dispatcher:
-            dispatcher.send("task-mark", uuid="mark")
-        watcher.wait_for("task-mark", "mark")
-        assert not watcher.of(call.id)
-    finally:
-        watcher.close()

@@ -1,0 +1,55 @@
+"""Somebody who watches Celery's task events, as Flower does."""
+
+import threading
+from typing import Any
+
+from celery.events import EventReceiver
+
+from celery_leases.testing.process import wait_until
+from tests.integration.stages import PATIENCE, Stage
+
+
+class Watcher:
+    """Celery's own event receiver and event state, as Flower has them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.state = stage.app.events.State()
+        self.seen: list[dict[str, Any]] = []
+        self._app = stage.app
+        self._ready, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    def _listen(self) -> None:
+        with self._app.connection_for_read() as connection:
+            receiver: Any = EventReceiver(connection, handlers={"*": self._take}, app=self._app)
+            events = receiver.consume(limit=None, timeout=1, wakeup=False, safety_interval=1)
+            receiver.on_consume_ready = lambda *_, **__: self._ready.set()
+            while not self._over:
+                try:
+                    next(events)
+                except (TimeoutError, StopIteration):
+                    events = receiver.consume(limit=None, timeout=1, wakeup=False)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.state.event(dict(event))
+        self.seen.append(event)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._over = True
+        self._thread.join(20)
+
+    def of(self, call: str) -> list[dict[str, Any]]:
+        """The events of one call, in the order in which they came."""
+        return [event for event in self.seen if event.get("uuid") == call]
+
+    def wait_for(self, kind: str, call: str) -> dict[str, Any]:
+        """The first event of that kind about a call."""
+
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.of(call) if event["type"] == kind]
+
+        wait_until(lambda: bool(found()), PATIENCE, f"{kind} of {call}")
+        return found()[0]
