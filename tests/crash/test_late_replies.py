@@ -161,7 +161,11 @@ INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_eff
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
-    scene_factory: SceneFactory, leases_postgres: PostgresServer, provider: Provider, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    leases_postgres: PostgresServer,
+    provider: Provider,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
     """Cut before it arrives or after it was carried out, and refused for a while after that: one call, no operator."""
     url = leases_postgres.new_database()
@@ -175,19 +179,19 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
             for before in (True, False)
             for away in (0.0, 0.6)
         ):
-            name = f"cut-{number}"
+            one = f"{name}-{number}"
             proxy.refusing = bool(away)
             proxy.cut(statement, before=before)
-            result = scene.tasks.flagged.delay(name, "stop")
+            result = scene.tasks.flagged.delay(one, "stop")
             assert proxy.bitten.wait(20), (statement, before)
             bitten = time.monotonic()
             wait_until(lambda bitten=bitten, away=away: time.monotonic() - bitten >= away, 5, "a short outage")  # type: ignore[misc]
             proxy.refusing = False
             answer = result.get(timeout=40)
-            assert provider.charges(name) == [answer["charge"]], (statement, before, away)
-            assert len(provider.lines("asked", name)) == 1
-            assert len(scene.events("begin", name=name)) == 1
-            assert status(scene, "flagged", name).attempt == 1
+            assert provider.charges(one) == [answer["charge"]], (statement, before, away)
+            assert len(provider.lines("asked", one)) == 1
+            assert len(scene.events("begin", name=one)) == 1
+            assert status(scene, "flagged", one).attempt == 1
 
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
