@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from celery_leases.core import progress as saved
@@ -158,7 +159,7 @@ class Lease:
             if due:
                 self._save_loop()
                 last = number + 1
-        if self._tenure.work.unsaved is not None:
+        if self._tenure.work.has_unsaved:
             self._save_loop()
 
     def _save_loop(self) -> None:
@@ -169,7 +170,7 @@ class Lease:
 
     def _advance(self, name: str, finished: int) -> None:
         self._progress = replace(self._progress, positions={**self._progress.positions, name: finished})
-        self._tenure.work.unsaved = saved.dump(self._progress, self._record.generation)
+        self._tenure.work.leave_unsaved(partial(saved.dump, self._progress, self._record.generation))
 
     def _save(self, now: saved.Progress) -> None:
         self.check()
@@ -178,7 +179,8 @@ class Lease:
             if not self._steps.store.save_progress(self._record, text):
                 raise LeaseLost(f"{self.key}: the lease is lost: {MOVED_ON}", self.key, MOVED_ON)
             self._progress, self._saved_at = now, self._tenure.now()
-            self._tenure.work.unsaved, self._tenure.work.progressed = None, True
+            self._tenure.work.leave_unsaved(None)
+            self._tenure.work.progressed = True
 
     # -- the user's own transaction ------------------------------------------------------------------------
 

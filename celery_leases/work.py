@@ -5,6 +5,7 @@ The wrapper asks when the body has ended, the renewer while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -30,12 +31,25 @@ class Work:
     def __init__(self) -> None:
         #: The attempt has got on: a finished effect, or saved progress.
         self.progressed = False
-        #: Progress that is not saved yet, as it is stored.
-        self.unsaved: str | None = None
+        self._unsaved: Callable[[], str] | None = None
         #: ``complete()`` was called.
         self.completing = False
         self._transaction: Transaction | None = None
         self._joined: list[Transaction] = []
+
+    @property
+    def unsaved(self) -> str | None:
+        """Progress that is not saved yet, as it is stored."""
+        return self._unsaved() if self._unsaved is not None else None
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether there is any."""
+        return self._unsaved is not None
+
+    def leave_unsaved(self, progress: Callable[[], str] | None) -> None:
+        """There is progress to be saved, or none any more. Written down only when somebody asks: it changes often."""
+        self._unsaved = progress
 
     @property
     def guarded(self) -> bool:

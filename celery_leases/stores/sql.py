@@ -169,6 +169,7 @@ class SqlRecordStore:
             "ended": Ended.RESOLVED,
             "result": result,
             "reason": None,
+            "error": None,
             "retry_at": None,
             "lease_until": None,
             "finished_at": self.database.now,

@@ -158,6 +158,7 @@ def test_an_operator_sees_what_is_in_doubt_and_says_that_it_is_done(wave: Wave) 
     assert "leases resolve" in shown["error"]["message"]
     done = says(wave, "resolve", key, done=True, result={"charge": charge})
     assert (done["state"], done["result"]) == ("done", {"charge": charge})
+    assert (done["reason"], done["error"]) == (None, None)
     assert wave.scene.tasks.invoice.delay(case.name, case.way).get(timeout=30) == {"charge": charge}
     assert wave.provider.charges(case.name) == [charge]
     assert wave.invoices(case) == []
