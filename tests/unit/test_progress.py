@@ -267,11 +267,12 @@ class TestEach:
             attempt = desk.attempt()
         assert done == list(range(24))
 
-    def test_a_lost_lease_stops_it_between_two_items(self, desk: Desk, attempt: Attempt) -> None:
-        """The one that was finished counts, if nobody has claimed since."""
+    @pytest.mark.parametrize("every", [None, 1, 1000])
+    def test_a_lost_lease_stops_it_between_two_items(self, desk: Desk, attempt: Attempt, every: int | None) -> None:
+        """Whether it was to be saved there or not. The one that was finished counts, if nobody has claimed since."""
         seen: list[int] = []
         with pytest.raises(LeaseLost):
-            work(attempt.lease, range(10), 3, attempt.lose, seen)
+            work(attempt.lease, range(10), 3, attempt.lose, seen, every=every)
         assert seen == [0, 1, 2, 3]
         unsaved = attempt.tenure.work.unsaved
         assert unsaved is not None
