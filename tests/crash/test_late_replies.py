@@ -97,6 +97,7 @@ def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(scene: Scene, pr
     assert len(provider.lines("asked", name)) == 1
 
 
+@pytest.mark.parametrize("scene", BOTH_WAYS[1:], indirect=True, ids=spelled)
 def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(scene: Scene, provider: Provider, name: str) -> None:
     """Too early to ask, it comes back; by then the zombie has noted the reply, and nobody needs to ask."""
     scene.another()
@@ -112,6 +113,7 @@ def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(scene: Scene, p
     assert zombie.get(timeout=30) == answer
 
 
+@pytest.mark.parametrize("scene", BOTH_WAYS[:1], indirect=True, ids=spelled)
 def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
     scene: Scene, provider: Provider, name: str
 ) -> None:
