@@ -58,7 +58,7 @@ ON CONFLICT (stored_key) DO UPDATE SET
     previous_host = r.holder, previous_error = r.error, error = NULL,
     fingerprint = CASE WHEN {keeps} THEN r.fingerprint ELSE excluded.fingerprint END,
     digests = CASE WHEN {keeps} THEN r.digests ELSE excluded.digests END,
-    message = CASE WHEN r.publish_at IS NULL THEN coalesce(excluded.message, r.message) ELSE r.message END,
+    message = CASE WHEN r.publish_at > 0 THEN r.message ELSE coalesce(excluded.message, r.message) END,
     finished_calls = CASE WHEN {expired} THEN '' ELSE r.finished_calls END,
     retry_at = NULL, result = NULL, reason = NULL, ended = NULL, finished_at = NULL, expires_at = NULL
 WHERE {expired} OR {find}(r.finished_calls, :listed) = 0 AND (
@@ -82,7 +82,7 @@ _PARTS: Final = {
     # Its owner never closed it, and did not leave it open with our knowledge.
     "crashed": "(r.state = 'running' AND {find}(:prior, r.owner) = 0)",
     # The call that ended last has failed, and does not come back by itself.
-    "over": "coalesce(r.ended,'') = 'failed' AND r.resumes = 0",
+    "over": "r.resumes = 0 AND coalesce(r.ended,'') = 'failed'",
     # A call keeps the content it came with, whatever arguments a retry of it brings.
     "keeps": "r.call_id = :call_id AND r.fingerprint IS NOT NULL",
 }
