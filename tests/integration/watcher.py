@@ -16,6 +16,7 @@ class Watcher:
         self.state = stage.app.events.State()
         self.seen: list[dict[str, Any]] = []
         self._app = stage.app
+        self._receiver: Any = None
         self._ready, self._over = threading.Event(), False
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -24,13 +25,12 @@ class Watcher:
     def _listen(self) -> None:
         with self._app.connection_for_read() as connection:
             receiver: Any = EventReceiver(connection, handlers={"*": self._take}, app=self._app)
-            events = receiver.consume(limit=None, timeout=1, wakeup=False, safety_interval=1)
+            self._receiver = receiver
             receiver.on_consume_ready = lambda *_, **__: self._ready.set()
-            while not self._over:
-                try:
-                    next(events)
-                except (TimeoutError, StopIteration):
-                    events = receiver.consume(limit=None, timeout=1, wakeup=False)
+            # One consumer from first to last: the queue goes with it, and what was sent meanwhile is lost.
+            for _ in receiver.consume(limit=None, timeout=None, wakeup=False, safety_interval=1):
+                if self._over:
+                    return
 
     def _take(self, event: dict[str, Any]) -> None:
         self.state.event(dict(event))
@@ -38,7 +38,7 @@ class Watcher:
 
     def close(self) -> None:
         """Stop listening."""
-        self._over = True
+        self._over = self._receiver.should_stop = True
         self._thread.join(20)
 
     def of(self, call: str) -> list[dict[str, Any]]:
