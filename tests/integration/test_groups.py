@@ -83,15 +83,15 @@ def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(sta
 
 
 def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(stage: Stage, name: str, group: str) -> None:
-    """Eight bodies that were in flight fail together; the gate closes for the first wait, not for the eighth."""
+    """Four bodies that were in flight fail together; the gate closes for the first wait, not for the fourth."""
     gate = stage.gate()
     script = [["when", str(gate), *BUSY], OK]
-    results = [stage.tasks.grouped.delay(f"{name}-{n}", script, group) for n in range(8)]
-    wait_until(lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(8)) == 8, PATIENCE, "eight bodies")
+    results = [stage.tasks.grouped.delay(f"{name}-{n}", script, group) for n in range(4)]  # one worker may get them all
+    wait_until(lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(4)) == 4, PATIENCE, "four bodies")
     gate.touch()
-    lines = wait_for_lines(stage, f"cooldown group {group} is closed", 8)
+    lines = wait_for_lines(stage, f"cooldown group {group} is closed", 4)
     assert all("trip 1 in a row" in line for line in lines), lines
-    assert [result.get(timeout=PATIENCE)["paid"] for result in results] == [2] * 8
+    assert [result.get(timeout=PATIENCE)["paid"] for result in results] == [2] * 4
     assert gate_of(stage, group) is None
 
 
