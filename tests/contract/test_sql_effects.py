@@ -17,7 +17,7 @@ from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_effects import SqlEffectStore
 from celery_leases.testing.contracts import EffectStoreContract
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.effects import CHARGE, begin, finished, found_of, sent
+from celery_leases.testing.contracts.effect_case import CHARGE, begin, finished, found_of, sent
 from celery_leases.testing.contracts.record_case import won
 from celery_leases.testing.process import wait_until
 from tests.contract.sql_stores import database_url, sql_records

@@ -20,8 +20,9 @@ import pytest
 
 # Before the suites are imported, as pytest explains only the assertions it has rewritten.
 _LEASES = ("leases", "separate_leases", "fuzz", "marks", "gate_case", "gate_closing", "gate_probes")
-_RECORDS = ("record_case", "claims", "settling", "failures", "repair", "effects")
-pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS)))
+_RECORDS = ("record_case", "claims", "settling", "failures", "repair")
+_EFFECTS = ("effect_case", "intents", "replies", "progress")
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS, *_EFFECTS)))
 
 from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
 from celery_leases.testing.contracts.gates import GateStoreContract  # noqa: E402

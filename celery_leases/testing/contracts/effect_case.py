@@ -1,0 +1,53 @@
+"""What the suites of effects share: the fixtures, and short words for beginning and finishing them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from celery_leases.core.effects import Begun, Effect, Found
+from celery_leases.core.ports import EffectStore, RecordStore
+from celery_leases.core.records import Record
+from celery_leases.testing.contracts.record_case import RecordCase
+
+CHARGE = "charge"
+MARGIN = 30e6
+"""How far apart the store's clock may read within one test, in microseconds."""
+
+
+class EffectCase(RecordCase):
+    """Fixtures of the suites of effects."""
+
+    @pytest.fixture
+    def effects(self, records: RecordStore) -> EffectStore:
+        """The store under test, on the database of *records*; override this."""
+        raise NotImplementedError("override the fixture `effects` with an effect store")
+
+
+def begin(effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None) -> Begun | Found | None:
+    """What the store says to an intent of the attempt on *record*."""
+    return effects.begin(record, name, f"{record.stored_key}/{name}"[:64], taken)
+
+
+def sent(effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None) -> Effect:
+    """The effect, whose intent must be accepted."""
+    begun = begin(effects, record, name, taken)
+    assert isinstance(begun, Begun), begun
+    return begun.effect
+
+
+def finished(effects: EffectStore, effect: Effect, result: str = '"ok"', reference: str | None = None) -> bool:
+    """Whether the reply was accepted."""
+    return effects.finish(effect, result, reference)
+
+
+def found_of(effects: EffectStore, record: Record) -> list[Effect]:
+    """The effects of the record's generation, without the moment they were read at."""
+    return [replace(effect, now=0) for effect in effects.of_key(record)]
+
+
+def purge(records: RecordStore, batch: int = 100) -> None:
+    """Purge until nothing is left to be purged."""
+    while records.purge(batch):
+        pass

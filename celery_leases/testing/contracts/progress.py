@@ -1,0 +1,141 @@
+"""What every store of effects must do with saved progress, and when its records are purged."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from celery_leases.core.effects import Begun
+from celery_leases.core.ports import EffectStore, RecordStore
+from celery_leases.core.records import Ended, State
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.effect_case import (
+    EffectCase,
+    begin,
+    finished,
+    purge,
+    sent,
+)
+from celery_leases.testing.contracts.record_case import PassTime, closed, outcome, row, won
+
+
+class ProgressContract(EffectCase):
+    """Progress is fenced by the record, and so are the crashes it ends."""
+
+    # -- progress ------------------------------------------------------------------------------------------
+
+    def test_progress_is_saved_for_the_next_attempt(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+        """The last one counts, and nothing else of the row changes."""
+        record = won(records, make_bid(key))
+        before = row(records, key)
+        assert effects.save_progress(record, '{"n": 1}')
+        text = '{"ü": "' + "x" * 100_000 + '"}'
+        assert effects.save_progress(record, text)
+        assert row(records, key) == replace(before, progress=text)
+        assert won(records, make_bid(key)).progress == text
+
+    @pytest.mark.parametrize("how", ["overtaken", "done", "wrong owner", "forgotten"])
+    def test_progress_of_a_stale_attempt_is_refused(
+        self, records: RecordStore, effects: EffectStore, key: str, how: str
+    ) -> None:
+        """It changes nothing."""
+        record = won(records, make_bid(key))
+        assert effects.save_progress(record, '"first"')
+        match how:
+            case "overtaken":
+                won(records, make_bid(key))
+            case "done":
+                closed(records, record)
+            case "wrong owner":
+                record = replace(record, owner="stranger")
+            case _:
+                records.reset(key, keep=False)
+        before = row(records, key)
+        assert not effects.save_progress(record, '"late"')
+        effects.clear_crashes(record)
+        assert row(records, key) == before
+        assert before.progress == (None if how == "forgotten" else '"first"')
+
+    @pytest.mark.parametrize("how", ["progress", "effect"])
+    def test_what_gets_on_ends_the_row_of_crashes(
+        self, records: RecordStore, effects: EffectStore, key: str, how: str
+    ) -> None:
+        """The next crash is the first."""
+        won(records, make_bid(key))
+        record = won(records, make_bid(key))
+        assert record.crashes == 1
+        if how == "progress":
+            assert effects.save_progress(record, "1")
+        else:
+            effects.clear_crashes(record)
+        assert row(records, key).crashes == 0
+        assert won(records, make_bid(key)).crashes == 1
+
+    def test_an_outcome_saves_progress_along_or_leaves_it(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
+        """What an attempt has not saved before it ends is saved with that."""
+        record = won(records, make_bid(key))
+        assert effects.save_progress(record, "1")
+        assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED, progress="2"))
+        assert row(records, key).progress == "2"
+        record = won(records, make_bid(key))
+        assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED))
+        assert won(records, make_bid(key)).progress == "2"
+
+    def test_the_row_tells_whether_the_attempt_still_runs(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
+        """By state, fence and owner."""
+        record = won(records, make_bid(key))
+        assert effects.is_running(record)
+        assert not effects.is_running(replace(record, owner="stranger"))
+        successor = won(records, make_bid(key))
+        assert (effects.is_running(record), effects.is_running(successor)) == (False, True)
+        closed(records, successor)
+        assert not effects.is_running(successor)
+
+    # -- purging -------------------------------------------------------------------------------------------
+
+    def test_effects_go_with_their_record(
+        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+    ) -> None:
+        """A key that is as good as new begins anew; the effects of others stay."""
+        lasting = won(records, make_bid(fresh_key()))
+        assert finished(effects, sent(effects, lasting))
+        old = won(records, make_bid(key))
+        assert finished(effects, sent(effects, old))
+        sent(effects, old, "mail")
+        closed(records, old, retention=self.short)
+        pass_time(1.2 * self.short)
+        purge(records)
+        assert records.read(key) is None
+        record = won(records, make_bid(key))
+        assert record.generation == 0
+        assert effects.of_key(record) == []
+        assert isinstance(begin(effects, record), Begun)
+        assert len(effects.of_key(lasting)) == 1
+
+    def test_many_may_purge_at_once_and_leave_nothing(
+        self, records: RecordStore, effects: EffectStore, pass_time: PassTime
+    ) -> None:
+        """An effect left behind would count for the next record of its key, which is of the same generation."""
+        keys = [fresh_key() for _ in range(60)]
+        for key in keys:
+            record = won(records, make_bid(key))
+            assert finished(effects, sent(effects, record))
+            closed(records, record, retention=self.short)
+        pass_time(1.2 * self.short)
+        together = threading.Barrier(4)
+
+        def purging(_: int) -> None:
+            together.wait(10)
+            purge(records, 3)
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(purging, range(4)))
+        for key in keys:
+            assert isinstance(begin(effects, won(records, make_bid(key))), Begun)
