@@ -197,14 +197,16 @@ class Delivery:
             case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
                 return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
             case Exception():
-                return Lost(tenure.lost) if tenure.lost else self._raised(error)
+                return self._raised(tenure, error)
             case _:
-                return self._taken_away(call, error, elapsed)
+                return self._taken_away(call, tenure, error, elapsed)
 
-    def _raised(self, error: BaseException) -> Raised:
+    def _raised(self, tenure: Tenure, error: BaseException) -> Ending:
+        if tenure.lost:
+            return Lost(tenure.lost)
         return Raised(error, failure_of(error), self.options.rules.judge(error, time.time()))
 
-    def _taken_away(self, call: Call, error: BaseException, elapsed: float) -> Ending:
+    def _taken_away(self, call: Call, tenure: Tenure, error: BaseException, elapsed: float) -> Ending:
         limit = call.time_limit
         if limit and elapsed >= limit - max(0.5, limit / 10):
             return Terminated(error, "hard time limit")
@@ -214,7 +216,7 @@ class Delivery:
         if by_worker or isinstance(error, KeyboardInterrupt) or type(error).__name__ == "GreenletExit":
             return Interrupted(error)
         # A cancelled coroutine, a timeout of gevent's, an exception of the user's: nobody has interrupted the worker.
-        return self._raised(error)
+        return self._raised(tenure, error)
 
     def _retry_delay(self, retry: Retry) -> float | None:
         if self.request.is_eager or retry.when is None:

@@ -102,10 +102,6 @@ class Effects:
             return self._settle_found(begun.effect, calls)
         return self._call(begun.effect, calls)
 
-    def is_over(self) -> bool:
-        """Whether the record is not running under this attempt any more."""
-        return not self.store.is_running(self.record)
-
     def _check_name(self, name: str) -> None:
         if not usable_name(name):
             raise EffectMisused(f"effect({name!r}): name it by a text of 1 to {NAME_MAX} characters", self.record.key)

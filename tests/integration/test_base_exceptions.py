@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_leases import LeasedTask, apps
+from celery_leases import LeasedTask, LeaseHeld, apps
 
 
 class Stop(BaseException):
@@ -30,4 +30,20 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
     assert (status.state, status.attempt, status.failures, status.resumes) == ("cooling", 1, 1, False)
     assert status.error is not None
     assert status.error.type.endswith(type(error).__name__)
+    app.close()
+
+
+def test_what_a_body_raises_after_its_lease_is_lost_is_no_failure() -> None:
+    """Whatever it is: nothing that attempt says about the outcome is believed."""
+    app = Celery("lost", broker="memory://", set_as_current=False)
+
+    @app.task(base=LeasedTask, bind=True, lease_key="lost:{name}", name="lost", lease_on_lost="flag")
+    def lost(self: Any, name: str) -> None:
+        self.lease._tenure.lost = "taken by another owner"
+        raise asyncio.CancelledError
+
+    with pytest.raises(LeaseHeld, match="the lease was lost"):
+        lost.apply(args=("a",)).get()
+    status = apps.parts_of(app, eager=True).client.status("lost:a", task="lost")
+    assert (status.state, status.reason, status.failures) == ("pending", "lost", 0)
     app.close()
