@@ -293,15 +293,4 @@ class Entry:
 
     def report(self, call: Call, outcome: Outcome, runtime: float) -> None:
         """Tell that an attempt was closed; *runtime* is in seconds."""
-        self.observer.observe(
-            events.AttemptSettled(
-                **call.subject,
-                state=outcome.state.value,
-                ended=outcome.ended.value,
-                attempt=outcome.attempt,
-                runtime=runtime,
-                failure=outcome.failure,
-                reason=outcome.reason,
-                retry_after=outcome.retry_after,
-            )
-        )
+        self.observer.observe(events.AttemptSettled.by(call.subject, outcome, runtime))

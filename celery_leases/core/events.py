@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Self, TypedDict
 
-from celery_leases.core.records import Failure
+from celery_leases.core.records import Failure, Outcome
 
 
 class Subject(TypedDict):
@@ -118,6 +118,20 @@ class AttemptSettled(Event):
     failure: Failure | None = None
     reason: str | None = None
     retry_after: float | None = None
+
+    @classmethod
+    def by(cls, subject: Subject, outcome: Outcome, runtime: float) -> Self:
+        """That *outcome* was written after a body of *runtime* seconds."""
+        return cls(
+            **subject,
+            state=outcome.state.value,
+            ended=outcome.ended.value,
+            attempt=outcome.attempt,
+            runtime=runtime,
+            failure=outcome.failure,
+            reason=outcome.reason,
+            retry_after=outcome.retry_after,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,11 @@ a status wherever the two disagree.
 
 from __future__ import annotations
 
-import errno
 import re
 from dataclasses import replace
 from typing import Final
 
-from celery_leases.core.classifier import library_errors
+from celery_leases.core.classifier import library_codes, library_errors
 from celery_leases.core.classifier.conditions import (
     CodeIn,
     Condition,
@@ -73,44 +72,6 @@ ASKED_COOLDOWN: Final = replace(cooldown(), told="instead")
 ASKED_RETRY: Final = replace(retry("1s"), told="instead")
 ASKED_SNOOZE: Final[Ruling] = replace(retry("1s"), told="instead")
 
-# -- what the libraries call it --------------------------------------------------------------------------------
-
-_MYSQL_AGAIN: Final = frozenset({1205, 1213})  # lock wait timeout, deadlock
-_MYSQL_AWAY: Final = frozenset({1040, 1053, 2002, 2003, 2006, 2013, 2055, 4031})
-_NO_WAY_THERE: Final = frozenset(
-    {
-        errno.EADDRNOTAVAIL,
-        errno.ECONNREFUSED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-    }
-)
-_THROTTLING: Final = (  # botocore/retries/standard.py: ThrottledRetryableChecker
-    "Throttling",
-    "ThrottlingException",
-    "ThrottledException",
-    "RequestThrottledException",
-    "TooManyRequestsException",
-    "ProvisionedThroughputExceededException",
-    "TransactionInProgressException",
-    "RequestLimitExceeded",
-    "BandwidthLimitExceeded",
-    "LimitExceededException",
-    "RequestThrottled",
-    "SlowDown",
-    "PriorRequestNotComplete",
-    "EC2ThrottledException",
-)
-# Errors inside a stream come after a status of 200: only their code says what they are.
-_GOOGLE_LIMITS: Final = ("rateLimitExceeded", "userRateLimitExceeded")  # with 403
-_LIMITS_IN_STREAMS: Final = ("rate_limit_exceeded", "rate_limit_error", "overloaded_error", "server_overloaded")
-_FAULTS_IN_STREAMS: Final = ("api_error", "server_error", "timeout_error", "internal_error")
-_WRONG_KEYS: Final = (  # Google's comes with a status of 400
-    *("ExpiredToken*", "UnrecognizedClient*", "InvalidClientTokenId", "InvalidAccessKeyId"),
-    "API_KEY_INVALID",
-)
 _RETRY_AFTER: Final = (HasHeader("retry-after"), HasHeader("retry-after-ms"))
 
 # -- row 2 -----------------------------------------------------------------------------------------------------
@@ -185,7 +146,7 @@ DEFAULTS: Final = (
         "bad-credentials",
         _any(
             _status(401),
-            _code(*_WRONG_KEYS),
+            _code(*library_codes.WRONG_KEYS),
             _grpc("UNAUTHENTICATED"),
             _smtp(530, 534, 535),
             library_errors.BAD_CREDENTIALS,
@@ -200,7 +161,7 @@ DEFAULTS: Final = (
             _status(429, 509, 529),
             *((_status(403, 413, 503), header) for header in _RETRY_AFTER),
             (_status(403), HasHeader("x-ratelimit-remaining", "0")),
-            _code(*_THROTTLING, *_GOOGLE_LIMITS, *_LIMITS_IN_STREAMS),
+            _code(*library_codes.THROTTLING, *library_codes.GOOGLE_LIMITS, *library_codes.LIMITS_IN_STREAMS),
             _grpc("RESOURCE_EXHAUSTED"),
             _smtp(421),
             (_named("urllib3.ResponseError"), _text("too many (429|509|529) error responses")),
@@ -216,7 +177,7 @@ DEFAULTS: Final = (
         _any(
             # 25006: a replica; 53: no resources left; 55P03: somebody else has the lock.
             SqlStateStarts(("08", "25006", "40", "53", "55P03", "57P01", "57P02", "57P03")),
-            ErrnoIn(_MYSQL_AGAIN | _MYSQL_AWAY),
+            ErrnoIn(library_codes.MYSQL_AGAIN | library_codes.MYSQL_AWAY),
             _code("SQLITE_BUSY*", "SQLITE_LOCKED*"),
             (_named("sqlite3.OperationalError"), _text("database (table )?is locked")),
             SaysOfItself("invalidated", value=True),
@@ -233,7 +194,7 @@ DEFAULTS: Final = (
         "connect-phase",
         _any(
             library_errors.CONNECT_PHASE,
-            ErrnoIn(_NO_WAY_THERE),
+            ErrnoIn(library_codes.NO_WAY_THERE),
             (_grpc("UNAVAILABLE"), _text("failed to connect to all addresses|DNS resolution failed|errors resolving ")),
         ),
         UNREACHABLE,
@@ -246,7 +207,7 @@ DEFAULTS: Final = (
             _status(408, 499, 500, 502, 503, 504, *range(520, 525), 598, 599),
             _grpc("CANCELLED", "DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"),
             # botocore/retries/standard.py: TransientRetryableChecker; S3 sends the first with 400.
-            _code("RequestTimeout", "RequestTimeoutException", *_FAULTS_IN_STREAMS),
+            _code("RequestTimeout", "RequestTimeoutException", *library_codes.FAULTS_IN_STREAMS),
             library_errors.BROKEN_OFF,
         ),
         OUTCOME_UNKNOWN,
