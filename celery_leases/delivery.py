@@ -10,29 +10,26 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 from celery import signals, states
-from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
-from celery.worker import state as worker_state
+from celery.exceptions import Ignore, Reject
 
 from celery_leases import apps
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
-from celery_leases.core.errors import KeyUnusable, LeaseHeld, LeaseLost, Snooze, StoreUnavailable
+from celery_leases.body_end import BodyEnd
+from celery_leases.core.endings import Ending, Returned
+from celery_leases.core.errors import KeyUnusable, LeaseHeld, StoreUnavailable
 from celery_leases.core.events import CallDropped, CallPutBack
 from celery_leases.core.keys import CallKey, call_group, call_key, stored_key
-from celery_leases.core.records import Ended, Record
+from celery_leases.core.records import Record
 from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
-from celery_leases.core.results import encode, failure_of
+from celery_leases.core.results import encode
 from celery_leases.core.verdicts import Call
 from celery_leases.handle import Lease, leased
-from celery_leases.interruption import LimitedTooEarly, shield_here
+from celery_leases.interruption import shield_here
 from celery_leases.renewal import Tenure
 from celery_leases.request import HEADER, TOKEN
 from celery_leases.signals import logger
 
 STORED_KEY = "celery_leases_stored_key"
 """Where a request remembers key and call whose callbacks are to be marked as sent."""
-
-REPLACED = "celery_leases_replaced"
-"""Where a request remembers the signature its task has replaced itself with."""
 
 PAUSE_UNCONFIRMED = 1.0
 PRIOR_KEPT = 8
@@ -171,60 +168,10 @@ class Delivery:
                 finally:
                     self.shield.shut()
             except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
-                return self._ending_of(call, tenure, error, time.monotonic() - began)
+                return BodyEnd(self.task, self.request, self.shield, call, tenure).by(error, time.monotonic() - began)
             return Returned(value, *encode(value, self.options.result_max))
 
         return body
-
-    def _ending_of(self, call: Call, tenure: Tenure, error: BaseException, elapsed: float) -> Ending:
-        match error:
-            case LeaseLost():
-                return Lost(error.reason or "the body said so")
-            case Snooze():
-                return Snoozed(error, error.delay, error.reason)
-            case LimitedTooEarly():
-                return Lost("the soft time limit fired before the body began")
-            case Retry():
-                return Passed(error, again=True, delay=self._retry_delay(error))
-            case Reject():
-                return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
-            case Ignore():
-                replaced = self.request.__dict__.get(REPLACED)
-                if replaced is None:
-                    return Passed(error, again=False, ended=Ended.IGNORED)
-                # Its replacement may go on under this very key, which must then be free for it.
-                return Passed(error, again=self._same_key(call, replaced), ended=Ended.REPLACED)
-            case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
-                return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
-            case Exception():
-                return self._raised(tenure, error)
-            case _:
-                return self._taken_away(call, tenure, error, elapsed)
-
-    def _raised(self, tenure: Tenure, error: BaseException) -> Ending:
-        if tenure.lost:
-            return Lost(tenure.lost)
-        return Raised(error, failure_of(error), self.options.rules.judge(error, time.time()))
-
-    def _taken_away(self, call: Call, tenure: Tenure, error: BaseException, elapsed: float) -> Ending:
-        limit = call.time_limit
-        if limit and elapsed >= limit - max(0.5, limit / 10):
-            return Terminated(error, "hard time limit")
-        by_worker = self.shield.hurried or isinstance(error, WorkerShutdown | WorkerTerminate)
-        if isinstance(error, SystemExit) and not by_worker:
-            return Terminated(error, "the body ended its process")
-        if by_worker or isinstance(error, KeyboardInterrupt) or type(error).__name__ == "GreenletExit":
-            return Interrupted(error)
-        # A cancelled coroutine, a timeout of gevent's, an exception of the user's: nobody has interrupted the worker.
-        return self._raised(tenure, error)
-
-    def _retry_delay(self, retry: Retry) -> float | None:
-        if self.request.is_eager or retry.when is None:
-            return None
-        if isinstance(retry.when, datetime):
-            when = retry.when if retry.when.tzinfo else retry.when.replace(tzinfo=UTC)
-            return max(0.0, (when - datetime.now(UTC)).total_seconds())
-        return float(retry.when)
 
     # -- what Celery gets ----------------------------------------------------------------------------------
 
@@ -288,16 +235,6 @@ class Delivery:
             return self.task.backend.get_state(self.request.id) in states.READY_STATES
         except Exception:  # noqa: BLE001 - no backend, or one that cannot be asked
             return False
-
-    def _same_key(self, call: Call, signature: Any) -> bool:
-        if signature.get("task") != self.task.name or self.options.key is None:
-            return False
-        args, kwargs = signature.get("args") or (), signature.get("kwargs") or {}
-        try:
-            key = call_key(self.task.name, self.options, self.task.lease_signature, "", args, kwargs)
-        except KeyUnusable:
-            return False
-        return key.stored == call.key.stored
 
     def _drop(self, call: Call, reason: str) -> NoReturn:
         self._observe(CallDropped(**call.subject, reason=reason))

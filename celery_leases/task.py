@@ -12,6 +12,7 @@ from celery import Celery, Task, signals
 from celery.result import AsyncResult
 
 from celery_leases import apps, outgoing
+from celery_leases.body_end import REPLACED
 from celery_leases.core.errors import (
     AlreadyDone,
     Cooldown,
@@ -26,7 +27,7 @@ from celery_leases.core.keys import call_group, call_key
 from celery_leases.core.options import LeaseOptions, gather
 from celery_leases.core.replies import callbacks_mark
 from celery_leases.core.status import LeaseStatus
-from celery_leases.delivery import REPLACED, STORED_KEY, Delivery
+from celery_leases.delivery import STORED_KEY, Delivery
 from celery_leases.handle import UNLEASED, Lease, lease_here, leased
 from celery_leases.unleased import Unleased
 

@@ -1,0 +1,95 @@
+"""How the body of one delivery has ended: from the exception that left it to a word of the core."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
+from celery.worker import state as worker_state
+
+from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Snoozed, Terminated
+from celery_leases.core.errors import KeyUnusable, LeaseLost, Snooze
+from celery_leases.core.keys import call_key
+from celery_leases.core.records import Ended
+from celery_leases.core.results import failure_of
+from celery_leases.core.verdicts import Call
+from celery_leases.interruption import LimitedTooEarly, Shield
+from celery_leases.renewal import Tenure
+
+REPLACED = "celery_leases_replaced"
+"""Where a request remembers the signature its task has replaced itself with."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyEnd:
+    """Tells the ways apart in which the body of *call* may end, other than by returning."""
+
+    task: Any
+    request: Any
+    shield: Shield
+    call: Call
+    tenure: Tenure
+
+    def by(self, error: BaseException, elapsed: float) -> Ending:
+        """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
+        match error:
+            case LeaseLost():
+                return Lost(error.reason or "the body said so")
+            case Snooze():
+                return Snoozed(error, error.delay, error.reason)
+            case LimitedTooEarly():
+                return Lost("the soft time limit fired before the body began")
+            case Retry():
+                return Passed(error, again=True, delay=self._retry_delay(error))
+            case Reject():
+                return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
+            case Ignore():
+                replaced = self.request.__dict__.get(REPLACED)
+                if replaced is None:
+                    return Passed(error, again=False, ended=Ended.IGNORED)
+                # Its replacement may go on under this very key, which must then be free for it.
+                return Passed(error, again=self._same_key(replaced), ended=Ended.REPLACED)
+            case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
+                return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
+            case Exception():
+                return self._raised(error)
+            case _:
+                return self._taken_away(error, elapsed)
+
+    def _raised(self, error: BaseException) -> Ending:
+        if self.tenure.lost:
+            return Lost(self.tenure.lost)
+        return Raised(error, failure_of(error), self.call.options.rules.judge(error, time.time()))
+
+    def _taken_away(self, error: BaseException, elapsed: float) -> Ending:
+        limit = self.call.time_limit
+        if limit and elapsed >= limit - max(0.5, limit / 10):
+            return Terminated(error, "hard time limit")
+        by_worker = self.shield.hurried or isinstance(error, WorkerShutdown | WorkerTerminate)
+        if isinstance(error, SystemExit) and not by_worker:
+            return Terminated(error, "the body ended its process")
+        if by_worker or isinstance(error, KeyboardInterrupt) or type(error).__name__ == "GreenletExit":
+            return Interrupted(error)
+        # A cancelled coroutine, a timeout of gevent's, an exception of the user's: nobody has interrupted the worker.
+        return self._raised(error)
+
+    def _retry_delay(self, retry: Retry) -> float | None:
+        if self.request.is_eager or retry.when is None:
+            return None
+        if isinstance(retry.when, datetime):
+            when = retry.when if retry.when.tzinfo else retry.when.replace(tzinfo=UTC)
+            return max(0.0, (when - datetime.now(UTC)).total_seconds())
+        return float(retry.when)
+
+    def _same_key(self, signature: Any) -> bool:
+        if signature.get("task") != self.task.name or self.task.lease_options.key is None:
+            return False
+        args, kwargs = signature.get("args") or (), signature.get("kwargs") or {}
+        try:
+            key = call_key(self.task.name, self.task.lease_options, self.task.lease_signature, "", args, kwargs)
+        except KeyUnusable:
+            return False
+        return key.stored == self.call.key.stored
