@@ -1,14 +1,14 @@
 # Everything builds its own environment; only Python 3.11+ and GNU make are needed.
-#   make test | lint | check | demo | demo-cooldown | clean        PYTHON=python3.12 chooses the interpreter
+#   make test | lowest | lint | check | demo | demo-cooldown | peers | clean        PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # Most of a test's time is waiting for something to be killed, paused or taken over; one module stays in one process.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 4 --dist loadfile
 
 .DELETE_ON_ERROR:
-.PHONY: help test lint check demo demo-cooldown clean
+.PHONY: help test lowest lint check demo demo-cooldown peers clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,10 @@ $(VENV)/.group-%: $(VENV)/.pip pyproject.toml
 test: $(VENV)/.group-test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The oldest release of everything the package allows, on the tests that see a difference.
+lowest: $(VENV)/.group-matrix
+	@$(BIN)/nox --session lowest
+
 lint: $(VENV)/.group-dev
 	@echo "== ruff check"   && $(BIN)/ruff check --quiet .
 	@echo "== ruff format"  && $(BIN)/ruff format --quiet --check .
@@ -44,6 +48,10 @@ demo: $(VENV)/.group-demo
 demo-cooldown: $(VENV)/.group-demo
 	@$(BIN)/python -m example_project.demo_cooldown
 
+# PEERS_ARGS=--check compares with docs/comparison.md; the environments of the others are made in build/peers.
+peers: $(VENV)/.group-demo
+	@$(BIN)/python -m benchmarks.peers $(PEERS_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .nox build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

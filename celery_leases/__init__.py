@@ -32,7 +32,7 @@ from celery_leases.core.errors import (
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
 from celery_leases.core.status import EffectStatus, GroupStatus, LeaseStatus
-from celery_leases.effects import EffectReply
+from celery_leases.effect_calls import EffectReply
 from celery_leases.handle import current_lease
 from celery_leases.outgoing import relay, rescue
 from celery_leases.task import LeasedMixin, LeasedTask

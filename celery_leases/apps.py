@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from celery import Celery, signals
 
 from celery_leases.client import LeaseClient
+from celery_leases.core.effects import scope_of
 from celery_leases.core.endings import Returned
 from celery_leases.core.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.core.options import ADVISED_TTL
@@ -27,12 +28,13 @@ from celery_leases.effects import Effects
 from celery_leases.execution import Execution
 from celery_leases.interruption import shield_here
 from celery_leases.putback import Copies
-from celery_leases.renewal import Renewer, Tenure
+from celery_leases.renewal import Renewer
 from celery_leases.signals import Announcer, logger
 from celery_leases.steps import Steps
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.tenure import Tenure
 from celery_leases.wiring import DEFAULT_DATABASE, IN_MEMORY, Parts, Settings, build, read_settings
 
 Closed = Callable[[], AbstractContextManager[None]]
@@ -96,6 +98,7 @@ class AppParts:
             judge=lambda error: options.rules.judge(error, time.time()),
             closed=closed,
             prefix=self.settings.prefix,
+            scope=scope_of(record, rerun=options.rerun, retention=options.retention),
             patience=options.settle_timeout,
             result_max=options.result_max,
         )
@@ -113,6 +116,8 @@ class AppParts:
 
 _parts: WeakKeyDictionary[Celery, dict[bool, AppParts]] = WeakKeyDictionary()
 _lock = threading.Lock()
+_worker: ref[Any] | None = None
+_worker_pid = 0
 
 
 def parts_of(app: Celery, *, eager: bool = False) -> AppParts:
@@ -134,8 +139,12 @@ def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
     given = {name: conf[name] for name in names if name.startswith("leases_")}
     if lenient and not given.get("leases_database_url"):
         given["leases_database_url"] = "-"
-    broker_url = broker[0] if isinstance(broker, list) else broker
-    return read_settings(given, broker_url, conf.get("broker_transport_options"))
+    brokers = [broker] if isinstance(broker, str) else list(broker)
+    broker_url = ";".join(brokers) if brokers[0].startswith("sentinel://") else brokers[0]
+    options = dict(conf.get("broker_transport_options") or {})
+    if tls := conf.get("broker_use_ssl"):
+        options.setdefault("ssl", tls)
+    return read_settings(given, broker_url, options)
 
 
 def leased_tasks(app: Celery) -> dict[str, Any]:
@@ -159,6 +168,11 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
         return made[eager]
 
 
+def worker_here() -> Any:
+    """Celery's worker, in its main process; ``None`` in a pool child and elsewhere."""
+    return _worker() if _worker is not None and _worker_pid == os.getpid() else None
+
+
 def forget(*, inherited: bool = False) -> None:
     """Drop the parts of all apps in this process; *inherited*: they were made by the parent, and are still its own."""
     global _lock  # noqa: PLW0603 - a lock held while forking stays locked in the child for ever
@@ -175,6 +189,8 @@ os.register_at_fork(after_in_child=lambda: forget(inherited=True))
 @signals.worker_init.connect(weak=False)
 def _check_before_work(sender: Any, **_: Any) -> None:
     """Stop a worker that could not keep its promises, with the line to write; create the tables on SQLite."""
+    global _worker, _worker_pid
+    _worker, _worker_pid = ref(sender), os.getpid()
     tasks = leased_tasks(sender.app)
     if not tasks:
         return
@@ -184,6 +200,8 @@ def _check_before_work(sender: Any, **_: Any) -> None:
             raise LeaseConfigurationError(
                 f"leases_database_url={IN_MEMORY!r} gives each pool child records of its own; name a file or a server"
             )
+        if "prefork" not in str(sender.pool_cls):
+            _refuse_to_kill(tasks)
         parts.records.check()
     except StoreUnavailable as error:
         if settings_of(sender.app).database_url.startswith("sqlite"):
@@ -205,3 +223,13 @@ def _check_before_work(sender: Any, **_: Any) -> None:
             ", ".join(f"{name} ({ttl:g} s)" for name, ttl in sorted(short.items())),
         )
     forget()
+
+
+def _refuse_to_kill(tasks: Mapping[str, Any]) -> None:
+    """A process that runs other bodies too, or is the worker itself, must not be killed for one of them."""
+    killing = sorted(name for name, task in tasks.items() if task.lease_options.on_lost == "kill")
+    if killing:
+        raise LeaseConfigurationError(
+            f"lease_on_lost='kill' ends the whole process, which only prefork has for each body: {', '.join(killing)}; "
+            "start the worker with --pool prefork, or write lease_on_lost='interrupt'"
+        )

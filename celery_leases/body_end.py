@@ -16,8 +16,8 @@ from celery_leases.core.keys import call_key
 from celery_leases.core.records import Ended
 from celery_leases.core.results import failure_of
 from celery_leases.core.verdicts import Call
-from celery_leases.interruption import LimitedTooEarly, Shield
-from celery_leases.renewal import Tenure
+from celery_leases.shields import LimitedTooEarly, Shield
+from celery_leases.tenure import Tenure
 
 REPLACED = "celery_leases_replaced"
 """Where a request remembers the signature its task has replaced itself with."""
@@ -71,7 +71,10 @@ class BodyEnd:
         by_worker = self.shield.hurried or isinstance(error, WorkerShutdown | WorkerTerminate)
         if isinstance(error, SystemExit) and not by_worker:
             return Terminated(error, "the body ended its process")
-        if by_worker or isinstance(error, KeyboardInterrupt) or type(error).__name__ == "GreenletExit":
+        killed = type(error).__name__ == "GreenletExit"
+        if killed and not self.request.is_eager and self.request.id not in worker_state.revoked:
+            return Lost("the worker was stopped")  # green pools ack what they have killed: it must be put back
+        if by_worker or killed or isinstance(error, KeyboardInterrupt):
             return Interrupted(error)
         # A cancelled coroutine, a timeout of gevent's, an exception of the user's: nobody has interrupted the worker.
         return self._raised(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from celery_leases.core.durations import Duration, seconds
@@ -12,6 +12,7 @@ from celery_leases.core.errors import AlreadyDone, LeaseIsLive, StoreUnavailable
 from celery_leases.core.gates import Closing
 from celery_leases.core.keys import stored_key
 from celery_leases.core.policies import CooldownPolicy
+from celery_leases.core.ports import Holder
 from celery_leases.core.records import Record, State
 from celery_leases.core.redaction import redact
 from celery_leases.core.results import encode
@@ -27,12 +28,22 @@ LARGEST = 2**62
 
 
 class LeaseClient:
-    """Looks at keys and repairs them, given the two URLs a worker has in ``leases_url`` and ``leases_database_url``."""
+    """Looks at keys and repairs them, given the two URLs a worker has in ``leases_url`` and ``leases_database_url``.
+
+    *prefix*, *schema* and *transport_options* are those of the workers, if they have any.
+    """
 
     def __init__(
-        self, leases_url: str, database_url: str, *, prefix: str = "celery_leases", schema: str | None = None
+        self,
+        leases_url: str,
+        database_url: str,
+        *,
+        prefix: str = "celery_leases",
+        schema: str | None = None,
+        transport_options: Mapping[str, Any] | None = None,
     ) -> None:
-        conf = {"url": leases_url, "database_url": database_url, "prefix": prefix, "database_schema": schema}
+        conf: dict[str, Any] = {"url": leases_url, "database_url": database_url, "prefix": prefix}
+        conf |= {"database_schema": schema, "transport_options": transport_options}
         settings = read_settings({f"leases_{name}": value for name, value in conf.items() if value is not None}, None)
         self._records = open_records(settings)
         self._leases: AnyStore = lease_store(settings, self._records)
@@ -79,34 +90,37 @@ class LeaseClient:
                 found.append(status)
         return found
 
-    def retry(self, key: str, *, task: str | None = None, force: bool = False) -> LeaseStatus:
+    def retry(
+        self, key: str, *, task: str | None = None, force: bool = False, retention: Duration | None = None
+    ) -> LeaseStatus:
         """End a cooldown or a countdown, or revive a ``failed`` key; failures, crashes and growth start anew.
 
         Nothing is published by this: where ``resumes`` is true a copy of the call waits at the broker and comes with
         its next hop, else call the task again. The gate of a cooldown group stays as it is, see :meth:`open_group`.
-        Raises :class:`~celery_leases.LeaseIsLive` while somebody runs it, unless *force*,
+        The record counts for *retention* from now, by default the task's ``lease_retention``. Raises
+        :class:`~celery_leases.LeaseIsLive` while somebody runs it, or if somebody has come meanwhile, unless *force*,
         :class:`~celery_leases.AlreadyDone` and :class:`~celery_leases.UnknownKey`.
         """
-        if not force:
-            self._refuse_live(key, task)
-        return self._take(key, task, keep=True, forgive=True)
+        return self._take(key, task, keep=True, forgive=True, force=force, retention=retention)
 
-    def release(self, key: str, *, task: str | None = None) -> LeaseStatus:
+    def release(self, key: str, *, task: str | None = None, retention: Duration | None = None) -> LeaseStatus:
         """Take the key away from whoever holds it: what a holder still says about the outcome is refused from now on.
 
-        Counts and history stay. Raises :class:`~celery_leases.UnknownKey`.
-        """
-        return self._take(key, task, keep=True)
-
-    def forget(self, key: str, *, task: str | None = None, force: bool = False) -> LeaseStatus:
-        """Make the key as good as new: its result, its failures and its counts are gone.
-
-        Raises :class:`~celery_leases.LeaseIsLive` while somebody runs it, unless *force*, and
+        Counts and history stay, and the record counts for *retention* from now, by default the task's. Raises
         :class:`~celery_leases.UnknownKey`.
         """
-        if not force:
-            self._refuse_live(key, task)
-        return self._take(key, task, keep=False)
+        return self._take(key, task, keep=True, force=True, retention=retention)
+
+    def forget(
+        self, key: str, *, task: str | None = None, force: bool = False, retention: Duration | None = None
+    ) -> LeaseStatus:
+        """Make the key as good as new: its result, its failures and its counts are gone.
+
+        Under ``rerun`` a call that is forgotten so may run again, but finds the effects it has made. The empty record
+        counts for *retention*, by default the task's. Raises :class:`~celery_leases.LeaseIsLive` while somebody runs
+        it, or if somebody has come meanwhile, unless *force*, and :class:`~celery_leases.UnknownKey`.
+        """
+        return self._take(key, task, keep=False, force=force, retention=retention)
 
     def resolve(
         self,
@@ -116,11 +130,12 @@ class LeaseClient:
         result: Any = None,
         task: str | None = None,
         force: bool = False,
-        retention: Duration = 7 * 86_400,
+        retention: Duration | None = None,
     ) -> LeaseStatus:
         """Say of a key what an operator has found out, above all of an ``uncertain`` one.
 
-        ``"done"``: the work is done; later callers get *result* (JSON) for *retention*. ``"retry"``: the effects in
+        ``"done"``: the work is done; later callers get *result* (JSON) for *retention*, by default the task's
+        ``lease_retention``. ``"retry"``: the effects in
         doubt have not happened; it may run again, and nothing is queued by this. Raises
         :class:`~celery_leases.LeaseIsLive` while somebody runs it, unless *force*,
         :class:`~celery_leases.AlreadyDone`, :class:`~celery_leases.UnknownKey`, and ValueError for a result that is no
@@ -131,21 +146,16 @@ class LeaseClient:
         text, missing = encode(result, LARGEST) if result is not None else (None, None)
         if missing is not None:
             raise ValueError(f"resolve(result={result!r}): {missing}")
-        if not force:
-            self._refuse_live(key, task)
-        self._ready()
-        stored = self._stored(key, task)
-        record = self._records.read(stored)
         if outcome == "retry":
-            if record is not None and (record.state is not State.DONE or record.expired):
-                self._effects.forget_sent(record)
-            return self._take(key, task, keep=True, forgive=True)
+            return self._take(key, task, keep=True, forgive=True, force=force, retention=retention, undone=True)
+        stored, record, holder = self._look(key, task, force=force)
         if record is None:
             raise UnknownKey(f"there is no record for {key}", key)
-        if not self._records.resolve(stored, text, seconds(retention, "resolve: retention")):
+        if record.state is State.DONE:
             raise AlreadyDone(f"{key} is done already", key, record.call_id)
+        if not self._records.resolve(stored, text, _span(retention), None if force else record):
+            raise self._moved_on(key, stored)
         self._leases.end_cooldown(stored)
-        holder = self._leases.holder(stored)
         if holder is not None:
             self._leases.release(stored, holder.token)
         return self.status(stored)
@@ -210,11 +220,19 @@ class LeaseClient:
         today = time.time()
         return status_of(key, task, record, holder, gate=gate, effects=effects, trouble=trouble, today=today)
 
-    def _take(self, key: str, task: str | None, *, keep: bool, forgive: bool = False) -> LeaseStatus:
-        self._ready()
-        stored = self._stored(key, task)
-        record = self._records.read(stored)
-        holder = self._leases.holder(stored)
+    def _take(
+        self,
+        key: str,
+        task: str | None,
+        *,
+        keep: bool,
+        forgive: bool = False,
+        force: bool = False,
+        retention: Duration | None = None,
+        undone: bool = False,
+    ) -> LeaseStatus:
+        span = _span(retention)
+        stored, record, holder = self._look(key, task, force=force)
         if record is None and holder is None:
             raise UnknownKey(f"there is neither a lease nor a record for {key}", key)
         if forgive and record is not None and record.state is State.DONE and not record.expired:
@@ -222,23 +240,41 @@ class LeaseClient:
             raise AlreadyDone(message, key, record.call_id)
         # First the fence, then the lease: the other way round a holder could still write its outcome.
         if record is not None and (not keep or forgive or record.state is State.RUNNING):
-            self._records.reset(stored, keep=keep, forgive=forgive)
+            seen = None if force else record
+            taken = self._records.reset(stored, keep=keep, forgive=forgive, retention=span, seen=seen)
+            if taken is None and not force:
+                raise self._moved_on(key, stored)
+        if undone and record is not None:
+            self._effects.forget_sent(record)
         if holder is not None:
             self._leases.release(stored, holder.token)
         elif forgive or not keep:
             self._leases.end_cooldown(stored)
         return self.status(stored)
 
-    def _refuse_live(self, key: str, task: str | None) -> None:
+    def _look(self, key: str, task: str | None, *, force: bool) -> tuple[str, Record | None, Holder | None]:
+        """The stored key, its record and then its holder; raises :class:`LeaseIsLive` for one, unless *force*.
+
+        In this order a claim in between is seen: by its lease, or else by the fence, once the record is written to.
+        """
         self._ready()
-        holder = self._leases.holder(self._stored(key, task))
-        if holder is not None:
+        stored = self._stored(key, task)
+        record = self._records.read(stored)
+        holder = self._leases.holder(stored)
+        if holder is not None and not force:
             raise LeaseIsLive(
                 f"{key} is held by {holder.host} (call {holder.call_id}) for another {holder.remaining:.1f} s; "
                 "wait, or repeat with force",
                 key,
                 holder.remaining,
             )
+        return stored, record, holder
+
+    def _moved_on(self, key: str, stored: str) -> LeaseIsLive:
+        now, holder = self._records.read(stored), self._leases.holder(stored)
+        state = now.state.value if now is not None else "gone"
+        message = f"{key} has moved on meanwhile, and is {state} now; nothing was changed: look again, or use force"
+        return LeaseIsLive(message, key, holder.remaining if holder is not None else 0.0)
 
     def _stored(self, key: str, task: str | None, scope: str = "task") -> str:
         if task is not None:
@@ -250,3 +286,7 @@ class LeaseClient:
             tasks = ", ".join(sorted(record.task for record in named))
             raise UnknownKey(f"{key} is a key of several tasks ({tasks}); say which", key)
         return named[0].stored_key if named else stored_key("", key, "global")
+
+
+def _span(retention: Duration | None) -> float | None:
+    return seconds(retention, "retention") if retention is not None else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -15,18 +18,18 @@ from celery.exceptions import Ignore, Reject
 from celery_leases import apps
 from celery_leases.body_end import BodyEnd
 from celery_leases.core.endings import Ending, Returned
-from celery_leases.core.errors import KeyUnusable, LeaseHeld, StoreUnavailable
+from celery_leases.core.errors import LeaseHeld, StoreUnavailable
 from celery_leases.core.events import CallDropped, CallPutBack
-from celery_leases.core.keys import CallKey, call_group, call_key, stored_key
+from celery_leases.core.options import OnLost
 from celery_leases.core.records import Record
 from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
 from celery_leases.core.results import encode
 from celery_leases.core.verdicts import Call
 from celery_leases.handle import Lease, leased
 from celery_leases.interruption import shield_here
-from celery_leases.renewal import Tenure
-from celery_leases.request import HEADER, TOKEN
+from celery_leases.pin import HEADER, TOKEN, call_id_of, group_of, key_of, owner_of, pinned
 from celery_leases.signals import logger
+from celery_leases.tenure import Tenure
 
 STORED_KEY = "celery_leases_stored_key"
 """Where a request remembers key and call whose callbacks are to be marked as sent."""
@@ -49,10 +52,8 @@ class Delivery:
         self.options = task.lease_options
         self.parts = apps.parts_of(task.app, eager=request.is_eager)
         self.shield = shield_here(os.getpid())
-        # A task that replaces itself goes on under the id it has: another call, which must not be taken for done.
-        nesting = request.replaced_task_nesting
-        self.call_id: str = f"{request.id}~{nesting}" if nesting else request.id
-        self.pin = self._pinned()
+        self.call_id = call_id_of(request.id, request.replaced_task_nesting)
+        self.pin = pinned(request.headers, task.name, self.call_id)
 
     def take(self) -> Any:
         """Take the delivery to its end; returns what Celery shall store, or raises what Celery understands."""
@@ -67,13 +68,6 @@ class Delivery:
 
     # -- what Celery delivered -----------------------------------------------------------------------------
 
-    def _pinned(self) -> dict[str, Any]:
-        """What an earlier delivery of this very call wrote into the message."""
-        pin = (self.request.headers or {}).get(HEADER)
-        if isinstance(pin, dict) and (pin.get("task"), pin.get("id")) == (self.task.name, self.call_id):
-            return dict(pin)
-        return {}
-
     def _call(self) -> Call:
         request, pin = self.request, self.pin
         redelivered = bool((request.delivery_info or {}).get("redelivered"))
@@ -81,7 +75,7 @@ class Delivery:
         return Call(
             task=self.task.name,
             call_id=self.call_id,
-            key=self._key(),
+            key=key_of(self.task, pin, self.call_id, self.args, self.kwargs),
             options=self.options,
             repeat=bool(pin) or redelivered or request.retries > 0,
             canvas=bool(request.chain or request.chord or request.group or request.callbacks),
@@ -89,38 +83,13 @@ class Delivery:
             started=bool(pin.get("started")) or request.retries > 0,
             retries=request.retries,
             prior=tuple(pin.get("prior", ())),
-            token=request.__dict__.get(TOKEN) or uuid4().hex,
+            token=owner_of(request.__dict__.get(TOKEN) or uuid4().hex, os.getpid()),
             longest_hop=self.parts.settings.longest_hop,
             time_limit=limits[0] or self.task.time_limit,
-            group=self._group(),
+            group=group_of(self.task, pin, self.args, self.kwargs),
             comes_back=not request.is_eager,
             message=self._kept_message(),
         )
-
-    def _key(self) -> CallKey:
-        """The key of the arguments; a pinned one stays, whatever arguments a retry brought."""
-        task, pin = self.task, self.pin
-        try:
-            made = call_key(task.name, self.options, task.lease_signature, self.call_id, self.args, self.kwargs)
-        except KeyUnusable:
-            if "key" not in pin:
-                raise
-            made = None
-        if "key" not in pin or (made and (made.key, made.fingerprint) == (pin["key"], pin.get("fingerprint"))):
-            assert made is not None
-            return made
-        return CallKey(pin["key"], stored_key(task.name, pin["key"], self.options.scope), pin.get("fingerprint"))
-
-    def _group(self) -> str | None:
-        """The cooldown group of the arguments; the pinned one where a retry brought arguments that make none."""
-        task = self.task
-        try:
-            return call_group(task.name, self.options, task.lease_signature, self.args, self.kwargs)
-        except KeyUnusable:
-            if "key" not in self.pin:
-                raise
-            group: str | None = self.pin.get("group")
-            return group
 
     def _kept_message(self) -> str | None:
         if not self.options.store_arguments or self.request.is_eager:
@@ -154,19 +123,27 @@ class Delivery:
         signals.task_revoked.send(sender=self.task, request=self.request, terminated=False, signum=None, expired=True)
         self._drop(call, "it expired before it began")
 
+    @property
+    def _on_lost(self) -> OnLost:
+        """What a lost lease means here; the process of an eager call is the caller's own."""
+        on_lost = self.options.on_lost
+        return "interrupt" if on_lost == "kill" and self.request.is_eager else on_lost
+
     # -- the body ------------------------------------------------------------------------------------------
 
     def _body(self, call: Call) -> Any:
         def body(tenure: Tenure, record: Record) -> Ending:
             self._pin(call, started=True, tries=0, away=0, prior=[])
             lease = Lease(tenure, record, self.parts.steps(call, tenure, record, self.shield.closed))
-            began = time.monotonic()
+            began, pid = time.monotonic(), os.getpid()
             try:
                 try:
-                    with leased(lease), self.shield.opened(tenure, interrupt=self.options.on_lost == "interrupt"):
+                    with leased(lease), self.shield.opened(tenure, self._on_lost):
                         value = self.run_body(*self.args, **self.kwargs)
                 finally:
                     self.shield.shut()
+                    if os.getpid() != pid:
+                        _end_the_forked()
             except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
                 return BodyEnd(self.task, self.request, self.shield, call, tenure).by(error, time.monotonic() - began)
             return Returned(value, *encode(value, self.options.result_max))
@@ -242,3 +219,15 @@ class Delivery:
 
     def _observe(self, event: Any) -> None:
         self.parts.execution.entry.observer.observe(event)
+
+
+def _end_the_forked() -> NoReturn:
+    """End a process that the body has forked and that comes back from it: the rest is its parent's to do."""
+    error = sys.exception()
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    code = error.code if isinstance(error, SystemExit) else 1 if error is not None else 0
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1 if code else 0)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
 from celery_leases.core import outcomes
 from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.durations import seconds
 from celery_leases.core.effects import (
     NAME_MAX,
     Begun,
@@ -18,13 +18,15 @@ from celery_leases.core.effects import (
     ComeBack,
     Effect,
     Found,
-    OnUncertain,
     Park,
+    Scope,
     UseSaved,
     Verify,
     idempotency_key,
+    in_doubt,
     on_found,
     reference_of,
+    unkept,
     usable_name,
     was_executed,
 )
@@ -33,7 +35,6 @@ from celery_leases.core.errors import (
     EffectMisused,
     LeaseLost,
     PermanentFailure,
-    ResultMissing,
     RetryLater,
     Snooze,
     StoreUnavailable,
@@ -43,41 +44,18 @@ from celery_leases.core.ports import Clock, EffectStore
 from celery_leases.core.records import Record
 from celery_leases.core.results import decode, encode
 from celery_leases.core.rulings import Judgement
-from celery_leases.renewal import Tenure
+from celery_leases.effect_calls import Calls, EffectReply
+from celery_leases.tenure import Tenure
 
 MOVED_ON: Final = "the record has moved on"
 KNOWN: Final = Rules.default()
 
 
-@dataclass(frozen=True, slots=True)
-class EffectReply:
-    """What an effect has come to: the reply as JSON gives it back, and the other side's own name for it.
-
-    ``saved``: it was made by an earlier attempt, and no call was made now. ``value`` is ``None`` where the reply is
-    no JSON, or too large, and has a reference to be known by.
-    """
-
-    value: Any
-    reference: str | None
-    idempotency_key: str
-    saved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """What the user gives for one effect."""
-
-    call: Callable[[str], Any]
-    reference: Callable[[Any], Any] | None
-    verify: Callable[[str], Any] | None
-    verify_after: float
-    uncertain: OnUncertain
-
-
 @dataclass
 class Effects:
     """Performs the effects of one attempt. ``judge`` says what the rules make of an error, ``closed`` keeps signals
-    away from a step, ``prefix`` is the one of all keys, ``patience`` how long to try to note a reply, in seconds.
+    away from a step, ``prefix`` is the one of all keys, ``scope`` that of the attempt's effects, ``patience`` how long
+    to try to note a reply, in seconds.
     """
 
     tenure: Tenure
@@ -87,16 +65,15 @@ class Effects:
     judge: Callable[[BaseException], Judgement]
     closed: Callable[[], AbstractContextManager[None]]
     prefix: str
+    scope: Scope
     patience: float
     result_max: int
-
-    def __post_init__(self) -> None:
-        self._names: set[str] = set()
+    _names: set[str] = field(default_factory=set, init=False)
 
     def perform(self, name: str, calls: Calls) -> EffectReply:
         """Make the effect *name* happen once; see :meth:`celery_leases.handle.Lease.effect`."""
         self._check_name(name)
-        key = idempotency_key(self.prefix, self.record.stored_key, name, self.record.generation)
+        key = idempotency_key(self.prefix, self.record.stored_key, name, self.scope.name)
         begun = self._begin(name, key)
         if isinstance(begun, Found):
             return self._settle_found(begun.effect, calls)
@@ -129,7 +106,7 @@ class Effects:
         begun: Begun | Found | None = None
         try:
             with self.closed():
-                begun = self.store.begin(self.record, name, key, taken)
+                begun = self.store.begin(self.record, name, key, self.scope, taken)
         except BaseException:  # what came meanwhile ends the body, so that no call is made
             if isinstance(begun, Begun) and taken is None:
                 self._withdraw(begun.effect)
@@ -160,54 +137,72 @@ class Effects:
             case Verify():
                 return self._verify(effect, calls)
             case CallAgain():
-                return self._call(self._take_over(effect), calls, in_doubt=True)
+                return self._call(self._take_over(effect), calls, doubted=True)
             case Park():
-                raise self._uncertain(effect, "no verify was given")
+                raise in_doubt(self.record.key, effect, "no verify was given")
             case _ as never:
                 assert_never(never)
 
     def _saved(self, effect: Effect, calls: Calls) -> EffectReply:
         if effect.result is None and effect.reference is None:
-            message = f"{self.record.key}: effect {effect.name!r} is done, but its reply was not kept"
-            raise ResultMissing(message, self.record.key, "effect")
+            return self._found_again(effect, calls)
         value, reference = decode(effect.result), effect.reference
         if reference is None and calls.reference is not None:  # it raised when the reply came
             reference = reference_of(calls.reference, value)
         return EffectReply(value, reference, effect.idempotency_key, saved=True)
+
+    def _found_again(self, effect: Effect, calls: Calls) -> EffectReply:
+        """The reply of an effect that is done without one kept, as ``verify`` finds it; nothing is written."""
+        if calls.verify is None:
+            raise unkept(self.record.key, effect, "no verify was given to ask for it")
+        try:
+            found = calls.verify(effect.idempotency_key)
+        except Uncertain as error:
+            raise unkept(self.record.key, effect, str(error)) from error
+        if found is None:
+            raise unkept(self.record.key, effect, "verify did not find it")
+        self.tenure.check()
+        text, missing = encode(found, self.result_max)
+        reference = reference_of(calls.reference, found) if calls.reference is not None else None
+        if missing is not None and reference is None:
+            raise unkept(self.record.key, effect, missing)
+        return EffectReply(decode(text), reference, effect.idempotency_key, saved=True)
 
     def _verify(self, effect: Effect, calls: Calls) -> EffectReply:
         assert calls.verify is not None
         try:
             found = calls.verify(effect.idempotency_key)
         except Uncertain as error:
-            raise self._uncertain(effect, str(error)) from error
+            raise in_doubt(self.record.key, effect, str(error)) from error
         ours = self._take_over(effect)
         if found is None:
             return self._call(ours, calls)
         return replace(self._note(ours, found, calls), saved=True)
 
-    def _uncertain(self, effect: Effect, why: str) -> Uncertain:
-        message = (
-            f"{self.record.key}: whether effect {effect.name!r} was carried out is not known ({why}); look for "
-            f"idempotency key {effect.idempotency_key} there, then: leases resolve"
-        )
-        return Uncertain(message, self.record.key, effect.name, effect.idempotency_key)
-
-    def _call(self, effect: Effect, calls: Calls, *, in_doubt: bool = False) -> EffectReply:
-        """Make the call; *in_doubt*: an earlier one may have been carried out, whatever becomes of this one."""
+    def _call(self, effect: Effect, calls: Calls, *, doubted: bool = False) -> EffectReply:
+        """Make the call; *doubted*: an earlier one may have been carried out, whatever becomes of this one."""
         outside = sys.exc_info()[1]
         try:
             self.tenure.check()  # the intent may have taken long to commit
         except LeaseLost:
-            if not in_doubt:
+            if not doubted:
                 self._withdraw(effect)
             raise
         try:
             reply = calls.call(effect.idempotency_key)
         except (Exception, Snooze) as error:
-            if not in_doubt and self._was_executed(error, outside) is False:
+            if not doubted and self._was_executed(error, outside) is False:
                 self._withdraw(effect)
             raise
+        if inspect.isawaitable(reply) or inspect.isgenerator(reply) or inspect.isasyncgen(reply):
+            if not doubted:
+                self._withdraw(effect)
+            raise EffectMisused(
+                f"{self.record.key}: effect {effect.name!r}: the callable returned a {type(reply).__name__}, so that "
+                "nothing was called yet; let it run to its end, as by asyncio.run(), and return the reply",
+                self.record.key,
+                effect.name,
+            )
         return self._note(effect, reply, calls)
 
     def _was_executed(self, error: BaseException, outside: BaseException | None) -> bool | None:
@@ -247,11 +242,7 @@ class Effects:
         if trouble is not None:
             raise trouble
         if missing is not None and reference is None:
-            message = (
-                f"{self.record.key}: effect {effect.name!r} has happened, but its reply is not kept ({missing}); let "
-                "the callable return plain values of moderate size, or pass reference="
-            )
-            raise EffectMisused(message, self.record.key, effect.name)
+            raise unkept(self.record.key, effect, missing)
         self.tenure.check()
         return EffectReply(decode(text), reference, effect.idempotency_key)
 
@@ -267,27 +258,3 @@ class Effects:
                 if self.clock.now() + pause > until:
                     raise
                 self.clock.sleep(pause)
-
-
-def calls_of(
-    call: Callable[[str], Any],
-    reference: Callable[[Any], Any] | None,
-    verify: Callable[[str], Any] | None,
-    verify_after: float,
-    uncertain: object,
-) -> Calls:
-    """What the user gave for one effect, checked; raises TypeError or ValueError."""
-    for name, given in (("call", call), ("reference", reference), ("verify", verify)):
-        optional = name != "call" and given is None
-        if not (optional or callable(given)):
-            raise TypeError(f"effect({name}={given!r}): give a callable")
-    if uncertain not in ("stop", "rerun"):
-        raise ValueError(f"effect(uncertain={uncertain!r}): write 'stop' or 'rerun'")
-    after = seconds(verify_after, "effect: verify_after", zero=True)
-    return Calls(call, reference, verify, after, "rerun" if uncertain == "rerun" else "stop")
-
-
-def unleased(key: str, calls: Calls) -> EffectReply:
-    """An effect in a body that runs without a lease: the call, and nothing around it."""
-    reply = calls.call(key)
-    return EffectReply(reply, reference_of(calls.reference, reply) if calls.reference is not None else None, key)

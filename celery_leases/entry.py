@@ -28,7 +28,7 @@ from celery_leases.core.ports import (
 from celery_leases.core.records import Bid, Outcome, Record, Refused, State, Won
 from celery_leases.core.replies import Again, callbacks_mark
 from celery_leases.core.verdicts import Call, Drop, Facts, GiveUp, PutBack, Refuse, Run, StandBack, Verdict, Wait
-from celery_leases.renewal import Tenure
+from celery_leases.tenure import Tenure
 
 CLAIM_TRIES = 4
 SHORT_PAUSE = 1.0
@@ -245,6 +245,7 @@ class Entry:
             repeat=call.repeat,
             group=call.group,
             message=call.message,
+            retention=options.retention,
         )
 
     def decide(self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None) -> Verdict:

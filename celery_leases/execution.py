@@ -26,7 +26,8 @@ from celery_leases.core.results import decode, failure_of
 from celery_leases.core.verdicts import Call, Drop, GiveUp, PutBack, Refuse, Replay, Run, StandBack, Verdict, Wait
 from celery_leases.core.waiting import RETRY_GRACE
 from celery_leases.entry import SHORT_PAUSE, Away, Entry, Tenancy
-from celery_leases.renewal import Renewer, Tenure
+from celery_leases.renewal import Renewer
+from celery_leases.tenure import Tenure
 
 T = TypeVar("T")
 Body = Callable[[Tenure, Record], Ending]
@@ -62,7 +63,7 @@ class Execution:
         began = self.entry.clock.now()
         ending = body(tenure, record)
         runtime = self.entry.clock.now() - began
-        tenure.work.end()
+        left_open = tenure.work.end()
         if tenure.work.progressed:
             record = replace(record, crashes=0)
         if tenure.work.completing:
@@ -72,7 +73,9 @@ class Execution:
                 return self._unwritten(ending, record, away)
             if seen[0] is not None and _is_done_by(seen[0], record):
                 return self._completed(call, tenure, seen[0], ending, runtime)
-            ending = self._not_committed(call, record, ending)
+            ending = self._not_committed(call, record, ending, "the body returned after complete(), but")
+        elif left_open:
+            ending = self._not_committed(call, record, ending, "the body returned after guard(), but")
         verdict = self._failed(call, record, ending)
         outcome = replace(outcomes.after_run(call, record, ending, verdict), progress=tenure.work.unsaved)
         settled = self._patiently(call, ending, taken, lambda: self.entry.records.settle(record, outcome))
@@ -105,11 +108,11 @@ class Execution:
             return Answer(ending.value)  # as it could not be kept, what the body returned is all there is
         return Answer(decode(done.result))
 
-    def _not_committed(self, call: Call, record: Record, ending: Ending) -> Ending:
-        """How an attempt has ended whose ``complete()`` was never committed: as it did, but not in success."""
+    def _not_committed(self, call: Call, record: Record, ending: Ending, what: str) -> Ending:
+        """How an attempt has ended whose own transaction was never committed: as it did, but not in success."""
         if not isinstance(ending, Returned):
             return ending
-        message = f"{record.key}: the body returned after complete(), but its transaction was not committed"
+        message = f"{record.key}: {what} its transaction was not committed; commit it before the body ends"
         error = CompletionNotCommitted(message, record.key)
         return Raised(error, failure_of(error), call.options.rules.judge(error, self.entry.today()))
 

@@ -15,9 +15,10 @@ from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.core.errors import AlreadyCompleted, EffectMisused, GuardOpen, LeaseLost
 from celery_leases.core.records import Attempt, Record
 from celery_leases.core.results import decode
-from celery_leases.effects import MOVED_ON, EffectReply, calls_of
-from celery_leases.renewal import Tenure
-from celery_leases.steps import Steps
+from celery_leases.effect_calls import EffectReply, calls_of
+from celery_leases.effects import MOVED_ON
+from celery_leases.steps import Steps, UserTransaction
+from celery_leases.tenure import Tenure
 from celery_leases.unleased import Unleased
 
 T = TypeVar("T")
@@ -45,23 +46,31 @@ class Lease:
         self.fence = record.fence
         self.attempt = record.attempt
         self.previous: Attempt | None = record.previous
+        tenure.confirm = self._confirm
 
     @property
     def held(self) -> bool:
-        """Whether the lease still counts, computed from the clock: no round trip."""
+        """Whether the lease still counts, computed from the clock: no round trip.
+
+        It is ``False`` but not yet lost for a moment where a transaction that :meth:`guard` has opened outlasted it:
+        until the next renewal, or :meth:`check`.
+        """
         return self._tenure.held
 
     @property
     def lost(self) -> bool:
         """Whether the lease is lost; it stays lost."""
-        return not self._tenure.held
+        return self._tenure.gone
 
     def remaining(self) -> float:
         """Seconds until the body must stop, unless a renewal comes first; 0 when the lease is lost."""
         return self._tenure.remaining()
 
     def check(self) -> None:
-        """Raise :class:`~celery_leases.LeaseLost` unless the lease counts: call it before what cannot be undone."""
+        """Raise :class:`~celery_leases.LeaseLost` unless the lease counts: call it before what cannot be undone.
+
+        No round trip, except where a transaction that :meth:`guard` has opened outlasted the lease.
+        """
         self._tenure.check()
 
     def extend(self, seconds: float) -> None:
@@ -90,7 +99,8 @@ class Lease:
     ) -> EffectReply:
         """Make one external action happen once for this key, however many attempts it takes.
 
-        *call* is given an idempotency key, the same on every attempt: pass it on to the other side. Its reply must be
+        *call* is given an idempotency key, the same on every attempt: pass it on to the other side, in one request, as
+        what a client library repeats by itself is not seen (``max_retries=0``). Its reply must be
         JSON; ``reference(reply)`` is the other side's own name for it. The intent is committed before the call, the
         reply after it; where an earlier attempt has done it, its reply is returned and no call is made.
 
@@ -201,16 +211,14 @@ class Lease:
         if self._steps.transaction is None:  # an eager call, whose records are in memory: the wrapper completes it
             self.check()
             return decode(text)
-        self._refuse_elsewhere("complete()", session_or_connection)
-        transaction = self._steps.transaction(session_or_connection)
-        self._tenure.work.join(transaction)
+        transaction = self._joined("complete()", self._steps.transaction(session_or_connection), session_or_connection)
         with self._steps.closed():
             if self._tenure.work.completing and transaction.has_completed(self._record):
                 raise AlreadyCompleted(f"{self.key}: complete() was called before in this attempt", self.key)
             self.check()
-            transaction.complete(self._record, self._steps.outcome(result))
+            outcome = self._steps.outcome(result)
+            self._lock(transaction, lambda: transaction.complete(self._record, outcome))
             self._tenure.work.completing = True
-            self._tenure.work.guard(transaction)
         return decode(text)
 
     def guard(self, session_or_connection: Any) -> None:
@@ -223,26 +231,37 @@ class Lease:
         self.check()
         if self._steps.transaction is None:
             return
-        self._refuse_elsewhere("guard()", session_or_connection)
-        transaction = self._steps.transaction(session_or_connection)
-        self._tenure.work.join(transaction)
+        transaction = self._joined("guard()", self._steps.transaction(session_or_connection), session_or_connection)
         with self._steps.closed():
             if self._tenure.work.completing and transaction.has_completed(self._record):
                 return  # a done record is locked by its own transaction, and nobody runs it after that
-            transaction.guard(self._record)
-            self._tenure.work.guard(transaction)
+            self._lock(transaction, lambda: transaction.guard(self._record))
 
-    def _refuse_elsewhere(self, what: str, given: Any) -> None:
+    def _lock(self, transaction: UserTransaction, lock: Callable[[], None]) -> None:
+        with self._tenure.work.locking(transaction):
+            self._steps.renewer.make_way(self._tenure)
+            sent = self._tenure.now()
+            lock()
+        self._steps.renewer.locked(self._tenure, sent)
+
+    def _confirm(self) -> None:
+        with self._steps.closed():
+            self._steps.renewer.confirm(self._tenure)
+
+    def _joined(self, what: str, transaction: UserTransaction, given: Any) -> UserTransaction:
         if self._tenure.work.guarded_elsewhere(given):
-            message = (
-                f"{self.key}: {what} while another transaction of complete() or guard() is open; end that one first"
-            )
-            raise GuardOpen(message, self.key)
+            other = "another transaction of complete() or guard()"
+            raise GuardOpen(f"{self.key}: {what} while {other} is open; end that one first", self.key)
+        transaction.join(self.key)
+        self._tenure.work.join(transaction)
+        return transaction
 
     def _refuse_guarded(self, what: str) -> None:
-        if self._tenure.work.guarded:
+        if self._tenure.work.is_locked():
             message = f"{self.key}: {what} while the transaction of complete() or guard() is open; end that one first"
             raise GuardOpen(message, self.key)
+        if self._tenure.work.completing and self._steps.renewer.has_completed(self._tenure):
+            raise AlreadyCompleted(f"{self.key}: {what} after complete() was committed; it comes before it", self.key)
 
     def __repr__(self) -> str:
         return f"<Lease {self.key} attempt {self.attempt} fence {self.fence}{'' if self.held else ' lost'}>"

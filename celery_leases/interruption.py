@@ -16,50 +16,23 @@ from types import FrameType
 from typing import Any
 
 from celery_leases import native
-from celery_leases.renewal import Tenure
+from celery_leases.core.errors import LeaseLost
+from celery_leases.core.options import OnLost
+from celery_leases.deadman import DeadMan
+from celery_leases.shields import GreenShield, LimitedTooEarly, RaisingShield, Shield
+from celery_leases.tenure import Tenure
 
 Handler = Callable[[int, FrameType | None], Any]
 
 
-class LimitedTooEarly(BaseException):
-    """The soft time limit fired before the body had begun."""
-
-
-class Shield:
-    """For pools that cannot be interrupted by signals: the body learns of a loss by the flag and ``check()`` alone."""
-
-    #: SIGTERM has come: the process is to end.
-    hurried = False
-    #: The soft time limit has fired outside the body.
-    limited = False
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Enclose one delivery."""
-        yield
-
-    @contextmanager
-    def opened(self, tenure: Tenure, *, interrupt: bool) -> Iterator[None]:
-        """Enclose the body, which alone may be interrupted."""
-        yield
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Enclose a step of the protocol inside the body."""
-        yield
-
-    def shut(self) -> None:
-        """The body is over: call it where its end is handled, as a signal may have cut :meth:`opened` short."""
-
-
-class SignalShield(Shield):
+class SignalShield(RaisingShield):
     """For tasks that run in the main thread: prefork's children, and solo."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._main = threading.main_thread().ident or 0
-        self._tenure: Tenure | None = None
-        self._open = False
         self._inside = False
+        self._dead_man: DeadMan | None = None
         self._pending: list[int] = []
         self._handlers: dict[int, Handler] = {}
         self._loss_signal = _free_signal()
@@ -91,39 +64,48 @@ class SignalShield(Shield):
                 self._handlers[signal.SIGTERM](signal.SIGTERM, None)
 
     @contextmanager
-    def opened(self, tenure: Tenure, *, interrupt: bool) -> Iterator[None]:
+    def opened(self, tenure: Tenure, on_lost: OnLost) -> Iterator[None]:
         """Enclose the body; raises what was remembered before it, so that it does not begin."""
-        if self.hurried:
-            raise SystemExit(_exit_code(signal.SIGTERM))
-        if self.limited:
-            self._pending.remove(signal.SIGUSR1)
-            raise LimitedTooEarly
-        self._tenure = tenure
-        if interrupt and self._loss_signal:
-            tenure.interrupt = self._interrupt
+        if on_lost != "flag":
+            self._tenure = tenure
+            tenure.interrupt = self._interrupt if self._loss_signal else None
         tenure.check()
+        if on_lost == "kill":
+            self._dead_man = _dead_man(tenure)
+            tenure.put_off = self._dead_man.put_off
         try:
-            self._open = True
+            self._open = True  # from here on a signal raises by itself
+            if self.hurried:
+                raise SystemExit(_exit_code(signal.SIGTERM))
+            if self.limited:
+                self._pending.remove(signal.SIGUSR1)
+                raise LimitedTooEarly
             yield
         finally:
             self.shut()
-            tenure.interrupt = None
+            tenure.interrupt = tenure.put_off = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a delivery is being taken."""
+        return self._inside
+
+    @contextmanager
+    def reopened(self) -> Iterator[None]:
+        """Enclose the body of an eager call within a step."""
+        try:
+            self._open = True
+            self._raise_pending()
+            yield
+        finally:
+            self._open = False
 
     def shut(self) -> None:
         """The body is over."""
-        self._open = False
-        self._tenure = None
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Enclose a step of the protocol inside the body: what came meanwhile is raised at its end."""
-        was, self._open = self._open, False
-        try:
-            yield
-        finally:
-            self._open = was
-            if was:
-                self._raise_pending()
+        super().shut()
+        dead_man, self._dead_man = self._dead_man, None
+        if dead_man is not None:
+            dead_man.call_off()
 
     def _raise_pending(self) -> None:
         if self.hurried:
@@ -131,7 +113,7 @@ class SignalShield(Shield):
         if self.limited:
             self._pending.remove(signal.SIGUSR1)
             self._handlers[signal.SIGUSR1](signal.SIGUSR1, None)
-        self._on_loss(0, None)
+        super()._raise_pending()
 
     def _wrap(self, signum: int) -> None:
         """Stand before a handler of billiard; a handler of anybody else does not raise into the task."""
@@ -155,12 +137,50 @@ class SignalShield(Shield):
             self._pending.append(signum)
 
     def _on_loss(self, signum: int, frame: FrameType | None) -> None:
-        tenure = self._tenure
-        if self._open and tenure is not None and tenure.lost is not None and not tenure.just_told():
-            tenure.check()
+        super()._raise_pending()
 
     def _interrupt(self) -> None:
         signal.pthread_kill(self._main, self._loss_signal)
+
+
+def _dead_man(tenure: Tenure) -> DeadMan:
+    """The switch of a body that is to be killed; without one it must not begin."""
+    try:
+        return DeadMan(tenure.dead_by)
+    except OSError as error:
+        why = f"the timer that was to kill it could not be set: {error}"
+        raise LeaseLost(f"{tenure.bid.key}: {why}", tenure.bid.key, why) from error
+
+
+class NestedShield(Shield):
+    """For an eager call inside the body of another delivery, which its own is a part of."""
+
+    def __init__(self, outer: SignalShield) -> None:
+        self._outer = outer
+
+    @property
+    def hurried(self) -> bool:  # type: ignore[override]
+        """Whether SIGTERM has come."""
+        return self._outer.hurried
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """A step of the outer body."""
+        with self._outer.closed():
+            yield
+
+    @contextmanager
+    def opened(self, tenure: Tenure, on_lost: OnLost) -> Iterator[None]:
+        """Enclose the body."""
+        tenure.check()
+        with self._outer.reopened():
+            yield
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Enclose a step of the protocol inside the body."""
+        with self._outer.closed():
+            yield
 
 
 _shield: SignalShield | None = None
@@ -168,13 +188,15 @@ _pid = 0
 
 
 def shield_here(pid: int) -> Shield:
-    """The shield for a task that runs in this thread of process *pid*."""
+    """The shield for a task that runs in this thread, or greenlet, of process *pid*."""
     global _shield, _pid
-    if threading.current_thread() is not threading.main_thread() or native.green():
+    if native.green():
+        return GreenShield()
+    if threading.current_thread() is not threading.main_thread():
         return Shield()
     if _shield is None or _pid != pid:
         _shield, _pid = SignalShield(), pid
-    return _shield
+    return NestedShield(_shield) if _shield.busy else _shield
 
 
 def _exit_code(signum: int) -> int:

@@ -29,7 +29,13 @@ class Lock(Protocol):
 
 def green() -> bool:
     """Whether this process runs its tasks in greenlets (gevent or eventlet have patched ``threading``)."""
-    return _gevent() or _eventlet()
+    return by_gevent() or _eventlet()
+
+
+def by_gevent() -> bool:
+    """Whether it is gevent that has patched ``threading``."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
 def allocate_lock() -> Lock:
@@ -45,7 +51,7 @@ def start_thread(work: Callable[[], None]) -> None:
 
 def boot_clock() -> float:
     """Seconds on a clock that never steps and, where the system has one, runs on while the machine sleeps."""
-    return time.clock_gettime(_BOOT) if _BOOT is not None else time.monotonic()
+    return time.clock_gettime(BOOT_CLOCK) if BOOT_CLOCK is not None else time.monotonic()
 
 
 class Bell:
@@ -65,12 +71,8 @@ class Bell:
         self._silence.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, 3600.0)))
 
 
-_BOOT: int | None = getattr(time, "CLOCK_BOOTTIME", None)
-
-
-def _gevent() -> bool:
-    monkey = sys.modules.get("gevent.monkey")
-    return monkey is not None and bool(monkey.is_module_patched("threading"))
+BOOT_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+"""The clock of :func:`boot_clock`, as the system numbers it; ``None`` where it has none."""
 
 
 def _eventlet() -> bool:
@@ -79,7 +81,7 @@ def _eventlet() -> bool:
 
 
 def _original(name: str) -> Any:
-    if _gevent():
+    if by_gevent():
         return sys.modules["gevent.monkey"].get_original("_thread", name)
     if _eventlet():
         return getattr(sys.modules["eventlet.patcher"].original("threading"), f"_{name}")

@@ -22,6 +22,7 @@ from celery_leases.stores.transactions import JoinedTransaction
 
 T = TypeVar("T")
 RELAY_AT_ONCE: Final = 100
+LOOKED_AT_ONCE: Final = 100
 RESCUE_AFTER: Final = 900.0
 """Seconds without a change after which a record's message is taken to be with nobody."""
 
@@ -41,11 +42,13 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         raise LeaseConfigurationError(f"task {task.name}: enqueue() takes arguments that are JSON; these are not")
     outbox = Outbox(parts.records)
     transaction = JoinedTransaction(given, parts.records)
-    if not transaction.write(outbox.enqueuing(task.name, key, call_id, options.ttl, message), {}, key.key):
+    transaction.join(key.key)
+    enqueued = outbox.enqueuing(task.name, key, call_id, message, ttl=options.ttl, retention=options.retention)
+    if not transaction.write(enqueued, key.key):
         record = _taken(transaction, key)
-        added = _is_with_nobody(record) and transaction.write(outbox.adding(record, message), {}, key.key)
+        added = _is_with_nobody(record) and transaction.write(outbox.adding(record, message), key.key)
         if not added:
-            return AsyncResult(_queued_call(transaction.read(key.stored, key.key) or record), app=app)
+            return AsyncResult(_queued_call(transaction.read(key.stored, key.key, newest=True) or record), app=app)
     transaction.when_ended(lambda: _publish_own(app, key.stored))
     return AsyncResult(call_id, app=app)
 
@@ -70,12 +73,13 @@ def rescue(
     """Publish the kept messages of records that have not moved for *older* seconds and are with nobody; those records.
 
     That is: running without a live lease, pending, or cooling that is over and was to run by itself. Only tasks with
-    ``lease_store_arguments``, and enqueued calls, keep their message. A copy too many does no harm. *dry_run*: only
-    tell. Raises :class:`~celery_leases.StoreUnavailable`.
+    ``lease_store_arguments``, and enqueued calls, keep their message. A copy too many does no harm, but none is
+    published for *older* seconds after the last one. *dry_run*: only tell. Raises
+    :class:`~celery_leases.StoreUnavailable`.
     """
     parts = apps.parts_of(app)
     outbox = Outbox(parts.records)
-    found = [record for record in outbox.stranded(older, limit) if not _is_live(parts, record)]
+    found = _stranded(parts, outbox, older, limit)
     if dry_run:
         return found
     rescued = [record for record in found if _unless_locked(lambda: outbox.publish_again(record))]  # noqa: B023
@@ -84,6 +88,19 @@ def rescue(
         if taken is not None:
             _publish(parts, outbox, taken)
     return rescued
+
+
+def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) -> list[Record]:
+    """The oldest records that are with nobody; any number of live ones may stand before them."""
+    found: list[Record] = []
+    last: Record | None = None
+    while len(found) < limit:
+        page = outbox.stranded(older, LOOKED_AT_ONCE, last)
+        found += [record for record in page if not _is_live(parts, record)]
+        if len(page) < LOOKED_AT_ONCE:
+            break
+        last = page[-1]
+    return found[:limit]
 
 
 def _is_live(parts: apps.AppParts, record: Record) -> bool:
@@ -116,7 +133,7 @@ def _queued_call(record: Record) -> str:
 
 def _taken(transaction: JoinedTransaction, key: CallKey) -> Record:
     """The record that stands in the way of a new one; raises what a delivery of the call would."""
-    record = transaction.read(key.stored, key.key)
+    record = transaction.read(key.stored, key.key, newest=True)
     if record is None:
         raise StoreUnavailable(f"{key.key}: another transaction is enqueuing it at this moment; try again", False)
     if record.state in (State.FAILED, State.UNCERTAIN):

@@ -7,116 +7,24 @@ clock. So a store that freezes a call cannot keep a body from learning that its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 
 from celery_leases import native
 from celery_leases.core import validity
-from celery_leases.core.errors import LeaseLost
+from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
 from celery_leases.core.ports import Clock, Kept, LeaseStore, Observer, RecordStore, Renewal
-from celery_leases.core.records import Bid, State
-from celery_leases.work import Work
+from celery_leases.core.records import State
+from celery_leases.tenure import DEADLINE, Tenure
 
 TAKEN = "taken by another owner"
-DEADLINE = "not renewed in time"
 FORGOTTEN = "forgotten by the store, and the record has moved on"
-HELD_TOO_LONG = "held for lease_max_hold"
 RELEASED = "released from outside"
 
-LEFT_ALONE = 0.4
-GUARDED_PAUSE = 0.2
 DROP_PATIENCE = 5.0
 PURGE_EVERY = 60.0
 PURGE_BATCH = 500
 PURGE_BATCHES = 10
-
-
-class Tenure:
-    """One lease as its holder sees it. Whether it still counts is arithmetic on the local clock, so a renewer that
-    died does no harm; once lost it stays lost, whatever a late reply says.
-    """
-
-    def __init__(self, bid: Bid, sent: float, clock: Clock, *, renew: bool = True, max_hold: float = 86_400.0) -> None:
-        self.bid = bid
-        self.fence = 0
-        #: What the body does beside returning.
-        self.work = Work()
-        #: The cooldown group for which this attempt is the probe; its slot is renewed along with the lease.
-        self.probe: str | None = None
-        self.hard = validity.hard_deadline(sent, bid.ttl)
-        self.lost: str | None = None
-        #: Called from another thread when the lease is lost, and again until the body has ended; must not block.
-        self.interrupt: Callable[[], None] | None = None
-        self._clock = clock
-        self._told = -math.inf
-        self._hold_until = sent + max_hold
-        self._renew_until = self._hold_until if renew else sent
-        #: Whether the lease is the claimed row itself.
-        self.row_is_lease = False
-        self.due = validity.renewal_due(sent, bid.ttl)
-        self.in_flight = False
-        self.unverified = False
-        self.nudges = 0
-        self.nudge_at = 0.0
-
-    @property
-    def stop(self) -> float:
-        """When the body must stop; see :func:`celery_leases.core.validity.stop_deadline`.
-
-        Where the claimed row is the lease, an open transaction of the body's own that has locked it keeps every claim
-        out, and every renewal too: the deadline is suspended for as long as it may be held.
-        """
-        if self.row_is_lease and self.work.guarded:
-            return max(self._hold_until, validity.stop_deadline(self.hard, self.bid.ttl))
-        return validity.stop_deadline(self.hard, self.bid.ttl)
-
-    @property
-    def held(self) -> bool:
-        """Whether the lease still counts."""
-        return self.lost is None and self._clock.now() < self.stop
-
-    def remaining(self) -> float:
-        """Seconds until the body must stop; 0 when the lease is lost."""
-        return max(0.0, self.stop - self._clock.now()) if self.lost is None else 0.0
-
-    def check(self) -> None:
-        """Raise :class:`LeaseLost` unless the lease still counts."""
-        if not self.held:
-            reason = self.lost or DEADLINE
-            self._told = self._clock.now()
-            raise LeaseLost(f"{self.bid.key}: the lease is lost: {reason}", self.bid.key, reason)
-
-    def now(self) -> float:
-        """The local clock the lease is counted on."""
-        return self._clock.now()
-
-    def just_told(self) -> bool:
-        """Whether the body was told of the loss a moment ago: it may be cleaning up, and is left alone for it."""
-        return self._clock.now() - self._told < LEFT_ALONE
-
-    def extended(self, sent: float, ttl: float) -> None:
-        """The store confirmed, for a request sent at *sent*, that the lease lasts another *ttl* seconds."""
-        if self.lost is None:
-            self.hard = max(self.hard, validity.hard_deadline(sent, ttl))
-            self.due = validity.renewal_due(sent, self.bid.ttl)
-
-    def renewable(self, now: float) -> bool:
-        """Whether to go on renewing."""
-        return self.lost is None and now < self._renew_until
-
-    def complete(self) -> None:
-        """The body has committed the done record: nobody else runs the key, and there is nothing to renew any more."""
-        self.hard = max(self.hard, self._hold_until)
-        self._renew_until = -math.inf
-
-    def overdue(self, now: float) -> str | None:
-        """Why the lease is over by the clock, if it is."""
-        if now < self.stop:
-            return None
-        if self.row_is_lease and self.work.completing and now < self._renew_until:
-            return None  # the keeper is about to see what became of the completion
-        return DEADLINE if now < self._renew_until else HELD_TOO_LONG
 
 
 class Renewer:
@@ -154,9 +62,32 @@ class Renewer:
         """Stop renewing *tenure* and wait for the call in flight: a late one must not revive a released lease."""
         with self._lock:
             self._tenures.pop(tenure.bid.token, None)
-        until = self._clock.now() + DROP_PATIENCE
+        self._let_answer(tenure, DROP_PATIENCE)
+
+    def make_way(self, tenure: Tenure) -> None:
+        """Wait for the renewal in flight, if there is one, before the body locks the row it may be waiting for."""
+        if tenure.row_is_lease:
+            self._let_answer(tenure, validity.call_timeout(tenure.bid.ttl))
+
+    def _let_answer(self, tenure: Tenure, patience: float) -> None:
+        until = self._clock.now() + patience
         while tenure.in_flight and self._clock.now() < until:
             self._clock.sleep(0.002)
+
+    def locked(self, tenure: Tenure, sent: float) -> None:
+        """The body's own transaction has locked the row, by a statement sent at *sent*."""
+        now = self._clock.now()
+        tenure.seen_locked(sent)
+        if tenure.row_is_lease and not tenure.renewable(now):
+            tenure.due = now + validity.lock_looked_at(tenure.bid.ttl)
+            self._keeper_bell.ring()
+
+    def confirm(self, tenure: Tenure) -> None:
+        """Ask the store now whether a lease in doubt still counts; where it does not answer, that stays open."""
+        sent = self._clock.now()
+        ttl = tenure.asks_for(sent)
+        with suppress(StoreUnavailable):
+            self._take_note(tenure, self._leases.renew([_renewal(tenure, ttl)])[0], sent, ttl)
 
     def extend(self, tenure: Tenure, seconds: float) -> None:
         """Make the lease last at least *seconds* from now; raises :class:`LeaseLost` or :class:`StoreUnavailable`."""
@@ -165,16 +96,17 @@ class Renewer:
         self._take_note(tenure, self._leases.renew([_renewal(tenure, seconds)])[0], sent, seconds)
         tenure.check()
 
+    def has_completed(self, tenure: Tenure) -> bool:
+        """Whether the record is done by this attempt; raises :class:`StoreUnavailable`."""
+        return self._is_still(tenure, State.DONE)
+
     # -- the keeper ----------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         while True:
             now = self._clock.now()
             with self._lock:
-                tenures = [tenure for tenure in self._tenures.values() if tenure.renewable(now)]
-                for tenure in tenures:
-                    if self._leases.in_records and tenure.work.guarded:  # its row is locked: look again soon
-                        tenure.due = max(tenure.due, now + GUARDED_PAUSE)
+                tenures = [tenure for tenure in self._tenures.values() if tenure.looked_after(now)]
                 due = [tenure for tenure in tenures if tenure.due <= now]
                 self._keeper_wakes = min([tenure.due for tenure in tenures] + [self._purge_at])
                 for tenure in due:
@@ -195,16 +127,26 @@ class Renewer:
     def _renew(self, due: list[Tenure]) -> None:
         sent = self._clock.now()
         try:
-            answers = self._leases.renew([_renewal(tenure, tenure.bid.ttl) for tenure in due])
-            for tenure, kept in zip(due, answers, strict=True):
-                self._take_note(tenure, kept, sent, tenure.bid.ttl)
+            renewals = [_renewal(tenure, tenure.asks_for(sent)) for tenure in due]
+            answers = list(zip(due, renewals, self._leases.renew(renewals), strict=True))
         except Exception as error:  # noqa: BLE001 - whatever happens, the keeper goes on and the deadlines decide
             for tenure in due:
                 self._failed(tenure, error)
+            return
+        for tenure, renewal, kept in answers:
+            try:
+                self._take_note(tenure, kept, sent, renewal.ttl)
+            except Exception as error:  # noqa: BLE001 - as above, and one lease's trouble is not that of the others
+                self._failed(tenure, error)
 
-    def _take_note(self, tenure: Tenure, kept: Kept, sent: float, ttl: float) -> None:
+    def _take_note(self, tenure: Tenure, kept: Kept | StoreUnavailable, sent: float, ttl: float) -> None:
+        if isinstance(kept, StoreUnavailable):
+            raise kept
         if kept is Kept.OTHER:
             self._lose(tenure, TAKEN)
+        elif kept is Kept.LOCKED:
+            tenure.seen_locked(sent)
+            tenure.due = self._clock.now() + validity.lock_looked_at(tenure.bid.ttl)
         elif kept is Kept.MISSING:
             self._reassert(tenure, sent)
         elif tenure.unverified and not self._still_ours(tenure):
@@ -215,8 +157,8 @@ class Renewer:
             self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining()))
 
     def _reassert(self, tenure: Tenure, sent: float) -> None:
-        if tenure.row_is_lease and tenure.work.completing:
-            if self._is_still(tenure, State.DONE):
+        if tenure.row_is_lease:
+            if tenure.work.completing and self.has_completed(tenure):
                 tenure.complete()
             else:
                 self._lose(tenure, RELEASED if tenure.held else DEADLINE)
@@ -268,10 +210,14 @@ class Renewer:
             for tenure in tenures:
                 if tenure.lost is None and (reason := tenure.overdue(now)):
                     self._lose(tenure, reason)
+                elif tenure.answer_by is None and tenure.in_doubt(now):
+                    tenure.answer_by = now + validity.answer_awaited(tenure.bid.ttl)
+                    tenure.due = now
+                    self._keeper_bell.ring()
                 elif tenure.lost is not None and tenure.nudge_at <= now:
                     self._nudge(tenure, now)
             with self._lock:
-                wakes = [t.nudge_at if t.lost is not None else t.stop for t in self._tenures.values()]
+                wakes = [_looked_at(tenure, now) for tenure in self._tenures.values()]
                 self._watcher_wakes = min(wakes, default=math.inf)
             self._watcher_bell.wait(self._watcher_wakes - now if wakes else None)
 
@@ -292,8 +238,17 @@ class Renewer:
             tenure.interrupt()
 
 
+def _looked_at(tenure: Tenure, now: float) -> float:
+    """When the watcher must look at *tenure* again."""
+    if tenure.lost is not None:
+        return tenure.nudge_at
+    stop = tenure.stop if tenure.answer_by is None else max(tenure.stop, tenure.answer_by)
+    # Nobody rings when its transaction ends, and the deadline falls back.
+    return min(stop, now + validity.lock_looked_at(tenure.bid.ttl)) if tenure.guarded else stop
+
+
 def _renewal(tenure: Tenure, ttl: float) -> Renewal:
-    return Renewal(tenure.bid.stored_key, tenure.bid.token, ttl, tenure.probe)
+    return Renewal(tenure.bid.stored_key, tenure.bid.token, ttl, tenure.probe, waits=not tenure.guarded)
 
 
 def _of(tenure: Tenure) -> Subject:

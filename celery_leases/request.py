@@ -1,20 +1,21 @@
-"""The worker's main process: an owner token for each delivery, and no expiry for a call that may be running."""
+"""The worker's main process: an owner token for each delivery, and the last services to a pool child that has died."""
 
 from __future__ import annotations
 
 from typing import Any
 from uuid import uuid4
 
+from billiard.einfo import ExceptionWithTraceback
+from celery.exceptions import Terminated as ByRevoke
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request
 
-TOKEN = "celery_leases_token"  # noqa: S105 - the name of a field, not a password
-"""Where the token travels to the pool child: a field of the request, and so of ``task.request``."""
+from celery_leases import undertaker
+from celery_leases.core.outcomes import Death
+from celery_leases.pin import HEADER, TOKEN, WATCHED, call_id_of, owner_of, pinned
+from celery_leases.undertaker import Deceased
 
-WATCHED = "celery_leases_watched"
-"""Tells the pool child, in the same way, whether the worker sends task events now."""
-
-HEADER = "celery_leases"
-"""The message header that pins key and fingerprint of a call, and names its copies."""
+_DEATHS = ((WorkerLostError, Death.KILLED), (TimeLimitExceeded, Death.TIME_LIMIT), (ByRevoke, Death.REVOKED))
 
 
 class LeaseRequest(Request):
@@ -26,6 +27,7 @@ class LeaseRequest(Request):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._request_dict[TOKEN] = uuid4().hex
+        self._children: list[int] = []
         events = self._eventer
         # Without -E the dispatcher sends events of workers only; Flower may switch it at any time.
         self._request_dict[WATCHED] = bool(events and events.enabled and (not events.groups or "task" in events.groups))
@@ -38,3 +40,25 @@ class LeaseRequest(Request):
         if self.delivery_info.get("redelivered") or HEADER in self._request_dict:
             return None
         return super().maybe_expire()
+
+    def on_accepted(self, pid: int, time_accepted: float) -> Any:
+        """Have the end of the child noticed at once that has taken the delivery."""
+        self._children.append(pid)
+        undertaker.watch(pid)
+        return super().on_accepted(pid, time_accepted)
+
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
+        """Free the key of a child that is gone before its message goes back to the broker."""
+        error = exc_info.exception
+        error = error.exc if isinstance(error, ExceptionWithTraceback) else error
+        death = next((death for kind, death in _DEATHS if isinstance(error, kind)), None)
+        if death is not None:
+            for pid in self._children:
+                undertaker.bury(self._deceased(death, pid))
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def _deceased(self, death: Death, pid: int) -> Deceased:
+        told = self._request_dict
+        call_id = call_id_of(self.id, told.get("replaced_task_nesting"))
+        pin = pinned(told, self.task.name, call_id)
+        return Deceased(self.task, call_id, owner_of(told[TOKEN], pid), pin, self._args, self._kwargs, pid, death)

@@ -17,6 +17,10 @@ from celery_leases.work import Transaction
 class UserTransaction(Transaction, Protocol):
     """A transaction of the user's own in the records' database."""
 
+    def join(self, key: str) -> None:
+        """Be in it; raises :class:`WrongDatabase` for what cannot commit a record."""
+        ...
+
     def guard(self, record: Record) -> None:
         """Lock the record's row; raises :class:`LeaseLost`."""
         ...

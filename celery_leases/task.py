@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from celery import Celery, Task, signals
 from celery.result import AsyncResult
 
-from celery_leases import apps, outgoing
+from celery_leases import apps, deadman, outgoing, undertaker
 from celery_leases.body_end import REPLACED
 from celery_leases.core.errors import (
     AlreadyDone,
@@ -65,6 +65,11 @@ class LeasedMixin:
             cls.lease_options = _options(cls, app)
             # What an option asks for is logged in one line, without a traceback.
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
+
+    def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
+        """Called by the worker each time it has a connection to the broker."""
+        undertaker.watch_again()
+        return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease if this is a delivery; called directly, it runs alone."""
@@ -174,6 +179,11 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
         raise LeaseConfigurationError(
             f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a kill loses "
             "it; leave acks_late out, or write lease_allow_loss=True beside it"
+        )
+    if options.on_lost == "kill" and not deadman.available():
+        raise LeaseConfigurationError(
+            f"task {cls.name}: lease_on_lost='kill' needs a timer of the Linux kernel, which this system has not; "
+            "write lease_on_lost='interrupt'"
         )
     if cls.time_limit and "max_hold" not in given and "max_hold" not in defaults:
         options = replace(options, max_hold=max(options.ttl, float(cls.time_limit)))

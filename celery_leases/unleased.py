@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.core.records import Attempt
-from celery_leases.effects import EffectReply, calls_of, unleased
+from celery_leases.effect_calls import EffectReply, calls_of, unleased
 
 T = TypeVar("T")
 

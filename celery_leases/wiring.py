@@ -19,6 +19,7 @@ from celery_leases.core.validity import call_timeout
 from celery_leases.entry import Entry
 from celery_leases.execution import Execution
 from celery_leases.renewal import Renewer
+from celery_leases.stores import redis_url
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.redis import RedisLeaseStore
@@ -29,14 +30,14 @@ from celery_leases.stores.sql_leases import DatabaseLeaseStore
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
 IN_MEMORY = "sqlite://"
-REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+socket", "valkey", "valkeys", "sentinel")
+REDIS_SCHEMES = redis_url.SCHEMES
 STORE_TIMEOUT = 2.0
 LONGEST_HOP = 600.0
 
 AnyStore = RedisLeaseStore | DatabaseLeaseStore
 """A lease store, which keeps marks and gates too."""
 
-_SETTINGS = ("url", "database_url", "database_schema", "prefix", "eager_stores")
+_SETTINGS = ("url", "transport_options", "database_url", "database_schema", "prefix", "eager_stores")
 _NOT_APP_WIDE = ("key", "fingerprint")
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 
@@ -50,7 +51,7 @@ class Settings:
     database_schema: str | None = None
     prefix: str = "celery_leases"
     eager_stores: bool = False
-    #: kombu's transport options, where the lease store is the broker.
+    #: kombu's transport options for the lease store: its own, or the broker's where that is the lease store.
     transport_options: Mapping[str, Any] = field(default_factory=dict)
     #: The longest countdown a delivery is put back with, in seconds: half the visibility timeout, at most 10 minutes.
     longest_hop: float = LONGEST_HOP
@@ -73,6 +74,9 @@ def read_settings(
         raise LeaseConfigurationError(f"leases_{name} cannot be set for a whole app; set lease_{name} on each task")
     if given.get("eager_stores") not in (None, True, False):
         raise LeaseConfigurationError(f"leases_eager_stores={given['eager_stores']!r}: write True or False")
+    own = given.get("transport_options")
+    if not isinstance(own, Mapping | None):
+        raise LeaseConfigurationError(f"leases_transport_options={own!r}: write a dict of kombu's transport options")
     broker = broker_url or ""
     options = dict(transport_options or {})
     is_redis = _scheme(broker) in REDIS_SCHEMES
@@ -83,7 +87,7 @@ def read_settings(
         database_schema=given.get("database_schema"),
         prefix=given.get("prefix") or "celery_leases",
         eager_stores=bool(given.get("eager_stores")),
-        transport_options=options if is_redis and leases_url == broker else {},
+        transport_options=own if own is not None else options if _is_broker(leases_url, broker) else {},
         longest_hop=_longest_hop(broker, options),
         defaults={name: value for name, value in given.items() if name in OPTION_NAMES},
     )
@@ -110,6 +114,13 @@ def _default_database(broker: str) -> str:
     raise LeaseConfigurationError(
         "the broker is on another machine, so a SQLite file here would not be shared by all workers; write\n"
         '    app.conf.leases_database_url = "postgresql+psycopg://user@host/database"'
+    )
+
+
+def _is_broker(leases_url: str, broker: str) -> bool:
+    """Whether the lease store is reached as the broker is: it is the broker, or both are behind Sentinels."""
+    return _scheme(broker) in REDIS_SCHEMES and (
+        leases_url == broker or _scheme(leases_url) == _scheme(broker) == "sentinel"
     )
 
 

@@ -16,6 +16,7 @@ from celery_leases.core.status import ABANDONED, LeaseStatus
 STATES = [state.value for state in State] + [ABANDONED]
 
 of_task = click.option("--task", help="The task's name; needed when several tasks have this key.")
+for_retention = click.option("--retention", help="How long the record counts from now, as 7d; by default the task's.")
 
 
 def _queued(status: LeaseStatus) -> str:
@@ -64,12 +65,15 @@ def show(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: Any
 @click.argument("key")
 @of_task
 @click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@for_retention
 @as_json
 @click.pass_context
 @handle_preload_options
-def retry(ctx: click.Context, key: str, task: str | None, force: bool, as_json: bool, **_: Any) -> None:
+def retry(
+    ctx: click.Context, key: str, task: str | None, force: bool, retention: str | None, as_json: bool, **_: Any
+) -> None:
     """End KEY's cooldown or countdown, or revive it if it has failed for good; its failures are forgiven."""
-    status = client_of(ctx).retry(key, task=task, force=force)
+    status = client_of(ctx).retry(key, task=task, force=force, retention=retention)
     echo_status(status, as_json=as_json)
     if status.scope == "group":
         click.echo(f"its group {status.group} is still shut; `leases groups --open {status.group}` opens it", err=True)
@@ -83,6 +87,7 @@ def retry(ctx: click.Context, key: str, task: str | None, force: bool, as_json: 
 @click.option("--retry", "again", is_flag=True, help="What is in doubt has not happened: it may run again.")
 @click.option("--result", help="With --done: what later callers get, as JSON.")
 @click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@for_retention
 @as_json
 @click.pass_context
 @handle_preload_options
@@ -94,6 +99,7 @@ def resolve(
     again: bool,
     result: str | None,
     force: bool,
+    retention: str | None,
     as_json: bool,
     **_: Any,
 ) -> None:
@@ -107,7 +113,8 @@ def resolve(
     except ValueError as error:
         raise click.BadParameter(f"{result!r} is no JSON ({error})", param_hint="--result") from None
     outcome: Literal["done", "retry"] = "done" if done else "retry"
-    echo_status(client_of(ctx).resolve(key, outcome, result=value, task=task, force=force), as_json=as_json)
+    given: dict[str, Any] = {"result": value, "task": task, "force": force, "retention": retention}
+    echo_status(client_of(ctx).resolve(key, outcome, **given), as_json=as_json)
     if again:
         click.echo("nothing is queued: call the task again", err=True)
 
@@ -115,12 +122,13 @@ def resolve(
 @leases.command(cls=CeleryCommand)
 @click.argument("key")
 @of_task
+@for_retention
 @as_json
 @click.pass_context
 @handle_preload_options
-def release(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: Any) -> None:
+def release(ctx: click.Context, key: str, task: str | None, retention: str | None, as_json: bool, **_: Any) -> None:
     """Take KEY away from whoever holds it; what the holder still says about the outcome is refused."""
-    status = client_of(ctx).release(key, task=task)
+    status = client_of(ctx).release(key, task=task, retention=retention)
     echo_status(status, as_json=as_json)
     if status.state == State.FAILED:
         click.echo("nothing held it; `leases retry` lets a failed key run again", err=True)
@@ -134,11 +142,14 @@ def release(ctx: click.Context, key: str, task: str | None, as_json: bool, **_: 
 @click.argument("key")
 @of_task
 @click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@for_retention
 @as_json
 @click.pass_context
 @handle_preload_options
-def forget(ctx: click.Context, key: str, task: str | None, force: bool, as_json: bool, **_: Any) -> None:
+def forget(
+    ctx: click.Context, key: str, task: str | None, force: bool, retention: str | None, as_json: bool, **_: Any
+) -> None:
     """Make KEY as good as new: result, failures and counts are gone."""
-    status = client_of(ctx).forget(key, task=task, force=force)
+    status = client_of(ctx).forget(key, task=task, force=force, retention=retention)
     echo_status(status, as_json=as_json)
     click.echo(f"forgotten; {_queued(status)}", err=True)

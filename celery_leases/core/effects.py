@@ -1,6 +1,6 @@
 """Effects: one external action inside an attempt, its intent written before, its reply after. Pure rules.
 
-An effect is keyed by its name under the stored key, not by its position in the body. It is *sent* once its intent is
+An effect is keyed by its name within its scope, not by its position in the body. It is *sent* once its intent is
 committed and *done* once its reply is; ``sent`` without a reply is in doubt: the process may have died before, during
 or after the call.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal
 
+from celery_leases.core.errors import Uncertain
+from celery_leases.core.records import Record
 from celery_leases.core.rulings import Judgement, Reason
 
 OnUncertain = Literal["stop", "rerun"]
@@ -42,6 +44,35 @@ class EffectState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Scope:
+    """The work an effect belongs to: within it the effect happens once.
+
+    ``keep``: the effect is remembered for so many seconds from its intent, and for as long as the record is its
+    call's; ``None``: for as long as the record is.
+    """
+
+    name: str
+    keep: float | None = None
+
+
+def scope_of(record: Record, *, rerun: bool, retention: float) -> Scope:
+    """The scope of an attempt on *record*: under *rerun* its call, whoever else takes the record meanwhile.
+
+    Otherwise the record's generation, which all calls share. *retention* is the task's, in seconds.
+    """
+    return Scope(record.call_id, retention) if rerun else Scope(_generation(record))
+
+
+def scopes_of(record: Record) -> tuple[str, str]:
+    """The names of both scopes that the attempts on *record* can have: its generation's, and its call's."""
+    return _generation(record), record.call_id
+
+
+def _generation(record: Record) -> str:
+    return f"#{record.generation}"
+
+
+@dataclass(frozen=True, slots=True)
 class Effect:
     """One row of ``celery_leases_effects``, as it was at ``now``; times are microseconds by the database's clock.
 
@@ -51,7 +82,7 @@ class Effect:
 
     stored_key: str
     name: str
-    generation: int
+    scope: str
     state: EffectState
     fence: int
     idempotency_key: str
@@ -134,10 +165,29 @@ def _judged(judgement: Judgement) -> bool | None:
     return False if judgement.reason in _NOT_EXECUTED and not judgement.ruling.ambiguous else None
 
 
-def idempotency_key(prefix: str, stored_key: str, name: str, generation: int) -> str:
+def idempotency_key(prefix: str, stored_key: str, name: str, scope: str) -> str:
     """The key under which the other side dedupes an effect: the same on every attempt, without personal data."""
-    text = "\x1f".join((prefix, stored_key, name, str(generation)))
+    text = f"{prefix}\x1f{stored_key}\x1f{name}\x1f{scope}"
     return hashlib.sha256(text.encode()).hexdigest()[:48]
+
+
+def in_doubt(key: str, effect: Effect, why: str) -> Uncertain:
+    """What is raised for an effect of *key* of which nobody can tell whether it has happened."""
+    message = (
+        f"{key}: whether effect {effect.name!r} was carried out is not known ({why}); look for idempotency key "
+        f"{effect.idempotency_key} there, then: leases resolve"
+    )
+    return Uncertain(message, key, effect.name, effect.idempotency_key)
+
+
+def unkept(key: str, effect: Effect, why: str) -> Uncertain:
+    """What is raised for an effect of *key* that is done, and of whose reply nothing is kept."""
+    message = (
+        f"{key}: effect {effect.name!r} HAS happened, but its reply is not kept ({why}); let the callable return plain "
+        f"values of moderate size, or pass reference=. Look for idempotency key {effect.idempotency_key} there, then: "
+        f"leases resolve {key} --done [--result …], or --retry once verify= finds the reply"
+    )
+    return Uncertain(message, key, effect.name, effect.idempotency_key)
 
 
 def usable_name(name: object) -> bool:

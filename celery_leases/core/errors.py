@@ -173,7 +173,7 @@ class CoolingDown(LeasesError):
 
 
 class Uncertain(LeasesError):
-    """Whether an effect of this key was carried out is not known, and an operator must look: ``leases resolve``.
+    """Whether an effect was carried out is not known, or what it replied; an operator must look: ``leases resolve``.
 
     Raised by ``lease.effect()``, and by a ``verify`` callable that cannot tell.
     """
@@ -200,14 +200,14 @@ class GuardOpen(LeasesError):
 
 
 class AlreadyCompleted(LeasesError):
-    """``complete()`` was called before in this attempt, and that has been committed or still may be."""
+    """``complete()`` was called before in this attempt, and that has been committed or, for a second one, may be."""
 
     details = ("key",)
     key: str
 
 
 class CompletionNotCommitted(LeasesError):
-    """The body returned after ``complete()``, but the transaction with the done record was not committed."""
+    """The body returned after ``complete()`` or ``guard()``, but had not committed the transaction it gave to it."""
 
     details = ("key",)
     key: str

@@ -66,7 +66,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Whether an effect has happened is not known: an operator must look."""
+    """Whether an effect has happened, or what came of it, is not known: an operator must look."""
 
     failure: Failure
     counts: Counts

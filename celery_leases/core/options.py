@@ -18,7 +18,7 @@ DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0
 ADVISED_TTL: Final = 10.0
 
-OnLost = Literal["interrupt", "flag"]
+OnLost = Literal["interrupt", "flag", "kill"]
 OnHeld = Literal["put_back", "wait", "ignore", "fail"]
 OnDone = Literal["replay", "ignore", "fail", "rerun"]
 OnCooldown = Literal["fail", "put_back", "ignore"] | None
@@ -28,7 +28,7 @@ KeyMaker = str | Callable[..., str] | None
 FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "on_lost": ("interrupt", "flag"),
+    "on_lost": ("interrupt", "flag", "kill"),
     "on_held": ("put_back", "wait", "ignore", "fail"),
     "on_done": ("replay", "ignore", "fail", "rerun"),
     "on_cooldown": ("fail", "put_back", "ignore"),

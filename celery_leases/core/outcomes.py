@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import assert_never
 
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
@@ -18,6 +19,14 @@ NO_RESULT = ""
 WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
 REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
+
+
+class Death(Enum):
+    """Why a pool child is gone; the value is told as the reason."""
+
+    KILLED = "its process died"
+    TIME_LIMIT = "hard time limit"
+    REVOKED = "revoked"
 
 
 def after_run(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None = None) -> Outcome:
@@ -49,7 +58,8 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             return replace(unspent, ended=Ended.INTERRUPTED, resumes=call.comes_back)
         case Terminated(_, reason):
             died = (0 if other else record.crashes) + 1
-            return _crashed(call, replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=died))
+            exited = replace(closed, ended=Ended.TERMINATED, reason=reason, crashes=died, crashed_call=call.call_id)
+            return _crashed(call, exited)
         case Passed(_, again, delay, ended):
             passed = replace(closed, ended=ended, crashes=crashes)
             if again:
@@ -59,6 +69,22 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             return replace(_cleared(passed), state=State.DONE, reason=ended.value, finished=finished)
         case _ as never:
             assert_never(never)
+
+
+def died(call: Call, record: Record, death: Death) -> Outcome:
+    """How an attempt is closed whose process is gone without a word, by the process that outlives it.
+
+    The hard limit's call has failed by then, as Celery says, and a revoked one is over: neither comes back by itself.
+    """
+    kept = replace(_kept(call, record), reason=death.value)
+    if death is Death.REVOKED:
+        return _lasting(call, replace(kept, ended=Ended.TERMINATED, attempt=record.attempt - 1))
+    other = call.options.rerun and record.crashed_call not in (None, call.call_id)
+    crashes = (0 if other else record.crashes) + 1
+    ended = Ended.CRASHED if death is Death.KILLED else Ended.TERMINATED
+    resumes = death is Death.KILLED
+    crashed = replace(kept, ended=ended, crashes=crashes, crashed_call=call.call_id, resumes=resumes)
+    return _lasting(call, _crashed(call, crashed))
 
 
 def gave_up(call: Call, record: Record) -> Outcome:
@@ -86,6 +112,7 @@ def _kept(call: Call, record: Record) -> Outcome:
         record.retries,
         quick_retries=record.quick_retries,
         cooldowns=record.cooldowns,
+        crashed_call=record.crashed_call,
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from celery_leases.core.effects import Begun, Effect, Found
+from celery_leases.core.effects import Begun, Effect, Found, Scope
+from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.events import Event
 from celery_leases.core.gates import Closing, Gate
 from celery_leases.core.records import Bid, Outcome, Record, Refused, Won
@@ -79,9 +80,10 @@ class Claimed:
 
 
 class Kept(Enum):
-    """What became of one lease in a renewal."""
+    """What became of one lease in a renewal. ``LOCKED``: not renewed, but ours, and nobody can take it meanwhile."""
 
     OURS = "ours"
+    LOCKED = "locked"
     OTHER = "other"
     MISSING = "missing"
 
@@ -91,13 +93,15 @@ class Renewal:
     """One lease to renew, for *ttl* seconds from now; a longer remaining time is never cut.
 
     ``probe``: the cooldown group whose probe's slot the same token holds, to be renewed along with it; what becomes
-    of the slot does not change the result for the lease.
+    of the slot does not change the result for the lease. ``waits``: whether to wait for a row that is locked; what
+    does not wait may be answered with :attr:`Kept.LOCKED`. A lease apart from the records is never locked.
     """
 
     stored_key: str
     token: str
     ttl: float
     probe: str | None = None
+    waits: bool = True
 
 
 class LeaseStore(Protocol):
@@ -117,8 +121,8 @@ class LeaseStore(Protocol):
         """
         ...
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
-        """Renew many leases in one call, with a result for each."""
+    def renew(self, renewals: Sequence[Renewal]) -> Sequence[Kept | StoreUnavailable]:
+        """Renew many leases in one call, with a result for each, which may be the error of that lease alone."""
         ...
 
     def reassert(self, bid: Bid) -> bool:
@@ -209,13 +213,20 @@ class RecordStore(Protocol):
         ...
 
     def reset(
-        self, stored_key: str, *, keep: bool, forgive: bool = False, retention: float = 7 * 86_400
+        self,
+        stored_key: str,
+        *,
+        keep: bool,
+        forgive: bool = False,
+        retention: float | None = None,
+        seen: Record | None = None,
     ) -> Record | None:
         """Take the row away from whoever has it: a new fence, ``pending``, nothing to wait for.
 
         *keep* keeps its counts and history, *forgive* sets failures, crashes, quick retries and cooldowns to 0;
         without *keep* it becomes an empty row of the next generation. Either way it counts as absent after
-        *retention* seconds. Returns the row as it is afterwards, ``None`` if there is none.
+        *retention* seconds, by default its own, or 7 days where it has none. With *seen* it is taken only if its fence
+        and state are still those. Returns the row as it is afterwards, ``None`` if none was taken.
         """
         ...
 
@@ -227,11 +238,13 @@ class RecordStore(Protocol):
 class EffectStore(Protocol):
     """Effects and progress of running attempts. Every call raises ``StoreUnavailable`` when the database fails."""
 
-    def begin(self, record: Record, name: str, idempotency_key: str, taken: int | None = None) -> Begun | Found | None:
+    def begin(
+        self, record: Record, name: str, idempotency_key: str, scope: Scope, taken: int | None = None
+    ) -> Begun | Found | None:
         """Commit the intent of an effect under the record's fence, in one statement that locks and checks the record.
 
-        An effect that was begun before is ``Found`` and left as it is, unless it is still *sent* under the fence
-        *taken*: then its intent is taken over. ``None``: the record is not the attempt's any more.
+        An effect that was begun before in its *scope* is ``Found`` and left as it is, unless it is still *sent* under
+        the fence *taken*: then its intent is taken over. ``None``: the record is not the attempt's any more.
         """
         ...
 
@@ -249,12 +262,12 @@ class EffectStore(Protocol):
 
     def forget_sent(self, record: Record) -> int:
         """Take back the intents without a reply of all attempts up to that of *record*, as an operator says that they
-        have not happened; how many. A later attempt's stay.
+        have not happened; how many. A later attempt's stay, and those of other calls with a scope of their own.
         """
         ...
 
     def of_key(self, record: Record) -> Sequence[Effect]:
-        """All effects of the record's generation, in the order in which they were sent."""
+        """All effects of the record's generation and of its call, in the order in which they were sent."""
         ...
 
     def save_progress(self, record: Record, progress: str) -> bool:

@@ -103,6 +103,8 @@ class Record:
     crashed_call: str | None = None
     finished_at: int | None = None
     expires_at: int | None = None
+    #: Seconds for which the task that claimed it last keeps what is done; ``None`` where that is not known.
+    retention: float | None = None
     #: Quick retries since the last cooldown, and cooldowns in a row, which make the next one longer.
     quick_retries: int = 0
     cooldowns: int = 0
@@ -113,6 +115,8 @@ class Record:
     #: The call's message as a signature in JSON, where it is kept; and when it may be published, if it still is to be.
     message: str | None = None
     publish_at: int | None = None
+    #: When a message of it was published last, by whoever publishes what is kept.
+    published_at: int | None = None
     #: JSON text of the last saved progress, see :mod:`celery_leases.core.progress`.
     progress: str | None = None
     finished_calls: tuple[str, ...] = ()
@@ -163,6 +167,8 @@ class Bid:
     group: str | None = None
     #: The call's message as a signature in JSON, if it is to be kept.
     message: str | None = None
+    #: The task's, in seconds.
+    retention: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +215,5 @@ class Outcome:
     progress: str | None = None
     #: The calls finished under this key with their results (``""``: it has none), newest last; ``None``: none are kept.
     finished: Mapping[str, str | None] | None = None
+    #: The call of the last crash that was counted.
+    crashed_call: str | None = None

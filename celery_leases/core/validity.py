@@ -10,6 +10,11 @@ from __future__ import annotations
 RATE_MARGIN = 0.01
 FIXED_MARGIN = 0.002
 RENEWALS_PER_TTL = 3
+BELIEVED_AT_LEAST = 1.0
+"""Seconds for which a row's lock, once seen, is believed at least, however short the ttl is."""
+
+LOOKS_PER_TTL = 10
+AWAITED_AT_MOST = 2.0
 
 
 def hard_deadline(sent: float, ttl: float) -> float:
@@ -35,3 +40,18 @@ def renewal_retry(now: float, ttl: float) -> float:
 def call_timeout(ttl: float) -> float:
     """How long one call of the renewer to the lease store may take, in seconds."""
     return min(ttl / 10, 2.0)
+
+
+def lock_believed(ttl: float) -> float:
+    """For how long, once seen, a lock on the row by the body's own transaction stands for a renewal, in seconds."""
+    return max(ttl / RENEWALS_PER_TTL, BELIEVED_AT_LEAST)
+
+
+def lock_looked_at(ttl: float) -> float:
+    """How soon to look again whether the row is still locked, in seconds."""
+    return min(max(ttl / LOOKS_PER_TTL, 0.2), 1.0)
+
+
+def answer_awaited(ttl: float) -> float:
+    """For how long a lease in doubt is not given up, as the store is being asked, in seconds."""
+    return min(ttl / RENEWALS_PER_TTL, AWAITED_AT_MOST)

@@ -3,8 +3,8 @@
 They run on everything from Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and ``DELEX``.
 A lease value is the owner token, a blank, and the holder as JSON; scripts compare token and blank, and never
 parse the JSON. A key that is cooling has the same value behind the word ``cooling:``, so that nothing which looks for
-the owner's token matches it. A key of another type than string, put there by somebody else, counts as held: ``pcall``
-turns the WRONGTYPE error into a table. All times are milliseconds.
+the owner's token matches it. A key of another type than string, put there by somebody else, counts as held. Any other
+error of a command, such as one that the ACL forbids, ends the script. All times are milliseconds.
 
 The gate of a cooldown group has three keys: ``trips`` (how often it closed in a row, a blank, and why as JSON) is
 there unless the gate is open, ``closed`` while no body may start, ``probe`` is the probe's slot, written as a lease.
@@ -17,7 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 EPOCH_MS: Final = 30 * 86_400_000
-"""How long a store remembers when it came up; after that it looks newly born for the length of one ttl."""
+"""How long a store remembers when it came up; after that it looks newly born for the length of one ttl.
+
+The value of the epoch key is the server's replication id, which changes when a replica is promoted or a server comes
+back with what it had on disk: both have the key and may lack the latest leases. A user who may not call ``INFO``
+compares nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +41,24 @@ class Script:
 COOLING: Final = "cooling:"
 """What the value of a key begins with while nobody runs it and nobody may."""
 
-_OURS = """
-local found = redis.pcall('GET', KEYS[1])
+GET: Final = """
+local function get(key)
+    local found = redis.pcall('GET', key)
+    if type(found) == 'table' and not string.find(tostring(found.err), 'WRONGTYPE', 1, true) then
+        error(tostring(found.err))
+    end
+    return found
+end
+"""
+"""``get`` a key: its value, ``false`` without one, a table where it is no string."""
+
+_OURS = (
+    GET
+    + """
+local found = get(KEYS[1])
 local ours = type(found) == 'string' and string.sub(found, 1, #ARGV[1]) == ARGV[1]
 """
+)
 
 _COOLING = f"""
 local cooling = type(found) == 'string' and string.sub(found, 1, {len(COOLING)}) == '{COOLING}'
@@ -47,7 +66,7 @@ local cooling = type(found) == 'string' and string.sub(found, 1, {len(COOLING)})
 
 LOOK_AT_GATE: Final = """
 local function look(trips, closed, probe)
-    local tally, slot = redis.pcall('GET', trips), redis.pcall('GET', probe)
+    local tally, slot = get(trips), get(probe)
     if type(tally) ~= 'string' then return nil end
     if type(slot) ~= 'string' then slot = '' end
     return {tally, math.max(redis.call('PTTL', closed), 0), slot, math.max(redis.call('PTTL', probe), 0)}
@@ -56,7 +75,7 @@ local function probes(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == 
 """
 """``look`` at a gate: its tally, how long it is closed, the slot's value, how long it lasts; ``nil`` for an open one.
 
-``probes`` says whether the token in ``ARGV[1]`` holds the slot.
+It uses ``get``. ``probes`` says whether the token in ``ARGV[1]`` holds the slot.
 """
 
 ACQUIRE: Final = Script(
@@ -69,9 +88,9 @@ local gate = KEYS[3] and look(KEYS[3], KEYS[4], KEYS[5])
 if ours then
     local left = redis.call('PTTL', KEYS[1])
     redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, left))
-    if not probes(gate) then return {{'acquired', 0}} end
+    if not probes(gate) then return {{'acquired', 0, 1}} end
     if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
-    return {{'acquired', 1}}
+    return {{'acquired', 1, 1}}
 end
 if cooling then return {{'cooling', redis.call('PTTL', KEYS[1])}} end
 if found then
@@ -79,9 +98,11 @@ if found then
     return {{'held', found, redis.call('PTTL', KEYS[1])}}
 end
 if ARGV[4] == '0' then
-    local left = redis.call('PTTL', KEYS[2])
-    if left == -2 then
-        redis.call('SET', KEYS[2], '1', 'PX', {EPOCH_MS})
+    local info = redis.pcall('INFO', 'replication')
+    local history = type(info) == 'string' and string.match(info, 'master_replid:(%w+)')
+    local epoch, left = get(KEYS[2]), redis.call('PTTL', KEYS[2])
+    if left == -2 or history and epoch ~= history then
+        redis.call('SET', KEYS[2], history or '1', 'PX', {EPOCH_MS})
         return {{'unsettled', 0}}
     end
     if left >= 0 and {EPOCH_MS} - left < ttl then return {{'unsettled', {EPOCH_MS} - left}} end
@@ -91,14 +112,14 @@ if gate then
     redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl)
 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
-return {{'acquired', gate and 1 or 0}}
+return {{'acquired', gate and 1 or 0, 0}}
 """,
     keys=2,
 )
 """KEYS: lease, epoch. ARGV: token and blank, value, ttl, 1 if settled.
 
-Returns a word and what belongs to it: ``acquired``, 1 with the probe's slot; ``held``, the value, for how long;
-``cooling``, for how long; ``unsettled``, the store's age; ``shut``, what ``look`` has seen.
+Returns a word and what belongs to it: ``acquired``, 1 with the probe's slot, 1 if it was ours before; ``held``, the
+value, for how long; ``cooling``, for how long; ``unsettled``, the store's age; ``shut``, what ``look`` has seen.
 """
 
 ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
@@ -156,7 +177,8 @@ return type(found) == 'string' and string.sub(found, 1, #begin) == begin and 1 o
 """KEYS: lease. ARGV: token and blank, how long. Returns 1 when the key is cooling after the token's attempt."""
 
 END_COOLDOWN: Final = Script(
-    "local found = redis.pcall('GET', KEYS[1])"
+    GET
+    + "local found = get(KEYS[1])"
     + _COOLING
     + """
 return cooling and redis.call('DEL', KEYS[1]) or 0
@@ -166,8 +188,9 @@ return cooling and redis.call('DEL', KEYS[1]) or 0
 """KEYS: lease. Returns 1 when it was cooling, and was deleted."""
 
 SWAP_MARK: Final = Script(
-    """
-local found = redis.pcall('GET', KEYS[1])
+    GET
+    + """
+local found = get(KEYS[1])
 if found and found ~= ARGV[3] and not (ARGV[1] == '1' and found == ARGV[2]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 return 1

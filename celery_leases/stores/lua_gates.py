@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from celery_leases.stores.lua import LOOK_AT_GATE, Script
+from celery_leases.stores.lua import GET, LOOK_AT_GATE, Script
 
-LOOK: Final = Script(LOOK_AT_GATE + "return look(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
+_LOOK: Final = GET + LOOK_AT_GATE
+
+LOOK: Final = Script(_LOOK + "return look(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
 """Returns what ``look`` has seen, or nothing."""
 
 CLOSE: Final = Script(
-    LOOK_AT_GATE
+    _LOOK
     + """
 local gate = look(KEYS[1], KEYS[2], KEYS[3])
 local trips = gate and (string.match(gate[1], '^[1-9]%d*') or '1') or '0'
@@ -31,7 +33,7 @@ Why it had closed is not compared: failures that differ in their message only ne
 """
 
 OPEN: Final = Script(
-    LOOK_AT_GATE
+    _LOOK
     + """
 local gate = look(KEYS[1], KEYS[2], KEYS[3])
 if not probes(gate) or gate[2] > 0 then return 0 end
@@ -40,3 +42,25 @@ return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
     keys=3,
 )
 """ARGV: token and blank. Returns 0 unless the gate was half-open and the token its probe."""
+
+ENTER: Final = Script(
+    _LOOK
+    + """
+local gate, ttl = look(KEYS[1], KEYS[2], KEYS[3]), tonumber(ARGV[3])
+if not gate then return {'open'} end
+if ARGV[4] == '1' then
+    if not probes(gate) then return {'open'} end
+    if gate[4] < ttl then redis.call('PEXPIRE', KEYS[3], ttl) end
+    return {'probe'}
+end
+if gate[2] > 0 or gate[3] ~= '' and not probes(gate) then return {'shut', gate[1], gate[2], gate[3], gate[4]} end
+redis.call('SET', KEYS[3], ARGV[2], 'PX', ttl)
+return {'probe'}
+""",
+    keys=3,
+)
+"""What ``ACQUIRE_IN_GROUP`` does at the gate, for a lease that was just taken on another node of a cluster.
+
+ARGV: token and blank, value, ttl, 1 if the lease was the token's before. Returns ``open``; ``probe``, with the slot;
+``shut`` and what ``look`` has seen.
+"""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Executable, Update, and_, case, not_, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Update, and_, case, not_, or_, select, update
 
 from celery_leases.core.keys import CallKey
 from celery_leases.core.records import Ended, Record, State
-from celery_leases.stores import rows
+from celery_leases.stores import mysql, rows
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.upserts import Writes, upsert
 
 PUBLISH_GRACE: Final = 5.0
 """Seconds after an enqueue in which its own process publishes; then any relay may."""
@@ -27,13 +28,12 @@ class Outbox:
         self.database = records.database
         self._table = records.tables.records
 
-    def enqueuing(self, task: str, key: CallKey, call_id: str, ttl: float, message: str) -> Executable:
-        """The statement that writes a ``pending`` record with its message.
+    def enqueuing(self, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float) -> Writes:
+        """What writes a ``pending`` record with its message; *ttl* and *retention* are the task's.
 
-        It returns one row, or none where the key has a record that still counts.
+        No row is touched where the key has a record that still counts.
         """
         table, now = self._table, self.database.now
-        insert = (sqlite if self.database.host_clock else postgresql).insert(table)
         fresh: dict[str, Any] = {
             "task": task,
             "key": key.key,
@@ -46,34 +46,45 @@ class Outbox:
             "digests": rows.written_digests(key.digests),
             "lease_store": "",
             "lease_ttl": int(ttl * rows.MICROSECONDS),
+            "retention": int(retention * rows.MICROSECONDS),
             "finished_calls": "",
             "created_at": now,
             "started_at": now,
             "message": message,
             "publish_at": now + int(PUBLISH_GRACE * rows.MICROSECONDS),
         }
-        none = ("expires_at", "retry_at", "result", "reason", "error", "ended", "finished_at", "lease_until")
+        none = (
+            "expires_at",
+            "retry_at",
+            "result",
+            "reason",
+            "error",
+            "ended",
+            "finished_at",
+            "lease_until",
+            "published_at",
+        )
         zero = ("retries", "attempt", "crashes", "failures", "quick_retries", "cooldowns", "resumes", "counted")
         fresh |= dict.fromkeys(none) | dict.fromkeys(zero, 0)
         # An expired row is another generation's; its fence goes on growing.
-        fence = case((table.c.fence >= insert.excluded.fence, table.c.fence + 1), else_=insert.excluded.fence)
-        again = {name: insert.excluded[name] for name in fresh} | {
-            "fence": fence,
-            "generation": table.c.generation + 1,
-        }
-        statement = insert.values(stored_key=key.stored, generation=0, **fresh).on_conflict_do_update(
-            index_elements=[table.c.stored_key], set_=again, where=table.c.expires_at <= now
+        fence = case((table.c.fence >= now, table.c.fence + 1), else_=now)
+        return upsert(
+            table,
+            self.database.engine.dialect,
+            {"stored_key": key.stored},
+            fresh,
+            where=table.c.expires_at <= now,
+            new={"generation": 0},
+            changed={"fence": fence, "generation": table.c.generation + 1},
         )
-        touched: Executable = statement.returning(table.c.stored_key)
-        return touched
 
-    def adding(self, record: Record, message: str) -> Executable:
-        """The statement that has *message* published for a record that is with nobody; it returns the row.
+    def adding(self, record: Record, message: str) -> Writes:
+        """What has *message* published for a record that is with nobody.
 
-        None is returned where the row has changed since it was read, or has a message that is to be published.
+        No row is touched where it has changed since it was read, or has a message that is to be published.
         """
         until = self.database.now + int(PUBLISH_GRACE * rows.MICROSECONDS)
-        return self._unchanged(record).values(message=message, publish_at=until).returning(self._table.c.stored_key)
+        return (self._unchanged(record).values(message=message, publish_at=until),)
 
     def take(self, stored_key: str) -> Record | None:
         """Take the message of one key to publish it, if it is still to be published."""
@@ -91,15 +102,16 @@ class Outbox:
         return [row["stored_key"] for row in found]
 
     def published(self, record: Record) -> None:
-        """The broker has the message; unless somebody else has taken it since, it is not published again."""
+        """The broker has the message, as of now; unless somebody else has taken it since, it is not published again."""
         table = self._table
         mine = update(table).where(table.c.stored_key == record.stored_key, table.c.publish_at == record.publish_at)
-        self.database.count(mine.values(publish_at=None), {})
+        self.database.count(mine.values(publish_at=None, published_at=self.database.now), {})
 
-    def stranded(self, older: float, limit: int) -> Sequence[Record]:
+    def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
         """Rows whose message is kept and may be with nobody, unchanged for *older* seconds.
 
-        They are running (look at the lease), or pending, or cooling that is over and was to run by itself.
+        They are running (look at the lease), or pending, or cooling that is over and was to run by itself. Nor has
+        their message been published for as long: a copy may wait in a long queue. The oldest come first, after *last*.
         """
         table = self._table
         before = self.database.now - int(older * rows.MICROSECONDS)
@@ -113,9 +125,13 @@ class Outbox:
             table.c.message.is_not(None),
             table.c.publish_at.is_(None),
             moved < before,
+            or_(table.c.published_at.is_(None), table.c.published_at < before),
             or_(table.c.state == State.RUNNING, and_(idle, waited)),
         )
-        found = self.database.all(query.order_by(table.c.started_at).limit(limit), {})
+        if last is not None:
+            later = and_(table.c.started_at == last.started_at, table.c.stored_key > last.stored_key)
+            query = query.where(or_(table.c.started_at > last.started_at, later))
+        found = self.database.all(query.order_by(table.c.started_at, table.c.stored_key).limit(limit), {})
         return [rows.to_record(row) for row in found]
 
     def publish_again(self, record: Record) -> bool:
@@ -129,6 +145,7 @@ class Outbox:
             table.c.fence == record.fence,
             table.c.state == record.state,
             table.c.publish_at.is_(None),
+            table.c.published_at.is_not_distinct_from(record.published_at),
         )
 
     def _take(self, stored_key: str, *, due: bool) -> Record | None:
@@ -136,7 +153,14 @@ class Outbox:
         waiting: Update = update(table).where(table.c.stored_key == stored_key, table.c.publish_at.is_not(None))
         if due:
             waiting = waiting.where(table.c.publish_at <= now)
-        until = now + int(PUBLISH_AGAIN * rows.MICROSECONDS)
-        taken = waiting.values(publish_at=until).returning(*table.c, now.label("now"))
-        row = self.database.first(taken, {})
+        again = int(PUBLISH_AGAIN * rows.MICROSECONDS)
+        if mysql.is_mysql(self.database.engine.dialect):
+            record = self.records.read(stored_key)
+            if record is None or record.publish_at is None:
+                return None
+            taken = replace(record, publish_at=record.now + again)
+            as_seen = waiting.where(table.c.publish_at == record.publish_at).values(publish_at=taken.publish_at)
+            return taken if self.database.count(as_seen, {}) else None
+        returned = waiting.values(publish_at=now + again).returning(*table.c, now.label("now"))
+        row = self.database.first(returned, {})
         return rows.to_record(row) if row is not None else None

@@ -1,20 +1,22 @@
-"""Leases, marks and gates in Redis or Valkey, 6.2 or later: one Lua script per step, loaded by its SHA."""
+"""Leases, marks and gates in Redis or Valkey, 6.2 or later: one Lua script per step, called by its SHA."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self
 
 from redis.exceptions import ResponseError
 
+from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.core.ports import Acquired, Cooling, Held, Holder, Kept, Renewal, Shut, Unsettled
 from celery_leases.core.records import Bid
-from celery_leases.stores import lua
-from celery_leases.stores.redis_errors import REDIS_ERRORS
+from celery_leases.stores import lua, lua_gates
+from celery_leases.stores.redis_address import ClusterAddress, redis_address
+from celery_leases.stores.redis_cluster import Cluster
 from celery_leases.stores.redis_gates import RedisGates
-from celery_leases.stores.redis_scripts import RedisScripts
-from celery_leases.stores.redis_url import redis_address
+from celery_leases.stores.redis_scripts import ClusterScripts, RedisScripts
 from celery_leases.stores.redis_values import (
     Keys,
     as_text,
@@ -28,18 +30,20 @@ from celery_leases.stores.redis_values import (
 
 
 class RedisLeaseStore(RedisGates):
-    """A :class:`~celery_leases.core.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` on one Redis server.
+    """A :class:`~celery_leases.core.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in Redis.
 
-    *client* is a redis-py client, or something like it, that must not repeat commands by itself: a repeated
-    command makes ``StoreUnavailable.executed`` wrong. *prefix* begins every key, *name* is the store's identity in
-    rows and messages. *reopen* makes a client over connections of its own with another timeout in seconds.
-    Every method raises ``StoreUnavailable`` when Redis does not answer or refuses.
+    *client* is a redis-py client of one server, or something like it, that must not repeat commands by itself (a
+    repeated command makes ``StoreUnavailable.executed`` wrong), or the nodes of a cluster. *prefix* begins every key,
+    *name* is the store's identity in rows and messages. *reopen* makes a client over connections of its own with
+    another timeout in seconds. Every method raises ``StoreUnavailable`` when Redis does not answer or refuses.
     """
 
     in_records = False
 
     def __init__(self, client: Any, prefix: str, name: str, *, reopen: Callable[[float], Any] | None = None) -> None:
-        super().__init__(RedisScripts(client, name), Keys(prefix))
+        clustered = isinstance(client, Cluster)
+        scripts = (ClusterScripts if clustered else RedisScripts)(client, name, prefix)
+        super().__init__(scripts, Keys(prefix, clustered=clustered))
         self.name = name
         self.prefix = prefix
         self._client = client
@@ -56,13 +60,18 @@ class RedisLeaseStore(RedisGates):
     ) -> Self:
         """The store at *url*; connecting and reading take at most *timeout* seconds each, nothing is retried.
 
-        *url* takes the forms of redis-py and kombu, *options* are kombu's transport options, of which
-        ``global_keyprefix``, ``socket_keepalive``, ``socket_keepalive_options``, ``client_name``,
-        ``credential_provider`` and ``ssl`` are followed. Raises ``LeaseConfigurationError`` for any other URL.
+        *url* and *options*, which are kombu's transport options, are read by
+        :func:`~celery_leases.stores.redis_address.redis_address`; ``global_keyprefix`` comes before *prefix*.
+        Raises ``LeaseConfigurationError`` for any other URL.
         No connection is made before the first call.
         """
         address = redis_address(url, options)
         prefix = f"{(options or {}).get('global_keyprefix') or ''}{prefix}"
+        if isinstance(address, ClusterAddress) and re.match(r"[^{]*\{(\}|[^}]*$)", prefix):
+            raise LeaseConfigurationError(
+                f"leases_prefix={prefix!r} has a brace that is no hash tag, so that a cluster would part the keys of "
+                "one lease: leave it out"
+            )
         return cls(address.client(timeout), prefix, f"{address.name}/{prefix}", reopen=address.client)
 
     def bounded(self, timeout: float) -> Self:
@@ -76,7 +85,7 @@ class RedisLeaseStore(RedisGates):
 
     def close(self) -> None:
         """Close all connections, those in use by other threads too; the next call would open new ones."""
-        self._client.connection_pool.disconnect()
+        self._scripts.close()
 
     # -- leases --------------------------------------------------------------------------------------------
 
@@ -84,16 +93,25 @@ class RedisLeaseStore(RedisGates):
         """Take the lease in one round trip; see :class:`~celery_leases.core.ports.LeaseStore`.
 
         What comes first decides: our own lease, another's, a cooldown, a store that came up empty, the group's gate.
+        On a cluster the gate is on another node: it is asked in a second trip, and where it is shut a third one gives
+        the lease back.
         """
-        keys = self._keys.lease(bid.stored_key), self._keys.epoch
-        asked = begin(bid.token), value_of(bid), milliseconds(bid.ttl), int(settled)
-        if bid.group is None:
-            word, *told = self._scripts.run(lua.ACQUIRE, *keys, *asked)
+        keys = self._keys.lease(bid.stored_key), self._keys.epoch(bid.stored_key)
+        asked = begin(bid.token), value_of(bid), milliseconds(bid.ttl)
+        if bid.group is None or self._scripts.clustered:
+            word, *told = self._scripts.run(lua.ACQUIRE, *keys, *asked, int(settled))
         else:
-            word, *told = self._scripts.run(lua.ACQUIRE_IN_GROUP, *keys, *self._keys.gate(bid.group), *asked)
+            gate = self._keys.gate(bid.group)
+            word, *told = self._scripts.run(lua.ACQUIRE_IN_GROUP, *keys, *gate, *asked, int(settled))
+        if as_text(word) == "acquired" and bid.group is not None and self._scripts.clustered:
+            word, *told = self._scripts.run(lua_gates.ENTER, *self._keys.gate(bid.group), *asked, told[1])
+            if as_text(word) == "shut":
+                self.release(bid.stored_key, bid.token)
         match as_text(word):
             case "acquired":
                 return Acquired(probe=bool(told[0]))
+            case "open" | "probe" as passed:
+                return Acquired(probe=passed == "probe")
             case "held":
                 return Held(holder_of(*told))
             case "cooling":
@@ -103,12 +121,11 @@ class RedisLeaseStore(RedisGates):
             case _:
                 return Shut(gate_of(bid.group or "", told))
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+    def renew(self, renewals: Sequence[Renewal]) -> list[Kept | StoreUnavailable]:
         """Renew many leases in one round trip, with a result for each; a longer remaining time is never cut.
 
-        A lease whose renewal alone was refused by the server (an ACL, say) is reported ``MISSING``: nothing
-        is known of it, and asserting it again is safe. When all were refused, that is ``StoreUnavailable``.
-        A probe's slot is written like a lease, and renewed like one.
+        Where the server of one lease does not answer, or refuses that one (an ACL, say), its result is the error; when
+        all fail, that is raised. A probe's slot is written like a lease, and renewed like one.
         """
         leases = [(self._keys.lease(renewal.stored_key), renewal) for renewal in renewals]
         slots = [(self._keys.gate(renewal.probe)[2], renewal) for renewal in renewals if renewal.probe is not None]
@@ -117,7 +134,10 @@ class RedisLeaseStore(RedisGates):
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         if errors and len(errors) == len(replies):
             raise self._scripts.unavailable(errors[0]) from None
-        return [Kept.MISSING if isinstance(reply, Exception) else Kept(as_text(reply)) for reply in replies]
+        return [
+            self._scripts.unavailable(reply) if isinstance(reply, Exception) else Kept(as_text(reply))
+            for reply in replies
+        ]
 
     def reassert(self, bid: Bid) -> bool:
         """Set a lease again that the store forgot, unless somebody else holds the key now."""
@@ -151,11 +171,7 @@ class RedisLeaseStore(RedisGates):
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
-        try:
-            found = self._client.get(self._keys.mark(stored_key, name))
-        except REDIS_ERRORS as error:
-            raise self._scripts.unavailable(error) from None
-        return None if found is None else as_text(found)
+        return self._scripts.read(self._keys.mark(stored_key, name))
 
     def swap_mark(self, stored_key: str, name: str, expected: str | None, value: str, ttl: float) -> bool:
         """Set a mark for *ttl* seconds if it is absent or equals *expected*; having that value already counts."""

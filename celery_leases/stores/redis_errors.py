@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
+import ssl
 from typing import Final
 
 from redis import exceptions
+from redis.sentinel import MasterNotFoundError
 
 from celery_leases.core.errors import StoreUnavailable
 
@@ -20,18 +23,37 @@ _REJECTED: Final = (
     exceptions.BusyLoadingError,
     exceptions.MaxConnectionsError,
     exceptions.DataError,
+    MasterNotFoundError,
 )
-_REJECTED_TEXTS: Final = ("Timeout connecting", "max number of clients reached")
+_REJECTED_TEXTS: Final = re.compile(
+    "Timeout connecting|max number of clients reached|Error .* connecting to |The previous master is now a slave"
+)
+_FORBIDDEN: Final = re.compile("NOPERM|has no permissions|can't run this command|can't access at least one|ACL failure")
+_UNSENT: Final = (socket.gaierror, ssl.SSLCertVerificationError)
 _UNREACHED: Final = frozenset(
     {errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
 )
 
 
-def unavailable(store: str, error: Exception, secret: str | None = None) -> StoreUnavailable:
-    """The error to raise for *error*, without *secret* (servers repeat the arguments of commands they reject)."""
+ACL_COMMANDS: Final = "+evalsha +eval +get +set +del +pttl +pexpire +scan +info"
+"""The commands that the user of a lease store must be allowed, in the words of ``ACL SETUSER``."""
+
+
+def unavailable(store: str, error: Exception, secret: str | None = None, prefix: str = "") -> StoreUnavailable:
+    """The error to raise for *error*, without *secret* (servers repeat the arguments of commands they reject).
+
+    Where the server's ACL forbids something, it says what the user needs for keys that begin with *prefix*.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MasterNotFoundError):
+        # redis-py shows its whole clients, each with what came of asking it.
+        reasons = sorted(set(re.findall(r"> - (.*?)(?=, \w*<|$)", text)))
+        text = f"{text.partition(' : ')[0]}: no Sentinel that answers names one"
+        text += f" (others: {', '.join(reasons)})" if reasons else ""
     if secret:
         text = text.replace(secret, "**")
+    if isinstance(error, exceptions.NoPermissionError) or _FORBIDDEN.search(text):
+        text += f"; the user of leases needs ~{prefix}:* {ACL_COMMANDS}"
     return StoreUnavailable(f"lease store {store}: {type(error).__name__}: {text}", executed(error))
 
 
@@ -40,11 +62,11 @@ def executed(error: Exception) -> bool | None:
 
     Holds for clients that do not repeat commands by themselves.
     """
-    if isinstance(error, _REJECTED) or str(error).startswith(_REJECTED_TEXTS):
+    if isinstance(error, _REJECTED) or _REJECTED_TEXTS.match(str(error)):
         return False
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, socket.gaierror) or (isinstance(cause, OSError) and cause.errno in _UNREACHED):
+        if isinstance(cause, _UNSENT) or (isinstance(cause, OSError) and cause.errno in _UNREACHED):
             return False
         cause = cause.__cause__ or cause.__context__
     return None

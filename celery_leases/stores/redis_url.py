@@ -1,120 +1,129 @@
-"""From ``leases_url`` to a Redis client of our own: bounded in time, never repeating a command by itself."""
+"""Reading ``leases_url``: which Redis servers it names, how to log in, and what it cannot mean."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import redis
 from kombu.utils import symbol_by_name
 from kombu.utils.url import parse_ssl_cert_reqs, url_to_parts
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from celery_leases.core.errors import LeaseConfigurationError
 
 TLS: Final = ("rediss", "valkeys")
 TCP: Final = ("redis", "valkey", *TLS)
 UNIX: Final = ("unix", "socket", "redis+socket", "valkey+socket")
+SENTINEL: Final = ("sentinel",)
+CLUSTER: Final = tuple(f"{scheme}+cluster" for scheme in TCP)
+SCHEMES: Final = TCP + UNIX + SENTINEL + CLUSTER
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104 - recognised, never bound
+PORTS: Final = {"sentinel": 26379}
 _KEPT: Final = ("client_name", "socket_keepalive", "socket_keepalive_options")
-# redis-py 8 stops at 100 connections; a gevent worker may use more at once.
-_CONNECTIONS: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class RedisAddress:
-    """Where a Redis is, and how to log in. ``name`` is its identity, without a password, however it is spelled."""
+class RedisUrl:
+    """What a URL says. ``nodes`` are hosts and ports, one unless *scheme* takes a list; ``path`` has no slashes."""
 
-    name: str
-    connection_class: type[Any]
-    parameters: Mapping[str, Any] = field(repr=False)
+    url: str = field(repr=False)
+    scheme: str
+    nodes: tuple[tuple[str, int], ...]
+    path: str
+    query: Mapping[str, str] = field(repr=False)
+    login: Mapping[str, str] = field(repr=False)
 
-    def client(self, timeout: float) -> redis.Redis:
-        """A client over its own connections, each connect and each read of which takes at most *timeout* seconds."""
-        bounds: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-        if self.connection_class is redis.UnixDomainSocketConnection:
-            del bounds["socket_connect_timeout"]
-        pool = redis.ConnectionPool(
-            connection_class=self.connection_class,
-            max_connections=_CONNECTIONS,
-            retry=Retry(NoBackoff(), 0),
-            **bounds,
-            **self.parameters,
-        )
-        return redis.Redis(connection_pool=pool)
+    def database(self) -> int:
+        """The number of the database; raises :class:`LeaseConfigurationError`."""
+        path = "" if self.scheme in UNIX else self.path
+        try:
+            return int(self.query.get("db") or self.query.get("virtual_host") or path or 0)
+        except ValueError:
+            raise self.refused("cannot be read: its database is no number") from None
+
+    def credentials(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """User and password, or the provider of both, as parameters of a connection."""
+        provider = self.query.get("credential_provider") or options.get("credential_provider")
+        if provider is None:
+            return dict(self.login)
+        if isinstance(provider, str):
+            try:
+                provider = symbol_by_name(provider)()
+            except (ImportError, AttributeError) as error:
+                raise self.refused(f"has a credential_provider that cannot be imported ({error})") from None
+        return {"credential_provider": provider}
+
+    def tls(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The ``ssl_*`` parameters of a connection; ``None`` for one without TLS."""
+        chosen = options.get("ssl")
+        tls: dict[str, Any] = dict(chosen) if isinstance(chosen, Mapping) else {}
+        tls |= {name: value for name, value in self.query.items() if name.startswith("ssl_")}
+        if not chosen and not tls and self.scheme.removesuffix("+cluster") not in TLS:
+            return None
+        if "ssl_check_hostname" in self.query:
+            tls["ssl_check_hostname"] = self.query["ssl_check_hostname"].lower() != "false"
+        if "ssl_cert_reqs" in self.query:
+            try:
+                tls["ssl_cert_reqs"] = parse_ssl_cert_reqs(self.query["ssl_cert_reqs"])
+            except KeyError:
+                raise self.refused("cannot be read: its ssl_cert_reqs is unknown") from None
+        return tls
+
+    def refused(self, why: str) -> LeaseConfigurationError:
+        """The error to raise for this URL."""
+        return refused(self.url, why)
 
 
-def redis_address(url: str, options: Mapping[str, Any] | None = None) -> RedisAddress:
-    """Read *url* in the forms of redis-py and of kombu, with kombu's transport *options*.
+def read_url(url: str) -> RedisUrl:
+    """Read *url* in the forms of redis-py and of kombu; raises :class:`LeaseConfigurationError` for any other.
 
-    ``redis``, ``rediss``, ``valkey``, ``valkeys``, ``unix``, ``redis+socket``. ``ssl`` in *options* is ``True`` or a
-    mapping like Celery's ``broker_use_ssl``. Raises :class:`LeaseConfigurationError` for everything else.
+    Several servers stand one after the other with ``;``, each with its scheme, or are hosts with commas between them.
     """
-    options = options or {}
     scheme = url.partition("://")[0]
-    if scheme not in TCP + UNIX:
-        raise _refused(url, "is not the URL of one Redis or Valkey server")
-    if ";" in url:
-        raise _refused(url, "lists several servers, but leases are kept on one")
+    if scheme not in SCHEMES:
+        raise refused(url, "is not the URL of a Redis or Valkey server")
+    where, _, query = url.partition("?")
+    each = re.split("[;,]", where) if scheme in SENTINEL + CLUSTER else [url]
+    if ";" in url and len(each) == 1:
+        raise refused(url, "lists several servers, but these leases are kept on one")
     try:
-        parts = url_to_parts(url)
-        query = dict(parts.query)
-        unix = scheme in UNIX
-        path = (parts.path or "").strip("/")
-        database = int(query.get("db") or query.get("virtual_host") or ("" if unix else path) or 0)
-        tls = None if unix else _tls(scheme, query, options)
+        parts = [url_to_parts(one if "://" in one else f"{scheme}://{one}") for one in each]
+        nodes = tuple((part.hostname or "127.0.0.1", part.port or PORTS.get(scheme, 6379)) for part in parts)
+        given = dict(url_to_parts(f"{scheme}://h?{query}").query)
     except (ValueError, KeyError) as error:
-        raise _refused(url, f"cannot be read ({type(error).__name__})") from None
-    given = {name: options[name] for name in _KEPT if options.get(name) is not None}
-    named = {"username": parts.username, "password": parts.password}
-    login = _login(url, query | {name: value for name, value in named.items() if value}, options)
-    if unix:
-        client_name = {"client_name": given["client_name"]} if "client_name" in given else {}
-        parameters = {"path": f"/{path}", "db": database} | client_name | login
-        return RedisAddress(f"redis:/{path}/{database}", redis.UnixDomainSocketConnection, parameters)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 6379
-    shown = "127.0.0.1" if host in LOOPBACK else f"[{host}]" if ":" in host else host
-    parameters = {"host": host, "port": port, "db": database} | given | login | (tls or {})
-    connection_class = redis.Connection if tls is None else redis.SSLConnection
-    return RedisAddress(f"redis:{shown}:{port}/{database}", connection_class, parameters)
+        raise refused(url, f"cannot be read ({type(error).__name__})") from None
+    if {part.scheme for part in parts} != {scheme}:
+        raise refused(url, "mixes several kinds of servers")
+    paths = {part.path.strip("/") for part in parts if part.path and part.path.strip("/")}
+    logins = {(part.username, part.password) for part in parts if part.password or part.username}
+    if len(paths) > 1 or len(logins) > 1:
+        raise refused(url, "names several databases or logins, but its servers are one store")
+    named = dict(zip(("username", "password"), next(iter(logins), (None, None)), strict=True))
+    login = {name: given[name] for name in named if name in given}
+    login |= {name: value for name, value in named.items() if value}
+    return RedisUrl(url, scheme, nodes, next(iter(paths), ""), given, login)
+
+
+def kept(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of kombu's transport *options* is followed as it is: nothing that makes a call slower, or repeats it."""
+    return {name: options[name] for name in _KEPT if options.get(name) is not None}
 
 
 def without_password(url: str) -> str:
-    """*url* without user, password and query, however badly it is formed."""
+    """*url* without users, passwords and query, however badly it is formed."""
     scheme, separator, _ = url.partition("://")
+    if scheme in SENTINEL + CLUSTER:
+        hosts = (one.rpartition("://")[2].rpartition("@")[2].partition("?")[0] for one in re.split("[;,]", url))
+        return f"{scheme}://{','.join(hosts)}"
     rest = url.rpartition("://")[2]
     return f"{scheme if separator else ''}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
 
-def _login(url: str, given: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
-    provider = given.get("credential_provider") or options.get("credential_provider")
-    if provider is None:
-        return {name: given[name] for name in ("username", "password") if name in given}
-    if isinstance(provider, str):
-        try:
-            provider = symbol_by_name(provider)()
-        except (ImportError, AttributeError) as error:
-            raise _refused(url, f"has a credential_provider that cannot be imported ({error})") from None
-    return {"credential_provider": provider}
-
-
-def _tls(scheme: str, query: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any] | None:
-    chosen = options.get("ssl")
-    tls: dict[str, Any] = dict(chosen) if isinstance(chosen, Mapping) else {}
-    tls |= {name: value for name, value in query.items() if name.startswith("ssl_")}
-    if not chosen and not tls and scheme not in TLS:
-        return None
-    if "ssl_check_hostname" in query:
-        tls["ssl_check_hostname"] = query["ssl_check_hostname"].lower() != "false"
-    if "ssl_cert_reqs" in query:
-        tls["ssl_cert_reqs"] = parse_ssl_cert_reqs(query["ssl_cert_reqs"])
-    return tls
-
-
-def _refused(url: str, why: str) -> LeaseConfigurationError:
+def refused(url: str, why: str) -> LeaseConfigurationError:
+    """The error to raise for *url*, with what to write instead."""
     return LeaseConfigurationError(
         f'leases_url={without_password(url)!r} {why}; write leases_url = "redis://host:6379/1" '
-        '(or rediss://, valkey://, unix:///path), or leases_url = "database" to keep leases beside the records'
+        '(or rediss://, valkey://, unix:///path, "sentinel://host1:26379;sentinel://host2:26379/1", '
+        '"redis+cluster://host1:6379,host2:6379"), or leases_url = "database" to keep leases beside the records'
     )

@@ -6,8 +6,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
+from itertools import count
 from typing import Any, Final
 from urllib.parse import unquote
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from celery_leases.core.gates import Gate
 from celery_leases.core.ports import Holder
@@ -21,11 +25,14 @@ ENDLESS: Final = 60.0
 
 
 class Keys:
-    """The names below one prefix. All keys of a task key, and of a gate, share a Redis Cluster hash tag."""
+    """The names below one prefix. All keys of a task key, and of a gate, share a Redis Cluster hash tag.
 
-    def __init__(self, prefix: str) -> None:
+    *clustered*: so do a lease and its epoch, of which there is one for each slot.
+    """
+
+    def __init__(self, prefix: str, *, clustered: bool = False) -> None:
         self.prefix = prefix
-        self.epoch = f"{prefix}:epoch"
+        self._clustered = clustered
         literally = re.sub(r"([\\*?\[\]])", r"\\\1", prefix)
         #: For ``SCAN``: every lease, and with it whatever looks like one.
         self.every_lease = literally + ":{*}:lease"
@@ -35,6 +42,12 @@ class Keys:
     def lease(self, stored_key: str) -> str:
         """The key of a lease."""
         return f"{self.prefix}:{{{stored_key}}}:lease"
+
+    def epoch(self, stored_key: str) -> str:
+        """The key that says since when the server of a lease remembers."""
+        if not self._clustered:
+            return f"{self.prefix}:epoch"
+        return f"{self.prefix}:epoch:{{{_tags()[key_slot(self.lease(stored_key).encode())]}}}"
 
     def mark(self, stored_key: str, name: str) -> str:
         """The key of a mark; braces in *name* are escaped, or it could be the lease of another stored key."""
@@ -52,6 +65,17 @@ class Keys:
     def stored_key(self, lease: str) -> str:
         """The stored key whose lease key is *lease*."""
         return lease[len(self.prefix) + 2 : -len("}:lease")]
+
+
+@cache
+def _tags() -> dict[int, int]:
+    """A hash tag for each slot of a Redis Cluster."""
+    tags: dict[int, int] = {}
+    for number in count():
+        tags.setdefault(key_slot(str(number).encode()), number)
+        if len(tags) == REDIS_CLUSTER_HASH_SLOTS:
+            return tags
+    raise AssertionError("unreachable: every slot has its numbers")
 
 
 def _escaped(name: str) -> str:

@@ -18,7 +18,7 @@ LISTED = "!"
 
 SETTLED = (
     *("state", "ended", "retries", "attempt", "failures", "quick_retries", "cooldowns", "counted", "crashes"),
-    *("resumes", "result", "reason", "error", "finished_calls", "finished_results"),
+    *("crashed_call", "resumes", "result", "reason", "error", "finished_calls", "finished_results"),
 )
 """The columns that :func:`of_outcome` has a value for as it is written; two outcomes differ in one of them."""
 
@@ -34,18 +34,19 @@ def of_bid(bid: Bid, lease_store: str) -> dict[str, Any]:
         "task": bid.task,
         "key": bid.key,
         "owner": bid.token,
-        "call_id": bid.call_id,
+        "call": bid.call_id,
         "holder": bid.holder,
         "fingerprint": bid.fingerprint,
         "digests": written_digests(bid.digests),
         "message": bid.message,
-        "lease_store": lease_store,
-        "lease_ttl": int(bid.ttl * MICROSECONDS),
+        "store": lease_store,
+        "ttl": int(bid.ttl * MICROSECONDS),
         "rerun": bid.rerun,
         "repeat": bid.repeat,
         "prior": " ".join(bid.prior),
         "listed": _listed(bid.call_id),
         "retries": bid.retries,
+        "retention": int(bid.retention * MICROSECONDS) if bid.retention else None,
         "in_records": lease_store == DATABASE,
     }
 
@@ -78,6 +79,7 @@ def of_outcome(record: Record, outcome: Outcome) -> dict[str, Any]:
         "new_attempt": outcome.attempt,
         "new_failures": outcome.failures,
         "new_crashes": outcome.crashes,
+        "new_crashed_call": outcome.crashed_call,
         "new_result": outcome.result,
         "new_reason": outcome.reason[:255] if outcome.reason else None,
         "new_error": _written(outcome.failure),
@@ -134,6 +136,7 @@ def to_record(row: RowMapping) -> Record:
         crashed_call=row["crashed_call"],
         finished_at=row["finished_at"],
         expires_at=row["expires_at"],
+        retention=row["retention"] / MICROSECONDS if row["retention"] else None,
         quick_retries=row["quick_retries"] if counts else 0,
         cooldowns=row["cooldowns"] if counts else 0,
         failed_at=row["failed_at"] if counts else None,
@@ -141,6 +144,7 @@ def to_record(row: RowMapping) -> Record:
         progress=row["progress"],
         message=row["message"],
         publish_at=row["publish_at"],
+        published_at=row["published_at"],
         finished_calls=tuple(map(unquote, listed.strip(LISTED).split(LISTED * 2))) if listed else (),
         finished_results=_json(row["finished_results"]),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    Dialect,
     Engine,
     Index,
     Integer,
@@ -17,17 +19,20 @@ from sqlalchemy import (
     Text,
     inspect,
 )
-from sqlalchemy.dialects import mysql
+from sqlalchemy.dialects.mysql import LONGTEXT
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, ExecutableDDLElement
+from sqlalchemy.sql.compiler import DDLCompiler
 
 from celery_leases.core.errors import SchemaOutdated
+from celery_leases.stores import mysql
 
 VERSION: Final = 1
+CREATE_TRIES: Final = 10
 MIGRATE: Final = "celery -A <your app> leases migrate"
 
-_BIG: Final = BigInteger().with_variant(mysql.BIGINT(), "mysql")
-_LONG: Final = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+_LONG: Final = Text().with_variant(LONGTEXT(), *mysql.FAMILY)
 
 
 class Tables:
@@ -45,7 +50,7 @@ class Tables:
             Column("task", String(255), nullable=False),
             Column("key", Text, nullable=False),
             Column("state", String(16), nullable=False),
-            Column("fence", _BIG, nullable=False),
+            Column("fence", BigInteger, nullable=False),
             Column("owner", String(64), nullable=False),
             Column("call_id", String(255), nullable=False),
             Column("retries", Integer, nullable=False),
@@ -58,15 +63,15 @@ class Tables:
             Column("failures", Integer, nullable=False, server_default="0"),
             Column("quick_retries", Integer, nullable=False, server_default="0"),
             Column("cooldowns", Integer, nullable=False, server_default="0"),
-            Column("failed_at", _BIG),
+            Column("failed_at", BigInteger),
             Column("counted", Integer, nullable=False, server_default="0"),
             Column("resumes", SmallInteger, nullable=False, server_default="0"),
             Column("fingerprint", String(80)),
             Column("digests", Text),
             Column("lease_store", String(255), nullable=False),
-            Column("lease_ttl", _BIG, nullable=False),
-            Column("lease_until", _BIG),
-            Column("retry_at", _BIG),
+            Column("lease_ttl", BigInteger, nullable=False),
+            Column("lease_until", BigInteger),
+            Column("retry_at", BigInteger),
             Column("result", _LONG),
             Column("reason", String(255)),
             Column("ended", String(16)),
@@ -80,27 +85,36 @@ class Tables:
             Column("progress", _LONG),
             # The call's message as a signature in JSON, and when the relay may publish it, if it is still to be.
             Column("message", _LONG),
-            Column("publish_at", _BIG),
-            Column("created_at", _BIG, nullable=False),
-            Column("started_at", _BIG, nullable=False),
-            Column("finished_at", _BIG),
-            Column("crashed_at", _BIG),
+            Column("publish_at", BigInteger),
+            # When a message of the row was published last.
+            Column("published_at", BigInteger),
+            Column("created_at", BigInteger, nullable=False),
+            Column("started_at", BigInteger, nullable=False),
+            Column("finished_at", BigInteger),
+            Column("crashed_at", BigInteger),
             Column("crashed_call", String(255)),
-            Column("expires_at", _BIG),
+            Column("expires_at", BigInteger),
+            # The task's, for whoever closes the row without knowing the task.
+            Column("retention", BigInteger),
+            **mysql.TABLE_OPTIONS,
         )
         self.effects = Table(
             "celery_leases_effects",
             self.metadata,
             Column("stored_key", String(255), primary_key=True),
             Column("name", String(255), primary_key=True),
-            Column("generation", Integer, nullable=False),
+            # The record's generation as "#0", or the id of a call that has effects of its own.
+            Column("scope", String(255), primary_key=True),
             Column("state", String(16), nullable=False),
-            Column("fence", _BIG, nullable=False),
+            Column("fence", BigInteger, nullable=False),
             Column("idempotency_key", String(64), nullable=False),
             Column("reference", Text),
             Column("result", _LONG),
-            Column("sent_at", _BIG, nullable=False),
-            Column("done_at", _BIG),
+            Column("sent_at", BigInteger, nullable=False),
+            Column("done_at", BigInteger),
+            # Those of a generation go with their record.
+            Column("expires_at", BigInteger),
+            **mysql.TABLE_OPTIONS,
         )
         self.marks = Table(
             "celery_leases_marks",
@@ -108,7 +122,8 @@ class Tables:
             Column("stored_key", String(255), primary_key=True),
             Column("name", String(255), primary_key=True),
             Column("value", String(255), nullable=False),
-            Column("expires_at", _BIG, nullable=False),
+            Column("expires_at", BigInteger, nullable=False),
+            **mysql.TABLE_OPTIONS,
         )
         self.gates = Table(
             "celery_leases_gates",
@@ -116,16 +131,23 @@ class Tables:
             Column("name", String(255), primary_key=True),
             Column("trips", Integer, nullable=False),
             Column("why", Text, nullable=False),
-            Column("closed_until", _BIG, nullable=False),
+            Column("closed_until", BigInteger, nullable=False),
             # Never null, as the claim asks whether they are *not* those of its own probe.
             Column("probe", String(64), nullable=False, server_default=""),
-            Column("probe_until", _BIG, nullable=False, server_default="0"),
-            Column("expires_at", _BIG, nullable=False),
+            Column("probe_until", BigInteger, nullable=False, server_default="0"),
+            Column("expires_at", BigInteger, nullable=False),
+            **mysql.TABLE_OPTIONS,
         )
-        self.version = Table("celery_leases_version", self.metadata, Column("version", Integer, primary_key=True))
+        self.version = Table(
+            "celery_leases_version",
+            self.metadata,
+            Column("version", Integer, primary_key=True, autoincrement=False),
+            **mysql.TABLE_OPTIONS,
+        )
         Index(None, self.records.c.expires_at)
         Index(None, self.records.c.publish_at)
         Index(None, self.records.c.state, self.records.c.started_at)
+        Index(None, self.effects.c.expires_at)
         Index(None, self.marks.c.expires_at)
 
     def check(self, engine: Engine) -> None:
@@ -139,27 +161,29 @@ class Tables:
 
     def create(self, engine: Engine) -> None:
         """Create what is missing. Safe to run at once from many processes, and again."""
-        try:
-            self._create(engine)
-        except DBAPIError:
+        for _ in range(CREATE_TRIES - 1):
             # Another process was creating the same tables; what it left unfinished is made now, or the error is real.
-            self._create(engine)
+            with suppress(DBAPIError):
+                return self._create(engine)
+        return self._create(engine)
 
     def ddl(self, engine: Engine) -> str:
         """The SQL that :meth:`create` would run."""
-        statements = [str(statement.compile(dialect=engine.dialect)).strip() for statement in self._statements()]
+        made = self._statements(engine.dialect)
+        statements = [str(statement.compile(dialect=engine.dialect)).strip() for statement in made]
         statements.append(f"INSERT INTO {self.version} (version) VALUES ({VERSION})")  # noqa: S608 - its own words
         return ";\n\n".join(statements) + ";\n"
 
-    def _statements(self) -> list[ExecutableDDLElement]:
+    def _statements(self, dialect: Dialect) -> list[ExecutableDDLElement]:
         tables = self.metadata.sorted_tables
+        if mysql.is_mysql(dialect):
+            return [_CreateWithIndexes(table, if_not_exists=True) for table in tables]
         made: list[ExecutableDDLElement] = [CreateTable(table, if_not_exists=True) for table in tables]
-        indexes = [index for table in tables for index in sorted(table.indexes, key=lambda index: str(index.name))]
-        return made + [CreateIndex(index, if_not_exists=True) for index in indexes]
+        return made + [CreateIndex(index, if_not_exists=True) for table in tables for index in _indexes(table)]
 
     def _create(self, engine: Engine) -> None:
         with engine.connect() as connection:
-            for statement in self._statements():
+            for statement in self._statements(engine.dialect):
                 connection.execute(statement)
             if connection.execute(self.version.select()).first() is None:
                 connection.execute(self.version.insert().values(version=VERSION))
@@ -170,3 +194,22 @@ class Tables:
         with engine.connect() as connection:
             row = connection.execute(self.version.select()).first()
         return int(row[0]) if row else None
+
+
+class _CreateWithIndexes(CreateTable):
+    """A table with its indexes: MySQL cannot leave out those that are there by a statement of their own."""
+
+
+@compiles(_CreateWithIndexes, *mysql.FAMILY)
+def _with_indexes(create: _CreateWithIndexes, compiler: DDLCompiler, **_: Any) -> str:
+    table: Table = create.element
+    columns, end, options = compiler.visit_create_table(create).rpartition("\n)")  # type: ignore[no-untyped-call]
+    quote = compiler.preparer.quote
+    for index in _indexes(table):
+        over = ", ".join(quote(column.name) for column in index.columns)
+        columns = f"{columns.rstrip()}, \n\tINDEX {compiler.preparer.format_index(index)} ({over})"
+    return f"{columns}{end}{options}"
+
+
+def _indexes(table: Table) -> list[Index]:
+    return sorted(table.indexes, key=lambda index: str(index.name))

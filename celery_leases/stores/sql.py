@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
     BindParameter,
     Boolean,
+    ColumnElement,
     Engine,
     RowMapping,
     Update,
+    and_,
     bindparam,
     case,
     delete,
     exists,
+    func,
     null,
     select,
+    tuple_,
     update,
 )
 
 from celery_leases.core.errors import LeaseStoreMismatch
 from celery_leases.core.records import Bid, Ended, Outcome, Record, Refused, State, Won
 from celery_leases.stores import rows
-from celery_leases.stores.claims import claim_statement
+from celery_leases.stores.claims import Claim, claim_of
 from celery_leases.stores.database import Database
 from celery_leases.stores.schema import Tables
+from celery_leases.stores.upserts import apart
 
 BATCH = 500
+RETENTION: Final = 7 * 86_400.0
+"""Seconds for which a row counts whose task has not said how long."""
 
 
 class SqlRecordStore:
@@ -41,12 +48,15 @@ class SqlRecordStore:
         #: Selects whole rows with the time of the statement.
         self.reading = select(*records.c, self.database.now.label("now"))
         self._read = self.reading.where(records.c.stored_key == bindparam("stored_key"))
-        self._claim = claim_statement(records, engine.dialect)
-        self._claim_in_group = claim_statement(records, engine.dialect, self.tables.gates)
+        self._claim = claim_of(records, engine.dialect)
+        self._claim_in_group = claim_of(records, engine.dialect, self.tables.gates)
         #: Closes an attempt, fenced; see :func:`celery_leases.stores.rows.of_outcome` for its parameters.
         self.settling = self._settling()
-        #: Locks the row of a running attempt; see :func:`celery_leases.stores.rows.of_guard`.
-        self.guarding = self._fenced(records.update()).values(owner=records.c.owner)
+        #: Locks the row of a running attempt, and pushes out the lease if the row is one;
+        #: see :func:`celery_leases.stores.rows.of_guard`.
+        self.guarding = self._guarding()
+        #: Locks that row without a change.
+        self.locking = select(records.c.fence).where(*self._running()).with_for_update()
 
     def check(self) -> None:
         """Raise :class:`SchemaOutdated` unless the tables are there in this version; SQLite gets them made."""
@@ -63,13 +73,17 @@ class SqlRecordStore:
 
         Raises :class:`LeaseStoreMismatch` when the key runs under another lease store.
         """
-        return self._claimed(bid, lease_store, self.database.first(self._claim, rows.of_bid(bid, lease_store)))
+        return self._claimed(bid, lease_store, self._answer(self._claim, rows.of_bid(bid, lease_store)))
 
     def claim_in_group(self, bid: Bid, lease_store: str, gate: str) -> tuple[Won | Refused, int]:
         """The same, refused also by the gate of that name. With it 1 for a claim won by this call, 2 as the probe."""
         values = rows.of_bid(bid, lease_store) | {"gate": gate, "token": bid.token}
-        row = self.database.first(self._claim_in_group, values)
+        row = self._answer(self._claim_in_group, values)
         return self._claimed(bid, lease_store, row), row["won"] if row is not None else 0
+
+    def _answer(self, claim: Claim, values: Mapping[str, Any]) -> RowMapping | None:
+        self.database.touch(claim.writes, values)
+        return self.database.first(claim.answer, values)
 
     def _claimed(self, bid: Bid, lease_store: str, row: RowMapping | None) -> Won | Refused:
         if row is not None and row["won"]:
@@ -123,29 +137,26 @@ class SqlRecordStore:
         return [rows.to_record(row) for row in self.database.all(query, {})]
 
     def reset(
-        self, stored_key: str, *, keep: bool, forgive: bool = False, retention: float = 7 * 86_400
+        self,
+        stored_key: str,
+        *,
+        keep: bool,
+        forgive: bool = False,
+        retention: float | None = None,
+        seen: Record | None = None,
     ) -> Record | None:
         """Take the row away from whoever has it; see :class:`~celery_leases.core.ports.RecordStore`."""
         records = self.tables.records
-        after = records.c.fence + 1
-        values: dict[str, Any] = {
-            "fence": case((after > self.database.now, after), else_=self.database.now),
-            "owner": "",
-            "state": State.PENDING,
-            "ended": Ended.RELEASED,
-            "retry_at": None,
-            "lease_until": None,
-            "expires_at": self.database.now + int(retention * 1e6),
-        }
+        values = self._taken_away(retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
         if forgive or not keep:
             values |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None, "crashes": 0}
         if not keep:
             empty = ("fingerprint", "digests", "result", "reason", "error", "finished_results", "finished_at")
-            values |= dict.fromkeys((*empty, "progress", "message", "publish_at"))
+            values |= dict.fromkeys((*empty, "progress", "message", "publish_at", "published_at"))
             values |= {"attempt": 0, "generation": records.c.generation + 1}
             values |= {"finished_calls": "", "call_id": "", "holder": "", "ended": None, "previous_ended": None}
-        self.database.count(update(records).where(records.c.stored_key == stored_key).values(values), {})
-        return self.read(stored_key)
+        taken = update(records).where(records.c.stored_key == stored_key, *self._unmoved(seen)).values(values)
+        return self.read(stored_key) if self.database.count(taken, {}) else None
 
     def end_waits(self, group: str) -> int:
         """Let the keys run that cool down only because of this cooldown group; how many there were."""
@@ -158,42 +169,69 @@ class SqlRecordStore:
         batches = [found[start : start + BATCH] for start in range(0, len(found), BATCH)]
         return sum(self.database.count(ended, {"keys": batch}) for batch in batches)
 
-    def resolve(self, stored_key: str, result: str | None, retention: float) -> bool:
-        """Make the row ``done`` with *result* (JSON text), whoever has it; whether there was one that was not."""
+    def resolve(
+        self, stored_key: str, result: str | None, retention: float | None = None, seen: Record | None = None
+    ) -> bool:
+        """Make the row ``done`` with *result* (JSON text), whoever has it; whether there was one that was not.
+
+        With *seen* only if its fence and state are still those. *retention* is in seconds, by default the row's own.
+        """
         records = self.tables.records
-        after = records.c.fence + 1
-        values: dict[str, Any] = {
-            "fence": case((after > self.database.now, after), else_=self.database.now),
-            "owner": "",
+        values = self._taken_away(retention) | {
             "state": State.DONE,
             "ended": Ended.RESOLVED,
             "result": result,
             "reason": None,
             "error": None,
-            "retry_at": None,
-            "lease_until": None,
             "finished_at": self.database.now,
-            "expires_at": self.database.now + int(retention * 1e6),
         }
-        undone = update(records).where(records.c.stored_key == stored_key, records.c.state != State.DONE)
-        return self.database.count(undone.values(values), {}) == 1
+        undone = (records.c.stored_key == stored_key, records.c.state != State.DONE, *self._unmoved(seen))
+        return self.database.count(update(records).where(*undone).values(values), {}) == 1
+
+    def _taken_away(self, retention: float | None) -> dict[str, Any]:
+        """What takes a row from its owner, and how long it counts then."""
+        records, now = self.tables.records, self.database.now
+        after = records.c.fence + 1
+        own = func.coalesce(func.nullif(records.c.retention, 0), int(RETENTION * rows.MICROSECONDS))
+        keep = own if retention is None else int(retention * rows.MICROSECONDS)
+        fence = case((after > now, after), else_=now)
+        return {"fence": fence, "owner": "", "retry_at": None, "lease_until": None, "expires_at": now + keep}
+
+    def _unmoved(self, seen: Record | None) -> Sequence[ColumnElement[bool]]:
+        records = self.tables.records
+        return () if seen is None else (records.c.fence == seen.fence, records.c.state == seen.state)
 
     def purge(self, limit: int) -> int:
-        """Delete at most *limit* rows whose retention is over, as many marks, and gates; how many rows were deleted."""
+        """Delete at most *limit* rows whose retention is over, as many marks, gates and effects of calls.
+
+        How many rows were deleted, or effects where those were more.
+        """
         for table in (self.tables.gates, self.tables.marks):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
-            self.database.count(delete(table).where(key.in_(select(key).where(over).limit(limit)), over), {})
+            found = apart(select(key).where(over).limit(limit))
+            self.database.count(delete(table).where(key.in_(found), over), {})
+        return max(self._purge_effects(limit), self._purge_records(limit))
+
+    def _purge_effects(self, limit: int) -> int:
+        """Delete effects of calls that are over, but for those of the call that a record is at."""
+        records, effects = self.tables.records, self.tables.effects
+        present = exists().where(records.c.stored_key == effects.c.stored_key, records.c.call_id == effects.c.scope)
+        over = and_(effects.c.expires_at <= self.database.now, ~present)
+        key = tuple_(*effects.primary_key.columns)
+        found = apart(select(*effects.primary_key.columns).where(over).limit(limit))
+        return self.database.count(delete(effects).where(key.in_(found), over), {})
+
+    def _purge_records(self, limit: int) -> int:
         records, effects = self.tables.records, self.tables.effects
         over = records.c.expires_at <= self.database.now
         # Others purge too: the effects that go are those of the very rows that go afterwards, and of no later claim.
         found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
         old = [row["stored_key"] for row in found]
-        of_old = exists().where(
-            records.c.stored_key == effects.c.stored_key, records.c.generation >= effects.c.generation, over
-        )
+        of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
         if not old:
             return 0
-        self.database.count(delete(effects).where(effects.c.stored_key.in_(old), of_old), {})
+        gone = delete(effects).where(effects.c.stored_key.in_(old), effects.c.expires_at.is_(None), of_old)
+        self.database.count(gone, {})
         return self.database.count(delete(records).where(records.c.stored_key.in_(old), over), {})
 
     def _settling(self) -> Update:
@@ -214,10 +252,19 @@ class SqlRecordStore:
         values["progress"] = case((progress.is_not(None), progress), else_=records.c.progress)
         return self._fenced(records.update()).values(values)
 
+    def _guarding(self) -> Update:
+        records = self.tables.records
+        until = self.database.now + records.c.lease_ttl
+        longer = case((records.c.lease_until < until, until), else_=records.c.lease_until)
+        return self._fenced(records.update()).values(lease_until=longer)
+
     def _fenced(self, statement: Update) -> Update:
         """*statement*, for the row of an attempt that is still running under its fence and owner."""
+        return statement.where(*self._running())
+
+    def _running(self) -> tuple[ColumnElement[bool], ...]:
         records = self.tables.records
-        return statement.where(
+        return (
             records.c.stored_key == bindparam("for_key"),
             records.c.state == State.RUNNING,
             records.c.fence == bindparam("for_fence"),

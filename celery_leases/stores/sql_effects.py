@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import BigInteger, RowMapping, TextClause, bindparam, column, delete, select, text, update
 from sqlalchemy.sql.selectable import TextualSelect
 
-from celery_leases.core.effects import Begun, Effect, EffectState, Found
+from celery_leases.core.effects import Begun, Effect, EffectState, Found, Scope, scopes_of
 from celery_leases.core.records import Record, State
-from celery_leases.stores.claims import POSTGRESQL_NOW
+from celery_leases.stores import claims, mysql
 from celery_leases.stores.database import Database
+from celery_leases.stores.rows import MICROSECONDS
 from celery_leases.stores.schema import Tables
+from celery_leases.stores.upserts import Writes
 
 BEGIN_TRIES: Final = 3
 
 # The record's row is locked for the length of the statement, so that no claim can come between the fence's check and
 # the intent; SQLite locks the whole database for it.
-_BEGIN: Final = """
-INSERT INTO {effects} AS e (stored_key, name, generation, state, fence, idempotency_key, sent_at)
-SELECT held.stored_key, :name, held.generation, 'sent', held.fence, :idempotency_key, {now}
-FROM (SELECT stored_key, generation, fence FROM {records}
-    WHERE stored_key = :stored_key AND state = 'running' AND fence = :fence AND owner = :owner {lock}) AS held
+_HELD: Final = """
+FROM {records} WHERE stored_key = :stored_key AND state = 'running' AND fence = :fence AND owner = :owner {lock}
+"""
+_INSERT: Final = """
+INSERT INTO {effects} (stored_key, name, scope, state, fence, idempotency_key, sent_at, expires_at)
+SELECT held.stored_key, :name, :scope, 'sent', held.fence, :idempotency_key, {now}, {now} + CAST(:keep AS {big})
+FROM (SELECT stored_key, fence {held}) AS held
 WHERE true
-ON CONFLICT (stored_key, name) DO UPDATE SET
-    generation = excluded.generation, state = 'sent', fence = excluded.fence, sent_at = excluded.sent_at,
-    idempotency_key = excluded.idempotency_key, reference = NULL, result = NULL, done_at = NULL
-WHERE e.generation <> excluded.generation OR e.state = 'sent' AND e.fence = :taken
+"""
+_BEGIN: Final = """
+{insert} ON CONFLICT (stored_key, name, scope) DO UPDATE SET
+    fence = excluded.fence, sent_at = excluded.sent_at, expires_at = excluded.expires_at
+WHERE e.state = 'sent' AND e.fence = :taken
 RETURNING *, sent_at AS now
+"""
+_TAKE_OVER: Final = """
+UPDATE {effects} SET fence = :fence, sent_at = {now}, expires_at = {now} + CAST(:keep AS {big})
+WHERE e.stored_key = :stored_key AND e.name = :name AND e.scope = :scope AND e.state = 'sent' AND e.fence = :taken
+    AND EXISTS (SELECT 1 {held})
 """
 
 
@@ -41,24 +51,28 @@ class SqlEffectStore:
         self.records = tables.records
         self._begin = self._beginning()
 
-    def begin(self, record: Record, name: str, idempotency_key: str, taken: int | None = None) -> Begun | Found | None:
+    def begin(
+        self, record: Record, name: str, idempotency_key: str, scope: Scope, taken: int | None = None
+    ) -> Begun | Found | None:
         """Commit the intent in one statement; see :class:`~celery_leases.core.ports.EffectStore`."""
         values = {
             "stored_key": record.stored_key,
             "fence": record.fence,
             "owner": record.owner,
             "name": name,
+            "scope": scope.name,
+            "keep": int(scope.keep * MICROSECONDS) if scope.keep is not None else None,
             "idempotency_key": idempotency_key,
             "taken": taken if taken is not None else -1,
         }
         for _ in range(BEGIN_TRIES):
-            row = self.database.first(self._begin, values)
-            if row is not None:
-                return Begun(_effect(row))
-            found = self.read(record.stored_key, name)
+            begun = self._begun(values)
+            if begun is not None:
+                return Begun(begun)
+            found = self.read(record.stored_key, name, scope.name)
             if found is not None or not self.is_running(record):
                 break  # else it was withdrawn before it could be read
-        if found is None or found.generation != record.generation or not self.is_running(record):
+        if found is None or not self.is_running(record):
             return None
         if found.state is EffectState.SENT and found.fence == record.fence:
             return Begun(found)  # the reply to an earlier try was lost
@@ -78,32 +92,25 @@ class SqlEffectStore:
         )
         if self.database.count(done, {}):
             return True
-        found = self.read(effect.stored_key, effect.name)
-        noted = (EffectState.DONE, effect.fence, effect.generation, result, reference)
-        return found is not None and noted == (
-            found.state,
-            found.fence,
-            found.generation,
-            found.result,
-            found.reference,
-        )
+        found = self.read(effect.stored_key, effect.name, effect.scope)
+        noted = (EffectState.DONE, effect.fence, result, reference)
+        return found is not None and noted == (found.state, found.fence, found.result, found.reference)
 
     def withdraw(self, effect: Effect) -> bool:
         """Take the intent back; see :class:`~celery_leases.core.ports.EffectStore`."""
         return self.database.count(delete(self.effects).where(*self._intent(effect)), {}) == 1
 
-    def read(self, stored_key: str, name: str) -> Effect | None:
-        """One effect of a key, of whatever generation."""
-        query = self._reading().where(self.effects.c.stored_key == stored_key, self.effects.c.name == name)
-        row = self.database.first(query, {})
+    def read(self, stored_key: str, name: str, scope: str) -> Effect | None:
+        """One effect of a key."""
+        effects = self.effects
+        known = (effects.c.stored_key == stored_key, effects.c.name == name, effects.c.scope == scope)
+        row = self.database.first(self._reading().where(*known), {})
         return _effect(row) if row is not None else None
 
     def of_key(self, record: Record) -> Sequence[Effect]:
-        """All effects of the record's generation, in the order in which they were sent."""
+        """All effects of the record's generation and of its call, in the order in which they were sent."""
         effects = self.effects
-        query = self._reading().where(
-            effects.c.stored_key == record.stored_key, effects.c.generation == record.generation
-        )
+        query = self._reading().where(effects.c.stored_key == record.stored_key, effects.c.scope.in_(scopes_of(record)))
         return [_effect(row) for row in self.database.all(query.order_by(effects.c.sent_at), {})]
 
     def forget_sent(self, record: Record) -> int:
@@ -111,6 +118,7 @@ class SqlEffectStore:
         effects = self.effects
         sent = delete(effects).where(
             effects.c.stored_key == record.stored_key,
+            effects.c.scope.in_(scopes_of(record)),
             effects.c.state == EffectState.SENT,
             effects.c.fence <= record.fence,
         )
@@ -139,7 +147,7 @@ class SqlEffectStore:
         return (
             effects.c.stored_key == effect.stored_key,
             effects.c.name == effect.name,
-            effects.c.generation == effect.generation,
+            effects.c.scope == effect.scope,
             effects.c.state == EffectState.SENT,
             effects.c.fence == effect.fence,
         )
@@ -147,16 +155,31 @@ class SqlEffectStore:
     def _reading(self) -> Any:
         return select(*self.effects.c, self.database.now.label("now"))
 
-    def _beginning(self) -> TextualSelect:
-        named = self.database.engine.dialect.identifier_preparer.format_table
+    def _begun(self, values: Mapping[str, Any]) -> Effect | None:
+        if isinstance(self._begin, TextualSelect):
+            row = self.database.first(self._begin, values)
+            return _effect(row) if row is not None else None
+        if not self.database.touch(self._begin, values):
+            return None
+        return self.read(values["stored_key"], values["name"], values["scope"])
+
+    def _beginning(self) -> TextualSelect | Writes:
+        dialect = self.database.engine.dialect
+        named = dialect.identifier_preparer.format_table
+        of_mysql = mysql.is_mysql(dialect)
         words = {
-            "effects": named(self.effects),
+            "effects": f"{named(self.effects)} AS e",
             "records": named(self.records),
-            "now": ":now" if self.database.host_clock else POSTGRESQL_NOW,
+            "now": claims.words(dialect)["now"],
             "lock": "" if self.database.host_clock else "FOR UPDATE",
+            "big": "SIGNED" if of_mysql else "BIGINT",
         }
-        statement: TextClause = text(" ".join(_BEGIN.format(**words).split()))
-        return statement.bindparams(bindparam("taken", type_=BigInteger)).columns(
+        words["held"] = _HELD.format(**words)
+        if of_mysql:
+            inserted = _INSERT.format(**words | {"effects": named(self.effects)})
+            return text(" ".join(inserted.split())), text(" ".join(_TAKE_OVER.format(**words).split()))
+        written: TextClause = text(" ".join(_BEGIN.format(insert=_INSERT.format(**words), **words).split()))
+        return written.bindparams(bindparam("taken", type_=BigInteger)).columns(
             *self.effects.c, column("now", BigInteger)
         )
 
@@ -165,7 +188,7 @@ def _effect(row: RowMapping) -> Effect:
     return Effect(
         row["stored_key"],
         row["name"],
-        row["generation"],
+        row["scope"],
         EffectState(row["state"]),
         row["fence"],
         row["idempotency_key"],

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, RowMapping, and_, case, delete, not_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import ColumnElement, RowMapping, Update, and_, case, delete, not_, select, update
 
 from celery_leases.core.gates import Gate
 from celery_leases.core.ports import Renewal
@@ -15,6 +14,7 @@ from celery_leases.stores.gate_closing import GateClosing
 from celery_leases.stores.gate_values import gate_from, gate_name, why
 from celery_leases.stores.rows import MICROSECONDS
 from celery_leases.stores.schema import Tables
+from celery_leases.stores.upserts import Writes, upsert
 
 
 class SqlGates(GateClosing):
@@ -76,20 +76,16 @@ class SqlGates(GateClosing):
         if before is None:
             swap = self._first_closing(after, remembered)
         else:
-            swap = self._closing(before, after, remembered, token)
-        return self.database.first(swap, {}) is not None
+            swap = (self._closing(before, after, remembered, token),)
+        return self.database.touch(swap, {})
 
-    def _first_closing(self, after: Gate, remembered: float) -> Executable:
+    def _first_closing(self, after: Gate, remembered: float) -> Writes:
         """Write the row of a gate that was open; one that is forgotten may be in its place."""
-        insert = (sqlite if self.database.host_clock else postgresql).insert(self._gates)
         values = self._values(after, remembered) | {"probe": "", "probe_until": 0}
-        written = insert.values(values | {"name": gate_name(after.group)}).on_conflict_do_update(
-            index_elements=[self._gates.c.name], set_=values, where=not_(self._remembered)
-        )
-        statement: Executable = written.returning(self._gates.c.name)
-        return statement
+        dialect, name = self.database.engine.dialect, gate_name(after.group)
+        return upsert(self._gates, dialect, {"name": name}, values, where=not_(self._remembered))
 
-    def _closing(self, before: Gate, after: Gate, remembered: float, token: str) -> Executable:
+    def _closing(self, before: Gate, after: Gate, remembered: float, token: str) -> Update:
         """Close the gate if what was decided on is still so, and nobody has closed it for longer meanwhile."""
         gates, probes = self._gates.c, self._probes(token)
         values = self._values(after, remembered)
@@ -102,9 +98,10 @@ class SqlGates(GateClosing):
             gates.closed_until <= values["closed_until"],
         )
         values["expires_at"] = _later(gates.expires_at, values["expires_at"])
-        values["probe"] = case((gates.probe == token, ""), else_=gates.probe)
+        # MySQL changes one column after the other: the probe comes after what is made of it.
         values["probe_until"] = case((gates.probe == token, 0), else_=gates.probe_until)
-        return as_seen.values(values).returning(gates.name)
+        values["probe"] = case((gates.probe == token, ""), else_=gates.probe)
+        return as_seen.ordered_values(*((gates[name], value) for name, value in values.items()))
 
     def _values(self, gate: Gate, remembered: float) -> dict[str, Any]:
         now = self.database.now

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from sqlalchemy import Executable, Update, bindparam, case, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import BigInteger, BindParameter, ColumnElement, Update, bindparam, case, or_, select
 
 from celery_leases.core.decisions import holder_in
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import Claimed, Holder, Kept, Renewal, Shut
 from celery_leases.core.records import Bid, Ended, Record, State, Won
 from celery_leases.core.waiting import RETRY_GRACE
-from celery_leases.stores import rows
+from celery_leases.stores import mysql, rows
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.gate_values import gate_name
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_gates import SqlGates
+from celery_leases.stores.upserts import Writes, upsert
 
 PROBE_TRIES = 3
 
@@ -62,16 +62,19 @@ class DatabaseLeaseStore(SqlGates):
         return self._acquire_in_group(bid, group, tries - 1)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
-        """Push ``lease_until`` out, never back; one statement for all leases of one ttl, and one for their slots."""
+        """Push ``lease_until`` out, never back; one statement for all leases of one ttl, and one for their slots.
+
+        On SQLite, whose writers exclude each other whatever they write, any writer locks what may not wait.
+        """
         kept: set[tuple[str, str]] = set()
-        by_ttl: defaultdict[float, list[Renewal]] = defaultdict(list)
+        alike: defaultdict[tuple[float, bool], list[Renewal]] = defaultdict(list)
         for renewal in renewals:
-            by_ttl[renewal.ttl].append(renewal)
-        for ttl, group in by_ttl.items():
-            kept |= {(row["stored_key"], row["owner"]) for row in self.database.all(self._renewing(ttl, group), {})}
-        for ttl, group in by_ttl.items():
+            alike[renewal.ttl, renewal.waits].append(renewal)
+        for (ttl, waits), group in alike.items():
+            kept |= self._renewed(ttl, group, waits=waits)
+        for (ttl, _), group in alike.items():
             probes = [renewal for renewal in group if renewal.probe is not None]
-            if probes:
+            if probes and (kept or not self.database.host_clock):
                 with suppress(StoreUnavailable):  # a slot that ends by itself changes nothing for the lease
                     self.renew_probes(probes, ttl)
         return [
@@ -127,41 +130,55 @@ class DatabaseLeaseStore(SqlGates):
 
     def swap_mark(self, stored_key: str, name: str, expected: str | None, value: str, ttl: float) -> bool:
         """Set a mark if it is absent, over, or equals *expected*; setting the same value again counts."""
-        values = {"stored_key": stored_key, "name": name, "value": value, "expected": expected}
-        return self.database.first(self._swap, values | {"ttl": int(ttl * 1e6)}) is not None
+        values = {"for_key": stored_key, "for_name": name, "new": value, "expected": expected, "ttl": int(ttl * 1e6)}
+        return self.database.touch(self._swap, values)
 
     def close(self) -> None:
         """Nothing of its own to close."""
 
-    def _renewing(self, ttl: float, group: Sequence[Renewal]) -> Update:
+    def _renewed(self, ttl: float, group: Sequence[Renewal], *, waits: bool) -> set[tuple[str, str]]:
+        """Renew those that are still ours; their keys and tokens."""
+        records, keys = self.records.tables.records, [renewal.stored_key for renewal in group]
+        values = {"span": int(ttl * 1e6), "keys": keys, "tokens": [renewal.token for renewal in group]}
+        if not mysql.is_mysql(self.database.engine.dialect):
+            renewing = self._renewing(waits=waits).returning(records.c.stored_key, records.c.owner)
+            found = self.database.all(renewing, values) if waits else self.database.all_at_once(renewing, values)
+            return {(row["stored_key"], row["owner"]) for row in found}
+        statement = self._renewing(waits=True) if waits else mysql.renewing_free(records, self.database.engine.dialect)
+        if self.database.count(statement, values) == len(group):
+            return {(renewal.stored_key, renewal.token) for renewal in group}
+        if len(group) == 1:
+            return set()
+        return set().union(*(self._renewed(ttl, [renewal], waits=waits) for renewal in group))
+
+    def _renewing(self, *, waits: bool) -> Update:
         records = self.records.tables.records
-        until = self.database.now + int(ttl * 1e6)
+        until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
+        keys: BindParameter[Any] = bindparam("keys", expanding=True)
+        tokens: BindParameter[Any] = bindparam("tokens", expanding=True)
         renewed = records.update().where(
-            records.c.stored_key.in_([renewal.stored_key for renewal in group]),
-            records.c.owner.in_([renewal.token for renewal in group]),
-            records.c.state == State.RUNNING,
+            records.c.stored_key.in_(keys), records.c.owner.in_(tokens), records.c.state == State.RUNNING
         )
+        if not waits:
+            seen = records.alias()
+            free = select(seen.c.stored_key).where(seen.c.stored_key.in_(keys)).with_for_update(skip_locked=True)
+            renewed = renewed.where(records.c.stored_key.in_(free))
         longer = case((records.c.lease_until > until, records.c.lease_until), else_=until)
-        return renewed.values(lease_until=longer).returning(records.c.stored_key, records.c.owner)
+        return renewed.values(lease_until=longer)
 
     def _not_ours(self, renewal: Renewal) -> Kept:
         record = self.records.read(renewal.stored_key)
+        if not renewal.waits and record and (record.state, record.owner) == (State.RUNNING, renewal.token):
+            return Kept.LOCKED
         return Kept.MISSING if record is None or holder_in(record) is None else Kept.OTHER
 
-    def _swapping(self) -> Executable:
+    def _swapping(self) -> Writes:
         marks, now = self._marks, self.database.now
-        insert = (sqlite if self.database.host_clock else postgresql).insert(marks)
-        until = now + bindparam("ttl")
-        given: dict[str, Any] = {name: bindparam(name) for name in ("stored_key", "name", "value")}
-        swapped = insert.values(given | {"expires_at": until}).on_conflict_do_update(
-            index_elements=[marks.c.stored_key, marks.c.name],
-            set_={"value": bindparam("value"), "expires_at": until},
-            where=or_(
-                marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == bindparam("value")
-            ),
-        )
-        statement: Executable = swapped.returning(marks.c.name)
-        return statement
+        new: BindParameter[str] = bindparam("new")
+        key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
+        values = {"value": new, "expires_at": now + bindparam("ttl")}
+        free = or_(marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == new)
+        return upsert(marks, self.database.engine.dialect, key, values, where=free)
 
 
 def _surely_refuses(record: Record, bid: Bid) -> bool:

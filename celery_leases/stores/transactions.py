@@ -6,25 +6,28 @@ It is given as a SQLAlchemy session or connection, or as a plain DB-API connecti
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import URL, Connection, CursorResult, Executable, event
-from sqlalchemy.orm import Session, SessionTransaction, scoped_session
+from sqlalchemy import URL, Connection, Engine, Executable
+from sqlalchemy.orm import Session, scoped_session
 
 from celery_leases.core.errors import LeaseLost, WrongDatabase
 from celery_leases.core.records import Outcome, Record, State
-from celery_leases.stores import rows
+from celery_leases.stores import mysql, rows
+from celery_leases.stores.commits import push_out_at_commit, tell_at_end
+from celery_leases.stores.database import LOCKED
+from celery_leases.stores.drivers import TransactionMark, database_of, first_row, in_transaction
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.upserts import Writes, touched
 
 T = TypeVar("T")
-LOCKED: Final = "database is locked"
 NO_SUCH_TABLE: Final = "no such table"
 UNDEFINED_TABLE: Final = "42P01"
-WAITING = "celery_leases_waiting"
 AUTOCOMMIT = "it is in autocommit mode, so nothing would commit together; begin a transaction first"
 
 
@@ -34,12 +37,29 @@ class JoinedTransaction:
     def __init__(self, given: Any, records: SqlRecordStore) -> None:
         self.records = records
         self._given = given.registry() if isinstance(given, scoped_session) else given
-        self._is_open: Callable[[], bool] = _opening(self._given)
+        self._of_mysql = mysql.is_mysql(records.database.engine.dialect)
+        self._is_open: Callable[[], bool] | None = None
+        self._mark: TransactionMark | None = None
+
+    def join(self, key: str) -> None:
+        """Be in it, beginning one where SQLAlchemy is to; raises :class:`WrongDatabase` for what cannot be joined.
+
+        All that is done in it does so first.
+        """
+        if self._is_open is not None:
+            return
+        self._check(key)
+        self._is_open = _opening(self._given)
+        if not isinstance(self._given, Session | Connection):
+            self._mark = TransactionMark(_driver(self._given), self.records.database)
 
     def guard(self, record: Record) -> None:
         """Lock the record's row, or raise :class:`LeaseLost` because it is not the attempt's any more."""
-        if not self._touched(self.records.guarding, rows.of_guard(record), record.key):
-            self._refuse(record)
+        # A DB-API connection to MySQL may count the rows that it has changed, and not those that it has found.
+        self._lock(self.records.guarding, rows.of_guard(record), record, look=self._of_mysql)
+        connection = self._given.connection() if isinstance(self._given, Session) else self._given
+        if isinstance(connection, Connection):
+            push_out_at_commit(connection, self.records, record)
 
     def has_completed(self, record: Record) -> bool:
         """Whether the record is done under its attempt, as far as this transaction sees."""
@@ -48,37 +68,40 @@ class JoinedTransaction:
 
     def complete(self, record: Record, outcome: Outcome) -> None:
         """Write the outcome, to be committed with the user's rows; raises :class:`LeaseLost` as :meth:`guard` does."""
-        if not self._touched(self.records.settling, rows.of_outcome(record, outcome), record.key):
-            self._refuse(record)
+        self._lock(self.records.settling, rows.of_outcome(record, outcome), record)
 
-    def write(self, statement: Executable, values: Mapping[str, Any], key: str) -> bool:
-        """Execute *statement*, which returns the row it touches, in it; whether there was one."""
-        return self._execute(statement, values, key, _first) is not None
+    def write(self, writes: Writes, key: str) -> bool:
+        """Execute *writes* in it, in turn, until one touches a row; whether one did."""
+        return any(self._wrote(write, key) for write in writes)
 
-    def read(self, stored_key: str, key: str) -> Record | None:
-        """The row of a key as this transaction sees it."""
-        table = self.records.tables.records
-        row = self._execute(self.records.reading.where(table.c.stored_key == stored_key), {}, key, _first)
+    def read(self, stored_key: str, key: str, *, newest: bool = False) -> Record | None:
+        """The row of a key as this transaction sees it; the *newest*: as it sees one that it has run into.
+
+        A transaction of MySQL's usual isolation writes into rows that it does not see, unless it locks them.
+        """
+        found = self.records.reading.where(self.records.tables.records.c.stored_key == stored_key)
+        if newest and self._of_mysql:
+            found = found.with_for_update()
+        row = self._execute(found, {}, key, first_row)
         return rows.to_record(row) if row is not None else None
 
     def when_ended(self, done: Callable[[], None]) -> bool:
         """Have *done* called once it is committed or rolled back; ``False`` where nobody would tell."""
-        session = self._given
-        if not isinstance(session, Session):
+        if not isinstance(self._given, Session):
             return False
-        session.connection()
-        waiting = session.info.setdefault(WAITING, {})
-        if not event.contains(session, "after_transaction_end", _tell_waiting):
-            event.listen(session, "after_transaction_end", _tell_waiting)
-        waiting.setdefault(session.get_transaction(), []).append(done)
+        tell_at_end(self._given, done)
         return True
 
     def is_open(self) -> bool:
         """Whether it is neither committed nor rolled back."""
         try:
-            return self._is_open()
+            return self._is_open is not None and self._is_open()
         except Exception:  # noqa: BLE001 - a connection that cannot be asked is closed
             return False
+
+    def is_over(self) -> bool:
+        """Whether it is known to have ended, whatever its connection is doing now; may be a round trip."""
+        return not self.is_open() or (self._mark is not None and self._mark.is_over())
 
     def is_of(self, given: Any) -> bool:
         """Whether *given* is in this very transaction."""
@@ -88,22 +111,48 @@ class JoinedTransaction:
         if isinstance(other, Session | Connection) and not other.in_transaction():
             return False
         with suppress(Exception):  # what cannot be asked is another one
-            return _driver(other) is _driver(self._given)
+            return _driver(other) is _driver(self._given) is not None
         return False
 
-    def roll_back(self) -> None:
-        """End it."""
+    def roll_back(self) -> bool:
+        """End it, if it is surely open: another one of the same connection is not ours; whether it was."""
+        if not self.is_open() or (self._mark is not None and not self._mark.is_surely_open()):
+            return False
         with suppress(Exception):  # it ends with its connection
             self._given.rollback()
+        return True
+
+    def _lock(self, statement: Executable, values: Mapping[str, Any], record: Record, *, look: bool = False) -> None:
+        """Execute *statement*, which locks the record's row; the transaction is known again from then on.
+
+        *look*: whether that it has changed nothing need not say that it has found nothing.
+        """
+        self.join(record.key)
+        if self._mark is not None:
+            self._mark.set()
+        if not self._touched(statement, values, record.key) and not (
+            look and self._execute(self.records.locking, values, record.key, first_row)
+        ):
+            self._refuse(record)
+        if self._mark is not None:
+            self._mark.set()
+
+    def _wrote(self, write: Executable, key: str) -> bool:
+        try:
+            return self._touched(write, {}, key)
+        except Exception as error:
+            if mysql.is_duplicate(error):
+                return False
+            raise
 
     def _touched(self, statement: Executable, values: Mapping[str, Any], key: str) -> bool:
-        return self._execute(statement, values, key, lambda executed: bool(executed.rowcount > 0))
+        return self._execute(statement, values, key, touched)
 
     def _execute(self, statement: Executable, values: Mapping[str, Any], key: str, take: Callable[[Any], T]) -> T:
         """Execute *statement* in it; what *take* makes of the result or cursor."""
         if self.records.database.host_clock:
             values = {**values, "now": time.time_ns() // 1000}
-        self._check(key)
+        self.join(key)
         try:
             if isinstance(self._given, Session | Connection):
                 connection = self._given.connection() if isinstance(self._given, Session) else self._given
@@ -123,7 +172,8 @@ class JoinedTransaction:
                 f"as a plain BEGIN cannot become a writer once another has written ({error})"
             )
         table = self.records.tables.records.name
-        if table in str(error) and (NO_SUCH_TABLE in str(error) or UNDEFINED_TABLE in _codes(error)):
+        undefined = UNDEFINED_TABLE in _codes(error) or mysql.code_of(error) == mysql.NO_SUCH_TABLE
+        if table in str(error) and (NO_SUCH_TABLE in str(error) or undefined):
             return WrongDatabase(f"{key}: {self._elsewhere()} ({' '.join(str(error).split())})")
         return None
 
@@ -147,52 +197,67 @@ class JoinedTransaction:
     def _check(self, key: str) -> None:
         """Refuse what can never commit the record together with the user's rows."""
         ours = self.records.database.engine
+        kind = type(self._given).__name__
+        if inspect.iscoroutinefunction(getattr(self._given, "rollback", None)):
+            raise WrongDatabase(
+                f"{key}: {kind} is asynchronous, and has nothing to wait with here; give a Session, a Connection or a "
+                "DB-API connection, such as run_sync() of SQLAlchemy's asynchronous ones passes on"
+            )
         if isinstance(self._given, Session | Connection):
             connection = self._given.connection() if isinstance(self._given, Session) else self._given
             theirs = connection.engine
-            if theirs.dialect.name != ours.dialect.name or _named(theirs.url) != _named(ours.url):
+            if _kind(theirs) != _kind(ours) or _named(theirs.url) != _named(ours.url):
                 raise WrongDatabase(
-                    f"{key}: the records are in {ours.url!r}, the session is on {theirs.url!r}; a done record "
+                    f"{key}: the records are in {ours.url!r}, the session is on {theirs.url!r}; a record "
                     "can only be committed with rows of its own database"
                 )
             if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
                 raise WrongDatabase(f"{key}: {AUTOCOMMIT}")
         elif not hasattr(self._given, "cursor"):
-            kind = type(self._given).__name__
             raise WrongDatabase(f"{key}: {kind} is no SQLAlchemy Session or Connection, nor a DB-API connection")
+        else:
+            self._check_driver(key, ours.url)
         driver = _driver(self._given)
-        by_itself = getattr(driver, "autocommit", False) is True
+        if self._of_mysql and driver is self._given and not mysql.tells_transactions(driver):
+            raise WrongDatabase(
+                f"{key}: {type(driver).__module__} does not tell whether its transaction is open; give a Session or a "
+                "Connection of SQLAlchemy, or Django's connection"
+            )
+        by_itself = getattr(driver, "autocommit", False) is True or mysql.commits_by_itself(driver)
         if hasattr(driver, "in_transaction"):  # sqlite3 says so by its isolation level; psycopg's None is the server's
             by_itself = by_itself or getattr(driver, "isolation_level", "") is None
-        if by_itself and not _in_transaction(driver):
+        if by_itself and not in_transaction(driver):
             raise WrongDatabase(f"{key}: {AUTOCOMMIT}")
+
+    def _check_driver(self, key: str, ours: URL) -> None:
+        if _driver(self._given) is None:  # Django connects with the first cursor; what is closed raises its own error
+            self._given.cursor().close()
+        theirs, expected = database_of(_driver(self._given)), _named(ours)
+        if theirs is not None and expected and not expected.startswith(("file:", ":")) and theirs != expected:
+            raise WrongDatabase(
+                f"{key}: the records are in {ours!r}, the connection is on {theirs!r}; a record can only be committed "
+                "with rows of its own database"
+            )
 
     def _refuse(self, record: Record) -> None:
         now = self.records.read(record.stored_key)
         ours = now is not None and (now.state, now.fence, now.owner) == (State.RUNNING, record.fence, record.owner)
         if ours and self.records.database.engine.dialect.name != "sqlite":
-            raise WrongDatabase(f"{record.key}: {self._elsewhere()}")
+            raise WrongDatabase(f"{record.key}: {self._elsewhere()}; or its transaction began before this attempt")
         message = f"{record.key}: the lease is lost: the record has moved on"
         raise LeaseLost(message, record.key, "the record has moved on")
-
-
-def _tell_waiting(session: Session, transaction: SessionTransaction) -> None:
-    for done in session.info.get(WAITING, {}).pop(transaction, ()):
-        done()
 
 
 def _opening(given: Any) -> Callable[[], bool]:
     """How to ask whether the transaction that is open, or is to be opened, goes on."""
     if isinstance(given, Session):
-        given.connection()  # begins one where none is open
-        begun = given.get_transaction()
-        return lambda: begun is not None and begun.is_active
+        given = given.connection()  # the session's own transaction is not active any more while it commits
     if isinstance(given, Connection):
         if given.get_transaction() is None:
             given.begin()
         transaction = given.get_transaction()
         return lambda: transaction is not None and transaction.is_active
-    return lambda: _in_transaction(_driver(given))
+    return lambda: in_transaction(_driver(given))
 
 
 def _driver(given: Any) -> Any:
@@ -201,7 +266,15 @@ def _driver(given: Any) -> Any:
         given = given.connection()
     if isinstance(given, Connection):
         return given.connection.dbapi_connection
-    return getattr(given, "connection", None) or given
+    for name in ("dbapi_connection", "connection"):  # SQLAlchemy's raw_connection(), Django's; None once closed
+        if hasattr(given, name):
+            return getattr(given, name)
+    return given
+
+
+def _kind(engine: Engine) -> str:
+    """What kind of database an engine is for."""
+    return mysql.FAMILY[0] if mysql.is_mysql(engine.dialect) else engine.dialect.name
 
 
 def _named(url: URL) -> str | None:
@@ -211,27 +284,6 @@ def _named(url: URL) -> str | None:
     return str(Path(name).resolve()) if is_file and name else name
 
 
-def _first(executed: Any) -> Any:
-    """The first row of a result, or of a cursor, whatever its rows are made as."""
-    if isinstance(executed, CursorResult):
-        return executed.mappings().first()
-    row = executed.fetchone()
-    if row is None or isinstance(row, Mapping):
-        return row
-    return dict(zip([column[0] for column in executed.description], row, strict=True))
-
-
 def _codes(error: Exception) -> set[str | None]:
     causes = (error, getattr(error, "orig", None), error.__cause__)
     return {getattr(cause, name, None) for cause in causes for name in ("sqlstate", "pgcode")}
-
-
-def _in_transaction(driver: Any) -> bool:
-    """Whether a DB-API connection is inside a transaction, by the ways of psycopg, psycopg2 and sqlite3."""
-    if hasattr(driver, "in_transaction"):
-        return bool(driver.in_transaction)
-    info = getattr(driver, "info", None)
-    status = getattr(info, "transaction_status", None)
-    if status is not None:
-        return int(status) in (1, 2, 3)  # active, in a transaction, in a failed one: libpq's PQTRANS_*
-    return not getattr(driver, "closed", False)

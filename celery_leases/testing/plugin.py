@@ -13,6 +13,7 @@ import pytest
 
 from celery_leases.testing.servers import (
     LocalServer,
+    MariaServer,
     PostgresServer,
     RabbitServer,
     RedisServer,
@@ -114,6 +115,18 @@ def leases_postgres() -> Iterator[PostgresServer]:
 def leases_postgres_url(leases_postgres: PostgresServer) -> str:
     """SQLAlchemy URL of an empty database of the shared private PostgreSQL, made for this test."""
     return leases_postgres.new_database()
+
+
+@pytest.fixture(scope="session")
+def leases_mariadb() -> Iterator[MariaServer]:
+    """One private MariaDB for the whole run. A test that restarts it starts its own MariaServer."""
+    yield from _started(MariaServer())
+
+
+@pytest.fixture
+def leases_mariadb_url(leases_mariadb: MariaServer) -> str:
+    """SQLAlchemy URL of an empty database of the shared private MariaDB, made for this test."""
+    return leases_mariadb.new_database()
 
 
 @pytest.fixture(scope="session")

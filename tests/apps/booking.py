@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pymysql
 from celery.exceptions import Ignore, Reject
+from celery.signals import task_postrun
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
@@ -27,9 +29,24 @@ __all__ = ["app", "plain"]
 
 URL = make_url(os.environ["BOOKS_URL"] if "BOOKS_URL" in os.environ else os.environ["LEASES_DATABASE_URL"])
 LITE = URL.get_backend_name() == "sqlite"
+MARIA = URL.get_backend_name() == "mysql"
 INVOICE = "INSERT INTO invoices (name, fence) VALUES ({0}name{1}, {0}fence{1})"
 WHOLE = INVOICE.format(":", "")
 BY_DRIVER = WHOLE if LITE else INVOICE.format("%(", ")s")
+
+
+PG_END = ("SELECT pg_backend_pid()", "SELECT pg_terminate_backend(%s)")
+
+
+def connected(url, *, autocommit=False):
+    """A connection of the driver's own to a server."""
+    if MARIA:
+        return pymysql.connect(
+            host=url.host, port=url.port, user=url.username, database=url.database, autocommit=autocommit
+        )
+    return psycopg.connect(
+        url.set(drivername="postgresql").render_as_string(hide_password=False), autocommit=autocommit
+    )
 
 
 class Wrapper:
@@ -57,7 +74,7 @@ class Books:
         self.words = set(words)
         self.url = URL
         if "elsewhere" in words:
-            self.url = URL.set(database=f"{URL.database}.other" if LITE else "postgres")
+            self.url = URL.set(database=f"{URL.database}.other" if LITE else "mysql" if MARIA else "postgres")
         self.given = getattr(self, f"_{self.kind}")()
 
     def _engine(self):
@@ -84,8 +101,10 @@ class Books:
     def _driver(self):
         if LITE:
             return sqlite3.connect(str(self.url.database), isolation_level=None)
-        address = self.url.set(drivername="postgresql").render_as_string(hide_password=False)
-        return psycopg.connect(address, autocommit="autocommit" in self.words)
+        return connected(self.url, autocommit="autocommit" in self.words)
+
+    def _raw(self):
+        return self._engine().raw_connection()
 
     def _django(self):
         return Wrapper(self._driver())
@@ -93,7 +112,7 @@ class Books:
     @property
     def by_driver(self):
         """Whether no SQLAlchemy is between."""
-        return self.kind in {"driver", "django"}
+        return self.kind in {"driver", "django", "raw"}
 
     def begin(self):
         """Begin, where that is not left to the first statement."""
@@ -180,6 +199,10 @@ class Play:
         for _ in self.lease.each([1, 2], every=1):
             pass
 
+    def keeps(self):
+        """Leave the connection open when the body has ended, as a pool does."""
+        _KEPT.append((self.name, self.books))
+
     def dies(self):
         """Kill the process, once for each name."""
         mark = Path(f"{os.environ['JOURNAL']}.{self.name}.died")
@@ -190,9 +213,10 @@ class Play:
 
     def ends_backend(self):
         """Have the server end the connection of the transaction."""
-        pid = self.books.execute("SELECT pg_backend_pid()").fetchone()[0]
-        with psycopg.connect(URL.set(drivername="postgresql").render_as_string(hide_password=False)) as other:
-            other.execute("SELECT pg_terminate_backend(%s)", (pid,))
+        asked, ended = ("SELECT connection_id()", "KILL %s") if MARIA else PG_END
+        pid = self.books.execute(asked).fetchone()[0]
+        with connected(URL) as other:
+            other.cursor().execute(ended, (pid,))
 
     def enqueues(self, task, *arguments):
         """Enqueue another task's call in the transaction."""
@@ -212,6 +236,7 @@ def _raise(play, kind):
 
 
 _DYING: list[Play] = []
+_KEPT: list[tuple[str, Books]] = []
 STEPS = {
     "open": Play.open,
     "write": lambda play: play.books.write(play.name),
@@ -223,6 +248,8 @@ STEPS = {
     "guard": lambda play: play.lease.guard(play.books.given),
     "commit": lambda play: play.books.end("commit"),
     "rollback": lambda play: play.books.end("rollback"),
+    "close": lambda play: play.books.given.close(),
+    "keep": Play.keeps,
     "say": Play.says,
     "raise": _raise,
     "try": Play.tries,
@@ -274,6 +301,19 @@ def books(self, name, way, *scripts):
     run = _runs(name)
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     return Play(self, name, way).run(scripts[min(run, len(scripts) - 1)])
+
+
+@task_postrun.connect(weak=False)
+def _tell_kept(**_):
+    """Whether the connections that were kept are still in a transaction, which ends now."""
+    while _KEPT:
+        name, books = _KEPT.pop()
+        driver = getattr(
+            books.given, {"raw": "dbapi_connection", "django": "connection"}.get(books.kind, ""), books.given
+        )
+        inside = driver.in_transaction if LITE else driver.info.transaction_status.name == "INTRANS"
+        note("kept", name=name, value=inside)
+        books.end("rollback")
 
 
 @signals.completion_stands.connect(weak=False)

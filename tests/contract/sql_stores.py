@@ -1,20 +1,85 @@
-"""The databases that records are tested on: SQLite and PostgreSQL."""
+"""The databases that records are tested on: SQLite, PostgreSQL and MariaDB."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine, text
 
 from celery_leases.stores.database import engine_for
+from celery_leases.stores.mysql import is_mysql
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.testing.process import wait_until
+
+SERVERS = ("postgresql", "mariadb")
+"""The databases that are servers: they lock rows, lose connections, and want to be migrated."""
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+def new_database(request: pytest.FixtureRequest, kind: str) -> str:
+    """An empty database on the private server of that kind."""
+    server = request.getfixturevalue("leases_postgres" if kind == "postgresql" else "leases_mariadb")
+    return str(server.new_database())
+
+
+@contextmanager
+def migrated(url: str) -> Iterator[SqlRecordStore]:
+    """A record store with its tables."""
+    store = SqlRecordStore(engine_for(url))
+    store.migrate()
+    yield store
+    store.database.close()
+
+
+def waiting_in(engine: Engine) -> str:
+    """The query for how many statements wait for rows in this database; on MariaDB, on the whole private server."""
+    if is_mysql(engine.dialect):
+        return (
+            "SELECT CAST(variable_value AS SIGNED) FROM information_schema.global_status "
+            "WHERE variable_name = 'Innodb_row_lock_current_waits'"
+        )
+    return "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+
+
+def wait_for_locks(records: SqlRecordStore, number: int = 1) -> None:
+    """Return when so many statements wait for rows."""
+    waiting = text(waiting_in(records.database.engine))
+    with records.database.engine.connect() as watcher:
+        wait_until(lambda: watcher.execute(waiting).scalar() == number, 10, f"{number} to wait for a row")
+
+
+def end_other_connections(records: SqlRecordStore) -> int:
+    """Have the server end all connections to this database but one; how many."""
+    with records.database.engine.connect() as connection:
+        if not is_mysql(records.database.engine.dialect):
+            ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            return connection.execute(text(ended + " AND datname = current_database()")).rowcount
+        others = "SELECT id FROM information_schema.processlist WHERE id <> connection_id() AND db = database()"
+        found = connection.execute(text(others)).scalars().all()
+        for number in found:
+            connection.execute(text(f"KILL {number}"))
+        return len(found)
+
+
+@pytest.fixture(params=["sqlite", *SERVERS])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'records.db'}"
-    return str(request.getfixturevalue("leases_postgres_url"))
+    return new_database(request, request.param)
+
+
+@pytest.fixture(params=SERVERS)
+def server_url(request: pytest.FixtureRequest) -> str:
+    """An empty database on each server."""
+    return new_database(request, request.param)
+
+
+@pytest.fixture
+def server_records(server_url: str) -> Iterator[SqlRecordStore]:
+    """A record store on each server, with its tables."""
+    with migrated(server_url) as store:
+        yield store
 
 
 @pytest.fixture
@@ -25,3 +90,10 @@ def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
     store.check()
     yield store
     store.database.close()
+
+
+@pytest.fixture
+def mariadb_records(leases_mariadb_url: str) -> Iterator[SqlRecordStore]:
+    """Records in MariaDB."""
+    with migrated(leases_mariadb_url) as store:
+        yield store

@@ -24,24 +24,23 @@ from celery_leases.testing.contracts.gate_case import (
     probe,
     until_half_open,
 )
+from tests.contract.sql_stores import SERVERS, new_database
 
 GROUP = "openai:gpt"
 OURS, THEIRS = "our-token", "their-token"
 Step = Callable[[GatedLeaseStore], Any]
 
 
-@pytest.fixture(params=["redis", "sqlite", "postgresql"])
+@pytest.fixture(params=["redis", "sqlite", *SERVERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLeaseStore]:
-    """One of the three technologies."""
+    """One of the technologies."""
     if request.param == "redis":
         redis_store = RedisLeaseStore.from_url(request.getfixturevalue("leases_redis_url"))
         yield redis_store
         redis_store.close()
         return
     sqlite = f"sqlite:///{tmp_path / 'records.db'}"
-    records = SqlRecordStore(
-        engine_for(sqlite if request.param == "sqlite" else request.getfixturevalue("leases_postgres_url"))
-    )
+    records = SqlRecordStore(engine_for(sqlite if request.param == "sqlite" else new_database(request, request.param)))
     records.migrate()
     yield DatabaseLeaseStore(records)
     records.database.close()

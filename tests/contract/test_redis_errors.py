@@ -2,6 +2,7 @@
 
 import pytest
 import redis
+from redis.sentinel import MasterNotFoundError
 
 from celery_leases.stores.redis_errors import executed, unavailable
 
@@ -14,9 +15,28 @@ def test_a_server_that_repeats_our_login_in_its_error_tells_no_secret() -> None:
     assert SECRET not in str(unavailable("redis:h:1/0", told, SECRET))
 
 
+def test_sentinels_that_know_no_primary_are_told_in_one_line() -> None:
+    """redis-py writes down every client with all its parameters."""
+    asked = f"<Redis(<Pool(password={SECRET})>)>", f"Redis<Pool<password={SECRET}>>", f"<Redis(password={SECRET})>"
+    came = "TimeoutError('Timeout reading from socket')", "auth:AuthenticationError", "auth:AuthenticationError"
+    pairs = ", ".join(f"{who} - {what}" for who, what in zip(asked, came, strict=True))
+    error = unavailable("redis-sentinel:m/0", MasterNotFoundError(f"No master found for 'm' : {pairs}"))
+    assert str(error).endswith(
+        "No master found for 'm': no Sentinel that answers names one "
+        "(others: TimeoutError('Timeout reading from socket'), auth:AuthenticationError)"
+    )
+    error = unavailable("redis-sentinel:m/0", MasterNotFoundError("No master found for 'm'"))
+    assert str(error).endswith("'m': no Sentinel that answers names one")
+
+
 @pytest.mark.parametrize(
     ("error", "fate"),
     [
+        (MasterNotFoundError("No master found for 'm'"), False),
+        (redis.ConnectionError("The previous master is now a slave"), False),
+        (redis.ConnectionError("Error 1 connecting to h:1. [SSL: WRONG_VERSION_NUMBER]"), False),
+        (redis.exceptions.ClusterDownError("CLUSTERDOWN"), False),
+        (redis.exceptions.TryAgainError("TRYAGAIN"), False),
         (redis.BusyLoadingError("Redis is loading the dataset in memory"), False),
         (redis.exceptions.MaxConnectionsError("Too many connections"), False),
         (redis.ConnectionError("max number of clients reached"), False),

@@ -120,6 +120,13 @@ def test_all_spellings_of_one_server_have_one_name() -> None:
     [
         f"sentinel://me:{SECRET}@a:26379/0",
         f"sentinel://:{SECRET}@a:26379;sentinel://:{SECRET}@b:26379",
+        f"sentinel://:{SECRET}@a:26379;sentinel://:{SECRET}2@b:26379?master_name=m",
+        f"sentinel://:{SECRET}@a/1;sentinel://:{SECRET}@b/2?master_name=m",
+        f"sentinel://:{SECRET}@a;redis://:{SECRET}@b?master_name=m",
+        f"sentinel://:{SECRET}@a?master_name=m&min_other_sentinels=few",
+        f"redis+cluster://:{SECRET}@a,b:7000/1",
+        f"redis+cluster://:{SECRET}@a,b:seven",
+        f"unix+cluster://:{SECRET}@/run/a",
         f"redis://:{SECRET}@a;redis://:{SECRET}@b",
         f"amqp://guest:{SECRET}@rabbit//",
         f"redis://:{SECRET}@h:port/0",
@@ -140,6 +147,63 @@ def test_any_other_url_is_refused_without_its_password(url: str) -> None:
     assert SECRET not in str(caught.value)
     assert 'leases_url = "database"' in str(caught.value)
     assert "redis://" in str(caught.value)
+
+
+def test_sentinels_are_listed_as_for_kombu() -> None:
+    """The name of the primary is in the options or the URL; user, password and TLS are for Redis itself."""
+    url = f"sentinel://me:{SECRET}@A;sentinel://b:7000/2"
+    kwargs = {"password": "other", "ssl": True, "socket_timeout": 99, "retry_on_timeout": True}
+    options = {"master_name": "m", "min_other_sentinels": 1, "sentinel_kwargs": kwargs, "ssl": {"ssl_ca_certs": "/ca"}}
+    for store in (
+        RedisLeaseStore.from_url(url, timeout=3.0, options=options),
+        RedisLeaseStore.from_url(
+            f"{url}?master_name=m&min_other_sentinels=1&sentinel_password=other&ssl_ca_certs=/ca",
+            timeout=3.0,
+            options={"sentinel_kwargs": {"ssl": True}},
+        ),
+    ):
+        pool = store._client.connection_pool
+        assert pool.service_name == "m"
+        assert pool.is_master
+        assert issubclass(pool.connection_class, redis.SSLConnection)
+        given = pool.connection_kwargs
+        assert (given["username"], given["password"], given["db"], given["ssl_ca_certs"]) == ("me", SECRET, 2, "/ca")
+        assert given["socket_timeout"] == given["socket_connect_timeout"] == 3.0
+        assert given["retry"]._retries == 0
+        manager = pool.sentinel_manager
+        assert manager.min_other_sentinels == 1
+        asked = [sentinel.connection_pool for sentinel in manager.sentinels]
+        assert [(one.connection_kwargs["host"], one.connection_kwargs["port"]) for one in asked] == [
+            ("a", 26379),
+            ("b", 7000),
+        ]
+        for one in asked:
+            assert one.connection_class is redis.SSLConnection
+            assert one.connection_kwargs["password"] == "other"
+            assert one.connection_kwargs["socket_timeout"] == one.connection_kwargs["socket_connect_timeout"] == 1.5
+            assert one.connection_kwargs["retry"]._retries == 0
+
+
+def test_a_store_behind_sentinels_has_the_name_of_its_primary() -> None:
+    """Sentinels may come and go."""
+    spellings = ["sentinel://a;sentinel://b/2?master_name=m", f"sentinel://:{SECRET}@c:7/2?master_name=m"]
+    names = {RedisLeaseStore.from_url(url, prefix="p").name for url in spellings}
+    assert names == {"redis-sentinel:m/2/p"}
+
+
+@pytest.mark.parametrize("scheme", ["redis+cluster", "valkey+cluster", "rediss+cluster", "valkeys+cluster"])
+def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
+    """In any order, with commas or in kombu's form; each node is reached in the same way."""
+    spelled = (f"me:{SECRET}@b:7000,a", f"me:{SECRET}@a;{scheme}://me:{SECRET}@b:7000")
+    for rest in spelled:
+        store = RedisLeaseStore.from_url(f"{scheme}://{rest}", prefix="p", timeout=1.5)
+        assert store.name == "redis-cluster:a:6379,b:7000/p"
+        pool = store._client._client(("n", 7001)).connection_pool
+        assert (pool.connection_class is redis.SSLConnection) is scheme.startswith(("rediss", "valkeys"))
+        given = pool.connection_kwargs
+        assert (given["host"], given["port"], given["username"], given["password"]) == ("n", 7001, "me", SECRET)
+        assert given["socket_timeout"] == given["socket_connect_timeout"] == 1.5
+        assert given["retry"]._retries == 0
 
 
 def test_no_password_shows_in_a_representation() -> None:

@@ -1,4 +1,4 @@
-"""Effects and progress in SQLite and PostgreSQL against the published suite, and what is a database's own: locks."""
+"""Effects and progress in the databases against the published suite, and what is a database's own: locks."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,29 +17,31 @@ from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_effects import SqlEffectStore
 from celery_leases.testing.contracts import EffectStoreContract
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.effect_case import CHARGE, begin, finished, found_of, sent
+from celery_leases.testing.contracts.effect_case import begin, finished, found_of, sent
 from celery_leases.testing.contracts.record_case import won
-from celery_leases.testing.process import wait_until
-from tests.contract.sql_stores import database_url, sql_records
-
-__all__ = ["database_url", "sql_records"]
-
-LOCK_WAIT = text(
-    "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+from tests.contract.sql_stores import (
+    SERVERS,
+    database_url,
+    migrated,
+    new_database,
+    server_records,
+    server_url,
+    sql_records,
+    wait_for_locks,
 )
 
+__all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+
+@pytest.fixture(scope="module", params=["sqlite", *SERVERS])
 def one_database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlRecordStore]:
-    """Records in each of the two databases, for all tests of the suite."""
+    """Records in each of the databases, for all tests of the suite."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path_factory.mktemp('effects') / 'records.db'}"
     else:
-        url = request.getfixturevalue("leases_postgres").new_database()
-    store = SqlRecordStore(engine_for(url))
-    store.migrate()
-    yield store
-    store.database.close()
+        url = new_database(request, request.param)
+    with migrated(url) as store:
+        yield store
 
 
 class TestEffects(EffectStoreContract):
@@ -47,7 +49,7 @@ class TestEffects(EffectStoreContract):
 
     @pytest.fixture
     def records(self, one_database: SqlRecordStore) -> SqlRecordStore:
-        """One of the two databases."""
+        """One of the databases."""
         return one_database
 
     @pytest.fixture
@@ -59,10 +61,8 @@ class TestEffects(EffectStoreContract):
 @pytest.fixture
 def postgres(leases_postgres_url: str) -> Iterator[SqlRecordStore]:
     """Records in PostgreSQL."""
-    store = SqlRecordStore(engine_for(leases_postgres_url))
-    store.migrate()
-    yield store
-    store.database.close()
+    with migrated(leases_postgres_url) as store:
+        yield store
 
 
 def effects_of(records: SqlRecordStore) -> SqlEffectStore:
@@ -80,51 +80,44 @@ def waiting_for(records: SqlRecordStore, *statements: str) -> Iterator[tuple[Thr
         yield threads, other
 
 
-def wait_for_the_lock(records: SqlRecordStore) -> None:
-    """Return when a statement waits for a row."""
-    with records.database.engine.connect() as watcher:
-        wait_until(lambda: watcher.execute(LOCK_WAIT).scalar() == 1, 10, "a statement to wait for the row")
-
-
-def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(postgres: SqlRecordStore) -> None:
-    """PostgreSQL would show the statement the row as it was: the row is locked, and looked at again."""
-    effects, key = effects_of(postgres), fresh_key()
-    zombie = won(postgres, make_bid(key))
+def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(server_records: SqlRecordStore) -> None:
+    """Without a lock the statement would be shown the row as it was: it is locked, and looked at as it is."""
+    effects, key = effects_of(server_records), fresh_key()
+    zombie = won(server_records, make_bid(key))
     claim = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'successor'"
-    with waiting_for(postgres, claim) as (threads, other):
+    with waiting_for(server_records, claim) as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, zombie)
-        wait_for_the_lock(postgres)
+        wait_for_locks(server_records)
         other.execute(text("COMMIT"))
         assert answer.result(10) is None
-    assert effects.read(key, CHARGE) is None
+    assert effects.of_key(zombie) == []
 
 
-def test_an_intent_waits_for_a_renewal_and_is_accepted(postgres: SqlRecordStore) -> None:
+def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecordStore) -> None:
     """Where the row is the lease, its own renewal must not be taken for a claim."""
-    effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
-    with waiting_for(postgres, "UPDATE celery_leases_records SET lease_until = 1") as (threads, other):
+    effects, record = effects_of(server_records), won(server_records, make_bid(fresh_key()))
+    with waiting_for(server_records, "UPDATE celery_leases_records SET lease_until = 1") as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, record)
-        wait_for_the_lock(postgres)
+        wait_for_locks(server_records)
         other.execute(text("COMMIT"))
         assert isinstance(answer.result(10), Begun)
 
 
-def test_a_claim_waits_for_an_intent_that_is_being_committed(postgres: SqlRecordStore) -> None:
+def test_a_claim_waits_for_an_intent_that_is_being_committed(server_records: SqlRecordStore) -> None:
     """Between the fence's check and the intent there is no moment for it: the successor finds the intent."""
-    effects, key = effects_of(postgres), fresh_key()
-    zombie = won(postgres, make_bid(key))
+    effects, key = effects_of(server_records), fresh_key()
+    zombie = won(server_records, make_bid(key))
     theirs: list[Effect] = []
     # What the statement of the intent does at its end is held back by somebody who holds the same intent's place.
     place = (
-        "INSERT INTO celery_leases_effects (stored_key, name, generation, state, fence, idempotency_key, sent_at) "
-        "SELECT stored_key, 'charge', 0, 'sent', 1, 'x', 1 FROM celery_leases_records"
+        "INSERT INTO celery_leases_effects (stored_key, name, scope, state, fence, idempotency_key, sent_at) "
+        "SELECT stored_key, 'charge', '#0', 'sent', 1, 'x', 1 FROM celery_leases_records"
     )
-    with waiting_for(postgres, place) as (threads, other):
+    with waiting_for(server_records, place) as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, zombie)
-        wait_for_the_lock(postgres)
-        claim: Future[Any] = threads.submit(postgres.claim, make_bid(key), "redis:one")
-        with postgres.database.engine.connect() as watcher:
-            wait_until(lambda: watcher.execute(LOCK_WAIT).scalar() == 2, 10, "the claim to wait for the intent")
+        wait_for_locks(server_records)
+        claim: Future[Any] = threads.submit(server_records.claim, make_bid(key), "redis:one")
+        wait_for_locks(server_records, 2)
         other.execute(text("ROLLBACK"))
         begun, successor = answer.result(10), claim.result(10)
     assert isinstance(begun, Begun)
@@ -133,11 +126,11 @@ def test_a_claim_waits_for_an_intent_that_is_being_committed(postgres: SqlRecord
     assert [effect.fence for effect in theirs] == [zombie.fence]
 
 
-def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(postgres: SqlRecordStore) -> None:
+def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(server_records: SqlRecordStore) -> None:
     """Somebody's open transaction, or a frozen process in one: the attempt is told that nothing was written."""
-    effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
+    effects, record = effects_of(server_records), won(server_records, make_bid(fresh_key()))
     with (
-        waiting_for(postgres, "SELECT 1 FROM celery_leases_records FOR UPDATE") as (_, other),
+        waiting_for(server_records, "SELECT 1 FROM celery_leases_records FOR UPDATE") as (_, other),
         pytest.raises(StoreUnavailable) as caught,
     ):
         begin(effects, record)
@@ -184,9 +177,9 @@ def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(sql_recor
     record = won(sql_records, make_bid(key))
     read = effects.read
 
-    def withdrawn(stored_key: str, name: str) -> Effect | None:
+    def withdrawn(stored_key: str, name: str, scope: str) -> Effect | None:
         effects.withdraw(old)
-        return read(stored_key, name)
+        return read(stored_key, name, scope)
 
     effects.read = withdrawn
     begun = begin(effects, record)

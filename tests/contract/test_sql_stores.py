@@ -1,9 +1,8 @@
-"""SQLite and PostgreSQL against the published suites, and what is their own: the claim's snapshot, the schema."""
+"""The databases against the published suites, and what is their own: the claim's snapshot, the schema."""
 
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -12,7 +11,7 @@ from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import Ended, Refused, State, Won
-from celery_leases.stores.claims import claim_statement
+from celery_leases.stores.claims import claim_of
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.schema import Tables
 from celery_leases.stores.sql import SqlRecordStore
@@ -20,10 +19,16 @@ from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContract, RecordStoreContract
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, won
-from celery_leases.testing.process import wait_until
-from tests.contract.sql_stores import database_url, sql_records
+from tests.contract.sql_stores import (
+    database_url,
+    end_other_connections,
+    server_records,
+    server_url,
+    sql_records,
+    wait_for_locks,
+)
 
-__all__ = ["database_url", "sql_records"]
+__all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 
 class TestRecords(RecordStoreContract):
@@ -31,7 +36,7 @@ class TestRecords(RecordStoreContract):
 
     @pytest.fixture
     def records(self, sql_records: SqlRecordStore) -> SqlRecordStore:
-        """One of the two databases."""
+        """One of the databases."""
         return sql_records
 
 
@@ -40,7 +45,7 @@ class TestLeases(LeaseStoreContract):
 
     @pytest.fixture
     def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """One of the two databases."""
+        """One of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
@@ -49,7 +54,7 @@ class TestMarks(MarkStoreContract):
 
     @pytest.fixture
     def marks(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """One of the two databases."""
+        """One of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
@@ -68,22 +73,17 @@ def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(
         assert sum(isinstance(answer, Won) for answer in claims) == 1
 
 
-def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(leases_postgres_url: str) -> None:
+def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(server_records: SqlRecordStore) -> None:
     """PostgreSQL re-checks the condition on the newest row, but reads it back from the statement's snapshot."""
-    records = SqlRecordStore(engine_for(leases_postgres_url))
-    records.migrate()
+    records = server_records
     bid = make_bid(fresh_key())
     record = won(records, bid)
     rival = make_bid(bid.stored_key)
-    waiting = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    )
     with ThreadPoolExecutor(1) as threads, records.database.engine.connect() as other:
         other.execute(text("BEGIN"))
         other.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
         claim = threads.submit(records.claim, rival, "redis:one")
-        with records.database.engine.connect() as watcher:
-            wait_until(lambda: watcher.execute(waiting).scalar() == 1, 10, "the claim to wait for the row")
+        wait_for_locks(records)
         other.execute(text("UPDATE celery_leases_records SET state = 'done', result = '1'"))
         other.execute(text("COMMIT"))
         answer = claim.result(10)
@@ -94,7 +94,7 @@ def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(leas
 def test_the_claim_is_short_enough_for_psycopg_to_keep_it_parsed() -> None:
     """Above 4096 characters it would be taken apart anew for every task, which costs more than the round trip."""
     engine = engine_for("postgresql+psycopg://127.0.0.1/x")
-    claim = claim_statement(Tables("celery_leases").records, engine.dialect)
+    claim = claim_of(Tables("celery_leases").records, engine.dialect).answer
     assert len(str(claim.compile(dialect=engine.dialect))) < 4096
 
 
@@ -118,22 +118,16 @@ def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
     assert refused(sql_records, make_bid(key), leases.name).waits > 50
 
 
-def test_a_connection_that_died_is_replaced_within_the_call(leases_postgres_url: str) -> None:
+def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlRecordStore) -> None:
     """The server was restarted while the pool slept; no task should notice."""
-    records = SqlRecordStore(engine_for(leases_postgres_url))
-    records.migrate()
-    bid = make_bid(fresh_key())
-    record = won(records, bid)
-    with records.database.engine.connect() as other:
-        killed = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
-        records.read(bid.stored_key)
-        assert other.execute(text(killed + " AND datname = current_database()")).rowcount
-    assert records.settle(record, outcome(record))
+    record = won(server_records, make_bid(fresh_key()))
+    assert end_other_connections(SqlRecordStore(engine_for(str(server_records.database.engine.url))))
+    assert server_records.settle(record, outcome(record))
 
 
-def test_a_client_used_before_a_fork_may_be_used_after_it(leases_postgres_url: str) -> None:
+def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str) -> None:
     """As in a web server that loads the application first: no connection is shared between its processes."""
-    client = LeaseClient("database", leases_postgres_url)
+    client = LeaseClient("database", server_url)
     client._records.migrate()
     client.status("x", task="t")
     children = []
@@ -151,9 +145,9 @@ def test_a_client_used_before_a_fork_may_be_used_after_it(leases_postgres_url: s
     assert client.status("x", task="t").state == "absent"
 
 
-def test_a_database_without_tables_stops_with_the_command_to_run(leases_postgres_url: str) -> None:
+def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str) -> None:
     """Tables are made by an operator, except on SQLite."""
-    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records = SqlRecordStore(engine_for(server_url))
     with pytest.raises(SchemaOutdated, match="leases migrate"):
         records.check()
     records.migrate()
@@ -169,33 +163,38 @@ def test_tables_of_another_version_are_refused_and_named(sql_records: SqlRecordS
         sql_records.check()
 
 
-def test_the_printed_sql_makes_the_tables_that_migrate_makes(leases_postgres_url: str) -> None:
-    """An operator may run it by hand."""
-    records = SqlRecordStore(engine_for(leases_postgres_url))
+def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) -> None:
+    """An operator may run it by hand, and migrate afterwards."""
+    records = SqlRecordStore(engine_for(server_url))
     with records.database.engine.connect() as connection:
-        connection.execute(text(records.tables.ddl(records.database.engine)))
+        for statement in records.tables.ddl(records.database.engine).strip().removesuffix(";").split(";\n"):
+            connection.execute(text(statement))
     records.check()
+    records.migrate()
     assert won(records, make_bid(fresh_key())).attempt == 1
 
 
-def test_many_processes_may_make_the_tables_of_one_sqlite_file(tmp_path: Path) -> None:
-    """Workers that start at once do not stop one another."""
-    stores = [SqlRecordStore(engine_for(f"sqlite:///{tmp_path / 'new.db'}")) for _ in range(8)]
+def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -> None:
+    """Workers that start at once do not stop one another, nor do operators."""
+    stores = [SqlRecordStore(engine_for(database_url)) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda store: store.check(), stores))
+        list(threads.map(lambda store: store.migrate(), stores))
     stores[0].check()
 
 
-def test_a_database_that_is_away_is_told_as_such_without_its_password() -> None:
+@pytest.mark.parametrize("scheme", ["postgresql+psycopg", "mysql+pymysql", "mariadb+pymysql"])
+def test_a_database_that_is_away_is_told_as_such_without_its_password(scheme: str) -> None:
     """Nothing of SQLAlchemy or the driver gets out."""
-    records = SqlRecordStore(engine_for("postgresql+psycopg://me:secret@127.0.0.1:1/x?connect_timeout=2"))
+    records = SqlRecordStore(engine_for(f"{scheme}://me:secret@127.0.0.1:1/x?connect_timeout=2"))
     for call in (lambda: records.read("t:x|y"), records.check, lambda: records.claim(make_bid("t:x|y"), "database")):
         with pytest.raises(StoreUnavailable) as caught:
             call()
         assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["mysql://x/y", "nonsense", "redis://localhost", "postgresql+nodriver://x/y"])
+@pytest.mark.parametrize(
+    "url", ["mssql://x/y", "nonsense", "redis://localhost", "postgresql+nodriver://x/y", "mysql+asyncmy://x/y"]
+)
 def test_a_database_that_cannot_hold_records_is_refused_with_what_to_write(url: str) -> None:
     """At once, not at the first task."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_url"):

@@ -32,8 +32,8 @@ def scene_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         known.setdefault("redis", request.getfixturevalue("leases_redis").url)
         if "rabbit" in combination and "rabbit" not in known:
             known["rabbit"] = request.getfixturevalue("leases_rabbit").url
-        if "postgres" in combination and "postgres" not in known:
-            known["postgres"] = request.getfixturevalue("leases_postgres").new_database()
+        for server in {"postgres", "mariadb"} & {*combination} - {*known}:
+            known[server] = request.getfixturevalue(f"leases_{server}").new_database()
         scene = Scene(combination, known, tmp_path_factory.mktemp("scene"), **options)  # type: ignore[arg-type]
         scenes.append(scene)
         if start:

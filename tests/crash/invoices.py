@@ -150,6 +150,8 @@ class Wave:
         charges, rows = self.provider.charges(case.name), self.invoices(case)
         verdict = Verdict(found.state, len(charges), len(rows), found.reference)
         assert len(set(self.provider.keys(case.name))) <= 1, case
+        fences = [event["fence"] for event in self.scene.events("begin", name=case.name)]
+        assert len(set(fences)) == len(fences), (case, "one attempt has begun twice")
         if found.state == "done":
             assert len(charges) == 1, (case, verdict)
             assert [row["reference"] for row in rows] == charges, (case, verdict)

@@ -26,7 +26,7 @@ def waits(scene: Scene, task: str, name: str, crashes: int) -> float:
     return float(row["retry_at"] - row["finished_at"]) / 1e6
 
 
-def test_a_crash_loop_ends_in_failed_and_the_caller_is_told(scene_factory: SceneFactory, name: str) -> None:
+def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(scene_factory: SceneFactory, name: str) -> None:
     """C4: the second attempt follows at once, the third after 5 s, the fourth after 30 s; then it is over."""
     scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=4)
     result = scene.tasks.often.delay(name)

@@ -27,7 +27,12 @@ __all__ = ["provider"]
 
 SEEDS = int(os.environ.get("EFFECT_SEEDS", "0"))
 RANDOM_EACH = 2
-COMBINATIONS = (("redis", "redis", "postgres"), ("rabbit", "database", "postgres"), ("redis", "database", "sqlite"))
+COMBINATIONS = (
+    ("redis", "redis", "postgres"),
+    ("rabbit", "database", "postgres"),
+    ("redis", "database", "mariadb"),
+    ("redis", "database", "sqlite"),
+)
 CHILDREN = 6
 
 
@@ -38,8 +43,8 @@ def scene_of(
     urls = {"redis": request.getfixturevalue("leases_redis").url}
     if "rabbit" in combination:
         urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
-    if "postgres" in combination:
-        urls["postgres"] = request.getfixturevalue("leases_postgres").new_database()
+    for server in {"postgres", "mariadb"} & {*combination}:
+        urls[server] = request.getfixturevalue(f"leases_{server}").new_database()
     env = {"PROVIDER": provider.url, "FAILPOINTS": str(directory / "failpoints"), "VERIFY_AFTER": "0.5"}
     chosen: dict[str, Any] = {
         "home": INVOICING,

@@ -1,29 +1,12 @@
 """Signals that arrive between two steps, or at the moment a body ends, in a process of their own."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.crash.reports import reported
 
-
-def interrupted(*what: str) -> dict[str, Any]:
-    """What :mod:`tests.apps.interrupted` reports."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.apps.interrupted", *what],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+interrupted = partial(reported, "tests.apps.interrupted")
 
 
 def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:

@@ -6,18 +6,16 @@ from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import PUT_BACK, kill
 from tests.integration.stages import BOTH_WAYS, PAIRWISE, spelled
 
-NOTICED = 5.5
-"""By when billiard has noticed a dead child, in seconds: measured, and nothing of ours (celery-facts, section 3)."""
-DELIVERED = 1.5
-"""What a delivery takes on a busy machine, in seconds."""
+TAKEOVER = 3.0
+"""By when the work of a killed child runs again on a busy machine, in seconds: far below ttl and billiard's five."""
 
 
 @pytest.mark.parametrize("combination", PAIRWISE, ids=spelled)
-def test_a_killed_pool_child_blocks_the_key_for_ttl_and_one_put_back(
+def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The same call runs again in a new child; the crash is counted and told to it, and there is one end."""
-    scene = scene_factory(combination, visibility=30)
+    """The main process frees the key; the crash is counted and told to the next child, and there is one end."""
+    scene = scene_factory(combination, ttl=15, visibility=60)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     (first,) = scene.wait_for("begin", name=name)
@@ -25,7 +23,7 @@ def test_a_killed_pool_child_blocks_the_key_for_ttl_and_one_put_back(
     assert before is not None
     killed = kill(first["pid"])
     second = scene.wait_for("begin", 2, name=name)[1]
-    assert second["t"] - killed < max(scene.ttl, NOTICED) + PUT_BACK + DELIVERED
+    assert second["t"] - killed < TAKEOVER
     assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
     assert second["fence"] > first["fence"]
     row = scene.row("work", f"work:{name}")
@@ -38,7 +36,9 @@ def test_a_killed_pool_child_blocks_the_key_for_ttl_and_one_put_back(
     print(f"takeover after {second['t'] - killed:.2f} s")
 
 
-@pytest.mark.parametrize("combination", [*BOTH_WAYS, ("redis", "database", "sqlite")], ids=spelled)
+@pytest.mark.parametrize(
+    "combination", [*BOTH_WAYS, ("redis", "database", "mariadb"), ("redis", "database", "sqlite")], ids=spelled
+)
 def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
@@ -51,7 +51,7 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
     assert before is not None
     killed = kill(scene.worker.pid)
     free = scene.wait_until_free("work", f"work:{name}")
-    assert free - killed < scene.ttl + 0.3
+    assert free - killed < scene.ttl + 3.0
     scene.another()
     second = scene.wait_for("begin", 2, name=name)[1]
     assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
@@ -79,7 +79,7 @@ def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_
     killed = kill(scene.worker.pid)
     second = scene.wait_for("begin", 2, name=name)[1]
     # The duplicate asks every second at first, then every two; the last time may be just before the lease ends.
-    assert second["t"] - killed < scene.ttl + scene.ttl + PUT_BACK + DELIVERED
+    assert second["t"] - killed < scene.ttl + scene.ttl + PUT_BACK + 1.5
     assert second["previous"] == "crashed"
     assert second["fence"] > first["fence"]
     gate.touch()

@@ -52,7 +52,7 @@ def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, n
     print(f"told {lost['t'] - at:.3f} s after SIGCONT")
 
 
-def test_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene: Scene, name: str) -> None:
+def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene: Scene, name: str) -> None:
     """M9: the first ends after the second took over; the second keeps its lease and finishes."""
     stop = scene.gate()
     scene.tasks.checks.delay(name, stop=str(stop))

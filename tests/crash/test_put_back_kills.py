@@ -10,7 +10,7 @@ REDIS = ("redis", "redis", "postgres")
 STEPS = ("before publish", "after publish", "after mark")
 
 
-def test_a_copy_that_met_the_holder_is_not_the_last_copy(scene_factory: SceneFactory, name: str) -> None:
+def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(scene_factory: SceneFactory, name: str) -> None:
     """The peer case: the copy is ended while the first runs, then the first is killed. The task runs again."""
     scene = scene_factory(REDIS, visibility=2)
     gate = scene.gate()

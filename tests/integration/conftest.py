@@ -27,8 +27,8 @@ def stage_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         urls = {"redis": request.getfixturevalue("leases_redis").url, **(urls or {})}
         if "rabbit" in combination:
             urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
-        if "postgres" in combination and "postgres" not in urls:
-            urls["postgres"] = request.getfixturevalue("leases_postgres").new_database()
+        for server in {"postgres", "mariadb"} & {*combination} - {*urls}:
+            urls[server] = request.getfixturevalue(f"leases_{server}").new_database()
         stage = Stage(combination, urls, tmp_path_factory.mktemp("stage"), **options)
         stages.append(stage)
         if start:
@@ -95,7 +95,7 @@ def bench_factory(stage_factory: StageFactory, postgres: PostgresServer, lease_s
             # A store that has been up for longer than a ttl is past its settling period.
             with redis.Redis.from_url(lease_server.url) as client:
                 client.flushall()
-                client.set("celery_leases:epoch", "1", px=60_000)
+                client.set("celery_leases:epoch", client.info("replication")["master_replid"], px=60_000)
         urls = {"postgres": postgres.new_database()}
         stage = stage_factory(combination, env=env, urls=urls, worker={"concurrency": 1}, **options)
         # Where no Redis is for leases, the result backend is the only one that could have been asked.

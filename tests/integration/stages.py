@@ -32,10 +32,25 @@ REDIS_REDIS_POSTGRES = ("redis", "redis", "postgres")
 RABBIT_DATABASE_POSTGRES = ("rabbit", "database", "postgres")
 REDIS_DATABASE_SQLITE = ("redis", "database", "sqlite")
 RABBIT_REDIS_SQLITE = ("rabbit", "redis", "sqlite")
-PAIRWISE = (REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES, REDIS_DATABASE_SQLITE, RABBIT_REDIS_SQLITE)
+REDIS_DATABASE_MARIADB = ("redis", "database", "mariadb")
+RABBIT_REDIS_MARIADB = ("rabbit", "redis", "mariadb")
+PAIRWISE = (
+    *(REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES),
+    *(REDIS_DATABASE_MARIADB, RABBIT_REDIS_MARIADB),
+    *(REDIS_DATABASE_SQLITE, RABBIT_REDIS_SQLITE),
+)
 """Every broker, lease store and record store meets every other one."""
 BOTH_WAYS = (REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES)
 """The shortest list with both brokers and both lease stores."""
+POOL_STORES = {
+    "prefork": REDIS_REDIS_POSTGRES,
+    "threads": REDIS_DATABASE_SQLITE,
+    "solo": REDIS_REDIS_POSTGRES,
+    "gevent": RABBIT_REDIS_SQLITE,
+    "eventlet": RABBIT_DATABASE_POSTGRES,
+}
+"""Each pool on one combination, so that all of them occur; an idle worker with greenlets does not look for what others
+have left unacknowledged on Redis."""
 
 _databases = count(1)
 
@@ -101,7 +116,7 @@ class Stage:
         number = next(_databases) % 15 + 1
         self.redis_url = f"{urls['redis'].rpartition('/')[0]}/{number}"
         self.broker_url = urls["rabbit"] if self.broker == "rabbit" else self.redis_url
-        self.database_url = urls.get("postgres") or f"sqlite:///{directory}/leases.db"
+        self.database_url = urls.get(self.record_store) or f"sqlite:///{directory}/leases.db"
         with redis.Redis.from_url(self.redis_url) as client:
             client.flushdb()
         self.env = {

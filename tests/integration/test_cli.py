@@ -77,6 +77,23 @@ def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(oper
     assert after.fence > before.fence
 
 
+@pytest.mark.parametrize(
+    "words", [("retry",), ("forget",), ("resolve", "--done"), ("resolve", "--retry"), ("release",)], ids=" ".join
+)
+def test_a_record_counts_for_as_long_as_an_operator_says(operator: Operator, words: tuple[str, ...]) -> None:
+    """Instead of the retention of its task."""
+    if words[0] == "release":
+        operator.runs(WORK, "invoice:1")
+    else:
+        operator.finished(WORK, "invoice:1", State.FAILED)
+    operator.sees(words[0], "invoice:1", *words[1:], "--retention", "30d")
+    record = operator.records.read(f"t:{WORK}|invoice:1")
+    assert record is not None
+    assert record.expires_at is not None
+    assert (record.expires_at - record.now) / 1e6 == pytest.approx(30 * 86_400, abs=60)
+    assert operator.types(words[0], "invoice:1", *words[1:], "--retention", "soon").returncode == 1
+
+
 def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> None:
     """Release says that nothing is queued by it."""
     operator.runs(WORK, "invoice:2")

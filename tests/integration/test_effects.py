@@ -12,7 +12,6 @@ from celery_leases import (
     LeaseClient,
     LeaseStatus,
     PermanentFailure,
-    ResultMissing,
     Uncertain,
 )
 from celery_leases.apps import parts_of
@@ -243,16 +242,32 @@ def test_it_is_not_looked_up_before_the_first_request_is_over(stage: Stage, prov
 def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
     stage: Stage, provider: Provider, name: str, reply: str, why: str
 ) -> None:
-    """It has happened. Later attempts say that its reply is missing, until an operator gives a result."""
+    """It has happened, and is parked at once, until an operator gives a result."""
     given: dict[str, Any] = {"reply": reply, "reference": "none", "way": "dedupe"}
-    error = raised(stage.tasks.stops.delay(name, **given), EffectMisused)
+    error = raised(stage.tasks.stops.delay(name, **given), Uncertain)
     assert why in str(error)
-    assert "has happened" in str(error)
-    (effect,) = status(stage, name, "stops").effects
-    assert (effect.state, effect.reference) == ("done", None)
-    for _ in range(2):
-        stage.client.retry(f"stops:{name}", task=f"{INVOICING}.stops")
-        raised(stage.tasks.stops.delay(name, **given), ResultMissing)
+    assert "HAS happened" in str(error)
+    found = status(stage, name, "stops")
+    assert (found.state, found.effects[0].state, found.effects[0].reference) == ("uncertain", "done", None)
+    task, key = f"{INVOICING}.stops", f"stops:{name}"
+    stage.client.resolve(key, "retry", task=task)
+    raised(stage.tasks.stops.delay(name, **given), Uncertain)
+    assert len(stage.events("begin", name=name)) == 2
+    charges = provider.charges(name)
+    stage.client.resolve(key, "done", result={"charges": charges}, task=task)
+    assert stage.tasks.stops.delay(name, **given).get(timeout=PATIENCE) == {"charges": charges}
+    assert len(charges) == len(provider.lines("asked", name)) == 1
+
+
+def test_a_reply_that_was_not_kept_can_be_looked_up(stage: Stage, provider: Provider, name: str) -> None:
+    """By a task that can ask for it, once an operator lets it run again."""
+    given: dict[str, Any] = {"reply": "object", "reference": "none", "way": "verify"}
+    raised(stage.tasks.stops.delay(name, **given), Uncertain)
+    assert provider.looks(name) == []
+    stage.client.resolve(f"stops:{name}", "retry", task=f"{INVOICING}.stops")
+    assert stage.tasks.stops.delay(name, **given).get(timeout=PATIENCE) == {"charges": [None]}
+    (event,) = stage.events("charge", name=name)
+    assert (event["saved"], [event["value"]["id"]]) == (True, provider.charges(name))
     assert len(provider.lines("asked", name)) == 1
 
 

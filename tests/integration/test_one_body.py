@@ -37,7 +37,7 @@ def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, n
     assert (row["state"], row["attempt"], row["call_id"], row["crashes"]) == ("done", 1, begun["id"], 0)
 
 
-def test_the_same_key_with_other_arguments_is_refused_and_changes_nothing(stage: Stage, name: str) -> None:
+def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(stage: Stage, name: str) -> None:
     """``KeyReused`` names what differs; not a column of the row moves, whether it is done or still running."""
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate), answer="first")

@@ -105,7 +105,7 @@ def let_be_due(stage: Stage, name: str) -> None:
 def let_be_old(stage: Stage, name: str, task: str = "kept", *, unpublished: bool = False) -> None:
     """As if nothing had happened to a record for an hour."""
     ago = "{0} = {0} - 3600000000"
-    times = ", ".join(ago.format(column) for column in ("started_at", "finished_at", "retry_at"))
+    times = ", ".join(ago.format(column) for column in ("started_at", "finished_at", "retry_at", "published_at"))
     change(stage, name, times + ("" if unpublished else ", publish_at = NULL"), task)
 
 
@@ -519,6 +519,30 @@ def test_a_record_that_changed_since_it_was_read_is_not_published(stage: Stage, 
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
 
+def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(stage_factory: StageFactory, name: str) -> None:
+    """Beat comes round more often than that; nobody works off the queue."""
+    stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
+    made = create_engine(stage.database_url, poolclass=NullPool)
+    with Session(made) as session, session.begin():
+        stage.tasks.order.enqueue(session, name)
+    assert (rescued(stage, name), stage.left_over()["queue"]) == (0, 1)
+    for copies in (2, 3):
+        let_be_old(stage, name, "order")
+        outbox = Outbox(apps.parts_of(stage.app).records)
+        (read,) = outbox.stranded(60, 1000)
+        assert [rescued(stage, name) for _ in range(3)] == [1, 0, 0]
+        assert stage.left_over()["queue"] == copies
+        assert not outbox.publish_again(read)  # another rescue that has read the row before
+
+
+def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine: Engine, name: str) -> None:
+    """Before anybody has claimed it."""
+    with engine.begin() as connection:
+        stage.tasks.order.enqueue(connection, name)
+    assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention * 1e6
+    stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
+
+
 def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> None:
     """However long it has been running."""
     gate = stage.gate()
@@ -528,6 +552,26 @@ def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> No
     assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
     gate.touch()
     assert result.get(timeout=PATIENCE) == by(name, result.id)
+
+
+def test_live_ones_do_not_hide_a_stranded_one(
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many have been running for longer than the page that is looked at."""
+    monkeypatch.setattr(outgoing, "LOOKED_AT_ONCE", 1)
+    gate = stage.gate()
+    results = [stage.tasks.kept.delay(f"{name}-live-{number}", str(gate)) for number in range(2)]
+    for number in range(2):
+        stage.wait_for("begin", name=f"{name}-live-{number}")
+        let_be_old(stage, f"{name}-live-{number}")
+    with engine.begin() as connection:
+        stage.tasks.order.enqueue(connection, f"{name}-stranded")
+    change(stage, f"{name}-stranded", "publish_at = NULL")
+    let_be_old(stage, f"{name}-stranded", "order")
+    assert rescued(stage, name, dry_run=True) == 1
+    gate.touch()
+    for result in results:
+        result.get(timeout=PATIENCE)
 
 
 def test_a_locked_record_does_not_keep_a_rescue_from_the_others(stage: Stage, engine: Engine, name: str) -> None:

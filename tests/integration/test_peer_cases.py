@@ -1,28 +1,6 @@
-"""Every row of the table of peer cases: what other packages get wrong, and what must happen here.
+"""Rows of the table of peer cases (docs/comparison.md): what other packages get wrong, and what must happen here.
 
-=======  =====================================================  =============================================
-row      case                                                   test
-=======  =====================================================  =============================================
-M1       body fails twice, then a retry is due                  here
-M2       the same message again while the first copy runs       here
-M3       called by ``send_task`` or beat                        here
-M4       pool child killed, message redelivered                 tests/crash
-M5       publishing fails                                       here
-M6       ``revoke(terminate=True)`` while running               tests/crash
-M7       message expires in the queue                           test_expiry.py
-M8       hard ``time_limit``                                    tests/crash
-M9       lease ran out, a second run took over, the first ends  tests/crash
-M10      the next step of a chain is held by another call       here
-M11      a duplicate inside a chord header                      here
-M12      an argument that JSON turns into a list                here
-M13      lock store unreachable                                 here
-M14      the duplicate's exception crosses processes            here
-C1       a chord member raises ``Ignore``                       here
-C2       a chord member raises ``Reject(requeue=False)``        here
-C3       a task that outlives the visibility timeout            test_visibility_timeout.py
-C4       a task that kills its own pool child                   tests/crash
-C6       a skipped copy, then the first is killed               tests/crash
-=======  =====================================================  =============================================
+Every row is a test whose name begins with it: ``grep -rn test_m4 tests``. Those with kills are in ``tests/crash``.
 """
 
 import pickle
@@ -38,7 +16,15 @@ from celery_leases import AlreadyDone, KeyReused, LeaseHeld
 from celery_leases.testing.servers import PostgresServer, RedisServer
 from celery_leases.testing.servers.local import free_port
 from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, REDIS_REDIS_POSTGRES, Stage, imported_anew
+from tests.integration.cooldowns import COOLING, OK, status
+from tests.integration.stages import (
+    PATIENCE,
+    RABBIT_DATABASE_POSTGRES,
+    REDIS_DATABASE_SQLITE,
+    REDIS_REDIS_POSTGRES,
+    Stage,
+    imported_anew,
+)
 
 
 @pytest.mark.parametrize("task", ["retries", "auto"])
@@ -225,3 +211,15 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -
     assert stage.app.AsyncResult(call).state == "SUCCESS"
     stage.wait_until_drained()
     assert len(stage.events("begin", name=name)) == 1
+
+
+def test_x4_an_error_of_the_connection_is_not_remembered_for_ever(stage_factory: StageFactory, name: str) -> None:
+    """Its caller is told, the key cools down for a minute, and the next call after that runs."""
+    stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
+    script = [["raise", "ConnectionError", "gone"], OK]
+    with pytest.raises(ConnectionError, match="gone"):
+        stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
+    assert status(stage, "stops", name).state == "cooling"
+    assert 0 < (status(stage, "stops", name).retry_after or 0) <= 60
+    stage.client.retry(f"stops:{name}", task=f"{COOLING}.stops")
+    assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}

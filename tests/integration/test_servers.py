@@ -20,6 +20,7 @@ from celery_leases.testing.plugin import missing_server
 from celery_leases.testing.process import GuardedProcess, NotReady, wait_until
 from celery_leases.testing.servers import (
     LocalServer,
+    MariaServer,
     PostgresServer,
     RabbitServer,
     RedisServer,
@@ -27,7 +28,7 @@ from celery_leases.testing.servers import (
     find_running_rabbit,
 )
 
-KINDS = [RedisServer, PostgresServer, RabbitServer]
+KINDS = [RedisServer, PostgresServer, MariaServer, RabbitServer]
 
 
 def ask(server: LocalServer, timeout: float = 5) -> bool:
@@ -42,6 +43,9 @@ def ask(server: LocalServer, timeout: float = 5) -> bool:
                 with socket.create_connection(("127.0.0.1", server.port), timeout) as client:
                     client.sendall(bytes.fromhex("0000000804d2162f"))  # SSLRequest
                     return client.recv(1) in {b"N", b"S"}
+            case MariaServer():
+                with socket.create_connection(("127.0.0.1", server.port), timeout) as client:
+                    return b"MariaDB" in client.recv(200)  # its greeting
             case _:
                 with Connection(server.url, connect_timeout=timeout) as connection:
                     connection.connect()

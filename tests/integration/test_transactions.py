@@ -9,16 +9,21 @@ from celery.result import AsyncResult
 from sqlalchemy import text
 
 from celery_leases.core.keys import stored_key
+from celery_leases.testing.process import wait_until
+from tests.contract.sql_stores import waiting_in
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import PATIENCE, Stage, spelled
 
 BOOKING = "tests.apps.booking"
 PG_REDIS = ("redis", "redis", "postgres")
 PG_DATABASE = ("rabbit", "database", "postgres")
+MARIA_REDIS = ("rabbit", "redis", "mariadb")
+MARIA_DATABASE = ("redis", "database", "mariadb")
 LITE_REDIS = ("rabbit", "redis", "sqlite")
 LITE_DATABASE = ("redis", "database", "sqlite")
 TTL = 2.0
-LOCK_TIMEOUT = 1.5
+LOCK_TIMEOUT = {"postgres": 1.5, "mariadb": 2.0}
+IDLE = "idle_in_transaction_session_timeout = '500ms'"
 WAYS = ("session", "scoped", "connection", "driver", "django")
 
 OPEN, WRITE, GUARD, COMMIT, ROLLBACK = ["open"], ["write"], ["guard"], ["commit"], ["rollback"]
@@ -33,7 +38,7 @@ def make_books(stage: Stage) -> Stage:
     return stage
 
 
-@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, LITE_DATABASE), ids=spelled)
+@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, MARIA_REDIS, MARIA_DATABASE, LITE_DATABASE), ids=spelled)
 def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
     """A worker that keeps books; at its end nothing may be left in the queue."""
     made = make_books(stage_factory(request.param, home=BOOKING, env={"TTL": f"{TTL:g}"}))
@@ -46,11 +51,27 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 @pytest.fixture
+def on_server(stage: Stage) -> Stage:
+    """The stage, where the database is a server."""
+    if stage.record_store == "sqlite":
+        pytest.skip("there are no row locks on SQLite")
+    return stage
+
+
+@pytest.fixture
 def on_postgres(stage: Stage) -> Stage:
     """The stage, where it is one of PostgreSQL."""
     if stage.record_store != "postgres":
-        pytest.skip("there are no row locks on SQLite")
+        pytest.skip("other databases have no serialization failures")
     return stage
+
+
+@pytest.fixture
+def on_database(on_server: Stage) -> Stage:
+    """The stage, where the row is the lease, and can be locked."""
+    if on_server.lease_store != "database":
+        pytest.skip("a Redis lease has no row")
+    return on_server
 
 
 def run(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
@@ -258,6 +279,17 @@ def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(sta
     assert_balanced(stage, name, done=False)
 
 
+@pytest.mark.parametrize("word", ["effect", "save", "each", "extend"])
+def test_after_the_commit_of_a_completion_nothing_else_is_written(stage: Stage, name: str, word: str) -> None:
+    """The error says so, and the lease is not lost."""
+    assert answer(stage, name, [*BOOKED, ["try", word], ["note", "went on"]]) == "paid"
+    (told,) = stage.events("raised", name=name)
+    assert told["error"] == "AlreadyCompleted"
+    assert "after complete() was committed" in told["text"]
+    assert [event["held"] for event in stage.events("went on", name=name)] == [True]
+    assert_balanced(stage, name, done=True)
+
+
 # -- the guard ---------------------------------------------------------------------------------------------
 
 
@@ -266,6 +298,38 @@ def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, wa
     """As often as the body likes, and in the transaction that completes too, before and after."""
     script = [OPEN, GUARD, WRITE, COMMIT, OPEN, GUARD, COMPLETE, GUARD, COMMIT]
     assert answer(stage, name, script, way=way) == "paid"
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_guarded_transaction_that_is_left_open_is_a_failure(stage: Stage, name: str, way: str) -> None:
+    """Its rows are rolled back, so the call has not succeeded, whatever its body returned."""
+    if stage.record_store == "mariadb" and way in {"driver", "django"}:
+        pytest.skip("its connections do not tell one transaction from the next")
+    result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
+    with pytest.raises(Exception, match=r"after guard\(\), but its transaction was not committed") as told:
+        result.get(timeout=PATIENCE)
+    assert type(told.value).__name__ == "CompletionNotCommitted"
+    assert_balanced(stage, name, done=False)
+    assert (record(stage, name)["state"], record(stage, name)["failures"]) == ("cooling", 1)
+
+
+@pytest.mark.parametrize("way", ["driver", "django", "raw"])
+def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(stage: Stage, name: str, way: str) -> None:
+    """An effect may follow it, and the end of the body neither fails nor rolls it back."""
+    if stage.record_store == "mariadb":
+        pytest.skip("its connections do not tell one transaction from the next")
+    begin = [["sql", "BEGIN"]] if stage.record_store == "sqlite" else []
+    script = [OPEN, GUARD, WRITE, COMMIT, *begin, ["read"], ["effect"], ["keep"], ["say", "paid"]]
+    assert answer(stage, name, script, way=way) == "paid"
+    assert_balanced(stage, name, done=True)
+    assert [event["value"] for event in stage.wait_for("kept", name=name)] == [True]
+
+
+def test_a_connection_that_is_closed_after_its_commit_guards_nothing(stage: Stage, name: str) -> None:
+    """Not SQLAlchemy's wrapper of one either."""
+    script = [OPEN, GUARD, WRITE, COMMIT, ["close"], ["effect"], ["say", "paid"]]
+    assert answer(stage, name, script, way="raw") == "paid"
     assert_balanced(stage, name, done=True)
 
 
@@ -365,9 +429,9 @@ def contend(stage: Stage, name: str) -> list[AsyncResult]:
     return calls
 
 
-def test_a_long_transaction_keeps_the_key_and_succeeds(on_postgres: Stage, name: str) -> None:
+def test_a_long_transaction_keeps_the_key_and_succeeds(on_server: Stage, name: str) -> None:
     """Three times the ttl after ``complete()``: nobody takes over, contenders are put back soon, all get one answer."""
-    stage = on_postgres
+    stage = on_server
     script = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ["note", "still"], ["check"], COMMIT]
     result = run(stage, name, script)
     stage.wait_for("locked", name=name)
@@ -380,9 +444,9 @@ def test_a_long_transaction_keeps_the_key_and_succeeds(on_postgres: Stage, name:
     assert_balanced(stage, name, done=True)
 
 
-def test_contenders_of_a_locked_row_give_up_soon(on_postgres: Stage, name: str) -> None:
+def test_contenders_of_a_locked_row_give_up_soon(on_server: Stage, name: str) -> None:
     """They hold a pool process for no longer than the lock timeout."""
-    stage = on_postgres
+    stage = on_server
     gate = stage.gate()
     result = run(stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT])
     stage.wait_for("locked", name=name)
@@ -392,15 +456,15 @@ def test_contenders_of_a_locked_row_give_up_soon(on_postgres: Stage, name: str) 
     stage.wait_for_log(call.id, "put back for")
     took = time.monotonic() - began
     gate.touch()
-    assert took < LOCK_TIMEOUT + 1.0
+    assert took < LOCK_TIMEOUT[stage.record_store] + 1.0
     assert result.get(timeout=PATIENCE) == "paid"
     assert call.get(timeout=PATIENCE) == "paid"
     print(f"put back after {took:.2f} s")
 
 
-def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_postgres: Stage, name: str) -> None:
+def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_server: Stage, name: str) -> None:
     """Whoever is the next then, one of them books it, and all get its answer."""
-    stage = on_postgres
+    stage = on_server
     first = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ROLLBACK, ["sleep", 0.5], *BOOKED]
     result = run(stage, name, first, BOOKED, way="driver")
     stage.wait_for("locked", name=name)
@@ -409,6 +473,84 @@ def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_post
     answers = [call.get(timeout=PATIENCE) for call in [result, *calls]]
     assert answers == ["paid"] * 4
     assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("way", ["session", "connection"])
+def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(on_server: Stage, name: str, way: str) -> None:
+    """Three times the ttl, a commit, an effect, the end: one attempt."""
+    stage = on_server
+    script = [OPEN, WRITE, GUARD, ["sleep", 3 * TTL], ["note", "still"], COMMIT, ["effect"], ["say", "paid"]]
+    assert answer(stage, name, script, way=way) == "paid"
+    assert [event["held"] for event in stage.events("still", name=name)] == [True]
+    assert len(stage.events("begin", name=name)) == 1
+    assert_balanced(stage, name, done=True)
+
+
+@pytest.mark.parametrize("way", ["session", "connection"])
+def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
+    on_server: Stage, name: str, way: str
+) -> None:
+    """The lease was over long ago, but the commit lets him see a live one; one attempt, and he gets its answer."""
+    stage = on_server
+    gate = stage.gate()
+    script = [OPEN, WRITE, GUARD, ["sleep", 2 * TTL], ["note", "long"], ["wait", str(gate)], COMMIT, ["effect"]]
+    result = run(stage, name, [*script, ["sleep", TTL], ["say", "paid"]], BOOKED, way=way)
+    stage.wait_for("long", name=name)
+    call = run(stage, name, BOOKED)
+    if stage.lease_store == "database":
+        wait_until(lambda: waiting_for_rows(stage) > 0, PATIENCE, "the other call to wait for the row")
+    gate.touch()
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert call.get(timeout=PATIENCE) == "paid"
+    assert len(stage.events("begin", name=name)) == 1
+    assert_balanced(stage, name, done=True)
+
+
+def waiting_for_rows(stage: Stage) -> int:
+    """How many sessions wait for somebody's lock in the stage's database."""
+    with stage._engine.connect() as connection:
+        return int(connection.execute(text(waiting_in(stage._engine))).scalar() or 0)
+
+
+def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(
+    on_database: Stage, name: str
+) -> None:
+    """The lock is gone while the transaction says that it is open: the row is renewed again, and nobody else runs."""
+    stage = on_database
+    gone = [OPEN, WRITE, GUARD, ["sleep", 1.5 * TTL], ["end backend"], ["note", "gone"], ["sleep", 2 * TTL]]
+    result = run(stage, name, [*gone, ["note", "still"], ["try", *COMMIT], ROLLBACK, *BOOKED], BOOKED)
+    stage.wait_for("gone", name=name)
+    wait_until(lambda: stage.is_held("books", f"books:{name}"), TTL, "the row to be renewed")
+    call = run(stage, name, BOOKED)
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert call.get(timeout=PATIENCE) == "paid"
+    assert [event["held"] for event in stage.events("still", name=name)] == [True]
+    assert len(stage.events("begin", name=name)) == 1
+    assert_balanced(stage, name, done=True)
+
+
+def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(on_database: Stage, name: str) -> None:
+    """The server has ended the idle transaction, and another attempt has done the work: lost, within the window."""
+    stage = on_database
+    mariadb = stage.record_store == "mariadb"
+    idle = ["sql", f"SET {'idle_transaction_timeout = 1' if mariadb else IDLE}"]
+    frozen = [OPEN, WRITE, idle, GUARD, ["note", "locked"], ["sleep", 60], COMMIT, ["note", "committed"]]
+    result = run(stage, name, frozen, BOOKED)
+    stage.wait_for("locked", name=name)
+    (begun,) = stage.wait_for("begin", name=name)
+    stage.worker.pause(pid=begun["pid"])
+    try:
+        assert answer(stage, name, BOOKED) == "paid"
+    finally:
+        stage.worker.resume(pid=begun["pid"])
+    began = time.monotonic()
+    stage.wait_for_log(result.id, "lease lost")
+    took = time.monotonic() - began
+    assert took < max(TTL / 3, 1.0) + 0.5
+    assert result.get(timeout=PATIENCE) == "paid"
+    assert not stage.events("committed", name=name)
+    assert_balanced(stage, name, done=True)
+    print(f"told {took:.2f} s after SIGCONT")
 
 
 def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: str) -> None:

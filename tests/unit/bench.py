@@ -14,7 +14,7 @@ from celery_leases.core.replies import Reply, Throw
 from celery_leases.core.verdicts import Call
 from celery_leases.entry import Entry
 from celery_leases.execution import Execution
-from celery_leases.renewal import Tenure
+from celery_leases.tenure import Tenure
 from tests.unit.fake_records import FakeRecords, StillClock
 from tests.unit.fake_stores import FakeStores, Journal, Seen
 from tests.unit.situations import GROUP, KEY, TODAY, a_call

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.effects import Begun, Effect, EffectState, Found
+from celery_leases.core.effects import Begun, Effect, EffectState, Found, Scope, scope_of
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.outcomes import after_run
 from celery_leases.core.records import Outcome, Record, State, Won
-from celery_leases.effects import EffectReply, Effects, calls_of
+from celery_leases.effect_calls import EffectReply, calls_of
+from celery_leases.effects import Effects
 from celery_leases.handle import Lease
-from celery_leases.renewal import Tenure
 from celery_leases.steps import Steps
+from celery_leases.tenure import Tenure
 from celery_leases.testing.contracts.bids import make_bid
 from tests.unit.fake_records import FakeRecords, StillClock
 from tests.unit.fake_stores import Journal
@@ -27,34 +28,36 @@ CHARGE = "charge"
 
 @dataclass
 class FakeEffects:
-    """One row for each key and name, fenced by the rows of *records*."""
+    """One row for each key, name and scope, fenced by the rows of *records*."""
 
     records: FakeRecords
     journal: Journal
-    rows: dict[tuple[str, str], Effect] = field(default_factory=dict)
+    rows: dict[tuple[str, str, str], Effect] = field(default_factory=dict)
     #: While it is away it says that nothing was written, as for a row that is locked.
     refuses: bool = False
 
-    def begin(self, record: Record, name: str, idempotency_key: str, taken: int | None = None) -> Begun | Found | None:
+    def begin(
+        self, record: Record, name: str, idempotency_key: str, scope: Scope, taken: int | None = None
+    ) -> Begun | Found | None:
         """Commit the intent, find that of another attempt, or refuse."""
         try:
-            return self.journal.step("begin", lambda: self._begin(record, name, idempotency_key, taken))
+            return self.journal.step("begin", lambda: self._begin(record, name, idempotency_key, scope, taken))
         except StoreUnavailable as error:  # a database that is away does not say what it has done
             raise StoreUnavailable(str(error), False if self.refuses else None) from None
 
-    def _begin(self, record: Record, name: str, key: str, taken: int | None) -> Begun | Found | None:
+    def _begin(self, record: Record, name: str, key: str, scope: Scope, taken: int | None) -> Begun | Found | None:
         if not self.is_running(record):
             return None
-        found = self.row(record.stored_key, name)
-        if found is not None and found.generation == record.generation:
+        found = self.row(record.stored_key, name, scope.name)
+        if found is not None:
             ours = found.state is EffectState.SENT and found.fence == record.fence
             if ours:
                 return Begun(found)
             if found.state is not EffectState.SENT or found.fence != taken:
                 return Found(found)
         now = self.records.now
-        row = Effect(record.stored_key, name, record.generation, EffectState.SENT, record.fence, key, now, now)
-        self.rows[record.stored_key, name] = row
+        row = Effect(record.stored_key, name, scope.name, EffectState.SENT, record.fence, key, now, now)
+        self.rows[record.stored_key, name, scope.name] = row
         return Begun(row)
 
     def is_running(self, record: Record) -> bool:
@@ -68,13 +71,13 @@ class FakeEffects:
         return self.journal.step("finish", lambda: self._finish(effect, result, reference))
 
     def _finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        found = self.row(effect.stored_key, effect.name)
-        if found is None or (found.generation, found.fence) != (effect.generation, effect.fence):
+        found = self.row(effect.stored_key, effect.name, effect.scope)
+        if found is None or found.fence != effect.fence:
             return False
         if found.state is EffectState.DONE:
             return (found.result, found.reference) == (result, reference)
         done = replace(found, state=EffectState.DONE, result=result, reference=reference, done_at=self.records.now)
-        self.rows[effect.stored_key, effect.name] = done
+        self.rows[effect.stored_key, effect.name, effect.scope] = done
         return True
 
     def withdraw(self, effect: Effect) -> bool:
@@ -82,15 +85,15 @@ class FakeEffects:
         return self.journal.step("withdraw", lambda: self._withdraw(effect))
 
     def _withdraw(self, effect: Effect) -> bool:
-        found = self.row(effect.stored_key, effect.name)
+        found = self.row(effect.stored_key, effect.name, effect.scope)
         ours = found is not None and (found.state, found.fence) == (EffectState.SENT, effect.fence)
         if ours:
-            del self.rows[effect.stored_key, effect.name]
+            del self.rows[effect.stored_key, effect.name, effect.scope]
         return ours
 
-    def row(self, stored_key: str, name: str) -> Effect | None:
+    def row(self, stored_key: str, name: str, scope: str) -> Effect | None:
         """The effect, as it is now."""
-        found = self.rows.get((stored_key, name))
+        found = self.rows.get((stored_key, name, scope))
         return replace(found, now=self.records.now) if found is not None else None
 
     def of_key(self, record: Record) -> Sequence[Effect]:
@@ -147,6 +150,7 @@ class Attempt:
             clock=desk.clock,
             closed=self.closed,
             prefix="celery_leases",
+            scope=scope_of(record, rerun=options.pop("rerun", False), retention=60.0),
             result_max=1000,
             **(given | options),
         )
@@ -190,7 +194,7 @@ class Desk:
 
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
         """Claim the key, from whoever has it."""
-        claim = self.records.claim_now(make_bid(KEY, call_id=call_id, rerun=options.pop("rerun", False)), "fake")
+        claim = self.records.claim_now(make_bid(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake")
         assert isinstance(claim, Won), claim
         return Attempt(self, claim.record, **options)
 
@@ -218,9 +222,9 @@ class Desk:
         self.journal.clear()
         return taken
 
-    def effect(self, name: str = CHARGE) -> Effect | None:
+    def effect(self, name: str = CHARGE, scope: str = "#0") -> Effect | None:
         """The effect, as it is now."""
-        return self.store.row(KEY, name)
+        return self.store.row(KEY, name, scope)
 
     @property
     def state(self) -> str | None:

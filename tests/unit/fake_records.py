@@ -165,7 +165,8 @@ class FakeRecords:
         self.written[row.fence, row.owner] = outcome
         finished = outcome.finished
         names = ["state", "ended", "attempt", "failures", "crashes", "retries", "result", "reason", "failure"]
-        written: dict[str, Any] = {n: getattr(outcome, n) for n in [*names, "quick_retries", "cooldowns", "resumes"]}
+        names += ["quick_retries", "cooldowns", "resumes", "crashed_call"]
+        written: dict[str, Any] = {name: getattr(outcome, name) for name in names}
         self.rows[record.stored_key] = replace(
             row,
             retry_at=None if outcome.retry_after is None else self.now + round(outcome.retry_after * SECOND),

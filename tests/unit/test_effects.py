@@ -25,21 +25,20 @@ from celery_leases.core.effects import (
     usable_name,
     was_executed,
 )
-from celery_leases.core.endings import Lost
+from celery_leases.core.endings import Lost, Returned
 from celery_leases.core.errors import (
     Cooldown,
     EffectMisused,
     LeaseConfigurationError,
     LeaseLost,
     PermanentFailure,
-    ResultMissing,
     RetryLater,
     Snooze,
     StoreUnavailable,
     Uncertain,
 )
 from celery_leases.core.rulings import cooldown, permanent, retry
-from celery_leases.effects import EffectReply
+from celery_leases.effect_calls import EffectReply
 from celery_leases.unleased import Unleased
 from tests.unit.fake_effects import CHARGE, KEY, Attempt, Desk
 from tests.unit.lookalikes import http_error, lookalike
@@ -63,7 +62,7 @@ def attempt(desk: Desk) -> Attempt:
 
 def found(state: EffectState = EffectState.SENT, age: float = 0.0) -> Effect:
     """An effect of an earlier attempt."""
-    return Effect(KEY, CHARGE, 0, state, 17, "k", 1_000 * SECOND, 1_000 * SECOND + round(age * SECOND))
+    return Effect(KEY, CHARGE, "#0", state, 17, "k", 1_000 * SECOND, 1_000 * SECOND + round(age * SECOND))
 
 
 def timed_out() -> Any:
@@ -115,14 +114,14 @@ class TestIdempotencyKeys:
         ("parts", "expected"),
         [
             (
-                ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", 0),
-                "8f1dec4b883e89558a8fb5d6dfb741e393805161c1d91f74",
+                ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", "#0"),
+                "85ce8fa249cb3fd523e7c90ab344e6b47128bbc07963f6ef",
             ),
             (
-                ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", 1),
-                "ad247c5c623505293945b9936f6400018b4488a666050c91",
+                ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", "#1"),
+                "64eaf830851587f717262d0556fad170cfd1547ca9b73176",
             ),
-            (("billing", "g:naïve ✓", "mail é", 12), "0b1e6d6a3fa1a9df213de21896477121b7680d84de715d21"),
+            (("billing", "g:naïve ✓", "mail é", "call-12"), "5f5b1af271bf0a64f22113b1aa09a7a95245613ede9899d2"),
         ],
     )
     def test_they_are_as_they_were(self, parts: Any, expected: str) -> None:
@@ -132,18 +131,18 @@ class TestIdempotencyKeys:
     def test_each_part_makes_another_key(self) -> None:
         """And none can be moved into its neighbour."""
         parts = [
-            ("celery_leases", KEY, CHARGE, 0),
-            ("celery", f"_leases{KEY}", CHARGE, 0),
-            ("celery_leases", f"{KEY}c", "harge", 0),
-            ("celery_leases", KEY, "charge1", 0),
-            ("celery_leases", KEY, CHARGE, 10),
-            ("celery_leases", KEY, CHARGE, 1),
+            ("celery_leases", KEY, CHARGE, "#0"),
+            ("celery", f"_leases{KEY}", CHARGE, "#0"),
+            ("celery_leases", f"{KEY}c", "harge", "#0"),
+            ("celery_leases", KEY, "charge1", "#0"),
+            ("celery_leases", KEY, CHARGE, "#10"),
+            ("celery_leases", KEY, CHARGE, "#1"),
         ]
         assert len({idempotency_key(*one) for one in parts}) == len(parts)
 
     def test_they_carry_no_personal_data_and_fit_anywhere(self) -> None:
         """Hexadecimal digits, fewer than any provider's limit."""
-        key = idempotency_key("celery_leases", "t:x|jane@example.com", CHARGE, 0)
+        key = idempotency_key("celery_leases", "t:x|jane@example.com", CHARGE, "#0")
         assert set(key) <= set("0123456789abcdef")
         assert len(key) == 48
 
@@ -238,7 +237,7 @@ class TestOneAttempt:
     def test_the_call_is_given_the_idempotency_key(self, desk: Desk, attempt: Attempt) -> None:
         """Made of prefix, stored key, name and generation."""
         reply = attempt.effect()
-        assert desk.called == [idempotency_key("celery_leases", KEY, CHARGE, 0)] == [reply.idempotency_key]
+        assert desk.called == [idempotency_key("celery_leases", KEY, CHARGE, "#0")] == [reply.idempotency_key]
 
     def test_the_reply_is_given_as_json_gives_it_back(self, attempt: Attempt) -> None:
         """So that the first attempt gets what a later one will."""
@@ -682,13 +681,46 @@ class TestRepliesThatCannotBeKept:
         ("reply", "why"), [(object(), "result_not_json"), ({1, 2}, "result_not_json"), ("x" * 2000, "result_too_large")]
     )
     def test_it_is_done_and_never_called_again(self, desk: Desk, attempt: Attempt, reply: Any, why: str) -> None:
-        """The error says that it has happened, and what to change; later attempts say that the reply is not there."""
-        with pytest.raises(EffectMisused, match=f"has happened.*{why}.*reference="):
+        """It is parked at once, and by each later attempt: the error says that it has happened, and what to do."""
+        with pytest.raises(Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done") as caught:
             attempt.effect(reply)
         assert (desk.state, attempt.tenure.work.progressed) == ("done", True)
-        with pytest.raises(ResultMissing, match="is done, but its reply was not kept"):
+        assert (caught.value.effect, caught.value.idempotency_key) == (CHARGE, desk.called[0])
+        with pytest.raises(Uncertain, match=r"HAS happened.*no verify was given"):
+            desk.attempt().effect("never", uncertain="rerun")
+        with pytest.raises(Uncertain, match=r"HAS happened.*verify did not find it"):
             desk.attempt().effect("never", uncertain="rerun", verify=lambda _: None)
         assert len(desk.called) == 1
+
+    def test_a_corrected_task_looks_its_reply_up(self, desk: Desk, attempt: Attempt) -> None:
+        """As often as it is asked for, however young it is; nothing is called, nothing written."""
+        with pytest.raises(Uncertain):
+            attempt.effect(object())
+        before = desk.effect()
+        for _ in range(2):
+            reply = desk.attempt().effect("never", verify=lambda key: {"id": key}, reference=lambda reply: reply["id"])
+            assert reply == EffectReply({"id": desk.called[0]}, desk.called[0], desk.called[0], saved=True)
+        assert desk.effect() == before
+        assert len(desk.called) == 1
+
+    @pytest.mark.parametrize(("found", "why"), [(object(), "result_not_json"), (Uncertain("two of them"), "two of")])
+    def test_what_is_looked_up_and_cannot_be_kept_either_parks(
+        self, desk: Desk, attempt: Attempt, found: Any, why: str
+    ) -> None:
+        """With a reference it is enough."""
+
+        def verify(_: str) -> Any:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        with pytest.raises(Uncertain):
+            attempt.effect(object())
+        with pytest.raises(Uncertain, match=f"HAS happened.*{why}"):
+            desk.attempt().effect("never", verify=verify)
+        if not isinstance(found, Exception):
+            reply = desk.attempt().effect("never", verify=verify, reference=lambda _: "ch_1")
+            assert (reply.value, reply.reference) == (None, "ch_1")
 
     @pytest.mark.parametrize("reply", [object(), "x" * 2000])
     def test_a_reference_is_enough_to_go_on_with(self, desk: Desk, attempt: Attempt, reply: Any) -> None:
@@ -732,6 +764,34 @@ class TestGenerations:
         assert desk.attempt("two", rerun=True).effect("2").value == "2"
         assert len(set(desk.called)) == len(desk.called) == 2
 
+    @pytest.mark.parametrize("way", ["verify", "stop", "rerun"])
+    def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(self, desk: Desk, way: str) -> None:
+        """The other one took over what its crash had left open, and has effects of its own."""
+        with pytest.raises(RuntimeError):
+            desk.attempt("one", rerun=True).effect(RuntimeError())
+        other = desk.attempt("two", rerun=True)
+        assert other.effect("of two").value == "of two"
+        desk.closed(other.record, Returned(None, None, None))
+        again = desk.attempt("one", rerun=True)
+        assert again.record.generation == 2
+        if way == "stop":
+            with pytest.raises(Uncertain):
+                again.effect("never")
+        elif way == "verify":
+            assert again.effect("never", verify=lambda key: key, verify_after=0).value == desk.called[0]
+        else:
+            assert again.effect("of one", uncertain="rerun").value == "of one"
+        assert desk.called == [desk.called[0], desk.called[1]] + [desk.called[0]] * (way == "rerun")
+        assert desk.called[0] != desk.called[1]
+
+
+async def _asynchronous(key: str) -> str:
+    return key
+
+
+def _generating(key: str) -> Any:
+    yield key
+
 
 class TestWhatIsGiven:
     """Slips are told at once, before anything happens."""
@@ -743,6 +803,9 @@ class TestWhatIsGiven:
             ({"reference": "id"}, TypeError),
             ({"uncertain": "retry"}, ValueError),
             ({"uncertain": None}, ValueError),
+            ({"verify": lambda: None}, TypeError),
+            ({"reference": isinstance}, TypeError),
+            ({"verify": _asynchronous}, TypeError),
             ({"verify_after": -1}, LeaseConfigurationError),
             ({"verify_after": "soon"}, LeaseConfigurationError),
         ],
@@ -761,6 +824,21 @@ class TestWhatIsGiven:
         """Not its result, which is how one forgets the lambda."""
         with pytest.raises(TypeError, match=r"call=.*callable"):
             attempt.lease.effect(CHARGE, {"id": "ch_1"})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("call", [lambda: "ch_1", _asynchronous, _generating], ids=["arity", "async", "generator"])
+    def test_the_call_can_be_made_as_it_is(self, desk: Desk, attempt: Attempt, call: Any) -> None:
+        """Else the key would be parked for a call that was never made."""
+        with pytest.raises(TypeError, match=r"effect\(call="):
+            attempt.lease.effect(CHARGE, call)
+        assert desk.steps() == []
+
+    def test_a_call_that_only_promises_a_reply_is_taken_back(self, desk: Desk) -> None:
+        """Its coroutine was never run, so nothing has happened."""
+        promise = _asynchronous("")
+        with pytest.raises(EffectMisused, match="returned a coroutine"):
+            desk.attempt().effect(promise)
+        promise.close()
+        assert desk.attempt().effect("ch_1").value == "ch_1"
 
     @pytest.mark.parametrize("after", ["1m", 60])
     def test_verify_after_is_any_duration(self, desk: Desk, after: Any) -> None:

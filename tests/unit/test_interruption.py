@@ -4,7 +4,7 @@ import pytest
 
 from celery_leases.core.errors import LeaseLost
 from celery_leases.interruption import SignalShield
-from celery_leases.renewal import LEFT_ALONE, Tenure
+from celery_leases.tenure import LEFT_ALONE, Tenure
 from celery_leases.testing.contracts.bids import make_bid
 
 
@@ -26,7 +26,7 @@ def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
     """Told twice at once, it could not clean up; told only once, it might go on, as the first may have vanished."""
     clock, shield = StillClock(), SignalShield()
     tenure = Tenure(make_bid("t:task|key"), 0.0, clock)
-    with shield.around(), shield.opened(tenure, interrupt=True):
+    with shield.around(), shield.opened(tenure, "interrupt"):
         shield._on_loss(0, None)  # nothing is lost
         tenure.lost = "taken by another owner"
         with pytest.raises(LeaseLost):

@@ -82,7 +82,7 @@ WRONG = [
     *[("cooldown", value) for value in (0, -1, "", "soon", None, True, float("nan"), [300], {"base": 300})],
     *[("cooldown_group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
     *[("rules", value) for value in (None, "default", [], {}, Rules, print)],
-    ("on_lost", "kill"),
+    ("on_lost", "murder"),
     *[("key", value) for value in ("", 7, b"k", ["a"], True, "{", "a}", "{}", "{0}", "{0.name}", "{month!x}")],
     *[("fingerprint", value) for value in (True, 7, "month", {"month": 1}, ["month", 1], b"month")],
 ]  # fmt: skip
@@ -104,7 +104,7 @@ class TestWrongValues:
         [
             ("on_held", "skip", "'put_back' or 'wait' or 'ignore' or 'fail'"),
             ("on_done", "skip", "'replay' or 'ignore' or 'fail' or 'rerun'"),
-            ("on_lost", "skip", "'interrupt' or 'flag'"),
+            ("on_lost", "skip", "'interrupt' or 'flag' or 'kill'"),
             ("scope", "app", "'task' or 'global'"),
             ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
             ("wait", "-30", "seconds above 0 (below ten years) as a number, as text such as"),

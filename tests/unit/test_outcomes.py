@@ -15,8 +15,11 @@ from celery_leases.core.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.core.failures import after_failure
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.outcomes import (
+    CRASH_LOOP,
+    Death,
     after_run,
     crash_pause,
+    died,
     gave_up,
     settle_pause,
     settle_until,
@@ -116,6 +119,42 @@ class TestAfterTheRun:
 
     def test_without_rerun_no_calls_are_remembered(self) -> None:
         assert closed(Returned(1, "1")).finished is None
+
+
+class TestADeadChild:
+    """Closed by the main process, which outlives it."""
+
+    def test_a_killed_one_is_a_crash_and_its_call_comes_back(self) -> None:
+        outcome = died(a_call(), replace(RUNNING, crashes=0, quick_retries=3), Death.KILLED)
+        assert (outcome.state, outcome.ended, outcome.reason) == (State.PENDING, Ended.CRASHED, "its process died")
+        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 1, None)
+        assert (outcome.failures, outcome.quick_retries, outcome.resumes) == (2, 3, True)
+
+    def test_one_killed_by_the_hard_limit_is_a_crash_whose_call_is_over(self) -> None:
+        outcome = died(a_call(), replace(RUNNING, crashes=1), Death.TIME_LIMIT)
+        assert (outcome.state, outcome.ended, outcome.resumes) == (State.PENDING, Ended.TERMINATED, False)
+        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 2, 5.0)
+
+    def test_a_revoked_one_is_given_back_and_counts_as_nothing(self) -> None:
+        outcome = died(a_call(), RUNNING, Death.REVOKED)
+        assert (outcome.state, outcome.ended, outcome.resumes) == (State.PENDING, Ended.TERMINATED, False)
+        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
+
+    def test_the_last_of_a_crash_loop_fails_for_good(self) -> None:
+        outcome = died(a_call(), replace(RUNNING, crashes=2), Death.KILLED)
+        assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, CRASH_LOOP)
+
+    def test_under_rerun_another_calls_crashes_are_not_added(self) -> None:
+        record = replace(RUNNING, crashes=2, crashed_call="another")
+        outcome = died(a_call(on_done="rerun"), record, Death.KILLED)
+        assert (outcome.crashes, outcome.crashed_call) == (1, OURS)
+
+    @pytest.mark.parametrize("ending", ["returned", "terminated"])
+    def test_under_rerun_the_crashes_are_those_of_the_call_that_died(self, ending: str) -> None:
+        """Another call's success leaves them, its own death begins a row of its own."""
+        record = replace(RUNNING, crashes=2, crashed_call="another")
+        outcome = closed(ENDINGS[ending], record, on_done="rerun")
+        assert (outcome.crashes, outcome.crashed_call) == ((2, "another") if ending == "returned" else (1, OURS))
 
 
 class TestAfterAFailure:

@@ -71,6 +71,10 @@ class OpenTransaction:
         """Whether it is open."""
         return self.open
 
+    def is_over(self) -> bool:
+        """Whether it is not."""
+        return not self.open
+
     def roll_back(self) -> None:
         """Not by these tests."""
 
@@ -364,7 +368,8 @@ class TestEach:
     def test_nothing_is_saved_while_a_transaction_of_the_users_own_is_open(self, desk: Desk, attempt: Attempt) -> None:
         """It would wait for its own thread's lock."""
         transaction: Any = OpenTransaction()
-        attempt.tenure.work.guard(transaction)
+        with attempt.tenure.work.locking(transaction):
+            pass
         with pytest.raises(GuardOpen):
             attempt.lease.save_progress(1)
         with pytest.raises(GuardOpen, match="each"):

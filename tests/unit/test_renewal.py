@@ -12,7 +12,8 @@ from celery_leases.core.errors import LeaseLost, StoreUnavailable
 from celery_leases.core.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import Bid, State
-from celery_leases.renewal import DEADLINE, FORGOTTEN, HELD_TOO_LONG, RELEASED, TAKEN, Renewer, Tenure
+from celery_leases.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer
+from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, Tenure
 
 TTL = 6.0
 HARD = TTL - TTL * 0.01 - 0.002
@@ -48,7 +49,7 @@ class RealClock(FakeClock):
 class FakeLeases:
     """Answers renewals as told, and remembers everything it was asked."""
 
-    answer: Callable[[Renewal], Kept] = lambda _: Kept.OURS
+    answer: Callable[[Renewal], Kept | StoreUnavailable] = lambda _: Kept.OURS
     reasserts: bool = True
     in_records: bool = False
     name: str = "fake"
@@ -56,7 +57,7 @@ class FakeLeases:
     released: list[str] = field(default_factory=list)
     reasserted: list[str] = field(default_factory=list)
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+    def renew(self, renewals: Sequence[Renewal]) -> list[Kept | StoreUnavailable]:
         """Answer, and remember."""
         self.renewed += renewals
         return [self.answer(renewal) for renewal in renewals]
@@ -287,6 +288,24 @@ def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(bench: 
     assert tenure.hard == pytest.approx(1000 + HARD)
     assert tenure.due == pytest.approx(1002 + TTL / 12)
     assert [event.error for event in bench.seen.of(RenewalFailed)] == [str(error)]
+
+
+def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
+    """Its node is down, or its lease cannot be asserted again; those before and after it are renewed."""
+    before, down, forgotten, after = tenures = [bench.tenure(token) for token in ("a", "b", "c", "d")]
+    bench.clock.time = 1002.0
+    answers: dict[str, Kept | StoreUnavailable] = {"b": StoreUnavailable("node away", None), "c": Kept.MISSING}
+    bench.leases.answer = lambda renewal: answers.get(renewal.token, Kept.OURS)
+
+    def refuse(bid: Bid) -> bool:
+        raise StoreUnavailable("cannot be asserted", None)
+
+    bench.leases.reassert = refuse  # type: ignore[method-assign]
+    bench.renew(*tenures)
+    assert before.hard == after.hard == pytest.approx(1002 + HARD)
+    assert down.hard == forgotten.hard == pytest.approx(1000 + HARD)
+    assert [tenure.lost for tenure in tenures] == [None] * 4
+    assert [event.error for event in bench.seen.of(RenewalFailed)] == ["node away", "cannot be asserted"]
 
 
 def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.effects import Begun, Effect, Found
+from celery_leases.core.effects import Begun, Effect, Found, scope_of
 from celery_leases.core.ports import EffectStore, RecordStore
 from celery_leases.core.records import Record
 from celery_leases.testing.contracts.record_case import RecordCase
@@ -25,14 +25,19 @@ class EffectCase(RecordCase):
         raise NotImplementedError("override the fixture `effects` with an effect store")
 
 
-def begin(effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None) -> Begun | Found | None:
-    """What the store says to an intent of the attempt on *record*."""
-    return effects.begin(record, name, f"{record.stored_key}/{name}"[:64], taken)
+def begin(
+    effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None, keep: float | None = None
+) -> Begun | Found | None:
+    """What the store says to an intent of the attempt on *record*; with *keep* it is one of its call alone."""
+    scope = scope_of(record, rerun=keep is not None, retention=keep or 0.0)
+    return effects.begin(record, name, f"{record.stored_key}/{name}"[:64], scope, taken)
 
 
-def sent(effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None) -> Effect:
+def sent(
+    effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None, keep: float | None = None
+) -> Effect:
     """The effect, whose intent must be accepted."""
-    begun = begin(effects, record, name, taken)
+    begun = begin(effects, record, name, taken, keep)
     assert isinstance(begun, Begun), begun
     return begun.effect
 
@@ -43,7 +48,7 @@ def finished(effects: EffectStore, effect: Effect, result: str = '"ok"', referen
 
 
 def found_of(effects: EffectStore, record: Record) -> list[Effect]:
-    """The effects of the record's generation, without the moment they were read at."""
+    """The effects of the record's generation and of its call, without the moment they were read at."""
     return [replace(effect, now=0) for effect in effects.of_key(record)]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from celery_leases.testing.contracts.intents import IntentContract
 from celery_leases.testing.contracts.progress import ProgressContract
 from celery_leases.testing.contracts.replies import ReplyContract
+from celery_leases.testing.contracts.scopes import ScopeContract
 
 
-class EffectStoreContract(IntentContract, ReplyContract, ProgressContract):
+class EffectStoreContract(IntentContract, ReplyContract, ScopeContract, ProgressContract):
     """For every ``EffectStore``, beside the record store it belongs to.
 
     Override the fixtures ``records`` and ``effects``; and ``pass_time`` where the store's clock can be turned.

@@ -36,7 +36,7 @@ class IntentContract(EffectCase):
         record = won(records, make_bid(key))
         begun = sent(effects, record)
         assert (begun.stored_key, begun.name, begun.state) == (key, CHARGE, EffectState.SENT)
-        assert (begun.fence, begun.generation, begun.idempotency_key) == (record.fence, 0, f"{key}/{CHARGE}")
+        assert (begun.fence, begun.scope, begun.idempotency_key) == (record.fence, "#0", f"{key}/{CHARGE}")
         assert (begun.result, begun.reference, begun.done_at) == (None, None, None)
         assert abs(begun.sent_at - record.started_at) < MARGIN
         assert begun.age() < 1.0

@@ -98,6 +98,32 @@ class RepairContract(RecordCase):
         record = won(records, again(bid, fingerprint="v1:b"))
         assert (record.attempt, record.generation, record.fingerprint, record.previous) == (1, 1, "v1:b", None)
 
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_a_reset_of_a_row_that_has_moved_on_takes_nothing(self, records: RecordStore, key: str, keep: bool) -> None:
+        """Somebody has claimed it, or it was closed, since it was looked at; as it was seen it is taken."""
+        seen = won(records, make_bid(key))
+        record = won(records, make_bid(key))
+        assert records.reset(key, keep=keep, seen=seen) is None
+        after = closed(records, record)
+        assert records.reset(key, keep=keep, seen=record) is None
+        assert row(records, key) == after
+        taken = records.reset(key, keep=keep, seen=after)
+        assert taken is not None
+        assert taken.state is State.PENDING
+
+    @pytest.mark.parametrize(("own", "given", "days"), [(30.0, None, 30), (30.0, 2.0, 2), (None, None, 7)])
+    def test_a_row_that_was_reset_counts_for_the_retention_of_its_task(
+        self, records: RecordStore, key: str, own: float | None, given: float | None, days: int
+    ) -> None:
+        """As the claim wrote it down; unless something else is said, or nothing is known."""
+        day = 86_400.0
+        won(records, make_bid(key, retention=own * day if own else None))
+        after = records.reset(key, keep=True, retention=given * day if given else None)
+        assert after is not None
+        assert after.expires_at is not None
+        assert (after.expires_at - after.now) / 1e6 == pytest.approx(days * day, abs=30)
+        assert after.retention == (own * day if own else None)
+
     def test_a_reset_of_an_absent_row_makes_none(self, records: RecordStore, key: str) -> None:
         """There was nothing to take away."""
         assert records.reset(key, keep=True) is None

@@ -136,7 +136,7 @@ class ReplyContract(EffectCase):
     def test_a_new_generation_has_effects_of_its_own(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime, how: str, done: bool
     ) -> None:
-        """Nothing of the old one counts, and its late reply is refused."""
+        """Nothing of the old one counts, nor does its late reply."""
         old = won(records, make_bid(key))
         before = sent(effects, old)
         if done:
@@ -154,9 +154,9 @@ class ReplyContract(EffectCase):
         assert record.generation == 1
         assert effects.of_key(record) == []
         begun = sent(effects, record)
-        assert (begun.generation, begun.result, begun.reference, begun.done_at) == (1, None, None, None)
-        assert not finished(effects, before, '"late"')
-        assert not effects.withdraw(before)
+        assert (begun.scope, begun.result, begun.reference, begun.done_at) == ("#1", None, None, None)
+        finished(effects, before, '"late"')
+        effects.withdraw(before)
         assert found_of(effects, record) == [replace(begun, now=0)]
 
     # -- an operator's word --------------------------------------------------------------------------------

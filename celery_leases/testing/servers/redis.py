@@ -44,6 +44,7 @@ class RedisServer(LocalServer):
         super().__init__()
         self._binary = binary
         self._options = options
+        self._asked = 0
 
     @property
     def url(self) -> str:
@@ -51,6 +52,7 @@ class RedisServer(LocalServer):
         return f"redis://127.0.0.1:{self.port}/0"
 
     def _launch(self, home: Path, port: int) -> GuardedProcess:
+        self._asked = port
         binary = self._binary or find_redis_binary()
         where = ("--port", str(port), "--bind", "127.0.0.1", "--dir", home)
         nothing_on_disk = ("--save", "", "--appendonly", "no", "--daemonize", "no")
@@ -58,12 +60,12 @@ class RedisServer(LocalServer):
 
     def _await_ready(self, process: GuardedProcess) -> None:
         # The log's own "ready" line is worded differently by Redis and Valkey and vanishes at higher log levels.
-        port = int(process.argv[2])
+        port = self._asked
         deadline = time.monotonic() + self.start_timeout
         while process.alive and time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as client:
                 client.sendall(b"PING\r\n")
-                if client.recv(16).startswith(b"+PONG") and process.alive:
+                if client.recv(16).startswith((b"+PONG", b"-NOAUTH")) and process.alive:
                     return
             time.sleep(POLL)
         raise NotReady(f"{self.name} did not answer PING on port {port}; its log:\n{process.logs()}")

@@ -1,0 +1,1 @@
+"""Comparisons with other software, run by hand; nothing here is part of the package."""

@@ -1,0 +1,30 @@
+"""celery-heimdall, as in its README: ``HeimdallTask`` with ``unique``, and ``setup_redis`` to name a Redis."""
+
+from typing import Any
+
+import redis
+from celery import Celery
+from celery_heimdall import AlreadyQueuedError, HeimdallTask
+
+
+class Task(HeimdallTask):
+    """Locks are kept in the Redis for locks."""
+
+    abstract = True
+
+    def setup_redis(self) -> redis.Redis:
+        """As its documentation says for a Redis that is not Celery's own."""
+        return redis.Redis.from_url(self.app.conf.redis_of_locks)
+
+
+UNIQUE: dict[str, Any] = {"base": Task, "heimdall": {"unique": True}}
+REFUSING: dict[str, Any] = {"base": Task, "heimdall": {"unique": True, "unique_raises": True}}
+SKIPPING = UNIQUE  # a duplicate gets the result of the first
+DUPLICATE = AlreadyQueuedError
+
+
+def configure(app: Celery, locks: str, seconds: float | None) -> None:
+    """The lock's default is an hour."""
+    app.conf.redis_of_locks = locks
+    if seconds is not None:
+        app.conf.heimdall_unique_timeout = int(seconds)

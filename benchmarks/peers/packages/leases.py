@@ -1,0 +1,21 @@
+"""celery_leases, with Redis leases and its records in a SQLite file; all options but the key are the defaults."""
+
+import os
+from typing import Any
+
+from celery import Celery
+
+from celery_leases import LeasedTask, LeaseHeld
+
+UNIQUE: dict[str, Any] = {"base": LeasedTask, "lease_key": "{name}"}
+REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_held": "fail"}
+SKIPPING: dict[str, Any] = {**UNIQUE, "lease_on_held": "ignore", "lease_on_done": "ignore"}
+DUPLICATE = LeaseHeld
+
+
+def configure(app: Celery, locks: str, seconds: float | None) -> None:
+    """The ttl is renewed while the body runs; its default is 15 seconds."""
+    app.conf.leases_url = locks
+    app.conf.leases_database_url = f"sqlite:///{os.environ['PEERS_DIRECTORY']}/records.db"
+    if seconds is not None:
+        app.conf.leases_ttl = seconds

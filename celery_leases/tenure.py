@@ -1,0 +1,178 @@
+"""One lease as its holder sees it: until when it counts, by the local clock and by what the store has said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from celery_leases.core import validity
+from celery_leases.core.errors import LeaseLost
+from celery_leases.core.ports import Clock
+from celery_leases.core.records import Bid
+from celery_leases.work import Work
+
+DEADLINE: Final = "not renewed in time"
+HELD_TOO_LONG: Final = "held for lease_max_hold"
+LEFT_ALONE: Final = 0.4
+
+
+class Tenure:
+    """One lease as its holder sees it. Whether it still counts is arithmetic on the local clock, so a renewer that
+    died does no harm; once lost it stays lost, whatever a late reply says.
+
+    Its deadline moves in :meth:`extended`, :meth:`seen_locked` and :meth:`complete`, and back to the ordinary one when
+    a transaction of the body's own ends that has locked its row (``work.guarded``).
+    """
+
+    def __init__(self, bid: Bid, sent: float, clock: Clock, *, renew: bool = True, max_hold: float = 86_400.0) -> None:
+        self.bid = bid
+        self.fence = 0
+        #: What the body does beside returning.
+        self.work = Work()
+        #: The cooldown group for which this attempt is the probe; its slot is renewed along with the lease.
+        self.probe: str | None = None
+        self.hard = validity.hard_deadline(sent, bid.ttl)
+        self.lost: str | None = None
+        #: Called from another thread when the lease is lost, and again until the body has ended; must not block.
+        self.interrupt: Callable[[], None] | None = None
+        #: Told of the moment at which the process must be dead, whenever that moves.
+        self.put_off: Callable[[float], None] | None = None
+        #: Called by :meth:`check` while the lease is in doubt: asks the store, and has told the answer when it returns.
+        self.confirm: Callable[[], None] | None = None
+        #: While in doubt: until when the watcher waits for the store's answer.
+        self.answer_by: float | None = None
+        #: Whether the lease is the claimed row itself.
+        self.row_is_lease = False
+        self.due = validity.renewal_due(sent, bid.ttl)
+        self.in_flight = False
+        self.unverified = False
+        self.nudges = 0
+        self.nudge_at = 0.0
+        self._clock = clock
+        self._told = -math.inf
+        self._renewed = sent
+        self._seen_locked = -math.inf
+        self._hold_until = sent + max_hold
+        self._renew_until = self._hold_until if renew else sent
+
+    # -- what the clock says -------------------------------------------------------------------------------
+
+    @property
+    def stop(self) -> float:
+        """When the body must stop; see :func:`celery_leases.core.validity.stop_deadline`.
+
+        Where the claimed row is the lease, an open transaction of the body's own that has locked it keeps every claim
+        out, and every renewal too. That lock is believed for :func:`~celery_leases.core.validity.lock_believed` from
+        when it was last seen, at most until the lease has been held for as long as it may be.
+        """
+        ordinary = validity.stop_deadline(self.hard, self.bid.ttl)
+        if not (self.guarded and self._locked_since):
+            return ordinary
+        return max(ordinary, min(self._hold_until, self._seen_locked + validity.lock_believed(self.bid.ttl)))
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the row is the lease, and an open transaction of the body's own is said to have it locked."""
+        return self.row_is_lease and self.work.guarded
+
+    @property
+    def dead_by(self) -> float:
+        """When a body that is to be killed must be dead: the end of the lease, or of the trust in the row's lock, with
+        the time it takes to ask whether the lease outlasted that.
+        """
+        locked = self.stop + validity.answer_awaited(self.bid.ttl) if self.guarded else -math.inf
+        return max(self.hard, locked)
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease still counts."""
+        return self.lost is None and self._clock.now() < self.stop
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is lost for good: neither held nor in doubt."""
+        return self.lost is not None or not (self.held or self.in_doubt(self._clock.now()))
+
+    def in_doubt(self, now: float) -> bool:
+        """Whether only the store can tell if the lease counts: the deadline has passed, but since the last renewal a
+        transaction of the body's own has had the row locked, so that it could not be renewed.
+        """
+        if self.lost is not None or now < self.stop or now >= self._hold_until:
+            return False
+        return self._locked_since and (self.answer_by is None or now < self.answer_by)
+
+    def remaining(self) -> float:
+        """Seconds until the body must stop; 0 when the lease is lost."""
+        return max(0.0, self.stop - self._clock.now()) if self.lost is None else 0.0
+
+    def check(self) -> None:
+        """Raise :class:`LeaseLost` unless the lease still counts; while that is in doubt, ask the store first."""
+        if not self.held and self.confirm is not None and self.in_doubt(self._clock.now()):
+            self.confirm()
+        if not self.held:
+            reason = self.lost or DEADLINE
+            self._told = self._clock.now()
+            raise LeaseLost(f"{self.bid.key}: the lease is lost: {reason}", self.bid.key, reason)
+
+    def now(self) -> float:
+        """The local clock the lease is counted on."""
+        return self._clock.now()
+
+    def just_told(self) -> bool:
+        """Whether the body was told of the loss a moment ago: it may be cleaning up, and is left alone for it."""
+        return self._clock.now() - self._told < LEFT_ALONE
+
+    # -- what the store says -------------------------------------------------------------------------------
+
+    def extended(self, sent: float, ttl: float) -> None:
+        """The store confirmed, for a request sent at *sent*, that the lease lasts another *ttl* seconds."""
+        if self.lost is None:
+            self.hard = max(self.hard, validity.hard_deadline(sent, ttl))
+            self.due = validity.renewal_due(sent, self.bid.ttl)
+            self._renewed = max(self._renewed, sent)
+            self.answer_by = None
+            self._moved()
+
+    def seen_locked(self, sent: float) -> None:
+        """The store confirmed, for a request sent at *sent*, that the row is ours and locked."""
+        self._seen_locked = max(self._seen_locked, sent)
+        if self._clock.now() < self.stop:
+            self.answer_by = None
+        self._moved()
+
+    def complete(self) -> None:
+        """The body has committed the done record: nobody else runs the key, and there is nothing to renew any more."""
+        self.hard = max(self.hard, self._hold_until)
+        self._renew_until = self._seen_locked = -math.inf
+        self.answer_by = None
+        self._moved()
+
+    def _moved(self) -> None:
+        if self.put_off is not None:
+            self.put_off(self.dead_by)
+
+    # -- what is to be done --------------------------------------------------------------------------------
+
+    def renewable(self, now: float) -> bool:
+        """Whether to go on renewing."""
+        return self.lost is None and now < self._renew_until
+
+    def looked_after(self, now: float) -> bool:
+        """Whether the keeper asks the store about it: to renew it, or to see what has become of its row's lock."""
+        return self.renewable(now) or (self.lost is None and now < self._hold_until and self._locked_since)
+
+    def asks_for(self, now: float) -> float:
+        """The seconds the keeper asks for; 0 is a mere look, where the lease is not to be renewed."""
+        return self.bid.ttl if self.renewable(now) or self.in_doubt(now) else 0.0
+
+    def overdue(self, now: float) -> str | None:
+        """Why the lease is over by the clock, if it is."""
+        if now < self.stop or self.in_doubt(now):
+            return None
+        return DEADLINE if now < self._renew_until else HELD_TOO_LONG
+
+    @property
+    def _locked_since(self) -> bool:
+        """Whether a transaction of the body's own has had the row locked since the last renewal."""
+        return self.row_is_lease and self._seen_locked > self._renewed

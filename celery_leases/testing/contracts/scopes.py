@@ -1,0 +1,142 @@
+"""What every store of effects must do where calls have effects of their own, beside those of a generation."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_leases.core.effects import EffectState, Found
+from celery_leases.core.ports import EffectStore, RecordStore
+from celery_leases.core.records import Bid, Record
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.effect_case import CHARGE, EffectCase, begin, finished, purge, sent
+from celery_leases.testing.contracts.record_case import PassTime, again, closed, row, won
+
+HOUR = 3600.0
+
+
+class ScopeContract(EffectCase):
+    """Another call that takes the record over meanwhile neither sees, nor changes, the effects of the first."""
+
+    def test_a_call_finds_its_effect_after_another_has_had_the_record(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
+        """It crashed inside the effect, the other one took the key over and finished; it is in doubt as it was."""
+        first = make_bid(key, rerun=True)
+        begun = sent(effects, won(records, first), keep=HOUR)
+        between = won(records, make_bid(key, rerun=True))
+        assert effects.of_key(between) == []
+        assert finished(effects, sent(effects, between, keep=HOUR), '"of the other"')
+        closed(records, between)
+        record = won(records, again(first, rerun=True))
+        assert record.generation == 2
+        found = begin(effects, record, keep=HOUR)
+        assert isinstance(found, Found)
+        assert (found.effect.state, found.effect.scope) == (EffectState.SENT, first.call_id)
+        assert (found.effect.fence, found.effect.idempotency_key) == (begun.fence, begun.idempotency_key)
+        taken = sent(effects, record, taken=begun.fence, keep=HOUR)
+        assert finished(effects, taken, '"of the first"')
+        assert [effect.result for effect in effects.of_key(record)] == ['"of the first"']
+
+    def test_both_kinds_of_effects_are_of_the_record(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
+        """A deploy may have changed what the task says."""
+        record = won(records, make_bid(key))
+        sent(effects, record)
+        sent(effects, record, keep=HOUR)
+        assert [(effect.name, effect.scope) for effect in effects.of_key(record)] == [
+            (CHARGE, "#0"),
+            (CHARGE, record.call_id),
+        ]
+        assert effects.forget_sent(record) == 2
+        assert effects.of_key(record) == []
+
+    def test_an_operators_word_says_nothing_of_another_call(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
+        """He has looked for what the record shows, which is of the call it is at."""
+        first = make_bid(key, rerun=True)
+        sent(effects, won(records, first), keep=HOUR)
+        other = won(records, make_bid(key, rerun=True))
+        sent(effects, other, keep=HOUR)
+        assert effects.forget_sent(other) == 1
+        closed(records, other)
+        assert isinstance(begin(effects, won(records, again(first, rerun=True)), keep=HOUR), Found)
+
+    def test_a_forgotten_record_leaves_the_effects_of_calls(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
+        """They are not shown any more; the same call, should it come again, finds them."""
+        bid = make_bid(key, rerun=True)
+        assert finished(effects, sent(effects, won(records, bid), keep=HOUR))
+        forgotten = records.reset(key, keep=False)
+        assert forgotten is not None
+        assert effects.of_key(forgotten) == []
+        assert isinstance(begin(effects, won(records, again(bid, rerun=True)), keep=HOUR), Found)
+
+    # -- purging -------------------------------------------------------------------------------------------
+
+    def test_effects_of_calls_go_when_they_are_over(
+        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+    ) -> None:
+        """However often other calls of the key run meanwhile; younger ones and those of the present call stay."""
+        short, long, present = (make_bid(key, rerun=True) for _ in range(3))
+        self.ran(records, effects, short, self.short)
+        self.ran(records, effects, long, HOUR)
+        record = self.ran(records, effects, present, self.short)
+        pass_time(1.2 * self.short)
+        purge(records)
+        assert len(effects.of_key(record)) == 1
+        for bid, kept in ((long, 1), (short, 0), (present, 0)):
+            record = won(records, again(bid, rerun=True))
+            purge(records)  # by now another call is the present one
+            assert len(effects.of_key(record)) == kept
+            closed(records, record)
+
+    @pytest.mark.parametrize("keep", [0.1, HOUR])
+    def test_effects_of_calls_need_no_record(
+        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime, keep: float
+    ) -> None:
+        """Purged with the record if they are over, else kept for the call, should it come again."""
+        bid = make_bid(key, rerun=True)
+        record = won(records, bid)
+        assert finished(effects, sent(effects, record, keep=keep))
+        closed(records, record, retention=0.1)
+        pass_time(0.2)
+        purge(records)
+        purge(records)
+        assert records.read(key) is None
+        assert len(effects.of_key(won(records, again(bid, rerun=True)))) == (keep == HOUR)
+
+    def test_an_effect_taken_over_is_kept_from_then_on(
+        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+    ) -> None:
+        """As from the first intent."""
+        bid = make_bid(key, rerun=True)
+        begun = sent(effects, won(records, bid), keep=self.short)
+        sent(effects, won(records, again(bid, rerun=True)), taken=begun.fence, keep=HOUR)
+        closed(records, row(records, key))
+        closed(records, won(records, make_bid(key, rerun=True)))
+        pass_time(1.2 * self.short)
+        purge(records)
+        assert len(effects.of_key(won(records, again(bid, rerun=True)))) == 1
+
+    def test_many_effects_are_purged_in_batches(
+        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
+    ) -> None:
+        """A full batch says that there may be more."""
+        record = won(records, make_bid(key, rerun=True))
+        for number in range(5):
+            sent(effects, record, f"mail {number}", keep=0.1)
+        won(records, make_bid(key, rerun=True))
+        lasting = sent(effects, won(records, make_bid(fresh_key())))
+        pass_time(0.2)
+        assert [records.purge(2) for _ in range(3)][:2] == [2, 2]
+        assert effects.of_key(record) == []
+        assert finished(effects, lasting)
+
+    def ran(self, records: RecordStore, effects: EffectStore, bid: Bid, keep: float) -> Record:
+        """The row after a run with one effect, kept so long."""
+        record = won(records, bid)
+        assert finished(effects, sent(effects, record, keep=keep))
+        return closed(records, record)

@@ -1,0 +1,109 @@
+"""The tasks of :mod:`tests.apps.leased`, and bodies that hold up their process, or fork it."""
+
+import gc
+import math
+import os
+import re
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from celery_leases import LeasedTask, LeaseLost, native
+from tests.apps.leased import *  # noqa: F403
+from tests.apps.leased import app, note
+
+STEP = 0.02
+
+
+@app.task
+def collects():
+    """Collect garbage: in green pools Celery makes each greenlet a result backend, with connections, in cycles."""
+    gc.collect()
+
+
+@contextmanager
+def _told(task, name):
+    """Note that the body was told of its loss."""
+    try:
+        yield
+    except LeaseLost:
+        note("lost", name=name, error="LeaseLost", id=task.request.id)
+        raise
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="stands:{name}")
+def stands(self, name, gate, checks=False):
+    """Wait for *gate*, with a look at the lease only if told so; tell how that ended."""
+    previous = self.lease.previous.ended if self.lease.previous else None
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=previous)
+    with _told(self, name):
+        while not Path(gate).exists():
+            if checks:
+                self.lease.check()
+            time.sleep(STEP)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="hogs:{name}")
+def hogs(self, name, once, seconds, checks=False):
+    """Hold the interpreter's lock for so long in one call, then wait to be told; only where *once* does not exist."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    with _told(self, name):
+        if not Path(once).exists():
+            Path(once).touch()
+            _hold(name, seconds)
+            while True:
+                if checks:
+                    self.lease.check()
+                time.sleep(STEP)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+def _hold(name, seconds):
+    """Match one regular expression that takes at least so long; each letter more doubles that."""
+    letters, took = 16, 0.0
+    while took < seconds / 20:
+        took = _match(letters)
+        letters += 1
+    letters += math.ceil(math.log2(seconds / took))
+    began = time.monotonic()
+    try:
+        _match(letters)
+    finally:
+        note("held", name=name, seconds=time.monotonic() - began)
+
+
+def _match(letters):
+    began = time.monotonic()
+    re.match(r"(a+)+b", "a" * letters)
+    return time.monotonic() - began
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="blocks:{name}")
+def blocks(self, name, seconds):
+    """Keep the process's hub busy for so long in a call that lets threads run, but no greenlet."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    lock = native.allocate_lock()
+    lock.acquire()
+    lock.acquire(timeout=seconds)
+    note("end", name=name, held=self.lease.held, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="forks:{name}")
+def forks(self, name, how):
+    """Fork; the child comes out of the body in this way or that. The parent waits for it, and tells how it ended."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    child = os.fork()
+    if child == 0:
+        if how == "raises":
+            raise ValueError(name)
+        if how == "exits":
+            sys.exit(3)
+        return "the child's"
+    _, status = os.waitpid(child, 0)
+    note("end", name=name, child=os.waitstatus_to_exitcode(status), held=self.lease.held, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}

@@ -1,0 +1,65 @@
+"""The tasks of :mod:`tests.apps.leased`, and tasks that are killed at the deadline of their lease."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+from celery_leases import LeasedTask
+from tests.apps.leased import *  # noqa: F403
+from tests.apps.leased import app, note
+
+PULSE = 0.02
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="pulses:{name}", lease_on_lost="kill", lease_max_crashes=100)
+def pulses(self, name, gate):
+    """Until *gate* exists; in the first attempt with an effect again and again, without a look at the lease."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    while not Path(gate).exists():
+        if self.lease.attempt == 1:
+            note("pulse", name=name)
+        time.sleep(PULSE)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="hogs:{name}", lease_on_lost="kill")
+def hogs(self, name, letters=40):
+    """Hold the interpreter's lock in one call for minutes, in the first attempt."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    if self.lease.attempt == 1:
+        re.match(r"(a+)+b", "a" * letters)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="lasts:{name}", lease_on_lost="kill")
+def lasts(self, name, seconds):
+    """Work for longer than the lease lasts, renewed; then tell which timers the process has."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    time.sleep(seconds)
+    note("end", name=name, id=self.request.id, timers=timers())
+    return {"name": name, "timers": timers()}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="counts:{name}")
+def counts(self, name):
+    """Tell which timers the process has that runs a body without one."""
+    return {"pid": os.getpid(), "timers": timers()}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="nests:{name}", lease_on_lost="kill")
+def nests(self, name, gate):
+    """Run another leased task on the way, then wait for *gate* without a look at the lease."""
+    inside = counts.apply((name,)).result["timers"]
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, inside=inside, after=timers())
+    while not Path(gate).exists():
+        time.sleep(PULSE)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+def timers():
+    """How many timers of the kernel this process has."""
+    return sum(line.startswith("ID:") for line in Path("/proc/self/timers").read_text().splitlines())

@@ -1,0 +1,496 @@
+"""Rows that a transaction of the user's own has locked: how their leases are renewed, what a commit does to them."""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import psycopg
+import pymysql
+import pytest
+from psycopg.rows import dict_row, namedtuple_row
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
+
+from celery_leases.core.errors import WrongDatabase
+from celery_leases.core.ports import Claimed, Kept, Renewal
+from celery_leases.core.records import Record, Refused, Won
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.mysql import is_mysql
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import outcome, row, won
+from celery_leases.testing.process import wait_until
+from tests.contract.sql_stores import database_url, server_records, server_url, sql_records, wait_for_locks
+
+__all__ = ["database_url", "server_records", "server_url", "sql_records"]
+
+TTL = 15.0
+SHORT = 0.3
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def records(server_records: SqlRecordStore) -> SqlRecordStore:
+    """Records on each server."""
+    return server_records
+
+
+@pytest.fixture
+def leases(records: SqlRecordStore) -> DatabaseLeaseStore:
+    """Leases in the same rows."""
+    return DatabaseLeaseStore(records)
+
+
+@pytest.fixture
+def engine(records: SqlRecordStore) -> Iterator[Engine]:
+    """The user's own engine."""
+    made = create_engine(records.database.engine.url, poolclass=NullPool)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def driver(records: SqlRecordStore) -> Iterator[Any]:
+    """The user's own connection of psycopg or PyMySQL."""
+    url = records.database.engine.url
+    where: dict[str, Any] = {"host": url.host, "port": url.port, "user": url.username}
+    if is_mysql(records.database.engine.dialect):
+        connection: Any = pymysql.connect(**where, database=url.database)
+    else:
+        connection = psycopg.connect(**where, dbname=url.database)
+    yield connection
+    connection.close()
+
+
+def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
+    """A key's record, claimed with its lease."""
+    return won(leases.records, make_bid(fresh_key(), ttl=ttl), leases.name)
+
+
+def look(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> Kept:
+    """Renew without waiting."""
+    (kept,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, waits=False)])
+    return kept
+
+
+def remaining(leases: DatabaseLeaseStore, record: Record) -> float:
+    """Seconds that the committed lease still lasts."""
+    holder = leases.holder(record.stored_key)
+    return holder.remaining if holder is not None else 0.0
+
+
+def test_a_free_row_is_renewed_without_waiting_as_with_it(leases: DatabaseLeaseStore) -> None:
+    """Ours, another's and missing ones in one call, in the order they were asked for."""
+    ours, locked, others = claimed(leases), claimed(leases), claimed(leases)
+    with leases.database.engine.connect() as connection:
+        connection.execute(text("BEGIN"))
+        where = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")
+        connection.execute(where, {"key": locked.stored_key})
+        asked = [(ours.stored_key, ours.owner), (locked.stored_key, locked.owner)]
+        asked += [(others.stored_key, "stranger"), (fresh_key(), "nobody")]
+        began = time.monotonic()
+        kept = leases.renew([Renewal(key, token, 4 * TTL, waits=False) for key, token in asked])
+        assert time.monotonic() - began < 1.0
+        connection.execute(text("ROLLBACK"))
+    assert kept == [Kept.OURS, Kept.LOCKED, Kept.OTHER, Kept.MISSING]
+    assert remaining(leases, ours) > TTL
+    assert max(remaining(leases, locked), remaining(leases, others)) <= TTL
+
+
+@pytest.fixture
+def on_sqlite(tmp_path: Any) -> Iterator[DatabaseLeaseStore]:
+    """Leases in a file of SQLite's."""
+    store = SqlRecordStore(engine_for(f"sqlite:///{tmp_path / 'records.db'}"))
+    store.migrate()
+    yield DatabaseLeaseStore(store)
+    store.database.close()
+
+
+@pytest.fixture
+def lite(on_sqlite: DatabaseLeaseStore) -> Iterator[sqlite3.Connection]:
+    """The user's own connection to it."""
+    connection = sqlite3.connect(str(on_sqlite.database.engine.url.database), isolation_level=None)
+    yield connection
+    connection.close()
+
+
+def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
+    on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
+) -> None:
+    """Nobody waits for the writer; afterwards a renewal that may wait does so as before."""
+    leases, record = on_sqlite, claimed(on_sqlite)
+    lite.execute("BEGIN IMMEDIATE")
+    transaction = JoinedTransaction(lite, leases.records)
+    transaction.guard(record)
+    began = time.monotonic()
+    assert look(leases, record, 4 * TTL) is Kept.LOCKED
+    assert time.monotonic() - began < 1.0
+    lite.execute("COMMIT")
+    lite.execute("BEGIN")
+    assert lite.execute("SELECT count(*) FROM celery_leases_records").fetchone() == (1,)
+    assert transaction.is_open()
+    assert look(leases, record, 4 * TTL) is Kept.OURS
+    assert remaining(leases, record) > TTL
+    lite.execute("COMMIT")
+    with leases.database.engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 5000
+
+
+@pytest.mark.parametrize("look_at", ["stranger", "nobody"])
+def test_on_sqlite_a_lease_that_is_not_ours_is_told(on_sqlite: DatabaseLeaseStore, look_at: str) -> None:
+    """As on any database, without waiting too."""
+    key = claimed(on_sqlite).stored_key if look_at == "stranger" else fresh_key()
+    expected = Kept.OTHER if look_at == "stranger" else Kept.MISSING
+    assert on_sqlite.renew([Renewal(key, look_at, TTL, waits=False)]) == [expected]
+
+
+def test_a_session_in_the_middle_of_its_commit_is_open(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """However long that takes: the row is locked until the database has said that it is done."""
+    record = claimed(leases)
+    seen: list[bool] = []
+    with Session(engine) as session:
+        transaction = JoinedTransaction(session, leases.records)
+        transaction.guard(record)
+        event.listen(engine, "commit", lambda _: seen.append(transaction.is_open()))
+        session.commit()
+        assert (seen, transaction.is_open()) == ([True], False)
+        session.execute(text("SELECT 1"))
+        assert not transaction.is_open()
+
+
+@pytest.mark.parametrize("lock", ["guard", "complete"])
+def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
+    leases: DatabaseLeaseStore, engine: Engine, lock: str
+) -> None:
+    """Also long after its lease has ended; after the rollback it is renewed."""
+    record = claimed(leases, SHORT)
+    with Session(engine) as session:
+        transaction = JoinedTransaction(session, leases.records)
+        if lock == "guard":
+            transaction.guard(record)
+        else:
+            transaction.complete(record, outcome(record, result="1"))
+        time.sleep(1.5 * SHORT)
+        assert look(leases, record) is Kept.LOCKED
+        session.rollback()
+    assert look(leases, record) is Kept.OURS
+
+
+def test_a_savepoint_that_is_rolled_back_takes_the_lock_along(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """The transaction says that it is open; the row can be renewed."""
+    record = claimed(leases)
+    with engine.connect() as connection:
+        savepoint = connection.begin_nested()
+        transaction = JoinedTransaction(connection, leases.records)
+        transaction.guard(record)
+        assert look(leases, record) is Kept.LOCKED
+        savepoint.rollback()
+        assert transaction.is_open()
+        assert look(leases, record) is Kept.OURS
+
+
+@pytest.mark.parametrize("way", ["terminated", "idle for too long"])
+def test_a_session_ended_by_the_server_takes_the_lock_along(
+    leases: DatabaseLeaseStore, engine: Engine, way: str
+) -> None:
+    """The client has not noticed: its transaction says that it is open."""
+    record = claimed(leases)
+    with engine.connect() as connection:
+        of_mysql = is_mysql(engine.dialect)
+        asked = "SELECT connection_id()" if of_mysql else "SELECT pg_backend_pid()"
+        pid = connection.execute(text(asked)).scalar()
+        transaction = JoinedTransaction(connection, leases.records)
+        transaction.guard(record)
+        assert look(leases, record) is Kept.LOCKED
+        if way == "terminated":
+            with leases.database.engine.connect() as other:
+                other.execute(text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+        else:
+            pause = "idle_transaction_timeout = 1" if of_mysql else "idle_in_transaction_session_timeout = '200ms'"
+            connection.execute(text(f"SET {pause}"))
+        wait_until(lambda: look(leases, record) is Kept.OURS, PATIENCE, "the lock to go")
+        assert transaction.is_open()
+        connection.invalidate()
+
+
+def test_a_driver_that_is_in_its_next_transaction_holds_no_lock(leases: DatabaseLeaseStore, driver: Any) -> None:
+    """It says that it is in a transaction, and is in another one."""
+    record = claimed(leases)
+    transaction = JoinedTransaction(driver, leases.records)
+    transaction.guard(record)
+    assert look(leases, record) is Kept.LOCKED
+    driver.commit()
+    driver.cursor().execute("DELETE FROM celery_leases_marks")
+    assert transaction.is_open()
+    assert look(leases, record) is Kept.OURS
+
+
+def test_a_lock_that_another_attempt_has_taken_is_not_ours(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """The row says so as soon as it is committed."""
+    record = claimed(leases, SHORT)
+    time.sleep(1.5 * SHORT)
+    successor = leases.acquire(make_bid(record.stored_key, ttl=TTL))
+    assert isinstance(successor, Claimed)
+    assert isinstance(successor.claim, Won)
+    with Session(engine) as session:
+        JoinedTransaction(session, leases.records).guard(successor.claim.record)
+        assert look(leases, record) is Kept.OTHER
+
+
+# -- what guard and commit write ---------------------------------------------------------------------------
+
+
+GUARDS: dict[str, Callable[[Any], Any]] = {
+    "session": Session,
+    "connection": lambda engine: engine.connect(),
+}
+
+
+def test_a_guard_pushes_the_lease_out_with_its_commit(leases: DatabaseLeaseStore, driver: Any) -> None:
+    """By the ttl from the guard on; a rollback takes it back, and what is longer already is not cut."""
+    record = claimed(leases)
+    JoinedTransaction(driver, leases.records).guard(record)
+    driver.rollback()
+    assert remaining(leases, record) <= TTL
+    with leases.database.engine.connect() as connection:
+        connection.execute(text("UPDATE celery_leases_records SET lease_until = lease_until - 10000000"))
+    assert remaining(leases, record) < 6
+    JoinedTransaction(driver, leases.records).guard(record)
+    driver.commit()
+    assert TTL - 2 < remaining(leases, record) <= TTL
+    assert look(leases, record, 4 * TTL) is Kept.OURS
+    JoinedTransaction(driver, leases.records).guard(record)
+    driver.commit()
+    assert remaining(leases, record) > 3 * TTL
+
+
+def test_a_lease_apart_from_the_row_is_not_made_one_by_a_guard(records: SqlRecordStore, engine: Engine) -> None:
+    """Under Redis leases ``lease_until`` stays empty, and nothing is done at the commit."""
+    record = won(records, make_bid(fresh_key(), ttl=SHORT), "redis:one")
+    with Session(engine) as session:
+        JoinedTransaction(session, records).guard(record)
+        time.sleep(SHORT)
+        session.commit()
+    assert row(records, record.stored_key).lease_until is None
+
+
+@pytest.mark.parametrize("given", GUARDS)
+def test_a_commit_finds_the_lease_alive_however_long_it_took(sql_records: SqlRecordStore, given: str) -> None:
+    """The row is pushed out just before; so a bid that comes then is refused."""
+    leases = DatabaseLeaseStore(sql_records)
+    engine = create_engine(sql_records.database.engine.url, poolclass=NullPool)
+    record = claimed(leases, 1.0)
+    with GUARDS[given](engine) as own:
+        JoinedTransaction(own, sql_records).guard(record)
+        time.sleep(1.5)
+        own.commit()
+    assert 0.5 < remaining(leases, record) <= 1.0
+    answer = leases.acquire(make_bid(record.stored_key))
+    assert isinstance(answer, Claimed)
+    assert isinstance(answer.claim, Refused)
+
+
+def test_who_waits_for_the_row_at_the_commit_is_refused(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """His claim is judged by the row as it was committed."""
+    record = claimed(leases, 1.0)
+    with Session(engine) as session, ThreadPoolExecutor(1) as threads:
+        JoinedTransaction(session, leases.records).guard(record)
+        time.sleep(1.2)
+        bid = threads.submit(leases.acquire, make_bid(record.stored_key))
+        wait_for_locks(leases.records)
+        session.commit()
+        answer = bid.result(PATIENCE)
+    assert isinstance(answer, Claimed)
+    assert isinstance(answer.claim, Refused)
+    assert row(leases.records, record.stored_key).owner == record.owner
+
+
+def updates(connection: Connection) -> list[str]:
+    """The updates of the records that this connection makes from now on."""
+    found: list[str] = []
+
+    def note(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.startswith("UPDATE celery_leases"):
+            found.append(statement)
+
+    event.listen(connection, "before_cursor_execute", note)
+    return found
+
+
+def test_nothing_is_pushed_out_where_it_is_not_needed(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """After a short transaction, after a rollback, in a later transaction, and for a completion."""
+    long, short = claimed(leases, SHORT), claimed(leases, 60.0)
+    with engine.connect() as connection:
+        made = updates(connection)
+        JoinedTransaction(connection, leases.records).guard(short)
+        connection.commit()
+        assert len(made) == 1
+        JoinedTransaction(connection, leases.records).guard(long)
+        time.sleep(SHORT)
+        connection.rollback()
+        connection.execute(text("SELECT 1"))
+        connection.commit()
+        assert len(made) == 2
+        JoinedTransaction(connection, leases.records).guard(long)
+        time.sleep(SHORT)
+        connection.commit()
+        assert len(made) == 4
+        connection.execute(text("SELECT 1"))
+        connection.commit()
+        JoinedTransaction(connection, leases.records).complete(long, outcome(long, result="1"))
+        time.sleep(SHORT)
+        connection.commit()
+        assert len(made) == 5
+
+
+def test_a_long_lived_connection_gathers_no_listeners(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """However many transactions it guards, and however they end."""
+    record = claimed(leases)
+    with engine.connect() as connection:
+        for number in range(50):
+            JoinedTransaction(connection, leases.records).guard(record)
+            (connection.commit if number % 2 else connection.rollback)()
+        assert len(connection.dispatch.commit) == 1
+        assert len(connection.info) <= 1
+
+
+@pytest.mark.parametrize("given", GUARDS)
+def test_an_error_before_the_commit_leaves_nothing_committed(
+    leases: DatabaseLeaseStore, engine: Engine, given: str
+) -> None:
+    """It reaches whoever commits, and the transaction is rolled back."""
+    if is_mysql(engine.dialect):
+        pytest.skip("an error there leaves the transaction as it was")
+    record = claimed(leases, SHORT)
+    with leases.database.engine.connect() as other:
+        other.execute(text("CREATE TABLE books (name text)"))
+    with GUARDS[given](engine) as own:
+        own.execute(text("INSERT INTO books VALUES ('half')"))
+        JoinedTransaction(own, leases.records).guard(record)
+        own.execute(text("SAVEPOINT s"))
+        with pytest.raises(DBAPIError):
+            own.execute(text("SELECT 1 / 0"))
+        time.sleep(SHORT)
+        with pytest.raises(DBAPIError, match="current transaction is aborted"):  # a bare COMMIT would pass as ROLLBACK
+            own.commit()
+        own.rollback()
+    with leases.database.engine.connect() as other:
+        assert other.execute(text("SELECT count(*) FROM books")).scalar() == 0
+    assert look(leases, record) is Kept.OURS
+
+
+@pytest.fixture
+def on_postgres(leases: DatabaseLeaseStore) -> DatabaseLeaseStore:
+    """The leases, where they are in PostgreSQL."""
+    if leases.database.engine.dialect.name != "postgresql":
+        pytest.skip("PostgreSQL alone")
+    return leases
+
+
+# -- which transaction it is, and where --------------------------------------------------------------------
+
+
+def test_a_pooled_connection_that_somebody_else_has_now_is_left_alone(
+    on_postgres: DatabaseLeaseStore, driver: psycopg.Connection[Any]
+) -> None:
+    """Its next transaction is not the guarded one, though the driver is in one; an open one is ended."""
+    record = claimed(on_postgres)
+    first = JoinedTransaction(driver, on_postgres.records)
+    first.guard(record)
+    assert not first.is_over()
+    driver.commit()
+    driver.execute("CREATE TEMPORARY TABLE books (name text)")
+    assert (first.is_open(), first.is_over(), first.roll_back()) == (True, True, False)
+    assert driver.execute("SELECT count(*) FROM books").fetchone() == (0,)
+    second = JoinedTransaction(driver, on_postgres.records)
+    second.guard(record)
+    assert (second.is_over(), second.roll_back(), second.is_over()) == (False, True, True)
+    assert not driver.execute("SELECT 1 FROM pg_class WHERE relname = 'books'").fetchall()
+
+
+@pytest.mark.parametrize("rows", [namedtuple_row, dict_row], ids=["named", "dict"])
+def test_rows_that_are_made_as_the_user_likes_do_not_matter(
+    on_postgres: DatabaseLeaseStore, driver: psycopg.Connection[Any], rows: Any
+) -> None:
+    """The transaction is locked and known all the same."""
+    record = claimed(on_postgres)
+    driver.row_factory = rows
+    transaction = JoinedTransaction(driver, on_postgres.records)
+    transaction.guard(record)
+    assert look(on_postgres, record) is Kept.LOCKED
+    assert (transaction.is_over(), transaction.roll_back()) == (False, True)
+
+
+def test_on_sqlite_a_next_transaction_is_left_alone(on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection) -> None:
+    """One that only reads is over at once; one that has written is not ours either."""
+    record = claimed(on_sqlite)
+    lite.execute("BEGIN IMMEDIATE")
+    first = JoinedTransaction(lite, on_sqlite.records)
+    first.guard(record)
+    assert not first.is_over()
+    lite.execute("COMMIT")
+    lite.execute("BEGIN")
+    assert (first.is_open(), first.is_over(), first.roll_back()) == (True, True, False)
+    lite.execute("CREATE TABLE books (name text)")
+    assert (first.roll_back(), lite.in_transaction) == (False, True)
+    second = JoinedTransaction(lite, on_sqlite.records)
+    second.guard(record)
+    assert (second.is_over(), second.roll_back(), lite.in_transaction) == (False, True, False)
+    assert not lite.execute("SELECT 1 FROM sqlite_master WHERE name = 'books'").fetchall()
+
+
+def test_a_closed_connection_is_in_no_transaction(leases: DatabaseLeaseStore, engine: Engine) -> None:
+    """SQLAlchemy's wrapper of one says so by having none."""
+    raw = engine.raw_connection()
+    transaction = JoinedTransaction(raw, leases.records)
+    transaction.guard(claimed(leases))
+    assert transaction.is_open()
+    raw.commit()
+    assert not transaction.is_open()
+    raw.close()
+    assert (transaction.is_open(), transaction.is_over(), transaction.roll_back()) == (False, True, False)
+
+
+def test_a_connection_to_another_database_is_refused(
+    on_postgres: DatabaseLeaseStore, on_sqlite: DatabaseLeaseStore, tmp_path: Any
+) -> None:
+    """Whatever tables are there, and whatever was to be written."""
+    url = make_url(on_postgres.database.engine.url)
+    elsewhere = url.set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
+    given: dict[Any, DatabaseLeaseStore] = {
+        psycopg.connect(elsewhere): on_postgres,
+        sqlite3.connect(tmp_path / "other.db"): on_sqlite,
+    }
+    for connection, store in given.items():
+        transaction = JoinedTransaction(connection, store.records)
+        with closing(connection), pytest.raises(WrongDatabase, match="rows of its own database") as told:
+            transaction.join("invoice:1")
+        assert "done" not in str(told.value)
+        assert not transaction.is_open()
+
+
+@pytest.mark.parametrize("kind", ["AsyncSession", "AsyncConnection"])
+def test_what_is_asynchronous_is_refused(leases: DatabaseLeaseStore, kind: str) -> None:
+    """There is nothing to wait with; nor is it taken for open."""
+    given = AsyncSession() if kind == "AsyncSession" else object.__new__(AsyncConnection)
+    transaction = JoinedTransaction(given, leases.records)
+    with pytest.raises(WrongDatabase, match=f"{kind} is asynchronous"):
+        transaction.guard(claimed(leases))
+    assert not transaction.is_open()
+
+
+def test_a_snapshot_older_than_the_attempt_is_told(on_postgres: DatabaseLeaseStore, driver: Any) -> None:
+    """It cannot see the claim."""
+    driver.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    driver.execute("SELECT 1")
+    record = claimed(on_postgres)
+    with pytest.raises(WrongDatabase, match="or its transaction began before this attempt"):
+        JoinedTransaction(driver, on_postgres.records).guard(record)

@@ -1,0 +1,223 @@
+"""What is MySQL's and MariaDB's own: keys by their bytes, a claim of several statements, sessions of any kind."""
+
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+
+from celery_leases.core.errors import KeyUnusable
+from celery_leases.core.records import Refused, State, Won
+from celery_leases.stores import mysql
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.schema import Tables
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.effect_case import begin
+from celery_leases.testing.contracts.record_case import closed, outcome, row, won
+from celery_leases.testing.servers import MariaServer
+from tests.contract.sql_stores import database_url, mariadb_records, sql_records
+
+__all__ = ["database_url", "mariadb_records", "sql_records"]
+
+
+@pytest.fixture
+def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
+    """Records in MariaDB."""
+    return mariadb_records
+
+
+@contextmanager
+def statements(records: SqlRecordStore) -> Iterator[list[str]]:
+    """The first words of all statements that are sent meanwhile."""
+    sent: list[str] = []
+
+    def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
+        sent.append(statement.split(maxsplit=1)[0])
+
+    event.listen(records.database.engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(records.database.engine, "before_cursor_execute", note)
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["A", "ä", "á", "a ", " a", "a\t", "\N{FULLWIDTH LATIN SMALL LETTER A}", "a\u200b"])
+def test_keys_that_differ_in_anything_are_different_keys(sql_records: SqlRecordStore, other: str) -> None:
+    """In case, accents, width, and spaces at the end, on any database; so are owners, calls, effects and marks."""
+    base = fresh_key()
+    one, two = base + "a", base + other
+    first, second = won(sql_records, make_bid(one)), won(sql_records, make_bid(two))
+    assert (first.attempt, second.attempt) == (1, 1)
+    assert [row(sql_records, key).owner for key in (one, two)] == [first.owner, second.owner]
+    assert not sql_records.settle(replace(first, owner=first.owner + " "), outcome(first))
+    marks = DatabaseLeaseStore(sql_records)
+    assert marks.swap_mark(one, "a", None, "1", 60.0)
+    assert marks.swap_mark(one, other, None, "2", 60.0)
+    assert marks.swap_mark(one, "a", "1", "3", 60.0)
+    assert not marks.swap_mark(one, other, "2 ", "4", 60.0)
+    assert (marks.mark(one, "a"), marks.mark(one, other)) == ("3", "2")
+    effects = SqlEffectStore(sql_records.database, sql_records.tables)
+    assert begin(effects, first, "a") is not None
+    assert begin(effects, first, other) is not None
+    assert [effect.name for effect in effects.of_key(first)] == ["a", other]
+
+
+def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecordStore) -> None:
+    """255 characters of four bytes each, three times over."""
+    long = "\N{GRINNING FACE}" * 255
+    record = won(records, make_bid(long))
+    assert row(records, long).owner == record.owner
+    effects = SqlEffectStore(records.database, records.tables)
+    assert begin(effects, record, long) is not None
+    assert DatabaseLeaseStore(records).swap_mark(long, long, None, long, 60.0)
+
+
+def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) -> None:
+    """Whatever the server's ``sql_mode`` is: two long keys with one beginning would be one."""
+    with pytest.raises(KeyUnusable):
+        records.claim(make_bid("k" * 256), "database")
+
+
+# -- the claim -----------------------------------------------------------------------------------------------
+
+
+def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
+    """Two for the claim; one more where there is a record; none writes where the claim is refused."""
+    leases, bid = DatabaseLeaseStore(records), make_bid(fresh_key())
+    with statements(records) as sent:
+        leases.acquire(bid)
+    assert sent == ["INSERT", "SELECT"]
+    record = row(records, bid.stored_key)
+    with statements(records) as sent:
+        leases.acquire(make_bid(bid.stored_key))
+        assert sent == ["INSERT", "UPDATE", "SELECT"]
+    assert row(records, bid.stored_key).owner == record.owner
+    with statements(records) as sent:
+        records.settle(record, outcome(record, result="1"))
+    assert sent == ["UPDATE"]
+    with statements(records) as sent:
+        assert isinstance(records.claim(make_bid(bid.stored_key), "database"), Refused)
+    assert sent == ["INSERT", "UPDATE", "SELECT"]
+
+
+def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore) -> None:
+    """Neither COMMIT nor ROLLBACK: each commits by itself."""
+    asked = text("SELECT SUM(variable_value) FROM information_schema.session_status WHERE variable_name LIKE 'Com_%'")
+    record = won(records, make_bid(fresh_key()))
+    with records.database.engine.connect() as connection:
+        before = connection.execute(asked).scalar_one()
+    assert records.settle(record, outcome(record))
+    with records.database.engine.connect() as connection:
+        assert connection.execute(asked).scalar_one() - before == 2  # this one too
+
+
+def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
+    """MySQL changes one column after the other, and what comes later sees it: each must be made of the old row."""
+    bid = make_bid(fresh_key(), fingerprint="v1:a")
+    first = won(records, bid)
+    second = won(records, make_bid(bid.stored_key, fingerprint="v1:a"))
+    assert second.fence > first.fence
+    assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, bid.call_id)
+    assert second.previous is not None
+    assert (second.previous.ended, second.previous.host) == ("crashed", first.holder)
+    done = closed(records, second, State.DONE, result="1")
+    third = won(records, make_bid(bid.stored_key, rerun=True))
+    assert (third.attempt, third.generation, third.crashes) == (1, done.generation + 1, 1)
+    assert (third.result, third.fingerprint, third.expires_at) == (None, None, None)
+
+
+def race(url: str, seed: int, begin: Any, found: Any) -> None:
+    """Claim often, and give each win back."""
+    records, chance = SqlRecordStore(engine_for(url)), random.Random(seed)
+    wins = []
+    begin.wait(30)
+    for _ in range(1000):
+        bid = make_bid(f"t:race|{chance.randrange(20)}")
+        answer = records.claim(bid, "database")
+        if isinstance(answer, Won):
+            wins.append((bid.stored_key, answer.record.fence, answer.record.attempt))
+            if chance.random() < 0.8:
+                assert DatabaseLeaseStore(records).release(bid.stored_key, bid.token)
+            else:
+                outcome_ = outcome(answer.record, State.PENDING)
+                assert records.settle(answer.record, outcome_)
+        else:
+            assert answer.record is not None
+            assert answer.record.owner != bid.token
+    found.put(wins)
+
+
+def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(records: SqlRecordStore) -> None:
+    """A thousand claims each, on twenty keys: the fences of a key grow with every win."""
+    spawn = multiprocessing.get_context("spawn")
+    together, found = spawn.Barrier(2), spawn.Queue()
+    url = records.database.engine.url.render_as_string(hide_password=False)
+    processes = [spawn.Process(target=race, args=(url, seed, together, found)) for seed in range(2)]
+    for process in processes:
+        process.start()
+    wins = [win for _ in processes for win in found.get(timeout=90)]
+    for process in processes:
+        process.join(10)
+        assert process.exitcode == 0
+    for key in {key for key, _, _ in wins}:
+        of_key = sorted((attempt, fence) for name, fence, attempt in wins if name == key)
+        attempts, fences = zip(*of_key, strict=True)
+        assert attempts == tuple(range(1, len(of_key) + 1))
+        assert list(fences) == sorted(set(fences))
+    assert len(wins) > 1000
+
+
+# -- sessions and clocks -------------------------------------------------------------------------------------
+
+
+def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRecordStore) -> None:
+    """Nor on an hour that is there twice when summer time ends."""
+    with records.database.engine.connect() as connection:
+        for zone in ("+00:00", "-11:00", "+13:00"):
+            connection.execute(text(f"SET time_zone = '{zone}'"))
+            found = connection.execute(text(f"SELECT {mysql.NOW}")).scalar_one()
+            assert abs(found / 1e6 - time.time()) < 60
+            connection.execute(text("SET timestamp = 1729990800.25"))
+            assert connection.execute(text(f"SELECT {mysql.NOW}")).scalar_one() == 1729990800250000
+            connection.execute(text("SET timestamp = DEFAULT"))
+
+
+def test_a_server_of_other_modes_serves_as_well() -> None:
+    """Quotes that mean names, all columns at once, long values cut, a short wait, case in names of tables."""
+    modes = "ANSI_QUOTES,PIPES_AS_CONCAT,SIMULTANEOUS_ASSIGNMENT,NO_BACKSLASH_ESCAPES"
+    with MariaServer(settings={"sql-mode": modes, "default-storage-engine": "Aria"}) as server:
+        records = SqlRecordStore(engine_for(server.new_database()))
+        records.migrate()
+        bid = make_bid(fresh_key() + "\\'\"%s")
+        won(records, bid)
+        second = won(records, make_bid(bid.stored_key))
+        assert (second.attempt, second.crashes) == (2, 1)
+        with pytest.raises(KeyUnusable):
+            records.claim(make_bid("k" * 256), "database")
+        with records.database.engine.connect() as connection:
+            used = connection.execute(text("SHOW TABLE STATUS LIKE 'celery_leases%'")).mappings().all()
+        assert {table["Engine"] for table in used} == {"InnoDB"}
+        records.database.close()
+
+
+def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaServer) -> None:
+    """``leases_database_schema`` names it."""
+    records = SqlRecordStore(engine_for(leases_mariadb.new_database()), Tables("jobs"))
+    with records.database.engine.connect() as connection:
+        connection.execute(text("CREATE DATABASE jobs"))
+    records.migrate()
+    records.check()
+    record = won(records, make_bid(fresh_key()), "database")
+    assert begin(SqlEffectStore(records.database, records.tables), record) is not None
+    assert records.settle(record, outcome(record))
+    with records.database.engine.connect() as connection:
+        connection.execute(text("DROP DATABASE jobs"))

@@ -1,0 +1,248 @@
+"""What MySQL and MariaDB do with locks: waits, deadlocks, servers that are away, and transactions of the user's own."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pymysql
+import pytest
+from sqlalchemy import Connection, text
+
+from celery_leases.core.errors import LeaseLost, StoreUnavailable, WrongDatabase
+from celery_leases.core.keys import CallKey
+from celery_leases.core.records import Refused
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.outbox import Outbox
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.effect_case import begin
+from celery_leases.testing.contracts.record_case import outcome, won
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import MariaServer
+from tests.contract.sql_stores import mariadb_records, wait_for_locks
+
+__all__ = ["mariadb_records"]
+
+
+@pytest.fixture
+def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
+    """Records in MariaDB."""
+    return mariadb_records
+
+
+# -- locks and outages ---------------------------------------------------------------------------------------
+
+
+def locked(connection: Connection) -> None:
+    """Lock all rows in a transaction of somebody else's."""
+    connection.execute(text("BEGIN"))
+    connection.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
+
+
+def test_who_waits_too_long_for_a_row_is_told_that_nothing_was_written(records: SqlRecordStore) -> None:
+    """Waits are whole seconds here; the statement is taken back."""
+    record = won(records, make_bid(fresh_key()))
+    with records.database.engine.connect() as other:
+        locked(other)
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="another transaction has the row locked") as caught:
+            records.settle(record, outcome(record))
+        assert time.monotonic() - began < 4
+        other.execute(text("ROLLBACK"))
+    assert caught.value.executed is False
+    assert records.settle(record, outcome(record))
+
+
+def test_a_statement_taken_back_for_a_deadlock_is_repeated(records: SqlRecordStore) -> None:
+    """The other transaction goes on, and then it is our turn."""
+    leases = DatabaseLeaseStore(records)
+    record = won(records, make_bid(fresh_key()))
+    effects = SqlEffectStore(records.database, records.tables)
+    with records.database.engine.connect() as other:
+        other.execute(text("BEGIN"))
+        # Whoever has changed more is kept: the deadlock takes ours back.
+        for number in range(20):
+            other.execute(text("INSERT INTO celery_leases_marks VALUES (:name, 'x', '', 0)"), {"name": number})
+        other.execute(text("SELECT 1 FROM celery_leases_effects FOR UPDATE"))
+        other.execute(
+            text(
+                "INSERT INTO celery_leases_effects (stored_key, name, scope, state, fence, idempotency_key, sent_at) "
+                "VALUES (:key, 'charge', '#0', 'sent', 1, 'x', 1)"
+            ),
+            {"key": record.stored_key},
+        )
+        told: list[Any] = []
+        ours = threading.Thread(target=lambda: told.append(begin(effects, record)))
+        ours.start()
+        wait_for_locks(records)
+        before = deadlocks(other)
+        other.execute(text("UPDATE celery_leases_records SET lease_until = 1"))
+        assert deadlocks(other) == before + 1
+        other.execute(text("ROLLBACK"))
+        ours.join(10)
+    assert told
+    assert told[0] is not None
+    assert leases.holder(record.stored_key) is None
+
+
+def deadlocks(connection: Connection) -> int:
+    """How many the server has seen."""
+    asked = "SELECT count FROM information_schema.innodb_metrics WHERE name = 'lock_deadlocks'"
+    return int(connection.execute(text(asked)).scalar_one())
+
+
+def test_a_silent_server_holds_nobody_for_ever() -> None:
+    """Nor is anything said of what it has done."""
+    with MariaServer() as server:
+        records = SqlRecordStore(engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1"))
+        records.migrate()
+        record = won(records, make_bid(fresh_key()))
+        server.pause()
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable) as caught:
+            records.settle(record, outcome(record))
+        assert time.monotonic() - began < 5
+        assert caught.value.executed is None
+        server.resume()
+        wait_until(lambda: records.settle(record, outcome(record)), 10, "the server to answer")
+        records.database.close()
+
+
+def test_a_restarted_server_finds_its_records_again() -> None:
+    """Killed, not shut down: what was settled is there, and no task notices the lost connection."""
+    with MariaServer() as server:
+        records = SqlRecordStore(engine_for(server.new_database()))
+        records.migrate()
+        record = won(records, make_bid(fresh_key()))
+        assert records.settle(record, outcome(record, result="1"))
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            records.read(record.stored_key)
+        server.start()
+        assert isinstance(records.claim(make_bid(record.stored_key), "database"), Refused)
+        records.database.close()
+
+
+# -- the user's own transaction ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(records: SqlRecordStore) -> Iterator[Any]:
+    """A connection of PyMySQL as it comes: no autocommit, REPEATABLE READ, counting what has changed."""
+    url = records.database.engine.url
+    connection = pymysql.connect(host=url.host, port=url.port, user=url.username, database=url.database)
+    yield connection
+    connection.close()
+
+
+@pytest.mark.parametrize("store", ["redis:one", "database"])
+def test_a_guard_by_a_plain_connection_needs_no_change_to_be_seen(
+    records: SqlRecordStore, driver: Any, store: str
+) -> None:
+    """Such a connection counts changed rows, and a guard may change none."""
+    record = won(records, make_bid(fresh_key(), ttl=60.0), store)
+    transaction = JoinedTransaction(driver, records)
+    for _ in range(2):
+        transaction.guard(record)
+    assert transaction.is_open()
+    with pytest.raises(StoreUnavailable):
+        records.settle(record, outcome(record))
+    driver.rollback()
+    assert not transaction.is_open()
+    assert records.settle(record, outcome(record))
+
+
+def test_an_old_snapshot_does_not_keep_a_guard_from_seeing_the_successor(records: SqlRecordStore, driver: Any) -> None:
+    """At REPEATABLE READ the transaction still reads the old row, and locks the new one."""
+    bid = make_bid(fresh_key())
+    record = won(records, bid)
+    transaction = JoinedTransaction(driver, records)
+    with driver.cursor() as cursor:
+        cursor.execute("SELECT owner FROM celery_leases_records")
+        won(records, make_bid(bid.stored_key))
+        cursor.execute("SELECT owner FROM celery_leases_records")
+        assert cursor.fetchone() == (record.owner,)
+    with pytest.raises(LeaseLost):
+        transaction.guard(record)
+    with pytest.raises(LeaseLost):
+        transaction.complete(record, outcome(record))
+
+
+class Mute:
+    """A connection that does not pass on what the server says of its transaction, as MySQLdb's."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "server_status":
+            raise AttributeError(name)
+        return getattr(self._driver, name)
+
+
+class DjangoLike:
+    """As far as anybody looks at it, Django's ``connections["default"]``."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def cursor(self) -> Any:
+        """A cursor."""
+        return self.connection.cursor()
+
+
+def test_a_plain_connection_that_does_not_tell_of_its_transaction_is_refused(
+    records: SqlRecordStore, driver: Any
+) -> None:
+    """Django's tells by its autocommit mode, which it leaves for a transaction."""
+    record, mute = won(records, make_bid(fresh_key())), Mute(driver)
+    with pytest.raises(WrongDatabase, match="does not tell whether its transaction is open"):
+        JoinedTransaction(mute, records).guard(record)
+    transaction = JoinedTransaction(DjangoLike(mute), records)
+    driver.autocommit(True)
+    with pytest.raises(WrongDatabase, match="autocommit"):
+        transaction.guard(record)
+    driver.autocommit(False)
+    transaction.guard(record)
+    assert transaction.is_open()
+    driver.commit()
+    driver.autocommit(True)
+    assert not transaction.is_open()
+
+
+def test_a_call_enqueued_behind_an_old_snapshot_is_found_all_the_same(records: SqlRecordStore, driver: Any) -> None:
+    """The insert meets a row that the transaction cannot see, and may look at the newest."""
+    key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
+    enqueuing = outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0)
+    transaction = JoinedTransaction(driver, records)
+    assert transaction.read(key.stored, "k") is None
+    assert records.database.touch(enqueuing, {})
+    again = outbox.enqueuing("contract", key, "second", "{}", ttl=15.0, retention=60.0)
+    assert not transaction.write(again, "k")
+    assert transaction.read(key.stored, "k") is None
+    found = transaction.read(key.stored, "k", newest=True)
+    assert found is not None
+    assert found.call_id == "first"
+    driver.rollback()
+    taken = outbox.take(key.stored)
+    assert taken is not None
+    assert taken.publish_at is not None
+    assert outbox.take_due(key.stored) is None
+    outbox.published(taken)
+    assert outbox.take(key.stored) is None
+
+
+def test_an_enqueued_call_is_taken_by_one_of_many(records: SqlRecordStore) -> None:
+    """All look at once; who takes it has seen it as it is."""
+    key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
+    assert records.database.touch(outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0), {})
+    with records.database.engine.connect() as connection:
+        connection.execute(text("UPDATE celery_leases_records SET publish_at = 1"))
+    with ThreadPoolExecutor(8) as threads:
+        taken = list(threads.map(lambda _: outbox.take_due(key.stored), range(8)))
+    assert sum(record is not None for record in taken) == 1

@@ -1,0 +1,238 @@
+"""Who may use a Redis lease store: certificates, users of few rights, passwords that change."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.ports import Acquired, Kept, Renewal, Unsettled
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.stores.redis_errors import ACL_COMMANDS
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.gate_case import half_open
+from celery_leases.testing.servers import RedisCluster, RedisSentinels, RedisServer
+from tests.contract.redis_stores import (
+    PASSWORD,
+    Certificates,
+    Reached,
+    acl_store,
+    certificates,
+    documented_user,
+    tls_store,
+)
+from tests.contract.test_redis_outages import STEPS, steps
+from tests.unit.pages import markdown_rows, page
+
+__all__ = ["acl_store", "certificates", "tls_store"]
+
+
+@pytest.fixture
+def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
+    """A server of the test's own, to change users on."""
+    with RedisServer() as started:
+        yield started
+
+
+def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
+    """The errors of all steps that fail."""
+    bid = make_bid(fresh_key())
+    errors = {}
+    for name, step in steps(store, bid.stored_key).items():
+        try:
+            step()
+        except StoreUnavailable as error:
+            errors[name] = error
+    return errors
+
+
+# -- TLS -----------------------------------------------------------------------------------------------------
+
+
+def test_a_certificate_of_another_authority_is_told_in_openssls_words(tls_store: Reached, tmp_path: Path) -> None:
+    """And nothing was sent."""
+    stranger = Certificates(tmp_path)
+    store = RedisLeaseStore.from_url(tls_store.url, options={"ssl": stranger.client_options})
+    with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED") as caught:
+        store.holder("x")
+    assert caught.value.executed is False
+
+
+def test_a_server_that_wants_a_certificate_of_ours_lets_nobody_in_without(tls_store: Reached) -> None:
+    """Where the URL has only the authority; whether its alert or its goodbye is seen first is a matter of luck."""
+    authority = tls_store.options["ssl"]["ssl_ca_certs"]
+    store = RedisLeaseStore.from_url(f"{tls_store.url}?ssl_ca_certs={authority}")
+    with pytest.raises(StoreUnavailable, match=r"(?i)ssl|closed|reset|broken pipe"):
+        store.holder("x")
+
+
+def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
+    """It waits for the end of the line; nothing was sent."""
+    store = RedisLeaseStore.from_url(server.url.replace("redis://", "rediss://"), timeout=0.4)
+    with pytest.raises(StoreUnavailable, match="Timeout connecting") as caught:
+        store.holder("x")
+    assert caught.value.executed is False
+
+
+# -- users ---------------------------------------------------------------------------------------------------
+
+
+def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store: Reached) -> None:
+    """INFO is among the rights, and foreign prefixes are not."""
+    store = RedisLeaseStore.from_url(acl_store.url, prefix="celery_leases:own")
+    assert store.acquire(make_bid(fresh_key())) == Unsettled(0.0)
+    assert len(store._client.get("celery_leases:own:epoch")) == 40
+    assert not refusals(store)
+    assert set(refusals(RedisLeaseStore.from_url(acl_store.url, prefix="other"))) == set(steps(store)) - {
+        "holders",
+        "gates",
+    }
+
+
+@pytest.mark.parametrize("missing", ACL_COMMANDS.split())
+def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> None:
+    """No step takes the refusal for an answer, and the error says what a user needs."""
+    words = documented_user()
+    assert {word for word in words if word.startswith("+")} == set(ACL_COMMANDS.split())
+    with redis.Redis.from_url(server.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "leases", *(word for word in words if word != missing))
+        admin.script_flush()
+        whole = RedisLeaseStore.from_url(server.url)
+        half_open(whole, "g")
+        if missing == "+pexpire":  # is only needed for a lease that is there
+            assert refusal_of_a_renewal(whole, server)
+            return
+        store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
+        errors = refusals(store)
+    assert bool(errors) is (missing != "+info")
+    if missing == "+get":  # with which every script begins
+        assert set(STEPS) - set(errors) == {"holders", "open_gate"}
+    for error in errors.values():
+        assert error.executed is False
+        assert f"needs ~celery_leases:* {ACL_COMMANDS}" in str(error)
+        assert PASSWORD not in str(error)
+        if "ACL failure" not in str(error) and "can't run" not in str(error):
+            assert missing[1:] in str(error)
+
+
+def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
+    """Whether the user cannot make a lease longer, and is told what is missing."""
+    store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
+    bid = make_bid(fresh_key())
+    assert whole.acquire(bid, settled=True) == Acquired()
+    with pytest.raises(StoreUnavailable, match="pexpire") as caught:
+        store.renew([Renewal(bid.stored_key, bid.token, 60.0)])
+    return "the user of leases needs" in str(caught.value)
+
+
+def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> None:
+    """Users who may call it and users who may not share one epoch."""
+    with redis.Redis.from_url(server.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "leases", *(word for word in documented_user() if word != "+info"))
+    meek = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
+    whole = RedisLeaseStore.from_url(server.url)
+    assert meek.acquire(make_bid(fresh_key(), ttl=0.001)) == Unsettled(0.0)
+    assert whole.acquire(make_bid(fresh_key(), ttl=0.001)) == Unsettled(0.0)
+    for store in (meek, whole, meek, whole):
+        while store.acquire(make_bid(fresh_key(), ttl=0.001)) != Acquired():
+            pass
+
+
+# -- passwords that change -----------------------------------------------------------------------------------
+
+
+class Rotating(redis.CredentialProvider):
+    """Says what the password is now, and how often it was asked."""
+
+    def __init__(self, password: str) -> None:
+        self.password = password
+        self.asked = 0
+
+    def get_credentials(self) -> tuple[str]:
+        """The password of the default user."""
+        self.asked += 1
+        return (self.password,)
+
+
+def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
+    """Open connections live on; a new one asks the provider, and a store that is behind says so until it is told."""
+    provider = Rotating("first")
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_set("requirepass", "first")
+        store = RedisLeaseStore.from_url(server.url, options={"credential_provider": provider})
+        bid = make_bid(fresh_key())
+
+        def renewed() -> bool:
+            return store.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.OURS]
+
+        assert store.acquire(bid, settled=True) == Acquired()
+        admin.config_set("requirepass", "second")
+        assert renewed()
+        assert provider.asked == 1
+        admin.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(StoreUnavailable) as caught:
+            renewed()
+        assert caught.value.executed is False
+        assert "first" not in str(caught.value)
+        provider.password = "second"
+        assert renewed()
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["sentinel", "cluster"])
+def test_a_provider_is_asked_by_every_kind_of_store(kind: str) -> None:
+    """It stands in the place of user and password."""
+    provider = Rotating("x")
+    urls = {"sentinel": "sentinel://a?master_name=m", "cluster": "redis+cluster://a"}
+    store = RedisLeaseStore.from_url(urls[kind], options={"credential_provider": provider})
+    client: Any = store._client if kind == "sentinel" else store._client._client(("a", 1))
+    assert client.connection_pool.connection_kwargs["credential_provider"] is provider
+
+
+def documented_extras() -> dict[str, list[str]]:
+    """What docs/stores.md wants in addition, by what it is for."""
+    rows = [row for row in markdown_rows(page("stores")) if row[0].count("+")]
+    return {row[1]: re.findall(r"\+[\w|]+", row[0].replace("\\", "")) for row in rows}
+
+
+def test_a_cluster_needs_the_documented_rights_and_no_more(leases_redis: RedisServer) -> None:
+    """To find its nodes and to follow slots that move."""
+    rights = [*documented_user(), *documented_extras()["a cluster"]]
+    with RedisCluster() as cluster:
+        for node in cluster.nodes:
+            with redis.Redis(port=node.port) as admin:
+                admin.execute_command("ACL", "SETUSER", "leases", *rights)
+                admin.execute_command("ACL", "SETUSER", "default", "off")
+        store = RedisLeaseStore.from_url(cluster.url.replace("//", f"//leases:{PASSWORD}@"))
+        for _ in range(10):
+            assert not refusals(store)
+        for node in cluster.nodes:
+            with redis.Redis(port=node.port, username="leases", password=PASSWORD) as user:
+                user.execute_command("ASKING")
+        store.close()
+
+
+def test_sentinel_needs_the_documented_rights_and_no_more(leases_redis: RedisServer) -> None:
+    """One on the Sentinels, whose users are others; a wrong password for them is told as such."""
+    extras = documented_extras()
+    with RedisSentinels() as sentinels:
+        for server in sentinels.servers:
+            with redis.Redis(port=server.port) as admin:
+                more = [*extras["another database than 0"], *extras["`client_name`"]]
+                admin.execute_command("ACL", "SETUSER", "leases", *documented_user(), *more)
+        for server in sentinels.sentinels:
+            with redis.Redis(port=server.port) as admin:
+                admin.execute_command("ACL", "SETUSER", "watch", "on", f">{PASSWORD}", *extras["Sentinel"])
+                admin.execute_command("ACL", "SETUSER", "default", "off")
+        url = (
+            sentinels.url.replace("://", f"://leases:{PASSWORD}@", 1).replace("/0?", "/2?") + "&sentinel_username=watch"
+        )
+        store = RedisLeaseStore.from_url(f"{url}&sentinel_password={PASSWORD}", options={"client_name": "leases"})
+        assert not refusals(store)
+        store.close()
+        with pytest.raises(StoreUnavailable, match="AuthenticationError") as caught:
+            RedisLeaseStore.from_url(f"{url}&sentinel_password=wrong").holder("x")
+        assert caught.value.executed is False

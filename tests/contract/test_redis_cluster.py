@@ -1,0 +1,372 @@
+"""What is a cluster's own: a gate on another node, epochs for each slot, slots that move, nodes that are away."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.ports import Acquired, Held, Kept, Renewal, Shut, Unsettled
+from celery_leases.core.records import Bid
+from celery_leases.stores import lua, lua_gates
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.stores.redis_cluster import Cluster
+from celery_leases.stores.redis_values import Keys
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.gate_case import closed, found, half_open
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import RedisCluster, RedisServer
+from celery_leases.testing.servers.local import free_port
+
+TIMEOUT = 0.5
+SLACK = 1.5
+GROUP = "openai:gpt"
+
+
+@pytest.fixture(scope="module")
+def shared(leases_redis: RedisServer) -> Iterator[RedisCluster]:
+    """A cluster of this module's own, whose nodes may be stopped."""
+    with RedisCluster() as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(shared: RedisCluster) -> Iterator[RedisCluster]:
+    """The same, whole and empty again after the test."""
+    yield shared
+    for node in shared.nodes:
+        if node.alive:
+            node.resume()
+        node.start()
+    shared.await_agreed()
+    for node in shared.nodes:
+        with redis.Redis(port=node.port) as client:
+            client.flushall()
+
+
+@pytest.fixture
+def store(cluster: RedisCluster) -> Iterator[RedisLeaseStore]:
+    """A store on it."""
+    opened = RedisLeaseStore.from_url(cluster.url, timeout=TIMEOUT)
+    yield opened
+    opened.close()
+
+
+def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer, Bid]:
+    """One lease on each node."""
+    bids: dict[RedisServer, Bid] = {}
+    while len(bids) < len(cluster.nodes):
+        bid = make_bid(fresh_key())
+        bids.setdefault(cluster.node_of(store._keys.lease(bid.stored_key)), bid)
+    for bid in bids.values():
+        assert store.acquire(bid, settled=True) == Acquired()
+    return bids
+
+
+def renewal(bid: Bid) -> Renewal:
+    """For as long as the lease had at first."""
+    return Renewal(bid.stored_key, bid.token, bid.ttl)
+
+
+def group_apart(cluster: RedisCluster, store: RedisLeaseStore, bid: Bid) -> str:
+    """A group whose gate is on another node than the lease of *bid*."""
+    node = cluster.node_of(store._keys.lease(bid.stored_key))
+    return next(name for name in map(str, range(100)) if cluster.node_of(store._keys.gate(name)[0]) is not node)
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["celery_leases", "team:{x}", "a}b", "ü"])
+@pytest.mark.parametrize("stored_key", ["t:task|key", "g:{", "g:}{a}", "", "}", "{}x"])
+def test_a_lease_shares_its_slot_with_its_epoch(prefix: str, stored_key: str) -> None:
+    """Whatever braces there are: one script touches both."""
+    keys = Keys(prefix, clustered=True)
+    assert key_slot(keys.epoch(stored_key).encode()) == key_slot(keys.lease(stored_key).encode())
+    assert len({key_slot(name.encode()) for name in keys.gate("a{b}c")}) == 1
+
+
+@pytest.mark.parametrize("prefix", ["{}", "a{b", "{}{x}"])
+def test_a_prefix_that_would_tear_keys_apart_is_refused(prefix: str) -> None:
+    """Its brace would begin the hash tag of every key, and no two keys would have the same."""
+    with pytest.raises(LeaseConfigurationError, match="leases_prefix"):
+        RedisLeaseStore.from_url("redis+cluster://h", prefix=prefix)
+
+
+def test_every_slot_comes_up_empty_by_itself(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """The first bid in a slot must look at the record, the next one need not."""
+    first, second = make_bid("g:{a", ttl=0.01), make_bid("g:{b", ttl=0.01)
+    for bid in (first, second):
+        assert store.acquire(bid) == Unsettled(0.0)
+        wait_until(lambda bid=bid: store.acquire(bid) == Acquired(), 10, "the slot to settle")  # type: ignore[misc]
+    assert store._client.send([("PTTL", store._keys.epoch(first.stored_key))])[0] > 29 * 86_400_000
+
+
+# -- a gate on another node ----------------------------------------------------------------------------------
+
+
+def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
+    cluster: RedisCluster, store: RedisLeaseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds the key held asks no gate; without a group it is one trip as everywhere."""
+    half_open(store, "half-open")
+    closed(store, "closed", 60.0)
+    for node in cluster.nodes:
+        with redis.Redis(port=node.port) as admin:
+            for script in (lua.ACQUIRE, lua.RELEASE, lua_gates.ENTER):
+                admin.script_load(script.text)
+    leases_on(cluster, store)
+    bid = make_bid(fresh_key(), group="half-open")
+    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    sent: list[Any] = []
+    send: Any = redis.connection.AbstractConnection.send_packed_command
+
+    def counted(self: Any, command: Any, check_health: bool = True) -> Any:
+        sent.append(command)
+        return send(self, command, check_health)
+
+    monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+    steps: tuple[tuple[int, Callable[[], Any]], ...] = (
+        (1, lambda: store.acquire(make_bid(fresh_key()), settled=True)),
+        (2, lambda: store.acquire(make_bid(fresh_key(), group="open"), settled=True)),
+        (3, lambda: store.acquire(make_bid(fresh_key(), group="closed"), settled=True)),
+        (2, lambda: store.acquire(bid, settled=True)),
+        (1, lambda: store.acquire(make_bid(bid.stored_key, group="half-open"), settled=True)),
+        (1, lambda: store.release(bid.stored_key, bid.token)),
+    )
+    for trips, step in steps:
+        sent.clear()
+        step()
+        assert len(sent) == trips
+
+
+def test_a_shut_gate_leaves_no_lease_behind(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """Whether it is closed, or another one probes; the next bid without the group gets the key at once."""
+    bid = make_bid(fresh_key())
+    group = group_apart(cluster, store, bid)
+    closed(store, group, 60.0)
+    for _ in range(2):
+        assert isinstance(store.acquire(make_bid(bid.stored_key, group=group), settled=True), Shut)
+        assert store.holder(bid.stored_key) is None
+        store.open_gate(group)
+        half_open(store, group)
+        assert store.acquire(make_bid(fresh_key(), group=group), settled=True) == Acquired(probe=True)
+    assert store.acquire(bid, settled=True) == Acquired()
+
+
+def test_a_gate_that_does_not_answer_lets_nobody_in(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """The bidder is told, and can give back what it took; a probe's slot is never without its lease."""
+    bid = make_bid(fresh_key())
+    group = group_apart(cluster, store, bid)
+    half_open(store, group)
+    gate = cluster.node_of(store._keys.gate(group)[0])
+    gate.pause()
+    with pytest.raises(StoreUnavailable):
+        store.acquire(make_bid(bid.stored_key, bid.token, group=group), settled=True)
+    assert store.release(bid.stored_key, bid.token)
+    gate.resume()
+    store.give_back_probe(group, bid.token)
+    assert found(store, group).probe is None
+    lease = cluster.node_of(store._keys.lease(bid.stored_key))
+    lease.pause()
+    with pytest.raises(StoreUnavailable):
+        store.acquire(make_bid(bid.stored_key, bid.token, group=group), settled=True)
+    assert found(store, group).probe is None
+
+
+# -- nodes that are away -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("away", ["killed", "frozen"])
+def test_a_node_that_is_away_fails_its_own_leases_only(
+    cluster: RedisCluster, store: RedisLeaseStore, away: str
+) -> None:
+    """Each renewal has its answer, in about the time of one timeout, again and again."""
+    bids = leases_on(cluster, store)
+    gone = cluster.nodes[1]
+    gone.kill() if away == "killed" else gone.pause()
+    for _ in range(3):
+        began = time.monotonic()
+        answers = store.renew([renewal(bid) for bid in bids.values()])
+        assert time.monotonic() - began < 2 * TIMEOUT + SLACK
+        for node, answer in zip(bids, answers, strict=True):
+            if node is gone:
+                assert isinstance(answer, StoreUnavailable)
+            else:
+                assert answer is Kept.OURS
+    for node, bid in bids.items():
+        if node is gone:
+            with pytest.raises(StoreUnavailable) as caught:
+                store.acquire(bid)
+            assert caught.value.executed is (False if away == "killed" else None)
+            with pytest.raises(StoreUnavailable):
+                store.renew([renewal(bid)])
+        else:
+            assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+    with pytest.raises(StoreUnavailable):
+        list(store.holders())
+
+
+class FakeNode:
+    """A node as redis-py gives it: it serves a third of the slots, or lets its caller wait."""
+
+    frozen = False
+
+    def __init__(self, asked: list[int], port: int) -> None:
+        self._asked = asked
+        self._port = port
+
+    def execute_command(self, *command: str) -> list[list[Any]]:
+        """``CLUSTER SLOTS``."""
+        self._wait()
+        return [[0, 5000, [b"h", 1]], [5001, 10_000, [b"h", 2]], [10_001, 16_383, [b"h", 3]]]
+
+    def pipeline(self, *, transaction: bool) -> Any:
+        """One that answers each command with the port."""
+        node = self
+
+        class Pipeline(list[Any]):
+            def __enter__(self) -> Self:
+                return self
+
+            def __exit__(self, *_: object) -> None: ...
+
+            def execute_command(self, *command: Any) -> None:
+                self.append(command)
+
+            def execute(self, raise_on_error: bool) -> list[int]:
+                node._asked.append(node._port)
+                node._wait()
+                return [node._port] * len(self)
+
+        return Pipeline()
+
+    def _wait(self) -> None:
+        if self.frozen:
+            time.sleep(0.06)
+            raise redis.TimeoutError("Timeout reading from socket")
+
+
+def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
+    """Once they are known to be frozen; the others are asked first, and each is believed again when it answers."""
+    asked: list[int] = []
+    nodes = {port: FakeNode(asked, port) for port in (1, 2, 3)}
+    nodes_of_a_cluster = Cluster([("h", 1)], lambda _, port: nodes[port], timeout=0.05)
+    keys: dict[int, str] = {}
+    for number in range(100):
+        keys.setdefault(min(key_slot(str(number).encode()) // 5001, 2) + 1, str(number))
+    commands = [("GET", keys[port]) for port in (1, 2, 3)]
+    assert nodes_of_a_cluster.send(commands) == [1, 2, 3]
+    nodes[1].frozen = nodes[2].frozen = True
+    turns = []
+    for _ in range(4):
+        asked.clear()
+        replies = nodes_of_a_cluster.send(commands)
+        assert replies[2] == 3
+        assert all(isinstance(reply, redis.RedisError) for reply in replies[:2])
+        turns.append(list(asked))
+    assert turns == [[1, 2, 3], [3, 1], [3, 2], [3, 1]]
+    nodes[1].frozen = nodes[2].frozen = False
+    assert nodes_of_a_cluster.send(commands) == [1, 2, 3]
+
+
+def test_a_node_that_comes_back_empty_is_noticed(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """Newcomers must look at the record, the holder asserts its lease again."""
+    bids = leases_on(cluster, store)
+    gone = cluster.nodes[2]
+    gone.kill()
+    gone.start()
+    cluster.await_agreed()
+    assert store.acquire(make_bid(bids[gone].stored_key)) == Unsettled(0.0)
+    answers = dict(zip(bids, store.renew([renewal(bid) for bid in bids.values()]), strict=True))
+    assert [node for node, answer in answers.items() if answer is Kept.MISSING] == [gone]
+    assert store.reassert(bids[gone])
+    assert len(list(store.holders())) == 3
+
+
+def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
+    """One that is not there is passed over, and all of them are found."""
+    host, port = "127.0.0.1", cluster.nodes[1].port
+    store = RedisLeaseStore.from_url(f"redis+cluster://{host}:{free_port()},{host}:{port}", timeout=TIMEOUT)
+    leases_on(cluster, store)
+    store.close()
+
+
+def test_no_node_at_all_has_executed_nothing(leases_redis_url: str) -> None:
+    """Nor has a server that is no cluster; both say so."""
+    hosts = {f"127.0.0.1:{free_port()}": "connecting to", leases_redis_url.split("/")[2]: "cluster support disabled"}
+    for host, said in hosts.items():
+        store = RedisLeaseStore.from_url(f"redis+cluster://{host}", timeout=TIMEOUT)
+        with pytest.raises(StoreUnavailable, match=said) as caught:
+            store.acquire(make_bid(fresh_key()))
+        assert caught.value.executed is False
+
+
+def test_a_slot_that_nobody_serves_has_executed_nothing(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """Until somebody does."""
+    bid = make_bid(fresh_key())
+    node = cluster.node_of(store._keys.lease(bid.stored_key))
+    slot = key_slot(store._keys.lease(bid.stored_key).encode())
+    with redis.Redis(port=node.port) as admin:
+        admin.execute_command("CLUSTER", "DELSLOTS", slot)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable) as caught:
+                store.acquire(bid, settled=True)
+            assert caught.value.executed is False
+        admin.execute_command("CLUSTER", "ADDSLOTS", slot)
+    wait_until(lambda: acquires(store, bid), 10, "the slot to be served")
+
+
+def acquires(store: RedisLeaseStore, bid: Bid) -> bool:
+    """Whether the lease is taken now."""
+    try:
+        return store.acquire(bid, settled=True) == Acquired()
+    except StoreUnavailable:
+        return False
+
+
+# -- slots that move -----------------------------------------------------------------------------------------
+
+
+def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """On its way and afterwards, for a store that knew the old place, it is renewed and keeps others out."""
+    bid = make_bid(fresh_key())
+    assert store.acquire(bid, settled=True) == Acquired()
+    lease = store._keys.lease(bid.stored_key)
+    slot, source = key_slot(lease.encode()), cluster.node_of(lease)
+    target = next(node for node in cluster.nodes if node is not source)
+    with redis.Redis(port=source.port) as old, redis.Redis(port=target.port) as new:
+        ids = {client: client.execute_command("CLUSTER", "MYID") for client in (old, new)}
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[old])
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[new])
+        assert store.renew([renewal(bid)]) == [Kept.OURS]
+        old.execute_command("MIGRATE", "127.0.0.1", target.port, lease, 0, 5000)
+        assert store.renew([renewal(bid)] * 2) == [Kept.OURS] * 2
+        assert store.holder(bid.stored_key) is not None
+        for client in (new, old):
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[new])
+        try:
+            assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+            assert store.acquire(bid) == Acquired()
+            assert [key for key, _ in store.holders()] == [bid.stored_key]
+            assert store.release(bid.stored_key, bid.token)
+        finally:
+            for client in (old, new):
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[old])
+
+
+def test_scripts_that_nodes_have_lost_are_sent_again(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """Each node has its own."""
+    bids = leases_on(cluster, store)
+    for node in cluster.nodes:
+        with redis.Redis(port=node.port) as admin:
+            admin.script_flush()
+    assert store.renew([renewal(bid) for bid in bids.values()]) == [Kept.OURS] * 3
+    for node in cluster.nodes[1:]:
+        with redis.Redis(port=node.port) as admin:
+            admin.script_flush()
+    assert store.renew([renewal(bid) for bid in bids.values()]) == [Kept.OURS] * 3
+    assert all(store.release(bid.stored_key, bid.token) for bid in bids.values())

@@ -1,0 +1,57 @@
+"""The published suites on Redis over TLS and unix sockets, for a user of few rights, behind Sentinel, in a cluster."""
+
+import pytest
+
+from celery_leases.core.ports import LeaseStore, MarkStore
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.testing.contracts import GateStoreContract, MarkStoreContract, SeparateLeaseStoreContract
+from tests.contract.redis_stores import (
+    acl_store,
+    certificates,
+    cluster,
+    cluster_store,
+    sentinel_store,
+    sentinels,
+    store_elsewhere,
+    tls_store,
+    unix_store,
+)
+
+__all__ = [
+    "acl_store",
+    "certificates",
+    "cluster",
+    "cluster_store",
+    "sentinel_store",
+    "sentinels",
+    "store_elsewhere",
+    "tls_store",
+    "unix_store",
+]
+
+
+class TestLeases(SeparateLeaseStoreContract):
+    """The published suite for lease stores."""
+
+    @pytest.fixture
+    def store(self, store_elsewhere: RedisLeaseStore) -> LeaseStore:
+        """One after the other."""
+        return store_elsewhere
+
+
+class TestMarks(MarkStoreContract):
+    """The published suite for mark stores."""
+
+    @pytest.fixture
+    def marks(self, store_elsewhere: RedisLeaseStore) -> MarkStore:
+        """One after the other."""
+        return store_elsewhere
+
+
+class TestGates(GateStoreContract):
+    """The published suite for gates, where a cluster asks them apart from the lease."""
+
+    @pytest.fixture
+    def store(self, store_elsewhere: RedisLeaseStore) -> RedisLeaseStore:
+        """One after the other."""
+        return store_elsewhere

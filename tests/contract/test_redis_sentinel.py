@@ -1,0 +1,141 @@
+"""What is Sentinel's own: a primary that dies, freezes or steps down, Sentinels that do not answer."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.ports import Acquired, Held, Kept, Renewal, Unsettled
+from celery_leases.core.records import Bid
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import RedisSentinels, RedisServer
+from celery_leases.testing.servers.local import free_port
+
+TIMEOUT = 0.6
+SLACK = 1.5
+
+
+@pytest.fixture
+def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
+    """A group of the test's own."""
+    with RedisSentinels() as started:
+        yield started
+
+
+@pytest.fixture
+def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
+    """A store that has settled, with a connection to the primary."""
+    opened = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
+    assert opened.acquire(short()) == Unsettled(0.0)
+    opened._client.pexpire("celery_leases:epoch", (30 * 86_400 - 3600) * 1000)  # it came up an hour ago
+    yield opened
+    opened.close()
+
+
+def short() -> Bid:
+    """A bid for which a store settles at once."""
+    return make_bid(fresh_key(), ttl=0.01)
+
+
+def renewed(store: RedisLeaseStore, bid: Bid) -> Kept | None:
+    """What becomes of a lease; ``None`` while the store is away, which takes it no longer than it may."""
+    began = time.monotonic()
+    try:
+        (answer,) = store.renew([Renewal(bid.stored_key, bid.token, bid.ttl)])
+    except StoreUnavailable:
+        # The call itself, the Sentinels, and connecting to what they name.
+        assert time.monotonic() - began < 3 * TIMEOUT + SLACK
+        return None
+    assert isinstance(answer, Kept)
+    return answer
+
+
+def replicated(sentinels: RedisSentinels) -> bool:
+    """Whether the replica has all that the primary has."""
+    offsets = set()
+    for server in sentinels.servers:
+        with redis.Redis(port=server.port) as client:
+            told = client.info("replication")
+            offsets.add(told.get("slave_repl_offset", told["master_repl_offset"]))
+    return len(offsets) == 1
+
+
+@pytest.mark.parametrize("end", ["killed", "frozen"])
+def test_a_lease_goes_on_at_the_promoted_replica(sentinels: RedisSentinels, store: RedisLeaseStore, end: str) -> None:
+    """Calls in between are refusals in time; newcomers are told to look at the record first, for one ttl."""
+    bid, other = make_bid(fresh_key()), make_bid(fresh_key())
+    assert store.acquire(bid) == Acquired()
+    wait_until(lambda: replicated(sentinels), 10, "the replica")
+    old = sentinels.primary
+    old.kill() if end == "killed" else old.pause()
+    wait_until(lambda: renewed(store, bid) is Kept.OURS, 30, "the failover")
+    wait_until(lambda: sentinels.primary is not old, 30, "the first Sentinel to know what the store knows")
+    assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+    assert store.acquire(other) == Unsettled(0.0)
+    assert store.acquire(other, settled=True) == Acquired()
+    wait_until(lambda: store.acquire(short()) == Acquired(), 10, "the store to settle")
+    if end == "frozen":
+        old.resume()
+
+
+def test_a_lease_that_the_replica_never_got_is_missing_there(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
+    """The replica is cut off, a lease is given, the primary dies: nobody gets the key before its holder had time."""
+    wait_until(lambda: replicated(sentinels), 10, "the replica")
+    (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
+    bid = make_bid(fresh_key(), ttl=60.0)
+    with redis.Redis(port=replica.port) as admin:
+        admin.replicaof("127.0.0.1", str(free_port()))
+    assert store.acquire(bid) == Acquired()
+    sentinels.primary.kill()
+    wait_until(lambda: renewed(store, bid) is Kept.MISSING, 30, "the failover")
+    assert isinstance(store.acquire(make_bid(bid.stored_key)), Unsettled)
+    assert store.reassert(bid)
+    assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+
+
+def test_a_primary_that_steps_down_executes_nothing_more(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
+    """What it refuses is told as such, and the next call finds the new one."""
+    bid = make_bid(fresh_key())
+    assert store.acquire(bid) == Acquired()
+    wait_until(lambda: replicated(sentinels), 10, "the replica")
+    old = sentinels.primary
+    with redis.Redis(port=old.port) as admin:
+        admin.replicaof("127.0.0.1", str(free_port()))  # a call that is on its way meets it before Sentinel repairs it
+        with pytest.raises(StoreUnavailable) as caught:
+            store.acquire(make_bid(fresh_key()), settled=True)
+        assert caught.value.executed is False
+        admin.replicaof("NO", "ONE")
+    with redis.Redis(port=sentinels.sentinels[0].port) as sentinel:
+        sentinel.execute_command("SENTINEL", "FAILOVER", "leases")
+    wait_until(lambda: sentinels.primary is not old, 30, "the failover")
+    wait_until(lambda: renewed(store, bid) is Kept.OURS, 30, "the new primary")
+    assert isinstance(store.acquire(short()), Unsettled)
+
+
+def test_sentinels_that_do_not_answer_are_passed_over_in_time(sentinels: RedisSentinels) -> None:
+    """Two are frozen, of which one is asked first; without any nothing was executed, and the error says so."""
+    for sentinel in sentinels.sentinels[:2]:
+        sentinel.pause()
+    store = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
+    began = time.monotonic()
+    assert store.acquire(make_bid(fresh_key()), settled=True) == Acquired()
+    assert time.monotonic() - began < 2 * TIMEOUT + SLACK
+    sentinels.sentinels[2].pause()
+    alone = store.bounded(TIMEOUT)
+    with pytest.raises(StoreUnavailable, match="No master found for 'leases'") as caught:
+        alone.acquire(make_bid(fresh_key()))
+    assert caught.value.executed is False
+    assert store.holder("x") is None  # whoever is connected asks no Sentinel
+
+
+def test_a_primary_nobody_knows_is_told_by_its_name(sentinels: RedisSentinels) -> None:
+    """And so is one that too few Sentinels watch."""
+    for wrong in (("master_name=leases", "master_name=other"), ("/0?", "/0?min_other_sentinels=3&")):
+        store = RedisLeaseStore.from_url(sentinels.url.replace(*wrong), timeout=2.0)
+        with pytest.raises(StoreUnavailable, match="No master found") as caught:
+            store.acquire(make_bid(fresh_key()))
+        assert caught.value.executed is False

@@ -1,0 +1,119 @@
+"""An operator's commands against claims that come while he looks, and how long a record counts that he has touched."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from celery_leases import LeaseIsLive
+from celery_leases.client import LeaseClient
+from celery_leases.core.records import Ended, Record, State
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import closed, row, won
+from tests.contract.sql_stores import database_url, sql_records
+
+__all__ = ["database_url", "sql_records"]
+
+DATABASE = "database"
+DAY = 86_400.0
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "retry": LeaseClient.retry,
+    "forget": LeaseClient.forget,
+    "resolve done": lambda client, key, **given: client.resolve(key, "done", **given),
+    "resolve retry": lambda client, key, **given: client.resolve(key, "retry", **given),
+}
+
+
+@pytest.fixture
+def client(sql_records: SqlRecordStore) -> LeaseClient:
+    """An operator's, on the same database as the workers."""
+    return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
+
+
+def uncertain(records: SqlRecordStore, **bid: Any) -> Record:
+    """A row that waits for an operator."""
+    record = won(records, make_bid(fresh_key(), **bid), DATABASE)
+    return closed(records, record, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
+
+
+def let_come_after(monkeypatch: pytest.MonkeyPatch, store: Any, look: str, come: Callable[[], Any]) -> None:
+    """Somebody comes just after the first *look* into *store*."""
+    looks, came = getattr(store, look), []
+
+    def looked(*given: Any) -> Any:
+        answer = looks(*given)
+        if not came:
+            came.append(True)
+            come()
+        return answer
+
+    monkeypatch.setattr(store, look, looked)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("after", ["record", "lease"])
+def test_an_attempt_that_begins_while_an_operator_looks_is_left_alone(
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str, after: str
+) -> None:
+    """Its lease is seen, or else its fence; he is told, and what it says counts."""
+    old = closed(sql_records, won(sql_records, make_bid(fresh_key()), DATABASE), State.PENDING, ended=Ended.FAILED)
+    begun: list[Record] = []
+
+    def begin() -> None:
+        begun.append(won(sql_records, make_bid(old.stored_key), DATABASE))
+
+    store, look = (client._records, "read") if after == "record" else (client._leases, "holder")
+    let_come_after(monkeypatch, store, look, begin)
+    with pytest.raises(LeaseIsLive) as caught:
+        COMMANDS[command](client, old.stored_key)
+    assert caught.value.remaining > 0
+    (record,) = begun
+    assert row(sql_records, old.stored_key).owner == record.owner
+    assert closed(sql_records, record).state is State.DONE
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_by_force_it_is_ended_all_the_same(
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Whoever has come meanwhile."""
+    old = closed(sql_records, won(sql_records, make_bid(fresh_key()), DATABASE), State.PENDING, ended=Ended.FAILED)
+    let_come_after(monkeypatch, client._leases, "holder", lambda: won(sql_records, make_bid(old.stored_key), DATABASE))
+    COMMANDS[command](client, old.stored_key, force=True)
+    assert row(sql_records, old.stored_key).state is (State.DONE if command == "resolve done" else State.PENDING)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The message says how it stands now; he has seen something else."""
+    old = closed(sql_records, won(sql_records, make_bid(fresh_key()), DATABASE), State.PENDING, ended=Ended.FAILED)
+
+    def run() -> None:
+        closed(sql_records, won(sql_records, make_bid(old.stored_key), DATABASE))
+
+    let_come_after(monkeypatch, client._leases, "holder", run)
+    with pytest.raises(LeaseIsLive, match="has moved on meanwhile, and is done now"):
+        COMMANDS[command](client, old.stored_key)
+    assert row(sql_records, old.stored_key).state is State.DONE
+
+
+@pytest.mark.parametrize(("own", "given", "days"), [(30.0, None, 30), (30.0, "2d", 2), (None, None, 7)])
+@pytest.mark.parametrize("command", [*COMMANDS, "release"])
+def test_a_touched_record_counts_for_the_retention_of_its_task(
+    client: LeaseClient, sql_records: SqlRecordStore, command: str, own: float | None, given: str | None, days: int
+) -> None:
+    """As the last claim wrote it down; unless the operator says otherwise, or nothing is known."""
+    retention = own * DAY if own else None
+    if command == "release":
+        record = won(sql_records, make_bid(fresh_key(), retention=retention), DATABASE)
+    else:
+        record = uncertain(sql_records, retention=retention)
+    (COMMANDS | {"release": LeaseClient.release})[command](client, record.stored_key, retention=given)
+    after = sql_records.read(record.stored_key)
+    assert after is not None
+    assert after.expires_at is not None
+    assert (after.expires_at - after.now) / 1e6 == pytest.approx(days * DAY, abs=30)

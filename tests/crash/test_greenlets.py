@@ -1,0 +1,68 @@
+"""Lost leases under gevent and eventlet, in a process of their own: who is thrown into, and who is not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.crash.reports import reported
+
+AT_ONCE = 1.0
+"""By when a body that waits must know, in seconds, on a busy machine; measured at milliseconds."""
+
+Report = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(params=["gevent", "eventlet"])
+def report(request: pytest.FixtureRequest) -> Report:
+    """What :mod:`tests.apps.greens` reports under either library."""
+    pytest.importorskip(request.param)
+    return partial(reported, "tests.apps.greens", request.param)
+
+
+def test_a_loss_at_the_moment_a_greenlets_body_ends_strays_nowhere(report: Report) -> None:
+    """600 races in 20 greenlets: each run is done or lost, and nothing is thrown into a step or what comes after."""
+    ended = report("race")
+    print(ended)
+    assert set(ended) == {"done", "lost"}, ended
+    assert sum(ended.values()) == 600
+    assert min(ended.values()) >= 20  # else the race was none
+
+
+def test_a_body_that_waits_for_the_hub_is_told_at_once(report: Report) -> None:
+    """The threads that renew are the system's: they wake a hub that sleeps, whatever the greenlet waits for."""
+    seconds = report("reach")
+    print(seconds)
+    assert set(seconds) == {"sleep", "recv", "event", "lock", "select", "subprocess", "join"}
+    assert max(seconds.values()) < AT_ONCE
+
+
+def test_a_body_that_was_told_may_clean_up_for_a_moment(report: Report) -> None:
+    """A short one is left alone; a long one is told again, as what was thrown first may have vanished."""
+    short, long = report("cleaning", "0.3"), report("cleaning", "2")
+    assert (short["ended"], short["seen"]) == (["lost"], {"told": 1, "cleaned": 1})
+    assert (long["ended"], long["seen"]) == (["lost"], {"told": 1, "told while cleaning": 1})
+
+
+def test_a_body_that_has_asked_is_not_told_again_while_it_cleans_up(report: Report) -> None:
+    """What was sent to it before it asked comes when it first lets others run, in the middle of its cleaning."""
+    told = report("asking", "0.2")
+    assert (told["ended"], told["seen"]) == (["lost"], {"told": 1, "cleaned": 1})
+
+
+def test_a_body_that_wants_a_mere_flag_is_not_thrown_into(report: Report) -> None:
+    """``lease_on_lost="flag"``: it sleeps through the loss, and its outcome counts as nobody has taken the key."""
+    told = report("flagged")
+    assert (told["ended"], told["seen"]) == (["done"], {"slept on": 1})
+
+
+def test_a_call_inside_a_body_is_not_thrown_into_for_the_outer_lease(report: Report) -> None:
+    """One greenlet, two deliveries: the inner one comes to its end first, then the outer body is told."""
+    told = report("outer", "1")
+    assert (told["ended"], told["states"]) == (["lost"], {"lost": "pending", "inside": "done"})
+
+
+def test_a_killed_greenlet_gives_its_attempt_back(report: Report) -> None:
+    """``GreenletExit`` is how these pools revoke a call: no crash."""
+    assert report("killed") == {"ended": [], "state": "pending", "crashes": 0}

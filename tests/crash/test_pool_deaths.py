@@ -1,0 +1,143 @@
+"""Every pool and every way to die in it: what is promised happens, one body ends, and nothing is left behind.
+
+What the process of a body survives is in ``tests/integration/test_pool_stalls.py``.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import Scene, kill
+from tests.integration.possessions import possessions, wait_until_none_is_left
+from tests.integration.stages import POOL_STORES, REDIS_REDIS_POSTGRES
+
+DYING = "tests.apps.dying"
+TTL = 2
+TOLD = 3.0
+"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at milliseconds."""
+
+
+def chosen(pools: tuple[str, ...]) -> Any:
+    """A parameter for each of *pools*."""
+    return pytest.mark.parametrize("pool", pools)
+
+
+@pytest.fixture
+def scene(pool: str, scene_factory: SceneFactory) -> Scene:
+    """A worker of that pool for one body at a time, to be hurt."""
+    skip_without(pool)
+    scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, start=False)
+    scene.worker.pool = pool  # type: ignore[assignment]
+    scene.start()
+    return scene
+
+
+def skip_without(pool: str) -> None:
+    """Skip where the pool's library is missing."""
+    if pool in ("gevent", "eventlet"):
+        pytest.importorskip(pool)
+
+
+@chosen(("prefork",))  # the others have no child
+def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_process(scene: Scene, name: str) -> None:
+    """The main process notices, closes the attempt and frees the key; three deaths cost it no handle and no socket."""
+    before = None
+    for number in range(3):
+        gate, each = scene.gate(), f"{name}-{number}"
+        result = scene.tasks.stands.delay(each, str(gate))
+        (first,) = scene.wait_for("begin", name=each)
+        kill(first["pid"])
+        second = scene.wait_for("begin", 2, name=each)[1]
+        assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
+        gate.touch()
+        assert result.get(timeout=20)["fence"] == second["fence"]
+        scene.done_once("stands", each, crashes=1)
+        if before is None:  # the first death starts a thread, and connects to the stores
+            before = possessions(scene.worker.pid)
+    assert before is not None
+    wait_until_none_is_left(scene.worker.pid, before)
+
+
+@chosen(tuple(POOL_STORES))
+def test_a_killed_worker_leaves_its_work_to_another(scene: Scene, name: str, pool: str) -> None:
+    """The broker delivers again, the lease ends by itself, and the crash is counted."""
+    gate = scene.gate()
+    result = scene.tasks.stands.delay(name, str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    kill(scene.worker.pid)
+    scene.another(pool=pool)
+    second = scene.wait_for("begin", 2, name=name)[1]
+    assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
+    gate.touch()
+    assert result.get(timeout=20)["fence"] == second["fence"]
+    scene.done_once("stands", name, crashes=1)
+
+
+@chosen(("gevent",))  # eventlet's worker has the same loop
+def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
+    scene_factory: SceneFactory, name: str, pool: str
+) -> None:
+    """Celery's loop for greenlets never looks for messages that a dead worker has left on Redis; others do."""
+    skip_without(pool)
+    scene = scene_factory(REDIS_REDIS_POSTGRES, home=DYING, ttl=TTL, start=False)
+    green = scene.another(pool=pool)
+    gate = scene.gate()
+    result = scene.tasks.stands.delay(name, str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    kill(green.pid)
+    scene.another(pool="prefork")
+    second = scene.wait_for("begin", 2, name=name)[1]
+    assert (second["attempt"], second["previous"], second["id"]) == (2, "crashed", first["id"])
+    gate.touch()
+    assert result.get(timeout=20)["fence"] == second["fence"]
+    scene.done_once("stands", name, crashes=1)
+
+
+@chosen(tuple(POOL_STORES))
+def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
+    scene_factory: SceneFactory, name: str, pool: str
+) -> None:
+    """SIGSTOP, a takeover, SIGCONT: the zombie is told (by ``check()`` with threads), and the row stays as it was."""
+    skip_without(pool)
+    scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
+    scene.worker.pool = pool  # type: ignore[assignment]
+    scene.start()
+    gate, checks = scene.gate(), pool == "threads"
+    zombie = scene.tasks.stands.delay(name, str(gate), checks)
+    (first,) = scene.wait_for("begin", name=name)
+    scene.worker.pause(pid=first["pid"])
+    scene.another(pool=pool)
+    result = scene.tasks.stands.delay(name, str(gate), checks)
+    second = scene.wait_for("begin", 2, name=name)[1]
+    gate.touch()
+    answer = result.get(timeout=20)
+    assert answer["fence"] == second["fence"] > first["fence"]
+    gate.unlink()
+    before = scene.version_of("stands", f"stands:{name}")
+    scene.worker.resume(pid=first["pid"])
+    (lost,) = scene.wait_for("lost", timeout=TOLD, name=name)
+    assert lost["pid"] == first["pid"]
+    scene.wait_for_log(zombie.id, "refused: a later attempt owns the key")
+    assert zombie.get(timeout=20) == answer
+    assert scene.version_of("stands", f"stands:{name}") == before
+    scene.done_once("stands", name, crashes=1)
+
+
+@chosen(("prefork",))  # the others have no child
+def test_children_that_end_after_each_task_leave_nothing(scene_factory: SceneFactory, name: str, pool: str) -> None:
+    """``max_tasks_per_child=1`` and 30 calls: 30 bodies in 30 children, no crash, no handle of a child left over."""
+    scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
+    worker = scene.another(concurrency=2, options=("--max-tasks-per-child", "1"))
+    gate = scene.gate()
+    gate.touch()
+    assert scene.tasks.stands.delay(f"{name}-warm", str(gate)).get(timeout=20)
+    before = possessions(worker.pid)
+    names = [f"{name}-{number}" for number in range(30)]
+    results = [scene.tasks.stands.delay(each, str(gate)) for each in names]
+    for each, result in zip(names, results, strict=True):
+        assert result.get(timeout=60)["name"] == each
+        scene.done_once("stands", each)
+    begun = [event for each in names for event in scene.events("begin", name=each)]
+    assert len(begun) == len({event["pid"] for event in begun}) == 30
+    wait_until_none_is_left(worker.pid, before)

@@ -1,0 +1,81 @@
+"""Warm and cold shutdowns where bodies share the worker's process; those of prefork are in ``test_deploys.py``."""
+
+import signal
+import time
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import Scene
+from tests.integration.stages import POOL_STORES
+
+POOLS = [pool for pool in POOL_STORES if pool != "prefork"]
+
+
+@pytest.fixture
+def scene(pool: str, scene_factory: SceneFactory) -> Scene:
+    """A worker of that pool with one body at a time."""
+    if pool in ("gevent", "eventlet"):
+        pytest.importorskip(pool)
+    scene = scene_factory(POOL_STORES[pool], visibility=5, start=False)
+    scene.worker.pool = pool  # type: ignore[assignment]
+    scene.start()
+    return scene
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(scene: Scene, name: str, pool: str) -> None:
+    """SIGTERM, then twice the ttl: one holder all along, and the body ends in the first worker."""
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (begun,) = scene.wait_for("begin", name=name)
+    mine = scene.holder("work", f"work:{name}")
+    scene.worker.kill(signal.SIGTERM)
+    told = time.monotonic()
+    holders = set()
+    while time.monotonic() < told + 2 * scene.ttl:
+        holder = scene.holder("work", f"work:{name}")
+        holders.add(holder.token if holder is not None else None)
+    assert mine is not None
+    assert holders == {mine.token}
+    gate.touch()
+    assert scene.worker.wait(20) == 0
+    assert result.get(timeout=20)["fence"] == begun["fence"]
+    assert scene.done_once("work", name)["attempt"] == 1
+
+
+@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool != "eventlet"])  # whose cold shutdown may hang
+def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(scene: Scene, name: str, pool: str) -> None:
+    """SIGQUIT in the middle of a body: with threads it may end, elsewhere it is ended and its attempt given back."""
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    scene.worker.kill(signal.SIGQUIT)
+    if pool == "threads":
+        scene.worker.wait_for_log("does not implement kill_job", 20)  # Celery's own words
+        assert scene.is_held("work", f"work:{name}")
+    else:
+        row = scene.wait_for_state("work", f"work:{name}", "pending")
+        assert (row["ended"], row["attempt"], row["crashes"]) == ("lost", 0, 0)
+        assert not scene.is_held("work", f"work:{name}")
+    gate.touch()
+    scene.worker.wait(30)
+    scene.another(pool=pool)
+    assert result.get(timeout=30)["name"] == name
+    assert scene.done_once("work", name)["attempt"] == 1
+
+
+@pytest.mark.parametrize("pool", ["gevent"])  # the only other pool whose bodies a revoke reaches is eventlet's
+def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) -> None:
+    """It is killed as in a cold shutdown, but somebody asked for that: REVOKED, no crash, and the key is free."""
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    result.revoke(terminate=True)
+    row = scene.wait_for_state("work", f"work:{name}", "pending")
+    assert (row["ended"], row["attempt"], row["crashes"]) == ("interrupted", 0, 0)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=20)
+    scene.wait_until_drained()
+    assert len(scene.events("begin", name=name)) == 1

@@ -1,0 +1,63 @@
+"""How long a takeover takes: ``TAKEOVERS=20`` kills so many children, and a twentieth of that many workers."""
+
+import os
+import statistics
+import time
+
+import pytest
+
+from tests.crash.conftest import SceneFactory
+from tests.crash.scenes import Scene, kill
+from tests.integration.stages import BOTH_WAYS, spelled
+
+TIMES = int(os.environ.get("TAKEOVERS", "0"))
+TTL = 15.0
+"""The default."""
+
+VISIBILITY = 90.0
+"""What the README advises, in seconds."""
+
+pytestmark = [
+    pytest.mark.skipif(not TIMES, reason="a measurement: set TAKEOVERS to the number of kills"),
+    pytest.mark.timeout(0),
+    pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled),
+]
+
+
+def told(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
+    """Print the measured spans."""
+    spread = f"{min(spans):.2f} to {max(spans):.2f} s"
+    print(f"{spelled(combination)}: {what}: median {statistics.median(spans):.2f} s, {spread}, {len(spans)} times")
+
+
+def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
+    """Seconds from the kill to the begin of the next attempt."""
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (first,) = scene.wait_for("begin", name=name)
+    if whole_worker:
+        scene.another()
+    killed = kill(scene.workers[-2].pid if whole_worker else first["pid"])
+    deadline = time.monotonic() + TTL + 2 * VISIBILITY
+    while len(scene.events("begin", name=name)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    second = scene.events("begin", name=name)[1]
+    gate.touch()
+    result.get(timeout=30)
+    return float(second["t"] - killed)
+
+
+def test_of_a_killed_child(scene_factory: SceneFactory, name: str, combination: tuple[str, ...]) -> None:
+    """Its median is below a second, however long the lease."""
+    scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY, concurrency=2)
+    spans = [takeover(scene, f"{name}-{number}", whole_worker=False) for number in range(TIMES)]
+    told("killed child", combination, spans)
+    assert statistics.median(spans) < 1.0
+
+
+def test_of_a_killed_worker(scene_factory: SceneFactory, name: str, combination: tuple[str, ...]) -> None:
+    """The lease on RabbitMQ, the visibility timeout on Redis, and one put-back."""
+    scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY)
+    spans = [takeover(scene, f"{name}-{number}", whole_worker=True) for number in range(max(1, TIMES // 20))]
+    told("killed worker", combination, spans)
+    assert max(spans) < (VISIBILITY if scene.broker == "redis" else 0.0) + 2 * TTL + 5.0

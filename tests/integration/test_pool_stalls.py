@@ -1,0 +1,98 @@
+"""Every pool and what the process of a body survives: calls that hold it up, and forks. Nothing is left behind."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from tests.integration.conftest import StageFactory
+from tests.integration.possessions import possessions
+from tests.integration.stages import PATIENCE, POOL_STORES, Stage
+
+TTL = 2
+TOLD = 3.0
+"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at milliseconds."""
+
+GREEN = ("gevent", "eventlet")
+"""Where a call may block the hub and let threads run; elsewhere that is any sleep."""
+
+
+@pytest.fixture(scope="module", params=POOL_STORES)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker of each pool that outlives what its bodies do."""
+    if request.param in GREEN:
+        pytest.importorskip(request.param)
+    options = {"pool": request.param, "concurrency": 1}
+    env = {"TTL": str(TTL), "PREFETCH": "1"}
+    made = stage_factory(POOL_STORES[request.param], home="tests.apps.dying", worker=options, env=env)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def process(stage: Stage, name: str) -> Iterator[int]:
+    """The process that runs the bodies, which has no more of anything after the test than before it."""
+    for number in range(2):
+        each = f"{name}-{number}"
+        result = stage.tasks.checks.delay(each, gate="once")
+        warm = stage.wait_for("begin", name=each)[0]
+        stage.client.release(f"checks:{each}", task=stage.tasks.checks.name)
+        result.get(timeout=PATIENCE)  # it was put back, which has connected to the broker
+
+    def counted() -> Counter[str]:
+        stage.tasks.collects.delay().get(timeout=PATIENCE)
+        return possessions(warm["pid"])
+
+    before = counted() | counted()
+    yield warm["pid"]
+    wait_until(lambda: not counted() - before, PATIENCE, f"{stage.worker} to have no more than {before}")
+
+
+def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again(
+    stage: Stage, name: str, process: int
+) -> None:
+    """One regular expression: nobody can renew meanwhile. The attempt is given back, which is no crash."""
+    once = stage.gate()
+    result = stage.tasks.hogs.delay(name, str(once), 1.2 * TTL, stage.worker.pool == "threads")
+    (held,) = stage.wait_for("held", name=name)
+    (lost,) = stage.wait_for("lost", timeout=TOLD, name=name)
+    first, second = stage.wait_for("begin", 2, name=name)
+    assert result.get(timeout=PATIENCE)["fence"] == second["fence"] > first["fence"]
+    assert (lost["pid"], held["pid"]) == (process, process)
+    row = stage.wait_for_state("hogs", f"hogs:{name}", "done")
+    assert (row["attempt"], row["crashes"], row["previous_ended"]) == (1, 0, "lost")
+    assert len(stage.events("end", name=name)) == 1
+    print(f"held for {held['seconds']:.2f} s, told {lost['t'] - held['t']:.3f} s later")
+
+
+def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(stage: Stage, name: str, process: int) -> None:
+    """The threads that renew are the system's: they run while no greenlet can."""
+    if stage.worker.pool not in GREEN:
+        pytest.skip("a call that blocks a thread is any sleep there; see tests/integration/test_pools.py")
+    result = stage.tasks.blocks.delay(name, 2.5 * TTL)
+    (first,) = stage.wait_for("begin", name=name)
+    lapsed = 0
+    while not stage.events("end", name=name):
+        lapsed += not stage.is_held("blocks", f"blocks:{name}") and not stage.events("end", name=name)
+    assert result.get(timeout=PATIENCE)["fence"] == first["fence"]
+    (end,) = stage.events("end", name=name)
+    row = stage.wait_for_state("blocks", f"blocks:{name}", "done")
+    assert (row["attempt"], row["crashes"], end["held"], lapsed) == (1, 0, True, 0)
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
+def test_a_process_that_the_body_has_forked_never_comes_back_into_the_protocol(
+    stage: Stage, name: str, process: int, how: str, code: int
+) -> None:
+    """It ends where the body would have; the parent keeps the lease, and its outcome is the only one."""
+    result = stage.tasks.forks.delay(name, how)
+    answer = result.get(timeout=PATIENCE)
+    (begun,), (end,) = stage.events("begin", name=name), stage.wait_for("end", name=name)
+    assert (answer["name"], answer["fence"]) == (name, begun["fence"])
+    assert (end["pid"], end["child"], end["held"]) == (process, code, True)
+    row = stage.wait_for_state("forks", f"forks:{name}", "done")
+    assert (row["attempt"], row["crashes"], row["failures"]) == (1, 0, 0)
+    assert len(stage.log(f"key forks:{name}: attempt")) == 1
+    assert not Path(f"/proc/{process}").joinpath("task", str(process), "children").read_text().split()
