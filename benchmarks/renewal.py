@@ -61,7 +61,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
             busy()
 
     parts = parts_of(app, eager=True)
-    leases = parts.renewer._leases  # noqa: SLF001
+    leases = parts.renewer._keeping.leases  # noqa: SLF001
     renew = leases.renew
     late: list[float] = []
 

@@ -37,6 +37,14 @@ def hub_caller() -> Callable[[Call], None]:
     return box.post
 
 
+def spawn(call: Call) -> None:
+    """Make *call* in a greenlet of its own; not before the one that runs now waits."""
+    if native.by_gevent():
+        sys.modules["gevent"].spawn(call)
+    else:
+        sys.modules["eventlet"].spawn_n(call)
+
+
 class _Letterbox:
     """Calls for a hub of eventlet, which is woken by nothing but a file descriptor.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import dataclass
 
 from celery_leases import native
 from celery_leases.core import validity
@@ -27,12 +28,22 @@ PURGE_BATCH = 500
 PURGE_BATCHES = 10
 
 
-class Renewer:
-    """All leases of one process. *leases* must be a store of its own, whose calls end within the tightest ttl / 10."""
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Connections of somebody's own to where leases and records are."""
 
-    def __init__(self, leases: LeaseStore, records: RecordStore, observer: Observer, clock: Clock) -> None:
-        self._leases = leases
-        self._records = records
+    leases: LeaseStore
+    records: RecordStore
+
+
+class Renewer:
+    """All leases of one process. *keeping* is what its keeper uses, and nobody else: stores of its own, whose calls end
+    within the tightest ttl / 10. Bodies that ask use *asking*; those in greenlets must not share with a real thread.
+    """
+
+    def __init__(self, keeping: Stores, asking: Stores, observer: Observer, clock: Clock) -> None:
+        self._keeping = keeping
+        self._asking = asking
         self._observer = observer
         self._clock = clock
         self._tenures: dict[str, Tenure] = {}
@@ -87,18 +98,19 @@ class Renewer:
         sent = self._clock.now()
         ttl = tenure.asks_for(sent)
         with suppress(StoreUnavailable):
-            self._take_note(tenure, self._leases.renew([_renewal(tenure, ttl)])[0], sent, ttl)
+            self._take_note(tenure, self._asking.leases.renew([_renewal(tenure, ttl)])[0], sent, ttl, self._asking)
 
     def extend(self, tenure: Tenure, seconds: float) -> None:
         """Make the lease last at least *seconds* from now; raises :class:`LeaseLost` or :class:`StoreUnavailable`."""
         tenure.check()
         sent = self._clock.now()
-        self._take_note(tenure, self._leases.renew([_renewal(tenure, seconds)])[0], sent, seconds)
+        (kept,) = self._asking.leases.renew([_renewal(tenure, seconds)])
+        self._take_note(tenure, kept, sent, seconds, self._asking)
         tenure.check()
 
     def has_completed(self, tenure: Tenure) -> bool:
         """Whether the record is done by this attempt; raises :class:`StoreUnavailable`."""
-        return self._is_still(tenure, State.DONE)
+        return _is_still(tenure, State.DONE, self._asking)
 
     # -- the keeper ----------------------------------------------------------------------------------------
 
@@ -128,18 +140,20 @@ class Renewer:
         sent = self._clock.now()
         try:
             renewals = [_renewal(tenure, tenure.asks_for(sent)) for tenure in due]
-            answers = list(zip(due, renewals, self._leases.renew(renewals), strict=True))
+            answers = list(zip(due, renewals, self._keeping.leases.renew(renewals), strict=True))
         except Exception as error:  # noqa: BLE001 - whatever happens, the keeper goes on and the deadlines decide
             for tenure in due:
                 self._failed(tenure, error)
             return
         for tenure, renewal, kept in answers:
             try:
-                self._take_note(tenure, kept, sent, renewal.ttl)
+                self._take_note(tenure, kept, sent, renewal.ttl, self._keeping)
             except Exception as error:  # noqa: BLE001 - as above, and one lease's trouble is not that of the others
                 self._failed(tenure, error)
 
-    def _take_note(self, tenure: Tenure, kept: Kept | StoreUnavailable, sent: float, ttl: float) -> None:
+    def _take_note(
+        self, tenure: Tenure, kept: Kept | StoreUnavailable, sent: float, ttl: float, stores: Stores
+    ) -> None:
         if isinstance(kept, StoreUnavailable):
             raise kept
         if kept is Kept.OTHER:
@@ -148,17 +162,17 @@ class Renewer:
             tenure.seen_locked(sent)
             tenure.due = self._clock.now() + validity.lock_looked_at(tenure.bid.ttl)
         elif kept is Kept.MISSING:
-            self._reassert(tenure, sent)
-        elif tenure.unverified and not self._still_ours(tenure):
-            self._take_away(tenure)
+            self._reassert(tenure, sent, stores)
+        elif tenure.unverified and not _is_still(tenure, State.RUNNING, stores):
+            self._take_away(tenure, stores)
         else:
             tenure.unverified = False
             tenure.extended(sent, ttl)
             self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining()))
 
-    def _reassert(self, tenure: Tenure, sent: float) -> None:
+    def _reassert(self, tenure: Tenure, sent: float, stores: Stores) -> None:
         if tenure.row_is_lease:
-            if tenure.work.completing and self.has_completed(tenure):
+            if tenure.work.completing and _is_still(tenure, State.DONE, stores):
                 tenure.complete()
             else:
                 self._lose(tenure, RELEASED if tenure.held else DEADLINE)
@@ -166,28 +180,20 @@ class Renewer:
         if not tenure.held or tenure.bid.token not in self._tenures:
             tenure.due = validity.renewal_retry(self._clock.now(), tenure.bid.ttl)
             return
-        if not self._leases.reassert(tenure.bid):
-            self._lose(tenure, TAKEN if not self._leases.in_records else RELEASED)
+        if not stores.leases.reassert(tenure.bid):
+            self._lose(tenure, TAKEN if not stores.leases.in_records else RELEASED)
             return
         tenure.unverified = True
-        if not self._still_ours(tenure):
-            self._take_away(tenure)
+        if not _is_still(tenure, State.RUNNING, stores):
+            self._take_away(tenure, stores)
             return
         tenure.unverified = False
         tenure.extended(sent, tenure.bid.ttl)
         self._observer.observe(LeaseRenewed(**_of(tenure), remaining=tenure.remaining(), reasserted=True))
 
-    def _still_ours(self, tenure: Tenure) -> bool:
-        return self._is_still(tenure, State.RUNNING)
-
-    def _is_still(self, tenure: Tenure, state: State) -> bool:
-        record = self._records.read(tenure.bid.stored_key)
-        ours = (state, tenure.fence, tenure.bid.token)
-        return record is not None and (record.state, record.fence, record.owner) == ours
-
-    def _take_away(self, tenure: Tenure) -> None:
+    def _take_away(self, tenure: Tenure, stores: Stores) -> None:
         self._lose(tenure, FORGOTTEN)
-        self._leases.release(tenure.bid.stored_key, tenure.bid.token)
+        stores.leases.release(tenure.bid.stored_key, tenure.bid.token)
 
     def _failed(self, tenure: Tenure, error: Exception) -> None:
         now = self._clock.now()
@@ -197,7 +203,7 @@ class Renewer:
     def _purge(self) -> None:
         with suppress(Exception):  # the next round deletes them; the keeper must go on whatever it meets
             for _ in range(PURGE_BATCHES):
-                if self._records.purge(PURGE_BATCH) < PURGE_BATCH:
+                if self._keeping.records.purge(PURGE_BATCH) < PURGE_BATCH:
                     break
 
     # -- the watcher ---------------------------------------------------------------------------------------
@@ -245,6 +251,12 @@ def _looked_at(tenure: Tenure, now: float) -> float:
     stop = tenure.stop if tenure.answer_by is None else max(tenure.stop, tenure.answer_by)
     # Nobody rings when its transaction ends, and the deadline falls back.
     return min(stop, now + validity.lock_looked_at(tenure.bid.ttl)) if tenure.guarded else stop
+
+
+def _is_still(tenure: Tenure, state: State, stores: Stores) -> bool:
+    """Whether the record is in *state* by this very attempt."""
+    record = stores.records.read(tenure.bid.stored_key)
+    return record is not None and (record.state, record.fence, record.owner) == (state, tenure.fence, tenure.bid.token)
 
 
 def _renewal(tenure: Tenure, ttl: float) -> Renewal:

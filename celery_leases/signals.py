@@ -7,7 +7,7 @@ Connect a receiver as to any Celery signal; ``sender`` is the task's name, ``eve
     def tell_somebody(sender, event, **kwargs): ...
 
 A receiver that raises is logged and harms nobody. Receivers of what happens during a run are called in a thread of
-their own, all others in the process and thread of the task.
+their own, under gevent and eventlet in a greenlet; all others in the process and thread of the task.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
-from celery_leases import native
+from celery_leases import greenlets, native
 from celery_leases.core import events
 from celery_leases.core.events import Event
 from celery_leases.core.redaction import redact
@@ -111,25 +112,36 @@ _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseG
 
 
 class Announcer:
-    """An :class:`~celery_leases.core.ports.Observer` that logs each event and sends its signal."""
+    """An :class:`~celery_leases.core.ports.Observer` that logs each event and sends its signal.
+
+    The renewing threads are the system's in every pool. What they see is told by a greenlet where there are greenlets:
+    the locks of logging, and of whatever a receiver uses, are made for those. A real thread that meets one of them
+    there may wait in it for ever, and the whole worker for the thread.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Event] = deque(maxlen=10_000)
         self._bell = native.Bell()
         self._started = False
+        self._green = native.green()
+        self._hub: Callable[[greenlets.Call], None] | None = None
 
     def observe(self, event: Event) -> None:
         """Log *event* and send its signal; events of the renewing threads are handed on, so that no receiver delays
         a renewal.
         """
-        signal, level, text = _SIGNALS[type(event)]
-        if logger.isEnabledFor(level):
-            _log(signal.name, level, text, event)
-        if not signal.receivers:
-            return
         if not isinstance(event, _DURING_A_RUN):
-            _send(signal, event)
-            return
+            if self._green and self._hub is None:
+                self._hub = greenlets.hub_caller()  # that of a task: a key is acquired before it is renewed
+            _tell(event)
+        elif self._hub is not None:
+            self._hub(partial(greenlets.spawn, partial(_tell, event)))
+        else:
+            _log(event)
+            if _SIGNALS[type(event)][0].receivers:
+                self._hand_on(event)
+
+    def _hand_on(self, event: Event) -> None:
         self._waiting.append(event)
         if not self._started:
             self._started = True
@@ -139,12 +151,18 @@ class Announcer:
     def _announce(self) -> None:
         while True:
             while self._waiting:
-                event = self._waiting.popleft()
-                _send(_SIGNALS[type(event)][0], event)
+                _send(self._waiting.popleft())
             self._bell.wait(None)
 
 
-def _send(signal: Any, event: Event) -> None:
+def _tell(event: Event) -> None:
+    _log(event)
+    if _SIGNALS[type(event)][0].receivers:
+        _send(event)
+
+
+def _send(event: Event) -> None:
+    signal = _SIGNALS[type(event)][0]
     try:
         signal.send(sender=event.task, event=event)
     except BaseException:  # a receiver may raise SystemExit, and still must not end the task
@@ -152,12 +170,15 @@ def _send(signal: Any, event: Event) -> None:
             logger.exception("a receiver of %s raised", signal.name)
 
 
-def _log(name: str, level: int, text: str, event: Event) -> None:
+def _log(event: Event) -> None:
     """One line, with the event as plain values for handlers that write for machines."""
+    signal, level, text = _SIGNALS[type(event)]
+    if not logger.isEnabledFor(level):
+        return
     with _harmless():
         fields = asdict(event)
         line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields, more=_more(event))}"
-        logger.log(level, "%s", line, extra={"lease_event": name, "data": fields})
+        logger.log(level, "%s", line, extra={"lease_event": signal.name, "data": fields})
 
 
 def _more(event: Event) -> str:

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from celery_leases import native
 from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.options import OPTION_NAMES
-from celery_leases.core.ports import LeaseStore, MarkStore, Observer
+from celery_leases.core.ports import MarkStore, Observer
 from celery_leases.core.validity import call_timeout
 from celery_leases.entry import Entry
 from celery_leases.execution import Execution
-from celery_leases.renewal import Renewer
+from celery_leases.renewal import Renewer, Stores
 from celery_leases.stores import redis_url
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.database import engine_for
@@ -153,12 +153,14 @@ class Parts:
     marks: MarkStore
     renewer: Renewer
     execution: Execution
-    _closing: list[Callable[[bool], None]] = field(default_factory=list)
+    _opened: list[tuple[AnyStore, SqlRecordStore]] = field(default_factory=list)
 
     def close(self, *, inherited: bool = False) -> None:
         """Let all connections go; *inherited*: they are the parent process's, which goes on using them."""
-        for close in self._closing:
-            close(inherited)
+        for leases, records in self._opened:
+            records.database.close(inherited=inherited)
+            if not inherited:
+                leases.close()
 
 
 def build(
@@ -166,19 +168,20 @@ def build(
 ) -> Parts:
     """Make the parts; nothing is connected to before it is used. *hurried*: whether the process is to end."""
     records = open_records(settings)
+    leases = lease_store(settings, records)
     clock = BootClock()
-    shared = settings.database_url == IN_MEMORY
-    # The renewer has connections of its own: it must not wait for a task that holds the last one.
-    kept_records = records if shared else open_records(settings)
-    closing = [lambda inherited: records.database.close(inherited=inherited)]
-    if not shared:
-        closing.append(lambda inherited: kept_records.database.close(inherited=inherited))
-    leases, kept_leases = _lease_stores(settings, records, kept_records, call_timeout(shortest_ttl), closing)
-    renewer = Renewer(kept_leases, kept_records, observer, clock)
+    within = call_timeout(shortest_ttl)
+    # The keeper has connections of its own: it must not wait for a task that holds the last one.
+    kept_records = records if settings.database_url == IN_MEMORY else open_records(settings)
+    kept = _bounded(leases, kept_records, within), kept_records
+    # So have bodies in greenlets that ask: the locks around connections are made for those, and the keeper is a thread.
+    asked = (_bounded(leases, records, within), records) if native.green() else kept
+    renewer = Renewer(Stores(*kept), Stores(*asked), observer, clock)
     host = f"{socket.gethostname()}/{os.getpid()}"
     entry = Entry(leases, records, leases, leases, observer, clock, random.random, host, hurried, time.time)
     effects = SqlEffectStore(records.database, records.tables)
-    return Parts(settings, leases, records, effects, leases, renewer, Execution(entry, renewer), closing)
+    opened = [(leases, records), kept, asked]
+    return Parts(settings, leases, records, effects, leases, renewer, Execution(entry, renewer), opened)
 
 
 def open_records(settings: Settings) -> SqlRecordStore:
@@ -199,17 +202,6 @@ def lease_store(settings: Settings, records: SqlRecordStore) -> AnyStore:
     )
 
 
-def _lease_stores(
-    settings: Settings,
-    records: SqlRecordStore,
-    kept_records: SqlRecordStore,
-    timeout: float,
-    closing: list[Callable[[bool], None]],
-) -> tuple[AnyStore, LeaseStore]:
-    leases = lease_store(settings, records)
-    if isinstance(leases, DatabaseLeaseStore):
-        return leases, DatabaseLeaseStore(kept_records)
-    kept = leases.bounded(timeout)
-    closing.append(lambda inherited: None if inherited else leases.close())
-    closing.append(lambda inherited: None if inherited else kept.close())
-    return leases, kept
+def _bounded(leases: AnyStore, records: SqlRecordStore, timeout: float) -> AnyStore:
+    """The same lease store over other connections: those of *records*, or its own whose calls end within *timeout*."""
+    return DatabaseLeaseStore(records) if isinstance(leases, DatabaseLeaseStore) else leases.bounded(timeout)

@@ -12,7 +12,7 @@ from celery_leases.core.errors import LeaseLost, StoreUnavailable
 from celery_leases.core.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import Bid, State
-from celery_leases.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer
+from celery_leases.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer, Stores
 from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, Tenure
 
 TTL = 6.0
@@ -119,7 +119,8 @@ class Bench:
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.renewer = Renewer(self.leases, self.records, self.seen, self.clock)  # type: ignore[arg-type]
+        stores = Stores(self.leases, self.records)  # type: ignore[arg-type]
+        self.renewer = Renewer(stores, stores, self.seen, self.clock)
 
     def tenure(self, token: str = OURS, ttl: float = TTL, **options: Any) -> Tenure:
         """A lease sent for just now, known to the renewer but not to its threads."""
