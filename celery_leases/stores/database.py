@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import Connection, CursorResult, Dialect, Engine, Executable, RowMapping, create_engine, event, make_url
+from sqlalchemy import Connection, CursorResult, Engine, Executable, RowMapping, create_engine, event, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import StaticPool
 
 from celery_leases.core.errors import KeyUnusable, LeaseConfigurationError, StoreUnavailable
-from celery_leases.stores import mysql
+from celery_leases.stores import mysql, postgres
 from celery_leases.stores.claims import database_now
 from celery_leases.stores.upserts import Writes, touched
 
@@ -25,19 +25,7 @@ BUSY_TIMEOUT = 5.0
 LOCKED: Final = "database is locked"
 """What SQLite says while another connection writes."""
 
-LOCK_TIMEOUT = 1500
-"""Milliseconds; a contender that waits longer for a row is put back."""
-
 LOOK = "try again, or see pg_stat_activity (SHOW ENGINE INNODB STATUS) for one that is idle"
-LOCK_NOT_AVAILABLE = "55P03"
-
-_LIBPQ = {
-    "connect_timeout": 5,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 15_000,
-}
 
 
 def engine_for(url: str) -> Engine:
@@ -63,8 +51,7 @@ def engine_for(url: str) -> Engine:
         )
     options: dict[str, Any] = {"pool_size": 0}
     if parsed.get_driver_name().startswith("psycopg"):
-        # What libpq can do about a server that is not there any more; the URL's own parameters come first.
-        options["connect_args"] = {name: value for name, value in _LIBPQ.items() if name not in parsed.query}
+        options["connect_args"] = postgres.connect_args(parsed)
     if backend == "sqlite":
         options["connect_args"] = {"timeout": BUSY_TIMEOUT, "check_same_thread": False}
         if parsed.database in (None, "", ":memory:"):
@@ -88,23 +75,13 @@ def engine_for(url: str) -> Engine:
         engine.dialect.do_rollback = _nothing  # type: ignore[assignment, method-assign]
     if backend == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
-    elif backend == "postgresql" and "options" not in parsed.query:
-        event.listen(engine, "do_connect", _connect_with_lock_timeout)
+    elif backend == "postgresql":
+        event.listen(engine, "do_connect", postgres.connect)
     return engine
 
 
 def _nothing(_: Any) -> None:
     pass
-
-
-def _connect_with_lock_timeout(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
-    """Bound how long a statement waits for a row that a user's own transaction has locked; poolers may not allow it."""
-    try:
-        return dialect.connect(*args, **given, options=f"-c lock_timeout={LOCK_TIMEOUT}")
-    except Exception as error:
-        if "unsupported startup parameter" not in str(error):
-            raise
-        return dialect.connect(*args, **given)
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
@@ -229,7 +206,10 @@ class Database:
 
     def _unavailable(self, error: Exception) -> StoreUnavailable:
         cause = getattr(error, "orig", None) or error
-        refused = getattr(cause, "sqlstate", None) == LOCK_NOT_AVAILABLE or mysql.code_of(cause) in mysql.NOT_EXECUTED
+        refused = (
+            getattr(cause, "sqlstate", None) == postgres.LOCK_NOT_AVAILABLE
+            or mysql.code_of(cause) in mysql.NOT_EXECUTED
+        )
         executed = False if isinstance(error, PoolTimeout) or refused else None
         text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         if refused:

@@ -1,0 +1,78 @@
+"""What PostgreSQL needs: how it is connected to, and how long it may be silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from functools import cache
+from typing import Any, Final
+
+from sqlalchemy import URL, Dialect
+
+SILENCE: Final = 15.0
+"""Seconds a statement may take; then its connection is given up, as one to MySQL is after its ``read_timeout``."""
+
+LOCK_TIMEOUT: Final = 1500
+"""Milliseconds; a contender that waits longer for a row is put back."""
+
+LOCK_NOT_AVAILABLE: Final = "55P03"
+
+_LIBPQ: Final = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
+
+
+def connect_args(url: URL) -> dict[str, Any]:
+    """What libpq can do about a server that is not there any more; the URL's own parameters come first."""
+    return {name: value for name, value in _LIBPQ.items() if name not in url.query}
+
+
+def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
+    """Connect as SQLAlchemy would, and bound every wait: for a row, and for a server that does not answer.
+
+    A row that a user's own transaction has locked is waited for ``LOCK_TIMEOUT``, where neither the URL has ``options``
+    of its own nor a pooler refuses them.
+    """
+    opened = _patient_connection().connect if _tells_of_silence(dialect) else dialect.connect
+    if "options" in given:
+        return opened(*args, **given)
+    try:
+        return opened(*args, **given, options=f"-c lock_timeout={LOCK_TIMEOUT}")
+    except Exception as error:
+        if "unsupported startup parameter" not in str(error):
+            raise
+        return opened(*args, **given)
+
+
+def _tells_of_silence(dialect: Dialect) -> bool:
+    """Whether the driver says so when nothing comes: psycopg does since 3.2.11."""
+    return dialect.driver == "psycopg" and getattr(dialect, "psycopg_version", (0,)) >= (3, 2, 11)
+
+
+@cache
+def _patient_connection() -> Any:
+    """Psycopg's connection with an end to its patience: to TCP a server that never answers is alive."""
+    import psycopg
+
+    class PatientConnection(psycopg.Connection[Any]):
+        def wait(self, gen: Any, *args: Any, **given: Any) -> Any:
+            return super().wait(self._within(gen, time.monotonic() + SILENCE), *args, **given)
+
+        def _within(self, gen: Generator[Any, Any, Any], deadline: float) -> Generator[Any, Any, Any]:
+            """Pass on what *gen* waits for and gets; psycopg sends 0 every 0.1 s in which nothing has come."""
+            try:
+                wanted = next(gen)
+                while True:
+                    came = yield wanted
+                    if not came and time.monotonic() > deadline:
+                        self.close()  # whatever comes on it later is the answer to another question
+                        raise psycopg.OperationalError(f"the server has not answered for {SILENCE:g} s")
+                    wanted = gen.send(came)
+            except StopIteration as end:
+                return end.value
+
+    return PatientConnection

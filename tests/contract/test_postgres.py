@@ -1,0 +1,78 @@
+"""What is PostgreSQL's own: a server that is silent, and how it is connected to."""
+
+import time
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from sqlalchemy import text
+
+from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.records import Refused
+from celery_leases.stores import postgres
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import outcome, won
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import PostgresServer
+
+needs_told = pytest.mark.skipif(
+    tuple(map(int, psycopg.__version__.split(".")[:3])) < (3, 2, 11), reason="psycopg tells of silence since 3.2.11"
+)
+
+SILENCE = 0.5
+SLACK = 2.0
+
+
+@pytest.fixture
+def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
+    """A server of the test's own."""
+    with PostgresServer() as started:
+        yield started
+
+
+@needs_told
+def test_a_silent_server_holds_nobody_for_ever(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is frozen: TCP goes on acknowledging. Nothing is said of what it has done."""
+    records = SqlRecordStore(engine_for(f"{server.new_database()}?connect_timeout=2"))
+    records.migrate()
+    record = won(records, make_bid(fresh_key()))
+    monkeypatch.setattr(postgres, "SILENCE", SILENCE)
+    server.pause()
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        records.settle(record, outcome(record))
+    assert SILENCE <= time.monotonic() - began < SILENCE + 2 + SLACK  # the statement, and connecting once more
+    assert caught.value.executed is None
+    server.resume()
+    wait_until(lambda: isinstance(records.claim(make_bid(record.stored_key), "redis:1"), Refused), 10, "an answer")
+    records.database.close()
+
+
+@needs_told
+def test_a_statement_that_waits_is_told_of_its_connection(
+    leases_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is closed: a late answer must not be taken for that of the next statement."""
+    engine = engine_for(leases_postgres_url)
+    monkeypatch.setattr(postgres, "SILENCE", SILENCE)
+    with engine.connect() as connection:
+        driver = connection.connection.driver_connection
+        with pytest.raises(Exception, match=r"has not answered for 0\.5 s") as caught:
+            connection.execute(text("SELECT pg_sleep(3)"))
+        assert getattr(caught.value, "connection_invalidated", False)
+        assert driver is not None
+        assert driver.closed
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT 1")).scalar_one() == 1
+    engine.dispose()
+
+
+@pytest.mark.parametrize("asked", ["", "?options=-c%20lock_timeout%3D700"])
+def test_rows_are_waited_for_as_the_url_says_or_for_a_moment(leases_postgres_url: str, asked: str) -> None:
+    """``options`` in the URL are the user's own."""
+    engine = engine_for(leases_postgres_url + asked)
+    with engine.connect() as connection:
+        assert connection.execute(text("SHOW lock_timeout")).scalar_one() == ("700ms" if asked else "1500ms")
+    engine.dispose()
