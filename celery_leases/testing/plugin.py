@@ -14,6 +14,7 @@ import pytest
 from celery_leases.testing.servers import (
     LocalServer,
     MariaServer,
+    MySQLServer,
     PostgresServer,
     RabbitServer,
     RedisServer,
@@ -33,11 +34,15 @@ WorkerFactory = Callable[..., LocalWorker]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--leases-docker`` leaves pytest-celery's nodes to Docker."""
-    parser.getgroup("celery_leases").addoption(
+    """``--leases-docker`` leaves pytest-celery's nodes to Docker; ``--leases-mysql`` is MySQL wherever MariaDB was."""
+    group = parser.getgroup("celery_leases")
+    group.addoption(
         "--leases-docker",
         action="store_true",
         help="run pytest-celery's nodes in Docker containers instead of local processes",
+    )
+    group.addoption(
+        "--leases-mysql", action="store_true", help="give the tests that use MariaDB a MySQL server instead"
     )
 
 
@@ -118,9 +123,9 @@ def leases_postgres_url(leases_postgres: PostgresServer) -> str:
 
 
 @pytest.fixture(scope="session")
-def leases_mariadb() -> Iterator[MariaServer]:
-    """One private MariaDB for the whole run. A test that restarts it starts its own MariaServer."""
-    yield from _started(MariaServer())
+def leases_mariadb(request: pytest.FixtureRequest) -> Iterator[MariaServer]:
+    """One private MariaDB for the whole run, or MySQL. A test that restarts it starts one of the same type."""
+    yield from _started(MySQLServer() if request.config.getoption("--leases-mysql") else MariaServer())
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, text
 
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.mysql import is_mysql
@@ -31,21 +31,18 @@ def migrated(url: str) -> Iterator[SqlRecordStore]:
     store.database.close()
 
 
-def waiting_in(engine: Engine) -> str:
-    """The query for how many statements wait for rows in this database; on MariaDB, on the whole private server."""
-    if is_mysql(engine.dialect):
-        return (
-            "SELECT CAST(variable_value AS SIGNED) FROM information_schema.global_status "
-            "WHERE variable_name = 'Innodb_row_lock_current_waits'"
-        )
-    return "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+def waiting_in(connection: Connection) -> int:
+    """How many statements wait for rows in this database; on MySQL and MariaDB, on the whole private server."""
+    if is_mysql(connection.dialect):
+        return int(connection.execute(text("SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")).one()[1])
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    return int(connection.execute(text(waiting)).scalar_one())
 
 
 def wait_for_locks(records: SqlRecordStore, number: int = 1) -> None:
     """Return when so many statements wait for rows."""
-    waiting = text(waiting_in(records.database.engine))
     with records.database.engine.connect() as watcher:
-        wait_until(lambda: watcher.execute(waiting).scalar() == number, 10, f"{number} to wait for a row")
+        wait_until(lambda: waiting_in(watcher) == number, 10, f"{number} to wait for a row")
 
 
 def end_other_connections(records: SqlRecordStore) -> int:

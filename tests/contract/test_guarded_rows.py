@@ -213,6 +213,8 @@ def test_a_session_ended_by_the_server_takes_the_lock_along(
         if way == "terminated":
             with leases.database.engine.connect() as other:
                 other.execute(text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+        elif of_mysql and not getattr(engine.dialect, "is_mariadb", False):
+            pytest.skip("MySQL ends idle connections only, by wait_timeout")
         else:
             pause = "idle_transaction_timeout = 1" if of_mysql else "idle_in_transaction_session_timeout = '200ms'"
             connection.execute(text(f"SET {pause}"))

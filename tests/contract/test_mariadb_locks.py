@@ -96,9 +96,9 @@ def deadlocks(connection: Connection) -> int:
     return int(connection.execute(text(asked)).scalar_one())
 
 
-def test_a_silent_server_holds_nobody_for_ever() -> None:
+def test_a_silent_server_holds_nobody_for_ever(leases_mariadb: MariaServer) -> None:
     """Nor is anything said of what it has done."""
-    with MariaServer() as server:
+    with type(leases_mariadb)() as server:
         records = SqlRecordStore(engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1"))
         records.migrate()
         record = won(records, make_bid(fresh_key()))
@@ -113,9 +113,9 @@ def test_a_silent_server_holds_nobody_for_ever() -> None:
         records.database.close()
 
 
-def test_a_restarted_server_finds_its_records_again() -> None:
+def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer) -> None:
     """Killed, not shut down: what was settled is there, and no task notices the lost connection."""
-    with MariaServer() as server:
+    with type(leases_mariadb)() as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
         record = won(records, make_bid(fresh_key()))

@@ -507,9 +507,9 @@ def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
 
 
 def waiting_for_rows(stage: Stage) -> int:
-    """How many sessions wait for somebody's lock in the stage's database."""
+    """How many statements wait for somebody's lock in the stage's database."""
     with stage._engine.connect() as connection:
-        return int(connection.execute(text(waiting_in(stage._engine))).scalar() or 0)
+        return waiting_in(connection)
 
 
 def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(
@@ -529,10 +529,14 @@ def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody
     assert_balanced(stage, name, done=True)
 
 
-def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(on_database: Stage, name: str) -> None:
+def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
+    on_database: Stage, name: str, request: pytest.FixtureRequest
+) -> None:
     """The server has ended the idle transaction, and another attempt has done the work: lost, within the window."""
     stage = on_database
     mariadb = stage.record_store == "mariadb"
+    if mariadb and request.config.getoption("--leases-mysql"):
+        pytest.skip("MySQL ends idle connections only, by wait_timeout")
     idle = ["sql", f"SET {'idle_transaction_timeout = 1' if mariadb else IDLE}"]
     frozen = [OPEN, WRITE, idle, GUARD, ["note", "locked"], ["sleep", 60], COMMIT, ["note", "committed"]]
     result = run(stage, name, frozen, BOOKED)

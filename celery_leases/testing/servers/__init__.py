@@ -2,6 +2,7 @@
 
 from celery_leases.testing.servers.local import LocalServer, ServerMissing
 from celery_leases.testing.servers.mariadb import MariaServer
+from celery_leases.testing.servers.mysql import MySQLServer
 from celery_leases.testing.servers.postgres import PostgresServer
 from celery_leases.testing.servers.rabbit import RabbitServer, RunningRabbit, find_running_rabbit
 from celery_leases.testing.servers.redis import RedisServer
@@ -10,6 +11,7 @@ from celery_leases.testing.servers.redis_groups import RedisCluster, RedisSentin
 __all__ = [
     "LocalServer",
     "MariaServer",
+    "MySQLServer",
     "PostgresServer",
     "RabbitServer",
     "RedisCluster",

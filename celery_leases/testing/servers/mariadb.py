@@ -2,20 +2,24 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from typing import ClassVar
+
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
 
 from celery_leases.testing.process import GuardedProcess, NotReady
 from celery_leases.testing.servers.local import LocalServer, ServerMissing
 
-_PLACES = "/usr/sbin:/usr/local/sbin:/usr/libexec:/opt/homebrew/opt/mariadb/bin"
+PLACES = "/usr/sbin:/usr/local/sbin:/usr/libexec:/opt/homebrew/opt/mariadb/bin:/opt/homebrew/opt/mysql/bin"
+"""Where servers are that are not on everybody's PATH."""
 
 
 def find_mariadb_binary(name: str) -> Path:
-    """A program of MariaDB's: ``mariadbd``, ``mariadb-install-db`` or ``mariadb``. Raises ServerMissing."""
-    if found := shutil.which(name) or shutil.which(name, path=_PLACES):
+    """A program of MariaDB's: ``mariadbd`` or ``mariadb-install-db``. Raises ServerMissing."""
+    if found := shutil.which(name) or shutil.which(name, path=PLACES):
         return Path(found)
     raise ServerMissing("no MariaDB: install its server (Debian: apt-get install mariadb-server)")
 
@@ -28,6 +32,8 @@ class MariaServer(LocalServer):
 
     name = "MariaDB"
     start_timeout = 60.0
+    product_settings: ClassVar[dict[str, str]] = {"innodb-log-file-size": "16M"}
+    """Defaults that only this product knows."""
 
     def __init__(self, *, settings: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -35,11 +41,11 @@ class MariaServer(LocalServer):
             "bind-address": "127.0.0.1",
             "innodb-flush-log-at-trx-commit": "2",
             "innodb-buffer-pool-size": "64M",
-            "innodb-log-file-size": "16M",
             "max-connections": "200",
             "performance-schema": "OFF",
             "skip-name-resolve": "ON",
             "skip-log-bin": "ON",
+            **self.product_settings,
             **(settings or {}),
         }
         self._numbers = count(1)
@@ -54,17 +60,22 @@ class MariaServer(LocalServer):
         return f"mysql+pymysql://root@127.0.0.1:{self.port}/{database}"
 
     def new_database(self) -> str:
-        """Create an empty database and return its URL. Raises subprocess.CalledProcessError."""
+        """Create an empty database and return its URL. Raises sqlalchemy.exc.OperationalError."""
         name = f"leases_{next(self._numbers)}"
-        where = ["--no-defaults", "--protocol=tcp", "--host=127.0.0.1", f"--port={self.port}", "--user=root"]
-        client = find_mariadb_binary("mariadb")
-        subprocess.run(
-            [client, *where, f"--execute=CREATE DATABASE {name}"], check=True, capture_output=True, timeout=60
-        )
+        engine = create_engine(self.url, poolclass=NullPool)
+        with engine.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE {name}"))
         return self.database_url(name)
 
+    def _server(self) -> Path:
+        return find_mariadb_binary("mariadbd")
+
+    def _installation(self, data: Path) -> list[str | Path]:
+        options = [f"--datadir={data}", "--auth-root-authentication-method=normal", "--skip-test-db"]
+        return [find_mariadb_binary("mariadb-install-db"), "--no-defaults", *options]
+
     def _launch(self, home: Path, port: int) -> GuardedProcess:
-        server = find_mariadb_binary("mariadbd")
+        server = self._server()
         data = home / "data"
         if not data.exists():
             self._install(data)
@@ -78,12 +89,10 @@ class MariaServer(LocalServer):
             homes=[home],
         )
 
-    @staticmethod
-    def _install(data: Path) -> None:
-        options = [f"--datadir={data}", "--auth-root-authentication-method=normal", "--skip-test-db"]
+    def _install(self, data: Path) -> None:
         home = data.parent
         install = GuardedProcess(
-            [find_mariadb_binary("mariadb-install-db"), "--no-defaults", *_as_root(), *options],
+            [*self._installation(data), *_as_root()],
             log=home / "install.log",
             cwd=home,
             env=_environment(home),
@@ -94,14 +103,14 @@ class MariaServer(LocalServer):
         finally:
             install.end()
         if code:
-            raise NotReady(f"mariadb-install-db failed with {code}:\n{install.logs()}")
+            raise NotReady(f"installing {self.name} failed with {code}:\n{install.logs()}")
 
     def _await_ready(self, process: GuardedProcess) -> None:
         process.wait_for_log("ready for connections", self.start_timeout)
 
 
 def _as_root() -> list[str]:
-    """MariaDB runs as root only when it is told to."""
+    """Both products run as root only when they are told to."""
     return ["--user=root"] if os.geteuid() == 0 else []
 
 
