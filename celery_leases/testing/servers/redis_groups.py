@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -140,7 +141,7 @@ class RedisSentinels(_Group):
 class RedisCluster(_Group):
     """Three primaries that share the slots evenly, without replicas; ``nodes`` has them in the order of their slots.
 
-    A node that is down takes its own slots away only, a second after it went. Needs Redis 7 or Valkey.
+    A node that is down takes its own slots away only, a second after it went.
     """
 
     def _begin(self) -> None:
@@ -149,10 +150,10 @@ class RedisCluster(_Group):
             self._start_one(node)
             with _client(node) as client:
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-                client.execute_command("CLUSTER", "ADDSLOTSRANGE", *_slots_of(number, len(self.nodes)))
+                first, last = _slots_of(number, len(self.nodes))
+                client.execute_command("CLUSTER", "ADDSLOTS", *range(first, last + 1))
                 if number:
-                    first = self.nodes[0]
-                    client.execute_command("CLUSTER", "MEET", "127.0.0.1", first.port, first.bus_port)
+                    client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
         self.await_agreed()
 
     @property
@@ -183,10 +184,18 @@ class _ClusterNode(RedisServer):
     """One node of a cluster."""
 
     def __init__(self, binary: Path | None) -> None:
-        #: Not 10000 above the port, which may be too high for one.
-        self.bus_port = free_port()
-        alone = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "1000")
+        alone = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
         super().__init__(binary=binary, options=(*alone, "--cluster-require-full-coverage", "no"))
+        self._port = _port_below_a_free_one()
+
+
+def _port_below_a_free_one() -> int:
+    """A free port for a node that talks to the others at the one 10000 above."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe, contextlib.suppress(OSError, OverflowError):
+            probe.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 def _slots_of(number: int, count: int) -> tuple[int, int]:
