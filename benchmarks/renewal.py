@@ -46,8 +46,9 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
 
     from celery import Celery
 
-    from celery_leases import LeasedTask, native
-    from celery_leases.apps import parts_of
+    from celery_leases import LeasedTask
+    from celery_leases.process import native
+    from celery_leases.seam.apps import parts_of
 
     app = Celery("renewal", broker="memory://", backend="cache+memory://")
     app.conf.update(leases_url="database", leases_eager_stores=True)

@@ -1,5 +1,6 @@
 """Celery tasks that are safe to run twice: leases with owner tokens, and a durable record per key."""
 
+from celery_leases.body.effect_calls import EffectReply
 from celery_leases.client import LeaseClient
 from celery_leases.core.classifier.errorfacts import ErrorFacts
 from celery_leases.core.classifier.rules import Rules
@@ -32,9 +33,8 @@ from celery_leases.core.errors import (
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
 from celery_leases.core.status import EffectStatus, GroupStatus, LeaseStatus
-from celery_leases.effect_calls import EffectReply
 from celery_leases.handle import current_lease
-from celery_leases.outgoing import relay, rescue
+from celery_leases.seam.outgoing import relay, rescue
 from celery_leases.task import LeasedMixin, LeasedTask
 
 __all__ = [

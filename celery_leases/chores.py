@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from celery import current_app, shared_task
 
-from celery_leases import outgoing
+from celery_leases.seam import outgoing
 
 
 @shared_task(name="celery_leases.relay", ignore_result=True)

@@ -10,16 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from celery_leases.body.effect_calls import EffectReply, calls_of
+from celery_leases.body.effects import MOVED_ON
+from celery_leases.body.steps import Steps, UserTransaction
+from celery_leases.body.unleased import Unleased
 from celery_leases.core import progress as saved
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.core.errors import AlreadyCompleted, EffectMisused, GuardOpen, LeaseLost
 from celery_leases.core.records import Attempt, Record
 from celery_leases.core.results import decode
-from celery_leases.effect_calls import EffectReply, calls_of
-from celery_leases.effects import MOVED_ON
-from celery_leases.steps import Steps, UserTransaction
 from celery_leases.tenure import Tenure
-from celery_leases.unleased import Unleased
 
 T = TypeVar("T")
 SAVE_EVERY: Final = 1.0

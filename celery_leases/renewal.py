@@ -10,12 +10,12 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 
-from celery_leases import native
 from celery_leases.core import validity
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
 from celery_leases.core.ports import Clock, Kept, LeaseStore, Observer, RecordStore, Renewal
 from celery_leases.core.records import State
+from celery_leases.process import native
 from celery_leases.tenure import DEADLINE, Tenure
 
 TAKEN = "taken by another owner"

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
-from celery_leases import greenlets, native
 from celery_leases.core import events
 from celery_leases.core.events import Event
 from celery_leases.core.redaction import redact
+from celery_leases.process import greenlets, native
 
 
 def _signal(name: str) -> Any:

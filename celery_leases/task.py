@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from celery import Celery, Task, signals
 from celery.result import AsyncResult
 
-from celery_leases import apps, deadman, outgoing, undertaker
-from celery_leases.body_end import REPLACED
+from celery_leases.body.unleased import Unleased
 from celery_leases.core.errors import (
     AlreadyDone,
     Cooldown,
@@ -27,9 +26,11 @@ from celery_leases.core.keys import call_group, call_key
 from celery_leases.core.options import LeaseOptions, gather
 from celery_leases.core.replies import callbacks_mark
 from celery_leases.core.status import LeaseStatus
-from celery_leases.delivery import STORED_KEY, Delivery
 from celery_leases.handle import UNLEASED, Lease, lease_here, leased
-from celery_leases.unleased import Unleased
+from celery_leases.process import deadman
+from celery_leases.seam import apps, outgoing, undertaker
+from celery_leases.seam.body_end import REPLACED
+from celery_leases.seam.delivery import STORED_KEY, Delivery
 
 _RUNNING = "celery_leases_running"
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
@@ -50,7 +51,7 @@ class LeasedMixin:
     retry_on_worker_lost = False
     # What a body asks for is for the rules; an ``autoretry_for`` of everything would eat it.
     dont_autoretry_for = (PermanentFailure, Cooldown, RetryLater)
-    Request = "celery_leases.request:LeaseRequest"
+    Request = "celery_leases.seam.request:LeaseRequest"
 
     lease_options: ClassVar[LeaseOptions]
     lease_signature: ClassVar[inspect.Signature]

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from celery_leases import native
 from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.options import OPTION_NAMES
 from celery_leases.core.ports import MarkStore, Observer
 from celery_leases.core.validity import call_timeout
 from celery_leases.entry import Entry
 from celery_leases.execution import Execution
+from celery_leases.process import native
 from celery_leases.renewal import Renewer, Stores
 from celery_leases.stores import redis_url
 from celery_leases.stores.claims import DATABASE
@@ -131,7 +131,7 @@ def _longest_hop(broker: str, options: Mapping[str, Any]) -> float:
 
 
 class BootClock:
-    """The clock of :func:`celery_leases.native.boot_clock`."""
+    """The clock of :func:`celery_leases.process.native.boot_clock`."""
 
     def now(self) -> float:
         """Seconds since boot."""

@@ -11,7 +11,6 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases import apps
 from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import as_json, echo_fields, echo_json
 from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
@@ -22,6 +21,7 @@ from celery_leases.core.options import LeaseOptions
 from celery_leases.core.records import Failure, Record, State
 from celery_leases.core.rulings import Judgement
 from celery_leases.core.verdicts import Call
+from celery_leases.seam import apps
 
 SHOWN = 3
 """How many failures in a row are played through."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from celery_leases import apps
 from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeasesError
+from celery_leases.seam import apps
 
 
 class _Group(click.Group):

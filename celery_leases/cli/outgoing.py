@@ -7,10 +7,10 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases import outgoing
 from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import echo_table
 from celery_leases.core.durations import seconds
+from celery_leases.seam import outgoing
 
 
 @leases.command(cls=CeleryCommand)

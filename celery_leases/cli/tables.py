@@ -7,8 +7,8 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases import apps
 from celery_leases.cli.group import leases
+from celery_leases.seam import apps
 from celery_leases.wiring import open_records
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from celery_leases.core import validity
 from celery_leases.core.records import Record
-from celery_leases.native import boot_clock
+from celery_leases.process.native import boot_clock
 from celery_leases.stores import rows
 from celery_leases.stores.sql import SqlRecordStore
 

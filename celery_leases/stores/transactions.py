@@ -32,7 +32,7 @@ AUTOCOMMIT = "it is in autocommit mode, so nothing would commit together; begin 
 
 
 class JoinedTransaction:
-    """One open transaction of the user's; see :class:`celery_leases.steps.UserTransaction`."""
+    """One open transaction of the user's; see :class:`celery_leases.body.steps.UserTransaction`."""
 
     def __init__(self, given: Any, records: SqlRecordStore) -> None:
         self.records = records

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from celery_leases import putback
+from celery_leases.seam import putback
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore

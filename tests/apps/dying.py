@@ -9,7 +9,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from celery_leases import LeasedTask, LeaseLost, native
+from celery_leases import LeasedTask, LeaseLost
+from celery_leases.process import native
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note
 

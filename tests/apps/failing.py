@@ -12,7 +12,8 @@ import time
 
 from celery.signals import task_success
 
-from celery_leases import execution, putback
+from celery_leases import execution
+from celery_leases.seam import putback
 from celery_leases.stores.sql import SqlRecordStore
 from tests.apps.failpoints import STEP, reach, strikes
 from tests.apps.leased import *  # noqa: F403

@@ -28,8 +28,9 @@ from functools import partial
 
 from celery import Celery
 
-from celery_leases import LeasedTask, LeaseHeld, LeaseLost, native
-from celery_leases.apps import parts_of
+from celery_leases import LeasedTask, LeaseHeld, LeaseLost
+from celery_leases.process import native
+from celery_leases.seam.apps import parts_of
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_effects import SqlEffectStore
 

@@ -15,7 +15,7 @@ from billiard.pool import soft_timeout_sighandler
 from celery import Celery
 
 from celery_leases import LeasedTask, LeaseHeld, stores
-from celery_leases.apps import parts_of
+from celery_leases.seam.apps import parts_of
 
 app = Celery("interrupted", broker="memory://", backend="cache+memory://")
 app.conf.leases_url = "database"

@@ -8,7 +8,7 @@ from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
-from celery_leases.apps import forget
+from celery_leases.seam.apps import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
     BROKEN,

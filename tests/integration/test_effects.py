@@ -14,7 +14,7 @@ from celery_leases import (
     PermanentFailure,
     Uncertain,
 )
-from celery_leases.apps import parts_of
+from celery_leases.seam.apps import parts_of
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.payments import Provider, provider

@@ -12,7 +12,7 @@ PROGRAM = """
     import sys, time
     {library}
     import logging
-    from celery_leases import native
+    from celery_leases.process import native
     from celery_leases.core.events import LeaseAcquired, LeaseRenewed
     from celery_leases.signals import Announcer, lease_renewed
 

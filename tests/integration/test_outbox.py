@@ -27,10 +27,9 @@ from celery_leases import (
     PermanentFailure,
     UnknownKey,
     WrongDatabase,
-    apps,
-    outgoing,
 )
 from celery_leases.core.keys import stored_key
+from celery_leases.seam import apps, outgoing
 from celery_leases.stores.outbox import Outbox
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
@@ -219,7 +218,7 @@ DYING = """
 import os, signal
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
-from celery_leases import outgoing
+from celery_leases.seam import outgoing
 from tests.apps.ordering import order
 outgoing._publish_own = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, session.begin():

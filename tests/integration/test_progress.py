@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
-from celery_leases.apps import parts_of
 from celery_leases.handle import SAVE_EVERY
+from celery_leases.seam.apps import parts_of
 from celery_leases.testing.process import wait_until
 from tests.apps.failpoints import armed
 from tests.integration.conftest import StageFactory

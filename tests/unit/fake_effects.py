@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from celery_leases.body.effect_calls import EffectReply, calls_of
+from celery_leases.body.effects import Effects
+from celery_leases.body.steps import Steps
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.effects import Begun, Effect, EffectState, Found, Scope, scope_of
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.outcomes import after_run
 from celery_leases.core.records import Outcome, Record, State, Won
-from celery_leases.effect_calls import EffectReply, calls_of
-from celery_leases.effects import Effects
 from celery_leases.handle import Lease
-from celery_leases.steps import Steps
 from celery_leases.tenure import Tenure
 from celery_leases.testing.contracts.bids import make_bid
 from tests.unit.fake_records import FakeRecords, StillClock

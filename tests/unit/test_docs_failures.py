@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import celery_leases
-from celery_leases import CooldownPolicy, CoolingDown, Rules, apps
+from celery_leases import CooldownPolicy, CoolingDown, Rules
 from celery_leases.core.options import LeaseOptions
+from celery_leases.seam import apps
 from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
 
 PAGE = page("failures")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from celery_leases.body.effect_calls import EffectReply
+from celery_leases.body.unleased import Unleased
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.effects import (
     NAME_MAX,
@@ -38,8 +40,6 @@ from celery_leases.core.errors import (
     Uncertain,
 )
 from celery_leases.core.rulings import cooldown, permanent, retry
-from celery_leases.effect_calls import EffectReply
-from celery_leases.unleased import Unleased
 from tests.unit.fake_effects import CHARGE, KEY, Attempt, Desk
 from tests.unit.lookalikes import http_error, lookalike
 

@@ -3,7 +3,7 @@
 import pytest
 
 from celery_leases.core.errors import LeaseLost
-from celery_leases.interruption import SignalShield
+from celery_leases.interruption.by_signal import SignalShield
 from celery_leases.tenure import LEFT_ALONE, Tenure
 from celery_leases.testing.contracts.bids import make_bid
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_leases.apps import settings_of
 from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.seam.apps import settings_of
 from celery_leases.wiring import Settings, read_settings
 
 DATABASE = "sqlite:///x.db"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from celery_leases.core.records import Record, State
-from celery_leases.outgoing import _as_it_stands
+from celery_leases.seam.outgoing import _as_it_stands
 
 RECORD = Record("t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0)
 

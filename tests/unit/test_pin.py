@@ -2,7 +2,7 @@
 
 import pytest
 
-from celery_leases.pin import HEADER, call_id_of, owner_of, pinned
+from celery_leases.seam.pin import HEADER, call_id_of, owner_of, pinned
 
 
 def test_two_processes_never_share_an_owner() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from celery_leases.body.unleased import Unleased
 from celery_leases.core.endings import Interrupted, Lost, Raised, Snoozed, Terminated
 from celery_leases.core.errors import EffectMisused, GuardOpen, LeaseLost, Snooze, StoreUnavailable
 from celery_leases.core.failures import after_failure
@@ -20,7 +21,6 @@ from celery_leases.core.rulings import cooldown
 from celery_leases.core.status import status_of
 from celery_leases.core.verdicts import Call
 from celery_leases.handle import SAVE_EVERY, Lease
-from celery_leases.unleased import Unleased
 from tests.unit.fake_effects import Attempt, Desk
 from tests.unit.situations import a_call, raised
 

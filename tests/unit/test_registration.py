@@ -11,11 +11,11 @@ import pytest
 from celery import Celery, Task
 
 from celery_leases import LeaseClient, LeaseConfigurationError, LeasedMixin, LeasedTask
-from celery_leases.apps import settings_of
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import AlreadyDone, CoolingDown, LeaseHeld
 from celery_leases.core.results import NOT_JSON, encode
 from celery_leases.core.rulings import permanent
+from celery_leases.seam.apps import settings_of
 from celery_leases.wiring import is_local
 
 

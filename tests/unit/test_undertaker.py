@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from celery_leases import undertaker
 from celery_leases.core.outcomes import Death
+from celery_leases.seam import undertaker
+from celery_leases.seam.undertaker import Deceased
 from celery_leases.testing.process import wait_until
-from celery_leases.undertaker import Deceased
 
 PATIENCE = 0.2
 
@@ -153,7 +153,7 @@ def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(monk
     """Celery resets its loop with each lost connection; the child's end is noticed then too, and the handle closed."""
     hub, reaped = Hub(), []
     pool = SimpleNamespace(maintain_pool=lambda: reaped.append(True))
-    monkeypatch.setattr("celery_leases.apps.worker_here", lambda: SimpleNamespace(hub=hub, pool=pool))
+    monkeypatch.setattr("celery_leases.seam.apps.worker_here", lambda: SimpleNamespace(hub=hub, pool=pool))
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     undertaker.watch(child.pid)
     undertaker.watch(child.pid)

@@ -10,12 +10,12 @@ from uuid import uuid4
 from celery import Celery
 from celery.result import AsyncResult
 
-from celery_leases import apps
 from celery_leases.core.decisions import refused_for_good
 from celery_leases.core.errors import KeyReused, LeaseConfigurationError, StoreUnavailable
 from celery_leases.core.keys import CallKey, call_key, differing
 from celery_leases.core.records import Ended, Record, State
 from celery_leases.core.results import decode
+from celery_leases.seam import apps
 from celery_leases.signals import logger
 from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.transactions import JoinedTransaction

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
+from celery_leases.body.effect_calls import Calls, EffectReply
 from celery_leases.core import outcomes
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.effects import (
@@ -44,7 +45,6 @@ from celery_leases.core.ports import Clock, EffectStore
 from celery_leases.core.records import Record
 from celery_leases.core.results import decode, encode
 from celery_leases.core.rulings import Judgement
-from celery_leases.effect_calls import Calls, EffectReply
 from celery_leases.tenure import Tenure
 
 MOVED_ON: Final = "the record has moved on"

@@ -16,7 +16,7 @@ from celery_leases.core.keys import call_key
 from celery_leases.core.records import Ended
 from celery_leases.core.results import failure_of
 from celery_leases.core.verdicts import Call
-from celery_leases.shields import LimitedTooEarly, Shield
+from celery_leases.interruption.shields import LimitedTooEarly, Shield
 from celery_leases.tenure import Tenure
 
 REPLACED = "celery_leases_replaced"

@@ -11,9 +11,9 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from celery_leases import greenlets
 from celery_leases.core.errors import LeaseLost
 from celery_leases.core.options import OnLost
+from celery_leases.process import greenlets
 from celery_leases.tenure import Tenure
 
 

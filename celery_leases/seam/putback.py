@@ -16,7 +16,7 @@ from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
 from celery_leases.core.replies import waiter_mark
 from celery_leases.core.results import encode
-from celery_leases.pin import HEADER, TOKEN, WATCHED
+from celery_leases.seam.pin import HEADER, TOKEN, WATCHED
 
 CONFIRM_WITHIN = 5.0
 FAILED_AT_ONCE = 1.0

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from celery_leases.body.effects import Effects
 from celery_leases.core.ports import EffectStore
 from celery_leases.core.records import Outcome, Record
-from celery_leases.effects import Effects
 from celery_leases.renewal import Renewer
 from celery_leases.work import Transaction
 

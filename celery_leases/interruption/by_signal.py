@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from celery_leases import native
 from celery_leases.core.errors import LeaseLost
 from celery_leases.core.options import OnLost
-from celery_leases.deadman import DeadMan
-from celery_leases.shields import GreenShield, LimitedTooEarly, RaisingShield, Shield
+from celery_leases.interruption.shields import GreenShield, LimitedTooEarly, RaisingShield, Shield
+from celery_leases.process import native
+from celery_leases.process.deadman import DeadMan
 from celery_leases.tenure import Tenure
 
 Handler = Callable[[int, FrameType | None], Any]

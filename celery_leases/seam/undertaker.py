@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from celery_leases import apps, native
 from celery_leases.core import events
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.outcomes import Death, died, settle_pause
 from celery_leases.core.records import State
 from celery_leases.core.verdicts import Call
-from celery_leases.pin import group_of, key_of
+from celery_leases.process import native
+from celery_leases.seam import apps
+from celery_leases.seam.pin import group_of, key_of
 from celery_leases.signals import logger
 
 PATIENCE: Final = 1.0

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary, ref
 
 from celery import Celery, signals
 
+from celery_leases.body.effects import Effects
+from celery_leases.body.steps import Steps
 from celery_leases.client import LeaseClient
 from celery_leases.core.effects import scope_of
 from celery_leases.core.endings import Returned
@@ -24,13 +26,11 @@ from celery_leases.core.ports import Clock, EffectStore, MarkStore
 from celery_leases.core.records import Outcome, Record
 from celery_leases.core.results import encode
 from celery_leases.core.verdicts import Call
-from celery_leases.effects import Effects
 from celery_leases.execution import Execution
-from celery_leases.interruption import shield_here
-from celery_leases.putback import Copies
+from celery_leases.interruption.by_signal import shield_here
 from celery_leases.renewal import Renewer
+from celery_leases.seam.putback import Copies
 from celery_leases.signals import Announcer, logger
-from celery_leases.steps import Steps
 from celery_leases.stores.claims import DATABASE
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.transactions import JoinedTransaction

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from celery_leases.body.effect_calls import EffectReply, calls_of, unleased
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.core.records import Attempt
-from celery_leases.effect_calls import EffectReply, calls_of, unleased
 
 T = TypeVar("T")
 

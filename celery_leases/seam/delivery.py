@@ -15,8 +15,6 @@ from uuid import uuid4
 from celery import signals, states
 from celery.exceptions import Ignore, Reject
 
-from celery_leases import apps
-from celery_leases.body_end import BodyEnd
 from celery_leases.core.endings import Ending, Returned
 from celery_leases.core.errors import LeaseHeld, StoreUnavailable
 from celery_leases.core.events import CallDropped, CallPutBack
@@ -26,8 +24,10 @@ from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
 from celery_leases.core.results import encode
 from celery_leases.core.verdicts import Call
 from celery_leases.handle import Lease, leased
-from celery_leases.interruption import shield_here
-from celery_leases.pin import HEADER, TOKEN, call_id_of, group_of, key_of, owner_of, pinned
+from celery_leases.interruption.by_signal import shield_here
+from celery_leases.seam import apps
+from celery_leases.seam.body_end import BodyEnd
+from celery_leases.seam.pin import HEADER, TOKEN, call_id_of, group_of, key_of, owner_of, pinned
 from celery_leases.signals import logger
 from celery_leases.tenure import Tenure
 

@@ -12,7 +12,7 @@ import signal
 from functools import cache
 from typing import Any, ClassVar, Final
 
-from celery_leases import native
+from celery_leases.process import native
 
 _ABSOLUTE: Final = 1  # TIMER_ABSTIME
 _BY_SIGNAL: Final = 0  # SIGEV_SIGNAL
@@ -38,7 +38,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class DeadMan:
-    """Kills this process at *moment*, in seconds of :func:`celery_leases.native.boot_clock`.
+    """Kills this process at *moment*, in seconds of :func:`celery_leases.process.native.boot_clock`.
 
     A timer of its own for each body: putting off one that was called off already does nothing, so that no thread has
     to wait for another. A forked child does not inherit it. Raises :class:`OSError` where there is no such timer.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from celery_leases import native
+from celery_leases.process import native
 
 Call = Callable[[], None]
 

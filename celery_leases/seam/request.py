@@ -10,10 +10,10 @@ from celery.exceptions import Terminated as ByRevoke
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request
 
-from celery_leases import undertaker
 from celery_leases.core.outcomes import Death
-from celery_leases.pin import HEADER, TOKEN, WATCHED, call_id_of, owner_of, pinned
-from celery_leases.undertaker import Deceased
+from celery_leases.seam import undertaker
+from celery_leases.seam.pin import HEADER, TOKEN, WATCHED, call_id_of, owner_of, pinned
+from celery_leases.seam.undertaker import Deceased
 
 _DEATHS = ((WorkerLostError, Death.KILLED), (TimeLimitExceeded, Death.TIME_LIMIT), (ByRevoke, Death.REVOKED))
 

@@ -1,0 +1,1 @@
+"""The seam to Celery, behind :mod:`celery_leases.task`: deliveries, messages, the worker's main process."""
