@@ -21,14 +21,14 @@ class Tenure:
     """One lease as its holder sees it. Whether it still counts is arithmetic on the local clock, so a renewer that
     died does no harm; once lost it stays lost, whatever a late reply says.
 
-    ========  ============================================================  ====  ====  ================================
-    it is     when                                                          held  gone  what ends that
-    ========  ============================================================  ====  ====  ================================
-    held      before ``stop``                                               yes   no    the clock, or the store's answer
-    in doubt  after ``stop``, the row seen locked since the last renewal    no    no    the store's answer, ``answer_by``
+    ========  ============================================================  ====  ====  ==============================
+    it is     when                                                          held  gone  until
+    ========  ============================================================  ====  ====  ==============================
+    held      before ``stop``                                               yes   no    the clock or the store ends it
+    in doubt  after ``stop``, the row seen locked since the last renewal    no    no    the store says, or ``answer_by``
     overdue   after ``stop``, and not in doubt                              no    yes   the watcher calls it lost
-    lost      ``lost`` says why: the watcher or the store has told it       no    yes   nothing
-    ========  ============================================================  ====  ====  ================================
+    lost      ``lost`` says why: the watcher or the store has told it       no    yes   for ever
+    ========  ============================================================  ====  ====  ==============================
 
     ``stop`` moves in :meth:`extended`, :meth:`seen_locked` and :meth:`complete`, and back to the ordinary one when
     a transaction of the body's own ends that has locked its row (``work.guarded``).
