@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from sqlalchemy import BigInteger, CursorResult, bindparam, func, select
+from sqlalchemy import BigInteger, CursorResult, Dialect, bindparam, func, select
 
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.stores import mysql
@@ -78,6 +78,11 @@ def database_of(driver: Any) -> str | None:
     if isinstance(name, bytes):
         name = name.decode(errors="replace")
     return name if isinstance(name, str) else None
+
+
+def dialect_by_format(dialect: Dialect) -> Dialect:
+    """A dialect of the same database whose statements have their values at ``%s``, as Django wants them."""
+    return type(dialect)(paramstyle="format") if dialect.positional else dialect  # type: ignore[call-arg]
 
 
 def first_row(executed: Any) -> Any:

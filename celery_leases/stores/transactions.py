@@ -21,7 +21,7 @@ from celery_leases.core.records import Outcome, Record, State
 from celery_leases.stores import mysql, rows
 from celery_leases.stores.commits import push_out_at_commit, tell_at_end
 from celery_leases.stores.database import LOCKED
-from celery_leases.stores.drivers import TransactionMark, database_of, first_row, in_transaction
+from celery_leases.stores.drivers import TransactionMark, database_of, dialect_by_format, first_row, in_transaction
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.upserts import Writes, touched
 
@@ -184,7 +184,10 @@ class JoinedTransaction:
         )
 
     def _by_cursor(self, statement: Executable, values: Mapping[str, Any], take: Callable[[Any], T]) -> T:
-        compiled = statement.compile(dialect=self.records.database.engine.dialect)  # type: ignore[attr-defined]
+        dialect = self.records.database.engine.dialect
+        if hasattr(self._given, "vendor"):  # Django's cursors take %s on every database, and count on it when they log
+            dialect = dialect_by_format(dialect)
+        compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined]
         bound = compiled.construct_params(dict(values))
         given = [bound[name] for name in compiled.positiontup] if compiled.positional else bound
         cursor = self._given.cursor()
