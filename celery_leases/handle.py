@@ -106,7 +106,7 @@ class Lease:
 
         An effect whose attempt died in between is in doubt. ``verify(idempotency_key)`` is asked then, not before
         *verify_after* seconds after the intent (until then the call is put back): it returns the reply it found,
-        ``None`` for "it has not happened", or raises :class:`~celery_leases.Uncertain`. Without *verify*,
+        ``None`` for "it has not happened", or raises :class:`~celery_leases.Uncertain`; ``False`` is refused. Without *verify*,
         ``uncertain="rerun"`` calls again under the same key, for a side that dedupes by it; ``"stop"`` raises
         :class:`~celery_leases.Uncertain`, and the key is left to an operator.
 

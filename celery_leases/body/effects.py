@@ -156,7 +156,7 @@ class Effects:
         if calls.verify is None:
             raise unkept(self.record.key, effect, "no verify was given to ask for it")
         try:
-            found = calls.verify(effect.idempotency_key)
+            found = self._looked_up(effect, calls)
         except Uncertain as error:
             raise unkept(self.record.key, effect, str(error)) from error
         if found is None:
@@ -169,15 +169,27 @@ class Effects:
         return EffectReply(decode(text), reference, effect.idempotency_key, saved=True)
 
     def _verify(self, effect: Effect, calls: Calls) -> EffectReply:
-        assert calls.verify is not None
         try:
-            found = calls.verify(effect.idempotency_key)
+            found = self._looked_up(effect, calls)
         except Uncertain as error:
             raise in_doubt(self.record.key, effect, str(error)) from error
         ours = self._take_over(effect)
         if found is None:
             return self._call(ours, calls)
         return replace(self._note(ours, found, calls), saved=True)
+
+    def _looked_up(self, effect: Effect, calls: Calls) -> Any:
+        """What ``verify`` says; what would be taken for a reply and is none is refused, and the effect as it was."""
+        assert calls.verify is not None
+        found = calls.verify(effect.idempotency_key)
+        if found is False or _has_not_run(found):
+            raise EffectMisused(
+                f"{self.record.key}: effect {effect.name!r}: verify returned {found!r}; return the reply as the call "
+                "would have, or None when the other side has none",
+                self.record.key,
+                effect.name,
+            )
+        return found
 
     def _call(self, effect: Effect, calls: Calls, *, doubted: bool = False) -> EffectReply:
         """Make the call; *doubted*: an earlier one may have been carried out, whatever becomes of this one."""
@@ -194,7 +206,7 @@ class Effects:
             if not doubted and self._was_executed(error, outside) is False:
                 self._withdraw(effect)
             raise
-        if inspect.isawaitable(reply) or inspect.isgenerator(reply) or inspect.isasyncgen(reply):
+        if _has_not_run(reply):
             if not doubted:
                 self._withdraw(effect)
             raise EffectMisused(
@@ -258,3 +270,8 @@ class Effects:
                 if self.clock.now() + pause > until:
                     raise
                 self.clock.sleep(pause)
+
+
+def _has_not_run(given: object) -> bool:
+    """Whether it is the beginning of a call and not what one has come to."""
+    return inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given)

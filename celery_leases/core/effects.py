@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal
 
+from celery_leases.core.classifier.default_rules import REFUSED_HERE
 from celery_leases.core.errors import Uncertain
 from celery_leases.core.records import Record
 from celery_leases.core.rulings import Judgement, Reason
@@ -156,6 +157,8 @@ def was_executed(known: Judgement, said: Judgement) -> bool | None:
     *known* is what the default rules make of the error, *said* what the task's own do. The facts come first: a task
     may well call a timeout permanent, or retry a refusal, and says nothing of what the other side did with that.
     """
+    if known.rule == REFUSED_HERE:  # by a database or a file system, which no request was for
+        return None
     if known.reason is Reason.ERROR:  # the defaults know no such error
         return _judged(said)
     return _judged(known)

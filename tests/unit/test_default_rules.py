@@ -195,11 +195,15 @@ ROWS: dict[str, list[Any]] = {
         lookalike("stripe._error.APIConnectionError", should_retry=False),
         lookalike("google.auth.exceptions.TransportError", retryable=False),
     ],
-    "request-refused": [
-        *(http_error(status) for status in (400, 403, 404, 405, 410, 413, 422, 424, 451, 501, 505)),
+    "refused-here": [
         *(lookalike("psycopg.errors.Some", sqlstate=state) for state in ("22003", "23505", "42P01")),
         lookalike("sqlalchemy.exc.IntegrityError"),
         sqlite3.IntegrityError("UNIQUE constraint failed"),
+        FileNotFoundError(errno.ENOENT, "no such file"),
+        PermissionError(errno.EACCES, "denied"),
+    ],
+    "request-refused": [
+        *(http_error(status) for status in (400, 403, 404, 405, 410, 413, 422, 424, 451, 501, 505)),
         *(mail("SMTPDataError", smtp_code=reply) for reply in (550, 554)),
         mail("SMTPRecipientsRefused", recipients={"a@x": (550, b"no")}),
         *(
@@ -213,8 +217,6 @@ ROWS: dict[str, list[Any]] = {
                 "UNIMPLEMENTED",
             )
         ),
-        FileNotFoundError(errno.ENOENT, "no such file"),
-        PermissionError(errno.EACCES, "denied"),
         lookalike("requests.exceptions.MissingSchema", RequestsError, ValueError),
         lookalike("requests.exceptions.InvalidURL", RequestsError, ValueError),
         lookalike("httpx.UnsupportedProtocol", HttpxTimeout),
@@ -292,6 +294,7 @@ DOES: dict[str, dict[str, Any]] = {
     "connect-phase": {"kind": "retry"},
     "outcome-unknown": {"kind": "retry", "ambiguous": True},
     "request-refused": {"kind": "permanent"},
+    "refused-here": {"kind": "permanent"},
     "certificate-rejected": {"kind": "permanent"},
     "broken-answer": {"kind": "retry", "ambiguous": True},
     "time-or-memory-limit": {"kind": "cooldown", "ambiguous": True, "at_least": 15.0},
@@ -311,6 +314,7 @@ REASONS = {
     "connect-phase": Reason.UNREACHABLE,
     "outcome-unknown": Reason.OUTCOME_UNKNOWN,
     "request-refused": Reason.REFUSED,
+    "refused-here": Reason.REFUSED,
     "certificate-rejected": Reason.REFUSED,
     "broken-answer": Reason.OUTCOME_UNKNOWN,
     "time-or-memory-limit": Reason.LIMIT_HIT,

@@ -70,6 +70,14 @@ def timed_out() -> Any:
     return lookalike(READ_TIMEOUT)
 
 
+def find_later(_: str) -> Any:
+    """A coroutine, which nobody awaits."""
+
+    async def find() -> None: ...
+
+    return find()
+
+
 class TestOnFound:
     """The decision, by what the user gave."""
 
@@ -201,6 +209,10 @@ class TestWhetherACallWasCarriedOut:
             ConnectionResetError(),
             ValueError(),
             KeyError(),
+            lookalike("sqlalchemy.exc.IntegrityError"),
+            lookalike("psycopg.errors.UndefinedTable", sqlstate="42P01"),
+            FileNotFoundError(),
+            PermissionError(),
         ],
         ids=repr,
     )
@@ -214,6 +226,7 @@ class TestWhetherACallWasCarriedOut:
         rules = rules.on(status=429, to=retry("10s")).on(status=402, to=cooldown("1h"))
         assert [self.known(error, rules) for error in codes(504, 429, 402)] == [None, False, False]
         assert self.known(timed_out(), rules) is None
+        assert self.known(FileNotFoundError(), rules.on(exc=FileNotFoundError, to=permanent())) is None
 
     def test_a_tasks_own_error_is_what_its_rules_make_of_it(self) -> None:
         """Permanent is refused; of others nothing is known."""
@@ -576,11 +589,19 @@ class TestVerify:
             later.effect(ConnectionRefusedError(), verify=lambda _: None)
         assert desk.state is None
 
-    @pytest.mark.parametrize("value", [0, "", [], {}, False])
+    @pytest.mark.parametrize("value", [0, "", [], {}])
     def test_an_empty_reply_is_a_reply(self, desk: Desk, later: Attempt, value: Any) -> None:
         """Only ``None`` says that there is none."""
         assert later.effect("never", verify=lambda _: value).value == value
         assert desk.called == []
+
+    @pytest.mark.parametrize("verify", [lambda _: False, find_later, lambda _: (one for one in ())])
+    def test_what_is_no_reply_is_refused_and_changes_nothing(self, desk: Desk, later: Attempt, verify: Any) -> None:
+        """``False`` is the answer to another question, and the others have not looked yet."""
+        with pytest.raises(EffectMisused, match="verify returned"):
+            later.effect("never", verify=verify)
+        assert (desk.state, desk.called) == (EffectState.SENT, [])
+        assert desk.attempt().effect("ch_2", verify=lambda _: {"id": "ch_1"}).value == {"id": "ch_1"}
 
     def test_one_that_cannot_tell_parks(self, desk: Desk, later: Attempt) -> None:
         """With its own words, and the key to look for."""

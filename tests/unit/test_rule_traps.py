@@ -124,7 +124,7 @@ def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
 def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
     """``orig`` knows."""
     unique = lookalike("psycopg.errors.UniqueViolation", sqlstate="23505")
-    assert judged(lookalike("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "request-refused"
+    assert judged(lookalike("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
     away = lookalike("sqlalchemy.exc.OperationalError", orig=PsycopgOperational("connection failed"))
     assert judged(away).rule == "infrastructure"
     broker = caused(lookalike("kombu.exceptions.OperationalError"), RedisConnection())
@@ -143,7 +143,7 @@ def test_an_error_of_the_application_lets_its_cause_decide() -> None:
 
 def test_the_outermost_error_that_is_known_decides() -> None:
     """A file that is missing is missing, whatever was tried before."""
-    assert judged(caused(FileNotFoundError(), http_error(429))).rule == "request-refused"
+    assert judged(caused(FileNotFoundError(), http_error(429))).rule == "refused-here"
 
 
 def test_facts_alone_are_judged_like_errors() -> None:

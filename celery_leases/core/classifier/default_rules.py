@@ -58,6 +58,9 @@ def _any(*conditions: Condition | Case) -> tuple[Case, ...]:
     return tuple(one if isinstance(one, tuple) else (one,) for one in conditions)
 
 
+REFUSED_HERE: Final = "refused-here"
+"""The rule for what a database or the file system of ours refuses."""
+
 # -- what is done ----------------------------------------------------------------------------------------------
 
 OUT_OF_QUOTA: Final = replace(cooldown("1h", scope="group", operator=True), told="ignore")
@@ -218,8 +221,6 @@ DEFAULTS: Final = (
         "request-refused",
         _any(
             _status(*range(400, 500), 501, 505),
-            SqlStateStarts(("22", "23", "42")),
-            library_errors.INVALID_DATA,
             _grpc(
                 "FAILED_PRECONDITION",
                 "INVALID_ARGUMENT",
@@ -231,8 +232,18 @@ DEFAULTS: Final = (
             SmtpIn(frozenset(range(500, 600))),
             library_errors.INVALID_REQUEST,
             (_named("urllib.error.URLError"), _text("unknown url type")),
-            _named("builtins.FileNotFoundError", "builtins.PermissionError"),
             SaysOfItself("arguments", value=True),
+        ),
+        permanent(),
+        Reason.REFUSED,
+    ),
+    # 13, by our own side: what was asked of another one before is not known.
+    Rule(
+        REFUSED_HERE,
+        _any(
+            SqlStateStarts(("22", "23", "42")),
+            library_errors.INVALID_DATA,
+            _named("builtins.FileNotFoundError", "builtins.PermissionError"),
         ),
         permanent(),
         Reason.REFUSED,
