@@ -25,6 +25,7 @@ BUSY_TIMEOUT = 5.0
 LOCKED: Final = "database is locked"
 """What SQLite says while another connection writes."""
 
+ONE_WRITER = "is a transaction open that has written, such as one of this very body's? End it first"
 LOOK = "try again, or see pg_stat_activity (SHOW ENGINE INNODB STATUS) for one that is idle"
 
 
@@ -106,6 +107,12 @@ class _KeyPresentError(Exception):
     """An insert was refused because its key is there already."""
 
 
+def _found_dead(error: DBAPIError) -> bool:
+    """Whether the connection was gone, so that a new one does better; not silent, for which all patience is spent."""
+    silent = isinstance(error.orig, TimeoutError) or "timed out" in str(error.orig)
+    return error.connection_invalidated and not silent
+
+
 class Database:
     """Runs statements. A connection found dead is replaced and the statement repeated once, so all must bear that.
 
@@ -178,7 +185,7 @@ class Database:
             return self._once(statement, values, take)
         except DBAPIError as error:
             with self.errors():
-                if not error.connection_invalidated and mysql.code_of(error) != mysql.DEADLOCK:
+                if not (_found_dead(error) or mysql.code_of(error) == mysql.DEADLOCK):
                     raise
         with self.errors():
             return self._once(statement, values, take)
@@ -210,8 +217,11 @@ class Database:
             getattr(cause, "sqlstate", None) == postgres.LOCK_NOT_AVAILABLE
             or mysql.code_of(cause) in mysql.NOT_EXECUTED
         )
-        executed = False if isinstance(error, PoolTimeout) or refused else None
+        one_writer = self.host_clock and LOCKED in str(cause)
+        executed = False if isinstance(error, PoolTimeout) or refused or one_writer else None
         text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         if refused:
             text = f"another transaction has the row locked, or takes part in a deadlock with us; {LOOK} ({text})"
+        if one_writer:
+            text = f"{text}: SQLite has one writer at a time; {ONE_WRITER}"
         return StoreUnavailable(f"{self.engine.url!r}: {text}", executed)

@@ -58,6 +58,9 @@ def _patient_connection() -> Any:
     """Psycopg's connection with an end to its patience: to TCP a server that never answers is alive."""
     import psycopg
 
+    class SilentServer(psycopg.OperationalError, TimeoutError):
+        """Not an answer; and asking once more would take as long again."""
+
     class PatientConnection(psycopg.Connection[Any]):
         def wait(self, gen: Any, *args: Any, **given: Any) -> Any:
             return super().wait(self._within(gen, time.monotonic() + SILENCE), *args, **given)
@@ -70,7 +73,7 @@ def _patient_connection() -> Any:
                     came = yield wanted
                     if not came and time.monotonic() > deadline:
                         self.close()  # whatever comes on it later is the answer to another question
-                        raise psycopg.OperationalError(f"the server has not answered for {SILENCE:g} s")
+                        raise SilentServer(f"the server has not answered for {SILENCE:g} s")
                     wanted = gen.send(came)
             except StopIteration as end:
                 return end.value

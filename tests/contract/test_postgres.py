@@ -35,7 +35,7 @@ def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
 @needs_told
 def test_a_silent_server_holds_nobody_for_ever(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is frozen: TCP goes on acknowledging. Nothing is said of what it has done."""
-    records = SqlRecordStore(engine_for(f"{server.new_database()}?connect_timeout=2"))
+    records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     record = won(records, make_bid(fresh_key()))
     monkeypatch.setattr(postgres, "SILENCE", SILENCE)
@@ -43,7 +43,7 @@ def test_a_silent_server_holds_nobody_for_ever(server: PostgresServer, monkeypat
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         records.settle(record, outcome(record))
-    assert SILENCE <= time.monotonic() - began < SILENCE + 2 + SLACK  # the statement, and connecting once more
+    assert SILENCE <= time.monotonic() - began < SILENCE + SLACK  # a second try would take as long to connect alone
     assert caught.value.executed is None
     server.resume()
     wait_until(lambda: isinstance(records.claim(make_bid(record.stored_key), "redis:1"), Refused), 10, "an answer")

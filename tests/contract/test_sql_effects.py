@@ -1,8 +1,10 @@
 """Effects and progress in the databases against the published suite, and what is a database's own: locks."""
 
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 from celery_leases.core.effects import Begun, Effect, EffectState, Found
 from celery_leases.core.errors import KeyUnusable, StoreUnavailable
 from celery_leases.core.records import Record, Won
+from celery_leases.stores import database
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_effects import SqlEffectStore
@@ -210,3 +213,19 @@ def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str)
     later: Record = won(records, make_bid(record.stored_key))
     assert isinstance(begin(effects, later), Found)
     assert effects.forget_sent(later) == 0
+
+
+def test_a_transaction_that_has_written_to_sqlite_is_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the body's own, which would wait for itself: nothing was written, and the error says what to do."""
+    monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.1)
+    records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))
+    records.migrate()
+    record = won(records, make_bid(fresh_key()))
+    effects = SqlEffectStore(records.database, records.tables)
+    with closing(sqlite3.connect(tmp_path / "records.db", isolation_level=None)) as own:
+        own.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailable, match="one of this very body's") as caught:
+            begin(effects, record)
+    assert caught.value.executed is False
+    assert begin(effects, record) is not None
+    records.database.close()
