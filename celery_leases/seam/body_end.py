@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from celery.exceptions import Ignore, Reject, Retry, WorkerShutdown, WorkerTerminate
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, WorkerShutdown, WorkerTerminate
 from celery.worker import state as worker_state
 
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Snoozed, Terminated
@@ -17,7 +17,7 @@ from celery_leases.core.records import Ended
 from celery_leases.core.results import failure_of
 from celery_leases.core.verdicts import Call
 from celery_leases.interruption.shields import LimitedTooEarly, Shield
-from celery_leases.tenure import Tenure
+from celery_leases.tenure import HELD_TOO_LONG, Tenure
 
 REPLACED = "celery_leases_replaced"
 """Where a request remembers the signature its task has replaced itself with."""
@@ -36,6 +36,8 @@ class BodyEnd:
     def by(self, error: BaseException, elapsed: float) -> Ending:
         """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
         match error:
+            case LeaseLost() if HELD_TOO_LONG in (error.reason, self.tenure.lost):
+                return self._held_too_long(error)
             case LeaseLost():
                 return Lost(error.reason or "the body said so")
             case Snooze():
@@ -59,7 +61,15 @@ class BodyEnd:
             case _:
                 return self._taken_away(error, elapsed)
 
+    def _held_too_long(self, error: BaseException) -> Ending:
+        """A time limit of its own: given back, the body would only run for as long again."""
+        limit = SoftTimeLimitExceeded(HELD_TOO_LONG)
+        limit.__cause__ = error
+        return Raised(limit, failure_of(limit), self.call.options.rules.judge(limit, time.time()))
+
     def _raised(self, error: BaseException) -> Ending:
+        if self.tenure.lost == HELD_TOO_LONG:
+            return self._held_too_long(error)
         if self.tenure.lost:
             return Lost(self.tenure.lost)
         return Raised(error, failure_of(error), self.call.options.rules.judge(error, time.time()))

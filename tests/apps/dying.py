@@ -47,6 +47,15 @@ def stands(self, name, gate, checks=False):
     return {"name": name, "fence": self.lease.fence}
 
 
+@app.task(base=LeasedTask, bind=True, lease_key="hangs:{name}", lease_max_hold=4, lease_max_failures=1)
+def hangs(self, name):
+    """Never end, and never look at the lease."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    with _told(self, name):
+        while True:
+            time.sleep(STEP)
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="hogs:{name}")
 def hogs(self, name, once, seconds, checks=False):
     """Hold the interpreter's lock for so long in one call, then wait to be told; only where *once* does not exist."""

@@ -1,10 +1,12 @@
 """Every pool and what the process of a body survives: calls that hold it up, and forks. Nothing is left behind."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
@@ -65,6 +67,18 @@ def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again
     assert (row["attempt"], row["crashes"], row["previous_ended"]) == (1, 0, "lost")
     assert len(stage.events("end", name=name)) == 1
     print(f"held for {held['seconds']:.2f} s, told {lost['t'] - held['t']:.3f} s later")
+
+
+def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(stage: Stage, name: str, process: int) -> None:
+    """As of a time limit; given back, it would only hang again."""
+    if stage.worker.pool == "threads":
+        pytest.skip("it is told by check() there, which a body that hangs does not call")
+    result = stage.tasks.hangs.delay(name)
+    row = stage.wait_for_state("hangs", f"hangs:{name}", "failed")
+    assert json.loads(row["error"])["rule"] == "time-or-memory-limit"
+    with pytest.raises(SoftTimeLimitExceeded, match="held for lease_max_hold"):
+        result.get(timeout=PATIENCE)
+    assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 
 
 def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(stage: Stage, name: str, process: int) -> None:
