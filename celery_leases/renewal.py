@@ -231,7 +231,7 @@ class Renewer:
         with self._lock:
             if tenure.lost is not None or tenure.bid.token not in self._tenures:
                 return
-            tenure.lost = reason
+            tenure.lose(reason)
         self._nudge(tenure, self._clock.now())
         self._observer.observe(LeaseGone(**_of(tenure), reason=reason))
         self._watcher_bell.ring()

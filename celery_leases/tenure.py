@@ -150,6 +150,12 @@ class Tenure:
             self.answer_by = None
         self._moved()
 
+    def lose(self, reason: str) -> None:
+        """It is over. A body that is to be killed has what is left of the lease to end, unless its key is free."""
+        self.lost = reason
+        if self.put_off is not None and reason not in (DEADLINE, HELD_TOO_LONG):
+            self.put_off(self._clock.now())
+
     def complete(self) -> None:
         """The body has committed the done record: nobody else runs the key, and there is nothing to renew any more."""
         self.hard = max(self.hard, self._hold_until)

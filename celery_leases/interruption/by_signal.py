@@ -82,8 +82,8 @@ class SignalShield(RaisingShield):
                 raise LimitedTooEarly
             yield
         finally:
-            self.shut()
             tenure.interrupt = tenure.put_off = None
+            self.shut()
 
     @property
     def busy(self) -> bool:

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from celery_leases import LeasedTask
@@ -20,6 +21,19 @@ def pulses(self, name, gate):
         if self.lease.attempt == 1:
             note("pulse", name=name)
         time.sleep(PULSE)
+    note("end", name=name, id=self.request.id)
+    return {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="clings:{name}", lease_on_lost="kill")
+def clings(self, name):
+    """In the first attempt an effect again and again, whatever is raised into it."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    first = self.lease.attempt == 1
+    while first and not Path(self.lease.key).exists():
+        with suppress(BaseException):
+            note("pulse", name=name)
+            time.sleep(PULSE)
     note("end", name=name, id=self.request.id)
     return {"name": name, "fence": self.lease.fence}
 

@@ -9,7 +9,7 @@ import pytest
 from celery_leases.testing.process import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
 
 KILLING = "tests.apps.killing"
 CHILDREN = 6
@@ -113,3 +113,20 @@ def test_a_worker_without_a_process_for_each_body_refuses_to_start(scene_factory
     log = scene.worker.full_log()
     assert "lease_on_lost='kill' ends the whole process" in log
     assert f"{KILLING}.pulses" in log
+
+
+def test_a_body_whose_key_was_released_is_killed_as_soon_as_that_is_seen(
+    scene_factory: SceneFactory, name: str
+) -> None:
+    """Not at the end of its lease: nothing keeps the next call from running beside it."""
+    ttl = 12
+    scene = scene_factory(BOTH_WAYS[0], home=KILLING, ttl=ttl, visibility=60, concurrency=2)
+    result = scene.tasks.clings.delay(name)
+    (begun,) = scene.wait_for("begin", name=name)
+    released = time.monotonic()
+    scene.client.release(f"clings:{name}", task=scene.tasks.clings.name)
+    wait_until(lambda: not is_there(begun["pid"]), 20, "the zombie to be dead")
+    assert time.monotonic() - released < ttl / 2  # it is seen by the next renewal, after a third
+    first, second = scene.wait_for("begin", 2, name=name)
+    assert result.get(timeout=PATIENCE)["fence"] == second["fence"] > first["fence"]
+    scene.done_once("clings", name)

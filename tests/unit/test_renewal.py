@@ -331,6 +331,19 @@ def test_max_hold_ends_renewal_and_says_so(bench: Bench) -> None:
     assert tenure.overdue(1009 + STOP) == HELD_TOO_LONG
 
 
+@pytest.mark.parametrize(
+    ("reason", "moved"), [(DEADLINE, []), (HELD_TOO_LONG, []), (TAKEN, [1000.0]), (RELEASED, [1000.0])]
+)
+def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
+    bench: Bench, reason: str, moved: list[float]
+) -> None:
+    """Otherwise it has until the end of its lease, for which nobody else gets the key."""
+    tenure, told = bench.tenure(), []
+    tenure.put_off = told.append
+    bench.renewer._lose(tenure, reason)
+    assert (tenure.lost, told) == (reason, moved)
+
+
 # -- a store that forgot ---------------------------------------------------------------------------------------
 
 
