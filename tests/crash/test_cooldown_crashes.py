@@ -16,10 +16,10 @@ from tests.integration.cooldowns import (
     OK,
     assert_sound,
     cooled,
-    lasted,
     limited,
     paid,
     refusal,
+    settled,
     status,
 )
 from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
@@ -162,10 +162,10 @@ def test_a_cooldown_is_written_when_the_database_is_back(
     away = time.monotonic()
     wait_until(lambda: time.monotonic() - away > 1.0, 10, "an outage of a second")
     own_postgres.start()
-    row = cooled(scene, "resumes", name)
-    assert (row["failures"], row["crashes"], row["resumes"]) == (1, 0, 1)
-    assert lasted(row) == pytest.approx(1.5, abs=0.01)
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    first, second = settled(scene.logs(), f"resumes:{name}")
+    assert (first[2:4], second[2:4]) == (("failed", "cooling"), ("returned", "done"))
+    assert first[4] == pytest.approx(1.5, abs=0.1)
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 

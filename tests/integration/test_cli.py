@@ -42,7 +42,7 @@ class Operator:
 
     def runs(self, task: str, key: str) -> None:
         """Let a call of *task* hold *key*."""
-        bid = make_bid(f"t:{task}|{key}", task=task, key=key)
+        bid = make_bid(f"t:{task}|{key}", task=task, key=key, ttl=600.0)
         DatabaseLeaseStore(self.records).acquire(bid)
 
     def finished(self, task: str, key: str, state: State = State.DONE) -> None:
