@@ -96,15 +96,19 @@ def first_row(executed: Any) -> Any:
 
 
 def in_transaction(driver: Any) -> bool:
-    """Whether a DB-API connection is inside a transaction, by the ways of psycopg, psycopg2, sqlite3 and MySQL's."""
+    """Whether a DB-API connection is inside a transaction; one that does not tell is, unless it is closed."""
     if driver is None:
         return False
+    told = tells_transaction(driver)
+    return told if told is not None else not getattr(driver, "closed", False)
+
+
+def tells_transaction(driver: Any) -> bool | None:
+    """What a DB-API connection tells of being inside one, by the ways of psycopg, psycopg2, sqlite3 and MySQL's."""
     if hasattr(driver, "in_transaction"):
         return bool(driver.in_transaction)
     info = getattr(driver, "info", None)
     status = getattr(info, "transaction_status", None)
     if status is not None:
         return int(status) in (1, 2, 3)  # active, in a transaction, in a failed one: libpq's PQTRANS_*
-    if hasattr(driver, "get_autocommit"):
-        return mysql.in_transaction(driver)
-    return not getattr(driver, "closed", False)
+    return mysql.in_transaction(driver) if hasattr(driver, "get_autocommit") else None

@@ -110,7 +110,7 @@ def in_transaction(connection: Any) -> bool:
 
     MySQLdb cannot tell; whoever begins and ends transactions by its autocommit mode, as Django does, says it by that.
     """
-    if not connection.open:
+    if not getattr(connection, "open", True):
         return False
     if not tells_transactions(connection):
         return not connection.get_autocommit()

@@ -6,14 +6,12 @@ It is given as a SQLAlchemy session or connection, or as a plain DB-API connecti
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Executable
+from sqlalchemy import Connection, Executable
 from sqlalchemy.orm import Session, scoped_session
 
 from celery_leases.core.errors import LeaseLost, WrongDatabase
@@ -21,14 +19,14 @@ from celery_leases.core.records import Outcome, Record, State
 from celery_leases.stores import mysql, rows
 from celery_leases.stores.commits import push_out_at_commit, tell_at_end
 from celery_leases.stores.database import LOCKED
-from celery_leases.stores.drivers import TransactionMark, database_of, dialect_by_format, first_row, in_transaction
+from celery_leases.stores.drivers import TransactionMark, dialect_by_format, first_row, in_transaction
+from celery_leases.stores.joining import connection_of, driver_of, refuse_unjoinable
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.upserts import Writes, touched
 
 T = TypeVar("T")
 NO_SUCH_TABLE: Final = "no such table"
 UNDEFINED_TABLE: Final = "42P01"
-AUTOCOMMIT = "it is in autocommit mode, so nothing would commit together; begin a transaction first"
 
 
 class JoinedTransaction:
@@ -48,18 +46,17 @@ class JoinedTransaction:
         """
         if self._is_open is not None:
             return
-        self._check(key)
+        refuse_unjoinable(key, self._given, self.records.database)
         self._is_open = _opening(self._given)
         if not isinstance(self._given, Session | Connection):
-            self._mark = TransactionMark(_driver(self._given), self.records.database)
+            self._mark = TransactionMark(driver_of(self._given), self.records.database)
 
     def guard(self, record: Record) -> None:
         """Lock the record's row, or raise :class:`LeaseLost` because it is not the attempt's any more."""
         # A DB-API connection to MySQL may count the rows that it has changed, and not those that it has found.
         self._lock(self.records.guarding, rows.of_guard(record), record, look=self._of_mysql)
-        connection = self._given.connection() if isinstance(self._given, Session) else self._given
-        if isinstance(connection, Connection):
-            push_out_at_commit(connection, self.records, record)
+        if isinstance(self._given, Session | Connection):
+            push_out_at_commit(connection_of(self._given), self.records, record)
 
     def has_completed(self, record: Record) -> bool:
         """Whether the record is done under its attempt, as far as this transaction sees."""
@@ -111,7 +108,7 @@ class JoinedTransaction:
         if isinstance(other, Session | Connection) and not other.in_transaction():
             return False
         with suppress(Exception):  # what cannot be asked is another one
-            return _driver(other) is _driver(self._given) is not None
+            return driver_of(other) is driver_of(self._given) is not None
         return False
 
     def roll_back(self) -> bool:
@@ -155,8 +152,7 @@ class JoinedTransaction:
         self.join(key)
         try:
             if isinstance(self._given, Session | Connection):
-                connection = self._given.connection() if isinstance(self._given, Session) else self._given
-                return take(connection.execute(statement, dict(values)))
+                return take(connection_of(self._given).execute(statement, dict(values)))
             return self._by_cursor(statement, values, take)
         except Exception as error:
             explained = self._explained(key, error)
@@ -197,51 +193,6 @@ class JoinedTransaction:
         finally:
             cursor.close()
 
-    def _check(self, key: str) -> None:
-        """Refuse what can never commit the record together with the user's rows."""
-        ours = self.records.database.engine
-        kind = type(self._given).__name__
-        if inspect.iscoroutinefunction(getattr(self._given, "rollback", None)):
-            raise WrongDatabase(
-                f"{key}: {kind} is asynchronous, and has nothing to wait with here; give a Session, a Connection or a "
-                "DB-API connection, such as run_sync() of SQLAlchemy's asynchronous ones passes on"
-            )
-        if isinstance(self._given, Session | Connection):
-            connection = self._given.connection() if isinstance(self._given, Session) else self._given
-            theirs = connection.engine
-            if _kind(theirs) != _kind(ours) or _named(theirs.url) != _named(ours.url):
-                raise WrongDatabase(
-                    f"{key}: the records are in {ours.url!r}, the session is on {theirs.url!r}; a record "
-                    "can only be committed with rows of its own database"
-                )
-            if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
-                raise WrongDatabase(f"{key}: {AUTOCOMMIT}")
-        elif not hasattr(self._given, "cursor"):
-            raise WrongDatabase(f"{key}: {kind} is no SQLAlchemy Session or Connection, nor a DB-API connection")
-        else:
-            self._check_driver(key, ours.url)
-        driver = _driver(self._given)
-        if self._of_mysql and driver is self._given and not mysql.tells_transactions(driver):
-            raise WrongDatabase(
-                f"{key}: {type(driver).__module__} does not tell whether its transaction is open; give a Session or a "
-                "Connection of SQLAlchemy, or Django's connection"
-            )
-        by_itself = getattr(driver, "autocommit", False) is True or mysql.commits_by_itself(driver)
-        if hasattr(driver, "in_transaction"):  # sqlite3 says so by its isolation level; psycopg's None is the server's
-            by_itself = by_itself or getattr(driver, "isolation_level", "") is None
-        if by_itself and not in_transaction(driver):
-            raise WrongDatabase(f"{key}: {AUTOCOMMIT}")
-
-    def _check_driver(self, key: str, ours: URL) -> None:
-        if _driver(self._given) is None:  # Django connects with the first cursor; what is closed raises its own error
-            self._given.cursor().close()
-        theirs, expected = database_of(_driver(self._given)), _named(ours)
-        if theirs is not None and expected and not expected.startswith(("file:", ":")) and theirs != expected:
-            raise WrongDatabase(
-                f"{key}: the records are in {ours!r}, the connection is on {theirs!r}; a record can only be committed "
-                "with rows of its own database"
-            )
-
     def _refuse(self, record: Record) -> None:
         now = self.records.read(record.stored_key)
         ours = now is not None and (now.state, now.fence, now.owner) == (State.RUNNING, record.fence, record.owner)
@@ -260,31 +211,7 @@ def _opening(given: Any) -> Callable[[], bool]:
             given.begin()
         transaction = given.get_transaction()
         return lambda: transaction is not None and transaction.is_active
-    return lambda: in_transaction(_driver(given))
-
-
-def _driver(given: Any) -> Any:
-    """The DB-API connection that *given* is, or works on."""
-    if isinstance(given, Session):
-        given = given.connection()
-    if isinstance(given, Connection):
-        return given.connection.dbapi_connection
-    for name in ("dbapi_connection", "connection"):  # SQLAlchemy's raw_connection(), Django's; None once closed
-        if hasattr(given, name):
-            return getattr(given, name)
-    return given
-
-
-def _kind(engine: Engine) -> str:
-    """What kind of database an engine is for."""
-    return mysql.FAMILY[0] if mysql.is_mysql(engine.dialect) else engine.dialect.name
-
-
-def _named(url: URL) -> str | None:
-    """The database a URL names; a file by its whole path."""
-    name = url.database
-    is_file = url.get_backend_name() == "sqlite" and name and not name.startswith(("file:", ":"))
-    return str(Path(name).resolve()) if is_file and name else name
+    return lambda: in_transaction(driver_of(given))
 
 
 def _codes(error: Exception) -> set[str | None]:

@@ -1,13 +1,18 @@
 """Which sessions and connections of the user's own can be joined, and what the others are told."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django import setup
 from django.conf import settings
 from django.db.utils import ConnectionHandler
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
+from celery_leases.core.errors import WrongDatabase
 from celery_leases.core.keys import CallKey
 from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.sql import SqlRecordStore
@@ -15,9 +20,16 @@ from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.stores.transactions import JoinedTransaction
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import outcome, row, won
-from tests.contract.sql_stores import database_url, server_records, server_url, sql_records
+from tests.contract.sql_stores import database_url, migrated, server_records, server_url, sql_records
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Iterator[SqlRecordStore]:
+    """Records in a file of SQLite's."""
+    with migrated(f"sqlite:///{tmp_path / 'records.db'}") as store:
+        yield store
 
 
 @pytest.fixture(params=["plain", "debug"])
@@ -50,3 +62,56 @@ def test_the_connections_of_django_are_joined_under_debug_too(sql_records: SqlRe
     django.commit()
     assert row(sql_records, record.stored_key).result == '"50%"'
     assert row(sql_records, key.stored).message == '["50%"]'
+
+
+ENGINES = ("psycopg", "psycopg2", "pg8000")
+
+
+@pytest.fixture
+def postgres(leases_postgres_url: str) -> Iterator[SqlRecordStore]:
+    """Records in PostgreSQL."""
+    with migrated(leases_postgres_url) as store:
+        yield store
+
+
+def engine_by(store: SqlRecordStore, driver: str, **options: Any) -> Engine:
+    """The user's own engine for the database of the records."""
+    url = store.database.engine.url.set(drivername=f"postgresql+{driver}")
+    return create_engine(url, poolclass=NullPool, **options)
+
+
+@pytest.mark.parametrize("driver", ENGINES)
+def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, driver: str) -> None:
+    """Whether or not its driver tells that it is in no transaction; SQLAlchemy begins none."""
+    engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
+    for given in (engine, engine.execution_options(logging_token="reports"), engine_by(postgres, driver)):
+        with Session(given) as session, session.begin():
+            if given.dialect is not engine.dialect:
+                session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
+            with pytest.raises(WrongDatabase, match="autocommit mode"):
+                JoinedTransaction(session, postgres).join("invoice:1")
+
+
+@pytest.mark.parametrize("driver", ENGINES)
+def test_a_connection_with_a_level_of_its_own_is_joined(postgres: SqlRecordStore, driver: str) -> None:
+    """What its engine was told does not count for it."""
+    record = won(postgres, make_bid(fresh_key()), DatabaseLeaseStore(postgres).name)
+    engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
+    with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
+        JoinedTransaction(connection, postgres).complete(record, outcome(record, result="1"))
+        connection.rollback()
+    assert row(postgres, record.stored_key).result is None
+
+
+def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecordStore) -> None:
+    """There SQLAlchemy may be told to leave beginning to the user, who has begun."""
+    record = won(sqlite, make_bid(fresh_key()), DatabaseLeaseStore(sqlite).name)
+    engine = create_engine(sqlite.database.engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection, pytest.raises(WrongDatabase, match="autocommit mode"):
+        JoinedTransaction(connection, sqlite).join("invoice:1")
+    event.listen(engine, "begin", lambda connection: connection.execute(text("BEGIN IMMEDIATE")))
+    with engine.connect() as connection:
+        connection.begin()
+        JoinedTransaction(connection, sqlite).complete(record, outcome(record, result="1"))
+        connection.rollback()
+    assert row(sqlite, record.stored_key).result is None

@@ -1,0 +1,105 @@
+"""Whether a session or connection of the user's own can be joined: it must commit its rows and the record together."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, Engine
+from sqlalchemy.orm import Session
+
+from celery_leases.core.errors import WrongDatabase
+from celery_leases.stores import mysql
+from celery_leases.stores.database import Database
+from celery_leases.stores.drivers import database_of, tells_transaction
+
+AUTOCOMMIT: Final = "AUTOCOMMIT"
+
+
+def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
+    """Raise :class:`WrongDatabase` for what can never commit the record together with the user's rows."""
+    kind = type(given).__name__
+    if inspect.iscoroutinefunction(getattr(given, "rollback", None)):
+        raise WrongDatabase(
+            f"{key}: {kind} is asynchronous, and has nothing to wait with here; give a Session, a Connection or a "
+            "DB-API connection, such as run_sync() of SQLAlchemy's asynchronous ones passes on"
+        )
+    if isinstance(given, Session | Connection):
+        _check_engine(key, connection_of(given).engine, database.engine)
+    elif not hasattr(given, "cursor"):
+        raise WrongDatabase(f"{key}: {kind} is no SQLAlchemy Session or Connection, nor a DB-API connection")
+    else:
+        _check_driver(key, given, database.engine.url)
+    driver = driver_of(given)
+    if mysql.is_mysql(database.engine.dialect) and driver is given and not mysql.tells_transactions(driver):
+        raise WrongDatabase(
+            f"{key}: {type(driver).__module__} does not tell whether its transaction is open; give a Session or a "
+            "Connection of SQLAlchemy, or Django's connection"
+        )
+    if _commits_by_itself(given, driver):
+        raise WrongDatabase(
+            f"{key}: it is in autocommit mode, so nothing would commit together; begin a transaction first"
+        )
+
+
+def connection_of(given: Session | Connection) -> Connection:
+    """The connection that a session works on, or the one that was given."""
+    return given.connection() if isinstance(given, Session) else given
+
+
+def driver_of(given: Any) -> Any:
+    """The DB-API connection that *given* is, or works on."""
+    if isinstance(given, Session | Connection):
+        return connection_of(given).connection.dbapi_connection
+    for name in ("dbapi_connection", "connection"):  # SQLAlchemy's raw_connection(), Django's; None once closed
+        if hasattr(given, name):
+            return getattr(given, name)
+    return given
+
+
+def _check_engine(key: str, theirs: Engine, ours: Engine) -> None:
+    if _kind(theirs) != _kind(ours) or _named(theirs.url) != _named(ours.url):
+        raise WrongDatabase(
+            f"{key}: the records are in {ours.url!r}, the session is on {theirs.url!r}; a record "
+            "can only be committed with rows of its own database"
+        )
+
+
+def _check_driver(key: str, given: Any, ours: URL) -> None:
+    if driver_of(given) is None:  # Django connects with the first cursor; what is closed raises its own error
+        given.cursor().close()
+    theirs, expected = database_of(driver_of(given)), _named(ours)
+    if theirs is not None and expected and not expected.startswith(("file:", ":")) and theirs != expected:
+        raise WrongDatabase(
+            f"{key}: the records are in {ours!r}, the connection is on {theirs!r}; a record can only be committed "
+            "with rows of its own database"
+        )
+
+
+def _commits_by_itself(given: Any, driver: Any) -> bool:
+    """Whether each statement is committed as it is executed; one that is surely inside a transaction is not."""
+    level = None
+    if isinstance(given, Session | Connection):
+        connection = connection_of(given)
+        level = connection.get_execution_options().get("isolation_level")
+        if level == AUTOCOMMIT:
+            return True
+        # What create_engine() was told; asking for the level of the connection would be a round trip.
+        level = level or getattr(connection.dialect, "_on_connect_isolation_level", None)
+    by_itself = level == AUTOCOMMIT or getattr(driver, "autocommit", False) is True or mysql.commits_by_itself(driver)
+    if hasattr(driver, "in_transaction"):  # sqlite3 says so by its isolation level; psycopg's None is the server's
+        by_itself = by_itself or getattr(driver, "isolation_level", "") is None
+    return by_itself and not tells_transaction(driver)
+
+
+def _kind(engine: Engine) -> str:
+    """What kind of database an engine is for."""
+    return mysql.FAMILY[0] if mysql.is_mysql(engine.dialect) else engine.dialect.name
+
+
+def _named(url: URL) -> str | None:
+    """The database a URL names; a file by its whole path."""
+    name = url.database
+    is_file = url.get_backend_name() == "sqlite" and name and not name.startswith(("file:", ":"))
+    return str(Path(name).resolve()) if is_file and name else name
