@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, Engine
+from sqlalchemy import URL, Connection, Engine, TwoPhaseTransaction
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session
 
 from celery_leases.core.errors import WrongDatabase
@@ -15,6 +17,9 @@ from celery_leases.stores.database import Database
 from celery_leases.stores.drivers import database_of, tells_transaction
 
 AUTOCOMMIT: Final = "AUTOCOMMIT"
+WAY_OUT: Final = (
+    "give the connection that your rows go through, session.connection(bind_arguments={'mapper': …}) with their class"
+)
 
 
 def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
@@ -25,6 +30,8 @@ def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
             f"{key}: {kind} is asynchronous, and has nothing to wait with here; give a Session, a Connection or a "
             "DB-API connection, such as run_sync() of SQLAlchemy's asynchronous ones passes on"
         )
+    if isinstance(given, Session):
+        _check_binds(key, given)
     if isinstance(given, Session | Connection):
         _check_engine(key, connection_of(given).engine, database.engine)
     elif not hasattr(given, "cursor"):
@@ -56,6 +63,27 @@ def driver_of(given: Any) -> Any:
         if hasattr(given, name):
             return getattr(given, name)
     return given
+
+
+def _check_binds(key: str, session: Session) -> None:
+    """Refuse a session whose rows may go through other connections than the record does, and commit by themselves.
+
+    One that finds its binds in a way of its own is left to it. A two-phase transaction is one for all its engines.
+    """
+    binds: Mapping[Any, Engine | Connection] = {}
+    if type(session).get_bind is Session.get_bind:
+        binds = getattr(session, "binds", None) or getattr(session, "_Session__binds", {})  # before SQLAlchemy 2.1
+    try:
+        connection = session.connection()
+    except UnboundExecutionError as error:
+        raise WrongDatabase(f"{key}: the session has no engine of its own; {WAY_OUT}") from error
+    others = [bind for bind in binds.values() if bind.engine is not connection.engine]
+    in_two_phases = isinstance(connection.get_transaction(), TwoPhaseTransaction)
+    if others and not (in_two_phases and all(isinstance(bind, Engine) for bind in others)):
+        raise WrongDatabase(
+            f"{key}: the session has several engines, each of which commits by itself: {connection.engine.url!r} for "
+            f"the record, {others[0].engine.url!r} for other rows; {WAY_OUT}"
+        )
 
 
 def _check_engine(key: str, theirs: Engine, ours: Engine) -> None:

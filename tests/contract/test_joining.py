@@ -8,8 +8,8 @@ import pytest
 from django import setup
 from django.conf import settings
 from django.db.utils import ConnectionHandler
-from sqlalchemy import Engine, create_engine, event, text
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection, Engine, String, create_engine, event, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
 from celery_leases.core.errors import WrongDatabase
@@ -115,3 +115,75 @@ def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecor
         JoinedTransaction(connection, sqlite).complete(record, outcome(record, result="1"))
         connection.rollback()
     assert row(sqlite, record.stored_key).result is None
+
+
+# -- several engines in one session ------------------------------------------------------------------------
+
+
+class Base(DeclarativeBase):
+    """The user's own tables."""
+
+
+class Book(Base):
+    """One that the session knows another engine for."""
+
+    __tablename__ = "books"
+    name: Mapped[str] = mapped_column(String(99), primary_key=True)
+
+
+class Routed(Session):
+    """A session that finds its engines in a way of its own, as Flask-SQLAlchemy's does."""
+
+    def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
+        """Say which."""
+        return super().get_bind(*args, **kwargs)
+
+
+def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) -> None:
+    """Its rows and the record would be committed one after the other, be it in one database; one of them is taken."""
+    record = won(sql_records, make_bid(fresh_key()), DatabaseLeaseStore(sql_records).name)
+    url = sql_records.database.engine.url
+    own, other = create_engine(url, poolclass=NullPool), create_engine(url, poolclass=NullPool)
+    Base.metadata.create_all(other)
+    for told, session in {
+        "several engines": Session(own, binds={Book: other}),
+        "no engine of its own": Session(binds={Book: other}),
+    }.items():
+        with session, pytest.raises(WrongDatabase, match=f"{told}.*bind_arguments"):
+            JoinedTransaction(session, sql_records).join("invoice:1")
+    with Session(own, binds={Book: other}) as session:
+        session.add(Book(name=record.key))
+        session.flush()
+        connection = session.connection(bind_arguments={"mapper": Book})
+        JoinedTransaction(connection, sql_records).complete(record, outcome(record, result="1"))
+        assert row(sql_records, record.stored_key).result is None
+        session.commit()
+    assert row(sql_records, record.stored_key).result == "1"
+
+
+def test_a_session_that_knows_one_engine_only_is_joined(sql_records: SqlRecordStore) -> None:
+    """However often it is named; and one that has its own way of finding engines is left to it."""
+    engine, other = (create_engine(sql_records.database.engine.url, poolclass=NullPool) for _ in range(2))
+    with engine.connect() as connection:
+        for session in (
+            Session(engine, binds={Book: engine}),
+            Session(connection, binds={Book: connection}),
+            Session(engine, binds={Book: connection}),
+            Routed(engine, binds={Book: other}),
+        ):
+            with session:
+                JoinedTransaction(session, sql_records).join("invoice:1")
+
+
+def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRecordStore) -> None:
+    """It commits them together; but not a connection that it was given in a transaction already."""
+    url = server_records.database.engine.url
+    engine, other = (create_engine(url, poolclass=NullPool) for _ in range(2))
+    with Session(engine, binds={Book: other}, twophase=True) as session:
+        JoinedTransaction(session, server_records).join("invoice:1")
+    with (
+        other.connect() as connection,
+        Session(engine, binds={Book: connection}, twophase=True) as session,
+        pytest.raises(WrongDatabase, match="several engines"),
+    ):
+        JoinedTransaction(session, server_records).join("invoice:1")
