@@ -32,12 +32,9 @@ def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
         )
     if isinstance(given, Session):
         _check_binds(key, given)
-    if isinstance(given, Session | Connection):
-        _check_engine(key, connection_of(given).engine, database.engine)
-    elif not hasattr(given, "cursor"):
+    if not isinstance(given, Session | Connection) and not hasattr(given, "cursor"):
         raise WrongDatabase(f"{key}: {kind} is no SQLAlchemy Session or Connection, nor a DB-API connection")
-    else:
-        _check_driver(key, given, database.engine.url)
+    _check_database(key, given, database)
     driver = driver_of(given)
     if mysql.is_mysql(database.engine.dialect) and driver is given and not mysql.tells_transactions(driver):
         raise WrongDatabase(
@@ -86,23 +83,29 @@ def _check_binds(key: str, session: Session) -> None:
         )
 
 
-def _check_engine(key: str, theirs: Engine, ours: Engine) -> None:
-    if _kind(theirs) != _kind(ours) or _named(theirs.url) != _named(ours.url):
-        raise WrongDatabase(
-            f"{key}: the records are in {ours.url!r}, the session is on {theirs.url!r}; a record "
-            "can only be committed with rows of its own database"
-        )
-
-
-def _check_driver(key: str, given: Any, ours: URL) -> None:
+def _check_database(key: str, given: Any, database: Database) -> None:
+    """Refuse another database than that of the records: what the connections say comes before what the URLs name."""
+    ours, by_sqlalchemy = database.engine, isinstance(given, Session | Connection)
+    if by_sqlalchemy and _kind(connection_of(given).engine) != _kind(ours):
+        raise _another(key, ours, repr(connection_of(given).engine.url))
     if driver_of(given) is None:  # Django connects with the first cursor; what is closed raises its own error
         given.cursor().close()
-    theirs, expected = database_of(driver_of(given)), _named(ours)
-    if theirs is not None and expected and not expected.startswith(("file:", ":")) and theirs != expected:
-        raise WrongDatabase(
-            f"{key}: the records are in {ours!r}, the connection is on {theirs!r}; a record can only be committed "
-            "with rows of its own database"
-        )
+    theirs = database_of(driver_of(given)) or (_named(connection_of(given).engine.url) if by_sqlalchemy else None)
+    if theirs is not None and theirs != _named(ours.url) and theirs != _of_records(database):
+        raise _another(key, ours, repr(theirs))
+
+
+def _of_records(database: Database) -> str | None:
+    """The database that a connection of the records is on."""
+    with database.errors(), database.engine.connect() as connection:
+        return database_of(driver_of(connection)) or _named(database.engine.url)
+
+
+def _another(key: str, ours: Engine, theirs: str) -> WrongDatabase:
+    return WrongDatabase(
+        f"{key}: the records are in {ours.url!r}, the session or connection is on {theirs}; a record can only be "
+        "committed with rows of its own database"
+    )
 
 
 def _commits_by_itself(given: Any, driver: Any) -> bool:
@@ -128,6 +131,7 @@ def _kind(engine: Engine) -> str:
 
 def _named(url: URL) -> str | None:
     """The database a URL names; a file by its whole path."""
-    name = url.database
-    is_file = url.get_backend_name() == "sqlite" and name and not name.startswith(("file:", ":"))
-    return str(Path(name).resolve()) if is_file and name else name
+    if url.get_backend_name() != "sqlite":
+        return url.database
+    name = url.database or ":memory:"
+    return name if name.startswith(("file:", ":")) else str(Path(name).resolve())

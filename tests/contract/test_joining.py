@@ -1,14 +1,15 @@
 """Which sessions and connections of the user's own can be joined, and what the others are told."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from django import setup
 from django.conf import settings
 from django.db.utils import ConnectionHandler
-from sqlalchemy import Connection, Engine, String, create_engine, event, text
+from sqlalchemy import URL, Connection, Engine, String, create_engine, event, make_url, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
@@ -115,6 +116,63 @@ def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecor
         JoinedTransaction(connection, sqlite).complete(record, outcome(record, result="1"))
         connection.rollback()
     assert row(sqlite, record.stored_key).result is None
+
+
+# -- which database it is ----------------------------------------------------------------------------------
+
+
+def by_query(url: URL) -> URL:
+    """The same database, which the URL names among its options only."""
+    return url.set(database=None).update_query_dict({"dbname": str(url.database)})
+
+
+def plainly(url: URL) -> str:
+    """As the drivers take it."""
+    return url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def made(url: URL, where: URL) -> Session:
+    """A session that is where its creator says, whatever its URL is."""
+    return Session(create_engine(url, poolclass=NullPool, creator=lambda: psycopg.connect(plainly(where))))
+
+
+GIVEN: dict[str, Callable[[URL, URL], Any]] = {
+    "created": lambda _, where: made(make_url("postgresql+psycopg://"), where),
+    "renamed": made,
+    "by query": lambda _, where: Session(create_engine(by_query(where), poolclass=NullPool)),
+    "driver": lambda _, where: psycopg.connect(plainly(where)),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("records", ["by name", "by query"])
+def test_the_database_is_the_one_that_the_connections_say(leases_postgres_url: str, records: str, given: str) -> None:
+    """An engine may be made with another URL, or without a name in it; so may that of the records."""
+    url = make_url(leases_postgres_url)
+    with migrated((by_query(url) if records == "by query" else url).render_as_string(hide_password=False)) as store:
+        with GIVEN[given](url, url) as joined:
+            JoinedTransaction(joined, store).join("invoice:1")
+        with (
+            GIVEN[given](url, url.set(database="postgres")) as joined,
+            pytest.raises(WrongDatabase, match="rows of its own database"),
+        ):
+            JoinedTransaction(joined, store).join("invoice:1")
+
+
+@pytest.mark.parametrize("records", ["", "file:"])
+@pytest.mark.parametrize("given", ["", "file:"])
+def test_a_file_is_the_same_however_it_is_named(tmp_path: Path, records: str, given: str) -> None:
+    """By its path or by a URI; and another file, or none, is another one."""
+
+    def named(kind: str, name: str) -> str:
+        return f"sqlite:///{kind}{tmp_path / name}" + ("?uri=true" if kind else "")
+
+    with migrated(named(records, "records.db")) as store:
+        with Session(create_engine(named(given, "records.db"), poolclass=NullPool)) as session:
+            JoinedTransaction(session, store).join("invoice:1")
+        for other in (named(given, "other.db"), "sqlite://"):
+            with Session(create_engine(other)) as session, pytest.raises(WrongDatabase, match="rows of its own"):
+                JoinedTransaction(session, store).join("invoice:1")
 
 
 # -- several engines in one session ------------------------------------------------------------------------
