@@ -14,10 +14,11 @@ from celery_leases.seam import outgoing
 @shared_task(name="celery_leases.relay", ignore_result=True)
 def relay(limit: int = outgoing.RELAY_AT_ONCE) -> int:
     """Publish enqueued messages whose own process died after its commit."""
-    return outgoing.relay(current_app._get_current_object(), limit)  # noqa: SLF001 - how Celery unwraps its proxy
+    return len(outgoing.relay(current_app._get_current_object(), limit).published)  # noqa: SLF001 - how Celery unwraps its proxy
 
 
 @shared_task(name="celery_leases.rescue", ignore_result=True)
 def rescue(older: float = outgoing.RESCUE_AFTER, limit: int = outgoing.RELAY_AT_ONCE) -> int:
     """Publish the kept messages of records that are with nobody."""
-    return len(outgoing.rescue(current_app._get_current_object(), older=older, limit=limit))  # noqa: SLF001
+    done = outgoing.rescue(current_app._get_current_object(), older=older, limit=limit)  # noqa: SLF001 - as above
+    return len(done.published)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.group import app_of, leases
 from celery_leases.cli.output import echo_table
 from celery_leases.core.durations import seconds
+from celery_leases.core.records import Record
 from celery_leases.seam import outgoing
 
 
@@ -18,8 +20,8 @@ from celery_leases.seam import outgoing
 @click.pass_context
 @handle_preload_options
 def relay(ctx: click.Context, limit: int, **_: Any) -> None:
-    """Publish enqueued messages whose own process died after its commit."""
-    click.echo(f"{outgoing.relay(app_of(ctx), limit)} published")
+    """Publish enqueued messages whose own process died after its commit. Exits with 1 if one could not be."""
+    _tell(ctx, outgoing.relay(app_of(ctx), limit))
 
 
 @leases.command(cls=CeleryCommand)
@@ -29,10 +31,30 @@ def relay(ctx: click.Context, limit: int, **_: Any) -> None:
 @click.pass_context
 @handle_preload_options
 def rescue(ctx: click.Context, older: str, limit: int, dry_run: bool, **_: Any) -> None:
-    """Publish the kept messages of records that are with nobody: abandoned, pending, or cooling that is over."""
-    span = seconds(older, "--older")
-    found = outgoing.rescue(app_of(ctx), older=span, limit=limit, dry_run=dry_run)
-    if found:
-        rows = [(record.state.value, record.key, record.task, record.call_id) for record in found]
+    """Publish the kept messages of records that are with nobody: abandoned, pending, or cooling that is over.
+
+    So it does with enqueued messages that are due, as `leases relay`. Exits with 1 if one could not be published.
+    """
+    app, span = app_of(ctx), seconds(older, "--older")
+    if dry_run:
+        found = outgoing.stranded(app, older=span, limit=limit)
+        _list(found)
+        click.echo(f"{len(found)} would be published")
+        return
+    done = outgoing.rescue(app, older=span, limit=limit)
+    _list(done.published)
+    _tell(ctx, done)
+
+
+def _list(records: Sequence[Record]) -> None:
+    if records:
+        rows = [(record.state.value, record.key, record.task, record.call_id) for record in records]
         echo_table([("STATE", "KEY", "TASK", "CALL"), *rows])
-    click.echo(f"{len(found)} {'would be published' if dry_run else 'published'}")
+
+
+def _tell(ctx: click.Context, done: outgoing.Round) -> None:
+    """Say how many were published; what could not be makes the command fail."""
+    click.echo(f"{len(done.published)} published")
+    if done.refused:
+        click.echo(f"{len(done.refused)} could not be published, the next relay or rescue tries again", err=True)
+        ctx.exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from uuid import uuid4
 
@@ -25,6 +26,14 @@ RELAY_AT_ONCE: Final = 100
 LOOKED_AT_ONCE: Final = 100
 RESCUE_AFTER: Final = 900.0
 """Seconds without a change after which a record's message is taken to be with nobody."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round has done: the records whose message the broker has now, and those whose message it has not."""
+
+    published: list[Record] = field(default_factory=list)
+    refused: list[Record] = field(default_factory=list)
 
 
 def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AsyncResult:
@@ -53,41 +62,45 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return AsyncResult(call_id, app=app)
 
 
-def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> int:
-    """Publish enqueued messages that are due: those whose own process died after the commit; how many there were.
+def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:
+    """Publish enqueued messages that are due: those whose own process died after the commit.
 
     Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
     """
     parts = apps.parts_of(app)
-    outbox, sent = Outbox(parts.records), 0
+    outbox, done = Outbox(parts.records), Round()
     for stored_key in outbox.due(limit):
-        record = _unless_locked(lambda: outbox.take_due(stored_key))  # noqa: B023 - called at once
-        if record is not None:
-            sent += _publish(parts, outbox, record)
-    return sent
+        _publish_due(parts, outbox, stored_key, done)
+    return done
 
 
-def rescue(
-    app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE, dry_run: bool = False
-) -> list[Record]:
-    """Publish the kept messages of records that have not moved for *older* seconds and are with nobody; those records.
+def stranded(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE) -> list[Record]:
+    """The records :func:`rescue` would publish a message of now."""
+    parts = apps.parts_of(app)
+    return _stranded(parts, Outbox(parts.records), older, limit)
 
-    That is: running without a live lease, pending, or cooling that is over and was to run by itself. Only tasks with
-    ``lease_store_arguments``, and enqueued calls, keep their message. A copy too many does no harm, but none is
-    published for *older* seconds after the last one. *dry_run*: only tell. Raises
-    :class:`~celery_leases.StoreUnavailable`.
+
+def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE) -> Round:
+    """Publish the kept messages of records that are with nobody.
+
+    That is: unmoved for *older* seconds and running without a live lease, pending, or cooling that is over and was to
+    run by itself; and whatever is due, as :func:`relay` does. Only tasks with ``lease_store_arguments``, and enqueued
+    calls, keep their message. A copy too many does no harm, but none is published for *older* seconds after the last
+    one. Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
     """
     parts = apps.parts_of(app)
-    outbox = Outbox(parts.records)
-    found = _stranded(parts, outbox, older, limit)
-    if dry_run:
-        return found
-    rescued = [record for record in found if _unless_locked(lambda: outbox.publish_again(record))]  # noqa: B023
-    for record in rescued:
-        taken = _unless_locked(lambda: outbox.take(record.stored_key))  # noqa: B023 - as above
-        if taken is not None:
-            _publish(parts, outbox, taken)
-    return rescued
+    outbox, done = Outbox(parts.records), Round()
+    for record in _stranded(parts, outbox, older, limit):
+        if _unless_locked(lambda: outbox.publish_again(record)):  # noqa: B023 - called at once
+            _publish_due(parts, outbox, record.stored_key, done)
+    return done
+
+
+def _publish_due(parts: apps.AppParts, outbox: Outbox, stored_key: str, done: Round) -> None:
+    """Publish the message of one key, unless somebody else has taken it."""
+    record = _unless_locked(lambda: outbox.take_due(stored_key))
+    if record is not None:
+        (done.published if _publish(parts, outbox, record) else done.refused).append(record)
 
 
 def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) -> list[Record]:
@@ -148,7 +161,7 @@ def _taken(transaction: JoinedTransaction, key: CallKey) -> Record:
 
 
 def _publish_own(app: Celery, stored_key: str) -> None:
-    """After the transaction: publish what it committed; the relay does what goes wrong here."""
+    """After the transaction: publish what it committed; the next relay or rescue does what goes wrong here."""
     parts = apps.parts_of(app)
     outbox = Outbox(parts.records)
     try:
@@ -156,7 +169,9 @@ def _publish_own(app: Celery, stored_key: str) -> None:
         if record is not None:
             _publish(parts, outbox, record)
     except Exception as error:  # noqa: BLE001 - the user's commit has succeeded, and must not seem to have failed
-        logger.warning("%s is enqueued, but could not be published yet; the relay will: %s", stored_key, error)
+        logger.warning(
+            "%s is enqueued, but could not be published; the next relay or rescue will: %s", stored_key, error
+        )
 
 
 def _as_it_stands(record: Record) -> dict[str, Any]:
@@ -172,7 +187,7 @@ def _publish(parts: apps.AppParts, outbox: Outbox, record: Record) -> bool:
     try:
         parts.copies.publish(_as_it_stands(record))
     except Exception as error:  # noqa: BLE001 - whatever the broker said, the message stays where it is
-        logger.warning("%s could not be published, the relay tries again: %s", record.key, error)
+        logger.warning("%s could not be published, the next relay or rescue tries again: %s", record.key, error)
         return False
     with suppress(StoreUnavailable):  # then it is published once more, which does no harm
         outbox.published(record)

@@ -84,7 +84,8 @@ class Outbox:
         No row is touched where it has changed since it was read, or has a message that is to be published.
         """
         until = self.database.now + int(PUBLISH_GRACE * rows.MICROSECONDS)
-        return (self._unchanged(record).values(message=message, publish_at=until),)
+        idle = self._unchanged(record).where(self._table.c.publish_at.is_(None))
+        return (idle.values(message=message, publish_at=until),)
 
     def take(self, stored_key: str) -> Record | None:
         """Take the message of one key to publish it, if it is still to be published."""
@@ -108,10 +109,11 @@ class Outbox:
         self.database.count(mine.values(publish_at=None, published_at=self.database.now), {})
 
     def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
-        """Rows whose message is kept and may be with nobody, unchanged for *older* seconds.
+        """Rows whose message is kept and may be with nobody, and was not published for *older* seconds.
 
-        They are running (look at the lease), or pending, or cooling that is over and was to run by itself. Nor has
-        their message been published for as long: a copy may wait in a long queue. The oldest come first, after *last*.
+        Their message is due, whatever their state; or they have not changed for as long and are running, pending, or
+        cooling that is over and was to run by itself. Look at the lease of those that run. A copy may wait in a long
+        queue, so one that was published later is left alone. The oldest come first, after *last*.
         """
         table = self._table
         before = self.database.now - int(older * rows.MICROSECONDS)
@@ -121,12 +123,13 @@ class Outbox:
         idle = or_(
             and_(table.c.state == State.PENDING, not_(told)), and_(table.c.state == State.COOLING, table.c.resumes == 1)
         )
+        stuck = and_(
+            table.c.publish_at.is_(None), moved < before, or_(table.c.state == State.RUNNING, and_(idle, waited))
+        )
         query = self.records.reading.where(
             table.c.message.is_not(None),
-            table.c.publish_at.is_(None),
-            moved < before,
             or_(table.c.published_at.is_(None), table.c.published_at < before),
-            or_(table.c.state == State.RUNNING, and_(idle, waited)),
+            or_(table.c.publish_at <= self.database.now, stuck),
         )
         if last is not None:
             later = and_(table.c.started_at == last.started_at, table.c.stored_key > last.stored_key)
@@ -135,7 +138,7 @@ class Outbox:
         return [rows.to_record(row) for row in found]
 
     def publish_again(self, record: Record) -> bool:
-        """Have the message of a row published, unless the row has changed since it was read."""
+        """Make the message of a row due, unless the row has changed since it was read; then :meth:`take_due` it."""
         return self.database.count(self._unchanged(record).values(publish_at=self.database.now), {}) == 1
 
     def _unchanged(self, record: Record) -> Update:
@@ -144,7 +147,7 @@ class Outbox:
             table.c.stored_key == record.stored_key,
             table.c.fence == record.fence,
             table.c.state == record.state,
-            table.c.publish_at.is_(None),
+            table.c.publish_at.is_not_distinct_from(record.publish_at),
             table.c.published_at.is_not_distinct_from(record.published_at),
         )
 

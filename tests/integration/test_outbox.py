@@ -108,6 +108,11 @@ def let_be_old(stage: Stage, name: str, task: str = "kept", *, unpublished: bool
     change(stage, name, times + ("" if unpublished else ", publish_at = NULL"), task)
 
 
+def relayed(stage: Stage) -> int:
+    """How many messages a relay has published."""
+    return len(outgoing.relay(stage.app).published)
+
+
 def begins(stage: Stage, name: str) -> list[str]:
     """Whose calls have run, in their order."""
     return [seen["id"] for seen in stage.events("begin", name=name)]
@@ -148,7 +153,7 @@ def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: 
         stage.tasks.order.enqueue(connection, name)
         connection.rollback()
     assert stage.row("order", f"order:{name}") is None
-    assert outgoing.relay(stage.app) == 0
+    assert relayed(stage) == 0
     assert not stage.left_over()
     with Session(engine) as session:
         stage.tasks.order.enqueue(session, name)
@@ -206,10 +211,10 @@ def test_a_connection_leaves_the_publishing_to_the_relay(stage: Stage, engine: E
             handle = stage.tasks.order.enqueue(connection, name)
             connection.commit()
     assert record(stage, name)["state"] == "pending"
-    assert outgoing.relay(stage.app) == 0  # its own process may be about to publish
+    assert relayed(stage) == 0  # its own process may be about to publish
     let_be_due(stage, name)
-    assert outgoing.relay(stage.app) == 1
-    assert outgoing.relay(stage.app) == 0
+    assert relayed(stage) == 1
+    assert relayed(stage) == 0
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     assert begins(stage, name) == [handle.id]
 
@@ -279,7 +284,7 @@ def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine,
         handles = [stage.tasks.order.enqueue(connection, f"{name}-{number}") for number in range(5)]
     for number in range(5):
         let_be_due(stage, f"{name}-{number}")
-    assert sum(at_once(*[lambda: outgoing.relay(stage.app)] * 3)) == 5
+    assert sum(at_once(*[lambda: relayed(stage)] * 3)) == 5
     for number, handle in enumerate(handles):
         assert handle.get(timeout=PATIENCE) == by(f"{name}-{number}", handle.id)
         assert begins(stage, f"{name}-{number}") == [handle.id]
@@ -291,7 +296,7 @@ def test_a_relay_and_a_publish_at_once_are_one_run(stage: Stage, engine: Engine,
         handle = stage.tasks.order.enqueue(connection, name)
     let_be_due(stage, name)
     stored = stored_key(f"{ORDERING}.order", f"order:{name}", "task")
-    at_once(lambda: outgoing.relay(stage.app), lambda: outgoing._publish_own(stage.app, stored))
+    at_once(lambda: relayed(stage), lambda: outgoing._publish_own(stage.app, stored))
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     stage.wait_until_drained()
     assert begins(stage, name) == [handle.id]
@@ -311,10 +316,10 @@ def test_a_commit_succeeds_while_the_broker_is_away(
         assert time.monotonic() - began < 6.0
         assert record(stage, name)["state"] == "pending"
         let_be_due(stage, name)
-        assert outgoing.relay(stage.app) == 0
+        assert relayed(stage) == 0
         copies.close()
     let_be_due(stage, name)
-    assert outgoing.relay(stage.app) == 1
+    assert relayed(stage) == 1
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
@@ -330,7 +335,7 @@ def test_a_key_that_has_a_record_is_not_enqueued_again(stage: Stage, engine: Eng
     with engine.begin() as connection:
         ids.append(stage.tasks.order.enqueue(connection, name, str(gate)).id)
     let_be_due(stage, name)
-    assert outgoing.relay(stage.app) == 1
+    assert relayed(stage) == 1
     stage.wait_for("begin", name=name)
     with Session(engine) as session, session.begin():
         ids.append(stage.tasks.order.enqueue(session, name, str(gate)).id)
@@ -396,7 +401,7 @@ def test_another_call_of_the_key_may_come_before_the_enqueued_one(stage: Stage, 
     early = stage.tasks.order.delay(name)
     assert early.get(timeout=PATIENCE) == by(name, early.id)
     let_be_due(stage, name)
-    assert outgoing.relay(stage.app) == 1
+    assert relayed(stage) == 1
     assert enqueued.get(timeout=PATIENCE) == by(name, early.id)
     assert begins(stage, name) == [early.id]
 
@@ -412,7 +417,7 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
     stage.redeliver(side)
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     let_be_due(stage, name)
-    assert outgoing.relay(stage.app) == 1
+    assert relayed(stage) == 1
     stage.wait_until_drained()
     assert begins(stage, name) == [handle.id]
 
@@ -448,8 +453,8 @@ def test_a_locked_record_does_not_keep_the_relay_from_the_others(stage: Stage, e
     key = {"key": stored_key(f"{ORDERING}.order", f"order:{name}-0", "task")}
     with engine.begin() as connection:
         connection.execute(lock, key)
-        assert outgoing.relay(stage.app) == 2
-    assert outgoing.relay(stage.app) == 1
+        assert relayed(stage) == 2
+    assert relayed(stage) == 1
     for number, handle in enumerate(handles):
         assert handle.get(timeout=PATIENCE) == by(f"{name}-{number}", handle.id)
 
@@ -470,8 +475,8 @@ def test_beat_relays_by_itself(stage_factory: StageFactory, name: str) -> None:
 
 
 def rescued(stage: Stage, name: str, *, dry_run: bool = False) -> int:
-    """How many records of a name a rescue has found."""
-    found = outgoing.rescue(stage.app, dry_run=dry_run)
+    """How many records of a name a rescue has published, or would publish."""
+    found = outgoing.stranded(stage.app) if dry_run else outgoing.rescue(stage.app).published
     return sum(name in record.key or name in (record.call_id or "") for record in found)
 
 
@@ -534,6 +539,40 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(stage_fact
         assert not outbox.publish_again(read)  # another rescue that has read the row before
 
 
+def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
+    stage: Stage, engine: Engine, operator: Terminal, name: str
+) -> None:
+    """The broker is away: the command fails and says why, and nothing is lost for those who only rescue."""
+    with engine.begin() as connection:
+        handle = stage.tasks.order.enqueue(connection, name)
+    change(stage, name, "publish_at = NULL")
+    let_be_old(stage, name, "order")
+    away = f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1"
+    with Terminal(ORDERING, {**stage.env, "CELERY_BROKER_URL": away}) as cut_off:
+        done = cut_off.types("rescue")
+    assert (done.returncode, done.stdout.strip()) == (1, "0 published")
+    assert "1 could not be published" in done.stderr
+    let_be_due(stage, name)
+    assert f"order:{name}" in operator.sees("rescue", "--dry-run")
+    assert f"order:{name}" in operator.sees("rescue")
+    assert rescued(stage, name) == 0
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+    assert begins(stage, name) == [handle.id]
+
+
+def test_what_a_killed_rescue_has_marked_is_published_by_the_next(stage: Stage, engine: Engine, name: str) -> None:
+    """It died before it published, and nobody relays."""
+    with engine.begin() as connection:
+        handle = stage.tasks.order.enqueue(connection, name)
+    change(stage, name, "publish_at = NULL")
+    let_be_old(stage, name, "order")
+    outbox = Outbox(apps.parts_of(stage.app).records)
+    (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
+    assert outbox.publish_again(read)
+    assert [rescued(stage, name, dry_run=True), rescued(stage, name), rescued(stage, name)] == [1, 1, 0]
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+
+
 def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine: Engine, name: str) -> None:
     """Before anybody has claimed it."""
     with engine.begin() as connection:
@@ -543,12 +582,15 @@ def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine
 
 
 def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> None:
-    """However long it has been running."""
+    """However long it has been running, and were its message due."""
     gate = stage.gate()
     result = stage.tasks.kept.delay(name, str(gate))
     stage.wait_for("begin", name=name)
     let_be_old(stage, name)
     assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
+    change(stage, name, "publish_at = 1", "kept")
+    assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
+    change(stage, name, "publish_at = NULL", "kept")
     gate.touch()
     assert result.get(timeout=PATIENCE) == by(name, result.id)
 
