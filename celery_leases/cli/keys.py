@@ -9,7 +9,7 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.group import client_of, leases
-from celery_leases.cli.output import as_json, echo_json, echo_status, echo_table
+from celery_leases.cli.output import AT_MOST, as_json, echo_json, echo_status, echo_table
 from celery_leases.core.records import State
 from celery_leases.core.status import ABANDONED, LeaseStatus
 
@@ -28,7 +28,9 @@ def _queued(status: LeaseStatus) -> str:
 @leases.command(name="list", cls=CeleryCommand)
 @click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only these states.")
 @click.option("--task", help="Only this task.")
-@click.option("--limit", default=100, show_default=True, help="At most so many, the latest started first.")
+@click.option(
+    "--limit", type=AT_MOST, default=100, show_default=True, help="At most so many, the latest started first."
+)
 @as_json
 @click.pass_context
 @handle_preload_options

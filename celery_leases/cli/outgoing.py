@@ -9,14 +9,16 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.group import app_of, leases
-from celery_leases.cli.output import echo_table
+from celery_leases.cli.output import AT_MOST, echo_table
 from celery_leases.core.durations import seconds
 from celery_leases.core.records import Record
 from celery_leases.seam import outgoing
 
 
 @leases.command(cls=CeleryCommand)
-@click.option("--limit", default=outgoing.RELAY_AT_ONCE, show_default=True, help="At most so many messages.")
+@click.option(
+    "--limit", type=AT_MOST, default=outgoing.RELAY_AT_ONCE, show_default=True, help="At most so many messages."
+)
 @click.pass_context
 @handle_preload_options
 def relay(ctx: click.Context, limit: int, **_: Any) -> None:
@@ -26,7 +28,9 @@ def relay(ctx: click.Context, limit: int, **_: Any) -> None:
 
 @leases.command(cls=CeleryCommand)
 @click.option("--older", default="15m", show_default=True, help="Only records without a change for so long.")
-@click.option("--limit", default=outgoing.RELAY_AT_ONCE, show_default=True, help="At most so many records.")
+@click.option(
+    "--limit", type=AT_MOST, default=outgoing.RELAY_AT_ONCE, show_default=True, help="At most so many records."
+)
 @click.option("--dry-run", is_flag=True, help="Only tell which.")
 @click.pass_context
 @handle_preload_options

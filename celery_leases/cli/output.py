@@ -11,6 +11,8 @@ import click
 from celery_leases.core.status import LeaseStatus
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+AT_MOST = click.IntRange(min=1)
+"""How many of something: a ``--limit``."""
 
 
 def echo_status(status: LeaseStatus, *, as_json: bool) -> None:

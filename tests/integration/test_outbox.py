@@ -682,6 +682,14 @@ def test_what_a_broker_has_lost_is_run_again_with_its_canvas(lossy_stage: Stage,
     assert rescued(stage, name) == 0
 
 
+def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
+    """By each command that has one."""
+    for command in ("relay", "rescue", "list"):
+        for limit in ("0", "-1"):
+            done = operator.types(command, "--limit", limit)
+            assert (done.returncode, "--limit" in done.stderr) == (2, True), command
+
+
 # -- resolve -----------------------------------------------------------------------------------------------
 
 
