@@ -7,11 +7,11 @@ finds a live lease when the commit lets him in, however long the transaction too
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import Connection, RootTransaction, event
+from sqlalchemy import Connection, CursorResult, Executable, RootTransaction, event
 from sqlalchemy.orm import Session, SessionTransaction
 
 from celery_leases.core import validity
@@ -32,6 +32,14 @@ class _Guarded:
 
     transaction: RootTransaction | None
     records: dict[str, tuple[SqlRecordStore, Record, float]]
+
+
+def execute_in(connection: Connection, statement: Executable, values: Mapping[str, Any]) -> CursorResult[Any]:
+    """Execute *statement* in the user's transaction, but on our own tables, wherever he has his schemas translated to.
+
+    A tenant's schema may be anything, and records are where they are configured to be.
+    """
+    return connection.execute(statement, dict(values), execution_options={"schema_translate_map": None})
 
 
 def push_out_at_commit(connection: Connection, store: SqlRecordStore, record: Record) -> None:
@@ -58,7 +66,7 @@ def _before_commit(connection: Connection) -> None:
             values = rows.of_guard(record)
             if store.database.host_clock:
                 values |= {"now": time.time_ns() // 1000}
-            connection.execute(store.guarding, values)
+            execute_in(connection, store.guarding, values)
 
 
 def tell_at_end(session: Session, done: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
         )
     if isinstance(given, Session):
         _check_binds(key, given)
-    if not isinstance(given, Session | Connection) and not hasattr(given, "cursor"):
+    if not isinstance(given, Session | Connection) and not callable(getattr(given, "cursor", None)):
         raise WrongDatabase(f"{key}: {kind} is no SQLAlchemy Session or Connection, nor a DB-API connection")
     _check_database(key, given, database)
     driver = driver_of(given)

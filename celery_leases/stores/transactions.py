@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, scoped_session
 from celery_leases.core.errors import LeaseLost, WrongDatabase
 from celery_leases.core.records import Outcome, Record, State
 from celery_leases.stores import mysql, rows
-from celery_leases.stores.commits import push_out_at_commit, tell_at_end
+from celery_leases.stores.commits import execute_in, push_out_at_commit, tell_at_end
 from celery_leases.stores.database import LOCKED
 from celery_leases.stores.drivers import TransactionMark, dialect_by_format, first_row, in_transaction
 from celery_leases.stores.joining import connection_of, driver_of, refuse_unjoinable
@@ -152,7 +152,7 @@ class JoinedTransaction:
         self.join(key)
         try:
             if isinstance(self._given, Session | Connection):
-                return take(connection_of(self._given).execute(statement, dict(values)))
+                return take(execute_in(connection_of(self._given), statement, values))
             return self._by_cursor(statement, values, take)
         except Exception as error:
             explained = self._explained(key, error)

@@ -1,5 +1,6 @@
 """Which sessions and connections of the user's own can be joined, and what the others are told."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,13 @@ def test_the_connections_of_django_are_joined_under_debug_too(sql_records: SqlRe
     assert row(sql_records, key.stored).message == '["50%"]'
 
 
+def test_a_cursor_is_not_taken_for_a_connection(sql_records: SqlRecordStore, django: Any) -> None:
+    """Django's has one of its driver inside, which is not to be called."""
+    with django.cursor() as cursor, pytest.raises(WrongDatabase, match="is no SQLAlchemy Session"):
+        JoinedTransaction(cursor, sql_records).join("invoice:1")
+
+
+SHORT = 0.3
 ENGINES = ("psycopg", "psycopg2", "pg8000")
 
 
@@ -245,3 +253,20 @@ def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRec
         pytest.raises(WrongDatabase, match="several engines"),
     ):
         JoinedTransaction(session, server_records).join("invoice:1")
+
+
+def test_schemas_that_the_session_translates_are_not_ours(postgres: SqlRecordStore) -> None:
+    """Records stay where they are configured to be, when they are guarded, at the commit, and when they are done."""
+    record = won(postgres, make_bid(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name)
+    engine = engine_by(postgres, "psycopg").execution_options(schema_translate_map={None: "tenant"})
+    with Session(engine) as session:
+        session.execute(text("CREATE SCHEMA tenant"))
+        JoinedTransaction(session, postgres).guard(record)
+        time.sleep(SHORT)
+        session.commit()
+        Base.metadata.create_all(session.connection())
+        session.add(Book(name="one"))
+        JoinedTransaction(session, postgres).complete(record, outcome(record, result="1"))
+        session.commit()
+        assert session.execute(text("SELECT name FROM tenant.books")).scalars().all() == ["one"]
+    assert row(postgres, record.stored_key).result == "1"
