@@ -17,6 +17,7 @@ from celery_leases.core.keys import CallKey, call_key, differing
 from celery_leases.core.records import Ended, Record, State
 from celery_leases.core.results import decode
 from celery_leases.seam import apps
+from celery_leases.seam.kept import NotKept, as_delivered, kept
 from celery_leases.signals import logger
 from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.transactions import JoinedTransaction
@@ -46,9 +47,7 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         )
     parts = apps.parts_of(app)
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
-    message = parts.copies.kept(task.signature(args, kwargs, task_id=call_id))
-    if message is None:
-        raise LeaseConfigurationError(f"task {task.name}: enqueue() takes arguments that are JSON; these are not")
+    message = _message(task, args, kwargs, call_id)
     outbox = Outbox(parts.records)
     transaction = JoinedTransaction(given, parts.records)
     transaction.join(key.key)
@@ -60,6 +59,15 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
             return AsyncResult(_queued_call(transaction.read(key.stored, key.key, newest=True) or record), app=app)
     transaction.when_ended(lambda: _publish_own(app, key.stored))
     return AsyncResult(call_id, app=app)
+
+
+def _message(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call_id: str) -> str:
+    """The message of a new call, as it is kept until it is published."""
+    try:
+        delivered = as_delivered(args, kwargs, task.serializer or task.app.conf.task_serializer)
+        return kept(task.signature(*delivered, task_id=call_id))
+    except NotKept as error:
+        raise LeaseConfigurationError(f"task {task.name}: enqueue() does not take these arguments: {error}") from None
 
 
 def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:

@@ -15,13 +15,13 @@ from kombu.pools import ProducerPool
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
 from celery_leases.core.replies import waiter_mark
-from celery_leases.core.results import encode
+from celery_leases.seam.kept import NotKept, kept
 from celery_leases.seam.pin import HEADER, TOKEN, WATCHED
+from celery_leases.signals import logger
 
 CONFIRM_WITHIN = 5.0
 FAILED_AT_ONCE = 1.0
 POOL_SIZE = 10
-KEPT_MAX = 2**62
 _AMQP = {"confirm_publish": True, "read_timeout": CONFIRM_WITHIN, "write_timeout": CONFIRM_WITHIN}
 _REDIS = {"socket_timeout": CONFIRM_WITHIN, "socket_connect_timeout": CONFIRM_WITHIN}
 _OPTIONS = {"pyamqp": _AMQP, "amqp": _AMQP, "redis": _REDIS, "rediss": _REDIS, "valkey": _REDIS, "sentinel": _REDIS}
@@ -33,6 +33,7 @@ class Copies:
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._pool: ProducerPool | None = None
+        self._told: set[str] = set()
 
     def put_back(
         self, task: Task, pin: Mapping[str, Any], delay: float, marks: MarkStore, stored_key: str, ttl: float
@@ -54,19 +55,21 @@ class Copies:
             marks.swap_mark(stored_key, mark, ours, nonce, delay + 2 * ttl)
         return True
 
-    def publish(self, kept: Any) -> None:
+    def publish(self, call: Any) -> None:
         """Publish a kept call; raises whatever kept the broker from confirming within 5 s."""
-        signature = Signature.from_dict(kept, app=self._app)
+        signature = Signature.from_dict(call, app=self._app)
         with self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer:
             signature.apply_async(producer=producer, retry=False, confirm_timeout=CONFIRM_WITHIN, add_to_parent=False)
 
-    def kept(self, signature: Any) -> str | None:
-        """A call as it is kept in its record: JSON; ``None`` if its arguments have no such form."""
-        return encode(dict(signature), KEPT_MAX)[0]
-
     def message_of(self, task: Task, pin: Mapping[str, Any]) -> str | None:
-        """The message of the delivery that runs here, as it is kept in its record."""
-        return self.kept(_signature(task, pin, 0.0))
+        """The message of the delivery that runs here, as it is kept in its record; ``None`` if it cannot be kept."""
+        try:
+            return kept(_signature(task, pin, 0.0))
+        except NotKept as error:
+            if task.name not in self._told:
+                self._told.add(task.name)
+                logger.warning("%s: a call is not kept, and cannot be rescued: %s", task.name, error)
+            return None
 
     def announce(self, task: Task, what: str, **fields: Any) -> None:
         """Send the task event ``task-<what>`` for the call that runs here, if the worker sends task events.

@@ -1,6 +1,9 @@
 """Tasks that are enqueued in a transaction, or whose message is kept to be rescued; and the chores of an operator."""
 
 import os
+from ast import literal_eval
+
+from kombu.serialization import register
 
 from celery_leases import Cooldown, CooldownPolicy, LeasedTask, PermanentFailure, Uncertain, chores
 from tests.apps.leased import app, note, plain, wait_for
@@ -10,6 +13,20 @@ __all__ = ["app", "chores", "plain"]
 if "CHORES_EVERY" in os.environ:
     every = float(os.environ["CHORES_EVERY"])
     app.conf.beat_schedule = {"relay": {"task": "celery_leases.relay", "schedule": every}}
+
+
+def _typed(value):
+    literal_eval(written := repr(value))
+    return written
+
+
+def _read(written):
+    return literal_eval(written if isinstance(written, str) else bytes(written).decode())
+
+
+# Gives back tuples and keys that are no text, as pickle does, and refuses what is no literal.
+register("typed", _typed, _read, "application/x-typed", "utf-8")
+app.conf.accept_content = ["json", "typed"]
 
 _ONCE = CooldownPolicy(1, jitter=0)
 
@@ -55,3 +72,9 @@ def kept(self, name, gate=None, how=None):
 def unkept(self, name, gate=None, how=None):
     """Has not."""
     return _ordered(self, name, gate, how)
+
+
+@app.task(base=LeasedTask, bind=True, serializer="typed", lease_key="typed:{name}", lease_store_arguments=True)
+def typed(self, name, content=None):
+    """Is delivered with types that JSON does not know."""
+    return repr(content)

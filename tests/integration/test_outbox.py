@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from decimal import Decimal
 from typing import Any
 
 import psycopg
@@ -439,6 +440,37 @@ def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(stage: Stage, eng
     ):
         stage.tasks.order.enqueue(connection, name)
     assert stage.row("order", f"order:{name}") is None
+
+
+def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
+    stage: Stage, engine: Engine, name: str
+) -> None:
+    """Nor those that cannot be published at all; nothing is written."""
+    typed = stage.tasks.typed
+    with Session(engine) as session, session.begin():
+        for content in ((2, 3), {1: [2]}, [{"a": (1,)}]):
+            with pytest.raises(LeaseConfigurationError, match="JSON, which would change these"):
+                typed.enqueue(session, name, content)
+        with pytest.raises(LeaseConfigurationError, match="cannot be published with the serializer 'typed'"):
+            typed.enqueue(session, name, Decimal("1.5"))
+        with pytest.raises(LeaseConfigurationError, match="cannot be published with the serializer 'typed'"):
+            typed.enqueue(session, name, content=Decimal("1.5"))
+    assert stage.row("typed", f"typed:{name}") is None
+    with Session(engine) as session, session.begin():
+        handle = typed.enqueue(session, name, [{"a": [1, None]}])
+        number = stage.tasks.single.enqueue(session, name, None, how=(Decimal("1.5"),))
+    assert handle.get(timeout=PATIENCE) == "[{'a': [1, None]}]"
+    assert number.get(timeout=PATIENCE) == by(name, number.id)
+
+
+def test_a_call_whose_arguments_json_would_change_is_not_stored(stage: Stage, name: str) -> None:
+    """The worker says so once; others of the task are stored."""
+    for number, content in enumerate([(2, 3), {1: "x"}]):
+        assert stage.tasks.typed.delay(f"{name}-{number}", content).get(timeout=PATIENCE) == repr(content)
+        assert record(stage, f"{name}-{number}", "typed")["message"] is None
+    stage.wait_for_log(f"{ORDERING}.typed", "cannot be rescued: records keep arguments as JSON, which would change")
+    assert stage.tasks.typed.delay(name, [2, 3]).get(timeout=PATIENCE) == "[2, 3]"
+    assert "[2, 3]" in record(stage, name, "typed")["message"]
 
 
 def test_a_locked_record_does_not_keep_the_relay_from_the_others(stage: Stage, engine: Engine, name: str) -> None:

@@ -1,0 +1,61 @@
+"""Calls as records keep them: signatures in JSON that give back what would have been delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kombu.exceptions import KombuError
+from kombu.serialization import dumps, registry
+
+from celery_leases.core.results import decode, encode
+
+KEPT_MAX: Final = 2**62
+_SIGNATURE: Final = {"task", "args", "kwargs", "options"}
+_FOLLOWING: Final = ("link", "link_error", "chain", "chord")
+
+
+class NotKept(Exception):
+    """Why a call cannot be kept."""
+
+
+def kept(signature: Any) -> str:
+    """A call as it is kept in its record; raises :class:`NotKept` if its arguments would not come back as they are."""
+    text = encode(dict(signature), KEPT_MAX)[0]
+    if text is None:
+        raise NotKept("records keep arguments as JSON, and these have no such form")
+    if not _same(_contents(signature), _contents(decode(text))):
+        raise NotKept(
+            "records keep arguments as JSON, which would change these; pass lists instead of tuples and text as keys"
+        )
+    return text
+
+
+def as_delivered(args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as a body gets them that are published with *serializer*; :class:`NotKept` if they cannot be."""
+    try:
+        content_type, encoding, data = dumps((list(args), dict(kwargs)), serializer=serializer)
+        # Forced, as pickle is not read from others: these data are our own.
+        given, named = registry.loads(data, content_type, encoding, force=True)
+    except KombuError as error:
+        raise NotKept(f"they cannot be published with the serializer {serializer!r}: {error}") from None
+    return given, named
+
+
+def _contents(call: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call, and the calls that follow it."""
+    options = call["options"]
+    return [list(call["args"]), call["kwargs"], *[options.get(name) for name in _FOLLOWING]]
+
+
+def _same(given: Any, back: Any) -> bool:
+    """Whether JSON has given a value back with all its types; those of a signature itself do not matter."""
+    if isinstance(given, dict) and given.keys() >= _SIGNATURE and isinstance(given["args"], tuple):
+        given = {**given, "args": list(given["args"])}
+    if type(given) is not type(back):
+        return False
+    if isinstance(given, dict):
+        return _same(list(given.items()), list(back.items()))
+    if isinstance(given, list | tuple):
+        return len(given) == len(back) and all(map(_same, given, back))
+    return True
