@@ -14,6 +14,7 @@ from celery_leases.body.effect_calls import EffectReply, calls_of
 from celery_leases.body.effects import MOVED_ON
 from celery_leases.body.steps import Steps, UserTransaction
 from celery_leases.body.unleased import Unleased
+from celery_leases.core import durations
 from celery_leases.core import progress as saved
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.core.errors import AlreadyCompleted, EffectMisused, GuardOpen, LeaseLost
@@ -73,17 +74,16 @@ class Lease:
         """
         self._tenure.check()
 
-    def extend(self, seconds: float) -> None:
-        """Make the lease last at least *seconds* from now, in one round trip; it is never cut.
+    def extend(self, seconds: durations.Duration) -> None:
+        """Make the lease last at least *seconds* (or ``"5m"``) from now, in one round trip; it is never cut.
 
-        Raises :class:`~celery_leases.LeaseLost` when it is no longer ours,
-        :class:`~celery_leases.StoreUnavailable` when the lease store did not answer.
+        Raises :class:`~celery_leases.LeaseConfigurationError` for what is no such time,
+        :class:`~celery_leases.LeaseLost`, and :class:`~celery_leases.StoreUnavailable` when there was no answer.
         """
-        if not seconds > 0:
-            raise ValueError(f"extend({seconds!r}): give the seconds the lease shall last from now, above 0")
+        span = durations.seconds(seconds, "extend(): seconds")
         self._refuse_guarded("extend()")
         with self._steps.closed():
-            self._steps.renewer.extend(self._tenure, seconds)
+            self._steps.renewer.extend(self._tenure, span)
 
     # -- effects -------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Lease:
 
         An effect whose attempt died in between is in doubt. ``verify(idempotency_key)`` is asked then, not before
         *verify_after* seconds after the intent (until then the call is put back): it returns the reply it found,
-        ``None`` for "it has not happened", or raises :class:`~celery_leases.Uncertain`; ``False`` is refused. Without *verify*,
+        ``None`` (not ``False``) if it has not happened, or raises :class:`~celery_leases.Uncertain`. Without *verify*,
         ``uncertain="rerun"`` calls again under the same key, for a side that dedupes by it; ``"stop"`` raises
         :class:`~celery_leases.Uncertain`, and the key is left to an operator.
 
@@ -139,9 +139,9 @@ class Lease:
         An item is finished once the loop asks for the next one. What is finished is saved once a second, with
         ``every=n`` after every *n* items, at the end of the loop, and with the outcome of an attempt that fails or is
         interrupted. So only a killed process loses any of it: up to a second's items, or *every* - 1, run again, and
-        the item it died in. *name* tells loops of one task apart: each may be entered once in an attempt.
-        Raises :class:`~celery_leases.LeaseLost` between items, :class:`~celery_leases.EffectMisused` for a name that
-        is taken, and what :meth:`save_progress` raises.
+        the item it died in. *name* tells loops of one task apart: each may be entered once in an attempt, and by one
+        thread: what loops in several threads at once have finished may be run again.
+        Raises :class:`~celery_leases.LeaseLost` between items, and what :meth:`save_progress` raises.
         """
         count: object = every
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):

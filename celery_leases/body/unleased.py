@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from celery_leases.body.effect_calls import EffectReply, calls_of, unleased
+from celery_leases.core.durations import Duration
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.core.records import Attempt
 
@@ -32,7 +33,7 @@ class Unleased:
     def check(self) -> None:
         """Nothing can have been lost."""
 
-    def extend(self, seconds: float) -> None:
+    def extend(self, seconds: Duration) -> None:
         """There is nothing to extend."""
 
     def effect(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 
 from celery_leases.body.unleased import Unleased
 from celery_leases.core.endings import Interrupted, Lost, Raised, Snoozed, Terminated
-from celery_leases.core.errors import EffectMisused, GuardOpen, LeaseLost, Snooze, StoreUnavailable
+from celery_leases.core.errors import (
+    EffectMisused,
+    GuardOpen,
+    LeaseConfigurationError,
+    LeaseLost,
+    Snooze,
+    StoreUnavailable,
+)
 from celery_leases.core.failures import after_failure
 from celery_leases.core.outcomes import after_run
 from celery_leases.core.progress import Progress, checked, dump, load
@@ -437,3 +446,21 @@ class TestWithoutALease:
         lease = Unleased()
         lease.save_progress(object())
         assert lease.progress is None
+
+
+@pytest.mark.parametrize(("given", "lasts"), [("5m", 300.0), (timedelta(minutes=2), 120.0), (90, 90.0)])
+def test_a_lease_is_extended_by_any_span_of_time(given: Any, lasts: float) -> None:
+    """As in every option."""
+    attempt = Desk().attempt()
+    attempt.lease.extend(given)
+    assert attempt.lease.remaining() > lasts / 2
+
+
+@pytest.mark.parametrize("given", [0, -1, math.inf, math.nan, "soon", None, True, 1e12])
+def test_a_lease_is_not_extended_by_what_is_no_time(given: Any) -> None:
+    """Nothing is asked of the store."""
+    desk = Desk()
+    attempt = desk.attempt()
+    with pytest.raises(LeaseConfigurationError, match="extend"):
+        attempt.lease.extend(given)
+    assert "extend" not in desk.steps()
