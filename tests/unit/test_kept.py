@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any
-from uuid import uuid4
+from uuid import UUID
 
 import pytest
 from celery import Celery, chord, signature
@@ -34,8 +34,8 @@ class Size(StrEnum):
         b"x",
         Decimal("1.50"),
         dict.fromkeys(("task", "args", "kwargs", "options")),
-        uuid4(),
-        datetime.now(UTC),
+        UUID(int=7),
+        datetime(2026, 4, 1, tzinfo=UTC),
     ],
     ids=repr,
 )
