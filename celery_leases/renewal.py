@@ -231,9 +231,10 @@ class Renewer:
         with self._lock:
             if tenure.lost is not None or tenure.bid.token not in self._tenures:
                 return
-            tenure.lose(reason)
+            tenure.lost = reason
         self._nudge(tenure, self._clock.now())
         self._observer.observe(LeaseGone(**_of(tenure), reason=reason))
+        tenure.cut_short()
         self._watcher_bell.ring()
 
     def _nudge(self, tenure: Tenure, now: float) -> None:

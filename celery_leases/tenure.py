@@ -150,10 +150,9 @@ class Tenure:
             self.answer_by = None
         self._moved()
 
-    def lose(self, reason: str) -> None:
-        """It is over. A body that is to be killed has what is left of the lease to end, unless its key is free."""
-        self.lost = reason
-        if self.put_off is not None and reason not in (DEADLINE, HELD_TOO_LONG):
+    def cut_short(self) -> None:
+        """It is lost. A body that is to be killed has what is left of the lease to end, unless its key is free."""
+        if self.put_off is not None and self.lost not in (DEADLINE, HELD_TOO_LONG):
             self.put_off(self._clock.now())
 
     def complete(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
 from celery import Celery, signals
@@ -38,6 +38,9 @@ from celery_leases.tenure import Tenure
 from celery_leases.wiring import DEFAULT_DATABASE, IN_MEMORY, Parts, Settings, build, read_settings
 
 Closed = Callable[[], AbstractContextManager[None]]
+
+TIME_TO_END: Final = 1.0
+"""Seconds a body needs that ends at its soft time limit, to clean up and have that written down."""
 
 
 @dataclass
@@ -222,7 +225,20 @@ def _check_before_work(sender: Any, **_: Any) -> None:
             ADVISED_TTL,
             ", ".join(f"{name} ({ttl:g} s)" for name, ttl in sorted(short.items())),
         )
+    if tight := sorted(name for name, task in tasks.items() if _leaves_no_time(task, sender)):
+        logger.warning(
+            "soft_time_limit is not %g s below time_limit, so a caller may be told of a failure whose call comes back: %s",
+            TIME_TO_END,
+            ", ".join(tight),
+        )
     forget()
+
+
+def _leaves_no_time(task: Any, worker: Any) -> bool:
+    """Whether a pool child may be killed while it writes down that the soft limit has ended its body."""
+    soft = task.soft_time_limit or getattr(worker, "soft_time_limit", None)
+    hard = task.time_limit or getattr(worker, "time_limit", None)
+    return bool(soft and hard and hard - soft < TIME_TO_END)
 
 
 def _refuse_to_kill(tasks: Mapping[str, Any]) -> None:

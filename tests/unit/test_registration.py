@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import AlreadyDone, CoolingDown, LeaseHeld
 from celery_leases.core.results import NOT_JSON, encode
 from celery_leases.core.rulings import permanent
+from celery_leases.seam import apps
 from celery_leases.seam.apps import settings_of
 from celery_leases.wiring import is_local
 
@@ -166,3 +168,22 @@ def test_keys_that_look_like_stored_keys_are_found(tmp_path: Path) -> None:
 def test_a_result_that_only_looks_like_a_typed_value_is_not_kept() -> None:
     """It could be written, and never read again."""
     assert encode({"__type__": "nonsense", "__value__": 1}, 1000) == (None, NOT_JSON)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "worker", "tight"),
+    [
+        (3, 3, (None, None), True),
+        (3, 3.5, (None, None), True),
+        (3, 4, (None, None), False),
+        (None, 10, (9.5, 60), True),
+        (None, None, (30, 60), False),
+        (3, None, (None, None), False),
+    ],
+)
+def test_a_soft_limit_close_to_the_hard_one_is_noticed(
+    soft: float | None, hard: float | None, worker: tuple[float | None, float | None], tight: bool
+) -> None:
+    """The task's own limits count, then the worker's."""
+    task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
+    assert apps._leaves_no_time(task, SimpleNamespace(soft_time_limit=worker[0], time_limit=worker[1])) is tight
