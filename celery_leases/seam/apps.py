@@ -227,7 +227,7 @@ def _check_before_work(sender: Any, **_: Any) -> None:
         )
     if tight := sorted(name for name, task in tasks.items() if _leaves_no_time(task, sender)):
         logger.warning(
-            "soft_time_limit is not %g s below time_limit, so a caller may be told of a failure whose call comes back: %s",
+            "soft_time_limit is not %g s below time_limit: a caller may be told of a failure whose call comes back: %s",
             TIME_TO_END,
             ", ".join(tight),
         )
