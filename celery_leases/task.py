@@ -106,8 +106,8 @@ class LeasedMixin:
         *session_or_connection* is one on the records' database: a SQLAlchemy ``Session`` or ``Connection``, or a DB-API
         connection, in a transaction. A ``Session`` publishes after its commit by itself; for the others, and after a
         crash, the relay does (``leases relay``). Where the key has a record that counts already, nothing is
-        enqueued and the handle is that of the call it belongs to. The arguments must be JSON, and come back from it as
-        the task's serializer would deliver them.
+        enqueued and the handle is that of the call it belongs to, unless that has expired. The arguments must be JSON,
+        and come back from it as the task's serializer would deliver them.
 
         Raises :class:`~celery_leases.KeyUnusable`, :class:`~celery_leases.KeyReused`,
         :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.WrongDatabase`,

@@ -27,6 +27,7 @@ from celery_leases.handle import Lease, leased
 from celery_leases.interruption.by_signal import shield_here
 from celery_leases.seam import apps
 from celery_leases.seam.body_end import BodyEnd
+from celery_leases.seam.kept import is_over
 from celery_leases.seam.pin import HEADER, TOKEN, call_id_of, group_of, key_of, owner_of, pinned
 from celery_leases.signals import logger
 from celery_leases.tenure import Tenure
@@ -106,11 +107,7 @@ class Delivery:
 
     def _refuse_expired(self, call: Call) -> None:
         """End a redelivered message whose time is over, unless its call has begun: then this is a mere copy."""
-        expires = self.request.expires
-        if not expires or not call.repeat or self.pin.get("started"):
-            return
-        when = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
-        if (when if when.tzinfo else when.replace(tzinfo=UTC)) > datetime.now(UTC):
+        if not call.repeat or self.pin.get("started") or not is_over(self.request.expires, datetime.now(UTC)):
             return
         try:
             record = self.parts.records.read(call.key.stored)

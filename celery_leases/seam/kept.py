@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from kombu.exceptions import KombuError
@@ -40,6 +41,14 @@ def as_delivered(args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
     except KombuError as error:
         raise NotKept(f"they cannot be published with the serializer {serializer!r}: {error}") from None
     return given, named
+
+
+def is_over(expires: str | datetime | None, now: datetime) -> bool:
+    """Whether the ``expires`` of a message is over."""
+    if not expires:
+        return False
+    when = datetime.fromisoformat(expires) if isinstance(expires, str) else expires
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)) <= now
 
 
 def _contents(call: Mapping[str, Any]) -> list[Any]:

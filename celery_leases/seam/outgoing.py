@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from numbers import Real
 from typing import Any, Final, TypeVar
 from uuid import uuid4
 
@@ -17,7 +19,7 @@ from celery_leases.core.keys import CallKey, call_key, differing
 from celery_leases.core.records import Ended, Record, State
 from celery_leases.core.results import decode
 from celery_leases.seam import apps
-from celery_leases.seam.kept import NotKept, as_delivered, kept
+from celery_leases.seam.kept import NotKept, as_delivered, is_over, kept
 from celery_leases.signals import logger
 from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.transactions import JoinedTransaction
@@ -54,7 +56,7 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     enqueued = outbox.enqueuing(task.name, key, call_id, message, ttl=options.ttl, retention=options.retention)
     if not transaction.write(enqueued, key.key):
         record = _taken(transaction, key)
-        added = _is_with_nobody(record) and transaction.write(outbox.adding(record, message), key.key)
+        added = _is_with_nobody(record) and transaction.write(outbox.adding(record, message, call_id), key.key)
         if not added:
             return AsyncResult(_queued_call(transaction.read(key.stored, key.key, newest=True) or record), app=app)
     transaction.when_ended(lambda: _publish_own(app, key.stored))
@@ -65,9 +67,16 @@ def _message(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call_id:
     """The message of a new call, as it is kept until it is published."""
     try:
         delivered = as_delivered(args, kwargs, task.serializer or task.app.conf.task_serializer)
-        return kept(task.signature(*delivered, task_id=call_id))
+        return kept(task.signature(*delivered, task_id=call_id, **_lifetime(task.expires)))
     except NotKept as error:
         raise LeaseConfigurationError(f"task {task.name}: enqueue() does not take these arguments: {error}") from None
+
+
+def _lifetime(expires: Any) -> dict[str, str]:
+    """The ``expires`` of a task, counted from now: it is published later, perhaps more than once."""
+    if not isinstance(expires, Real):
+        return {}
+    return {"expires": (datetime.now(UTC) + timedelta(seconds=float(expires))).isoformat()}
 
 
 def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:
@@ -105,9 +114,12 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
 
 
 def _publish_due(parts: apps.AppParts, outbox: Outbox, stored_key: str, done: Round) -> None:
-    """Publish the message of one key, unless somebody else has taken it."""
+    """Publish the message of one key, unless somebody else has taken it; one that has expired is dropped."""
     record = _unless_locked(lambda: outbox.take_due(stored_key))
-    if record is not None:
+    if record is not None and _has_expired(record):
+        logger.info("%s is not published, as its message has expired", record.key)
+        outbox.drop(record)
+    elif record is not None:
         (done.published if _publish(parts, outbox, record) else done.refused).append(record)
 
 
@@ -117,7 +129,7 @@ def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) ->
     last: Record | None = None
     while len(found) < limit:
         page = outbox.stranded(older, LOOKED_AT_ONCE, last)
-        found += [record for record in page if not _is_live(parts, record)]
+        found += [record for record in page if not _has_expired(record) and not _is_live(parts, record)]
         if len(page) < LOOKED_AT_ONCE:
             break
         last = page[-1]
@@ -141,9 +153,23 @@ def _unless_locked(step: Callable[[], T]) -> T | None:
 
 def _is_with_nobody(record: Record) -> bool:
     """Whether the call of a record does not come back by itself: its caller, or an operator, was told so."""
+    expired = _has_expired(record)
+    if record.publish_at is not None and not expired:
+        return False
     told = record.state in (State.PENDING, State.COOLING) and record.ended is Ended.FAILED and not record.resumes
     forgotten = not record.call_id and record.message is None
-    return told or (record.state is State.PENDING and (record.ended is Ended.RELEASED or forgotten))
+    return told or (record.state is State.PENDING and (record.ended is Ended.RELEASED or forgotten or expired))
+
+
+def _has_expired(record: Record) -> bool:
+    """Whether a worker would discard the kept message; a call that has begun does not expire."""
+    options = decode(record.message).get("options", {}) if record.message is not None else {}
+    over = is_over(options.get("expires"), datetime.fromtimestamp(record.now / 1e6, UTC))
+    return over and not _has_begun(record, options)
+
+
+def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
+    return record.attempt > 0 and options.get("task_id") == record.call_id.partition("~")[0]
 
 
 def _queued_call(record: Record) -> str:
@@ -183,11 +209,16 @@ def _publish_own(app: Celery, stored_key: str) -> None:
 
 
 def _as_it_stands(record: Record) -> dict[str, Any]:
-    """The kept message; with as many retries as Celery has given the call since, or it would be taken for a copy."""
+    """The kept message; with as many retries as Celery has given the call since, or it would be taken for a copy.
+
+    A call that has begun does not expire any more.
+    """
     message: dict[str, Any] = decode(record.message)
     options = message.setdefault("options", {})
     if options.get("task_id") == record.call_id and record.retries:
         options["retries"] = record.retries
+    if _has_begun(record, options):
+        options["expires"] = None
     return message
 
 

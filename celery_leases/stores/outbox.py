@@ -78,14 +78,14 @@ class Outbox:
             changed={"fence": fence, "generation": table.c.generation + 1},
         )
 
-    def adding(self, record: Record, message: str) -> Writes:
-        """What has *message* published for a record that is with nobody.
+    def adding(self, record: Record, message: str, call_id: str) -> Writes:
+        """What has *message*, that of the call *call_id*, published for a record that is with nobody.
 
-        No row is touched where it has changed since it was read, or has a message that is to be published.
+        No row is touched where it has changed since it was read. A record that nobody has begun becomes that call's.
         """
         until = self.database.now + int(PUBLISH_GRACE * rows.MICROSECONDS)
-        idle = self._unchanged(record).where(self._table.c.publish_at.is_(None))
-        return (idle.values(message=message, publish_at=until),)
+        owned = {"call_id": call_id} if _is_fresh(record) else {}
+        return (self._unchanged(record).values(message=message, publish_at=until, **owned),)
 
     def take(self, stored_key: str) -> Record | None:
         """Take the message of one key to publish it, if it is still to be published."""
@@ -107,6 +107,11 @@ class Outbox:
         table = self._table
         mine = update(table).where(table.c.stored_key == record.stored_key, table.c.publish_at == record.publish_at)
         self.database.count(mine.values(publish_at=None, published_at=self.database.now), {})
+
+    def drop(self, record: Record) -> None:
+        """Give up the message of a row that has not changed; if nobody has begun it, it is nobody's then."""
+        owned = {"call_id": ""} if _is_fresh(record) else {}
+        self.database.count(self._unchanged(record).values(message=None, publish_at=None, **owned), {})
 
     def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
         """Rows whose message is kept and may be with nobody, and was not published for *older* seconds.
@@ -167,3 +172,7 @@ class Outbox:
         returned = waiting.values(publish_at=now + again).returning(*table.c, now.label("now"))
         row = self.database.first(returned, {})
         return rows.to_record(row) if row is not None else None
+
+
+def _is_fresh(record: Record) -> bool:
+    return record.state is State.PENDING and not record.attempt

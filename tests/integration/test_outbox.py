@@ -16,6 +16,7 @@ import psycopg
 import pytest
 import redis
 from celery import chain, chord
+from celery.exceptions import TaskRevokedError
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
@@ -393,6 +394,78 @@ def test_a_key_an_operator_has_released_is_enqueued_anew(stage: Stage, engine: E
         twice = stage.tasks.order.enqueue(session, name, None, "doubt")
     assert twice.id == handle.id
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+
+
+def let_expire(patch: pytest.MonkeyPatch, task: Any) -> None:
+    """Calls of a task that are made now expired a moment ago; Celery remembers the options of a task."""
+    patch.setattr(task, "expires", -5.0)
+    patch.setattr(task, "_exec_options", None)
+
+
+def test_a_key_whose_enqueued_call_has_expired_is_enqueued_anew(
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published and discarded: no rescue publishes it again, and the next call has the key."""
+    order = stage.tasks.order
+    with monkeypatch.context() as patch, Session(engine) as session, session.begin():
+        let_expire(patch, order)
+        expired = order.enqueue(session, name)
+    stage.wait_until_drained()
+    let_be_old(stage, name, "order")
+    assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
+    with engine.begin() as connection:
+        handle = order.enqueue(connection, name)
+    assert handle.id != expired.id
+    change(stage, name, "publish_at = NULL")
+    with engine.begin() as connection:
+        assert order.enqueue(connection, name).id == handle.id
+    assert rescued(stage, name) == 1
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+    assert begins(stage, name) == [handle.id]
+
+
+def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it was ever published; either way the key is free for the next call."""
+    order, names = stage.tasks.order, (f"{name}-dropped", f"{name}-replaced")
+    with monkeypatch.context() as patch, engine.begin() as connection:
+        let_expire(patch, order)
+        for each in names:
+            order.enqueue(connection, each)
+    let_be_due(stage, names[0])
+    assert relayed(stage) == 0
+    row = record(stage, names[0])
+    assert (row["state"], row["message"], row["publish_at"], row["call_id"]) == ("pending", None, None, "")
+    with Session(engine) as session, session.begin():
+        handles = [order.enqueue(session, each) for each in names]
+    for each, handle in zip(names, handles, strict=True):
+        assert handle.get(timeout=PATIENCE) == by(each, handle.id)
+        assert begins(stage, each) == [handle.id]
+
+
+def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
+    stage: Stage, engine: Engine, operator: Terminal, name: str
+) -> None:
+    """Nobody tells the records of a revocation, so an operator does; a release would leave the message to a rescue."""
+    with engine.begin() as connection:
+        revoked = stage.tasks.order.enqueue(connection, name)
+    host = f"{stage.worker.name}@{os.uname().nodename}"
+    assert stage.app.control.revoke(revoked.id, destination=[host], reply=True, timeout=10)
+    let_be_due(stage, name)
+    assert relayed(stage) == 1
+    with pytest.raises(TaskRevokedError):
+        revoked.get(timeout=PATIENCE)
+    with Session(engine) as session, session.begin():
+        assert stage.tasks.order.enqueue(session, name).id == revoked.id
+    let_be_old(stage, name, "order")
+    for command, left in (("release", 1), ("forget", 0)):
+        operator.sees(command, f"order:{name}", "--task", f"{ORDERING}.order")
+        assert rescued(stage, name, dry_run=True) == left
+    with Session(engine) as session, session.begin():
+        handle = stage.tasks.order.enqueue(session, name)
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+    assert begins(stage, name) == [handle.id]
 
 
 def test_another_call_of_the_key_may_come_before_the_enqueued_one(stage: Stage, engine: Engine, name: str) -> None:

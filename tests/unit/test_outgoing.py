@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
 from celery_leases.core.records import Record, State
-from celery_leases.seam.outgoing import _as_it_stands
+from celery_leases.seam.outgoing import _as_it_stands, _has_expired
 
 RECORD = Record("t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0)
 
@@ -17,3 +18,17 @@ def test_a_call_that_celery_has_retried_is_published_with_its_retries(call_id: s
     kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "retries": 0}})
     record = replace(RECORD, message=kept, call_id=call_id, retries=2)
     assert _as_it_stands(record)["options"]["retries"] == retries
+
+
+@pytest.mark.parametrize(
+    ("attempt", "call_id", "begun"),
+    [(0, "call-1", False), (1, "call-1", True), (1, "call-1~1", True), (1, "call-2", False)],
+)
+def test_a_kept_call_expires_until_it_has_begun(attempt: int, call_id: str, begun: bool) -> None:
+    """Then it is published without an end, as a copy that is put back is."""
+    end = "2026-04-01T12:00:00+00:00"
+    kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "expires": end}})
+    now = int(datetime.fromisoformat(end).timestamp() * 1e6)
+    record = replace(RECORD, message=kept, call_id=call_id, attempt=attempt, now=now)
+    assert (_has_expired(record), _has_expired(replace(record, now=now - 1))) == (not begun, False)
+    assert _as_it_stands(record)["options"]["expires"] == (None if begun else end)
