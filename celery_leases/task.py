@@ -28,7 +28,7 @@ from celery_leases.core.replies import callbacks_mark
 from celery_leases.core.status import LeaseStatus
 from celery_leases.handle import UNLEASED, Lease, lease_here, leased
 from celery_leases.process import deadman
-from celery_leases.seam import apps, outgoing, undertaker
+from celery_leases.seam import apps, green_pool, outgoing, undertaker
 from celery_leases.seam.body_end import REPLACED
 from celery_leases.seam.delivery import STORED_KEY, Delivery
 
@@ -70,6 +70,7 @@ class LeasedMixin:
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker each time it has a connection to the broker."""
         undertaker.watch_again()
+        green_pool.prepare(consumer)
         return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

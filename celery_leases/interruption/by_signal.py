@@ -17,7 +17,8 @@ from typing import Any
 
 from celery_leases.core.errors import LeaseLost
 from celery_leases.core.options import OnLost
-from celery_leases.interruption.shields import GreenShield, LimitedTooEarly, RaisingShield, Shield
+from celery_leases.interruption.by_greenlet import green_shield
+from celery_leases.interruption.shields import LimitedTooEarly, RaisingShield, Shield
 from celery_leases.process import native
 from celery_leases.process.deadman import DeadMan
 from celery_leases.tenure import Tenure
@@ -187,11 +188,11 @@ _shield: SignalShield | None = None
 _pid = 0
 
 
-def shield_here(pid: int) -> Shield:
-    """The shield for a task that runs in this thread, or greenlet, of process *pid*."""
+def shield_here(pid: int, token: str | None = None) -> Shield:
+    """The shield for a task that runs in this thread, or greenlet, of process *pid*, with that owner *token*."""
     global _shield, _pid
     if native.green():
-        return GreenShield()
+        return green_shield(token)
     if threading.current_thread() is not threading.main_thread():
         return Shield()
     if _shield is None or _pid != pid:

@@ -21,6 +21,18 @@ def current() -> Any:
     return sys.modules["greenlet"].getcurrent()
 
 
+def exit_type() -> type[BaseException]:
+    """What is raised in a greenlet to kill it: ``GreenletExit``."""
+    raised: type[BaseException] = sys.modules["greenlet"].GreenletExit
+    return raised
+
+
+def of_a_pool() -> bool:
+    """Whether the greenlet that is running was spawned: it is neither the hub nor the thread's own."""
+    here = current()
+    return here.parent is not None and here.parent.parent is not None
+
+
 def hub_caller() -> Callable[[Call], None]:
     """What has the hub of this thread make a call as soon as it comes to that.
 

@@ -52,7 +52,7 @@ class Delivery:
         self.kwargs = kwargs
         self.options = task.lease_options
         self.parts = apps.parts_of(task.app, eager=request.is_eager)
-        self.shield = shield_here(os.getpid())
+        self.shield = shield_here(os.getpid(), request.__dict__.get(TOKEN))
         self.call_id = call_id_of(request.id, request.replaced_task_nesting)
         self.pin = pinned(request.headers, task.name, self.call_id)
 

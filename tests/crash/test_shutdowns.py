@@ -79,3 +79,46 @@ def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) 
         result.get(timeout=20)
     scene.wait_until_drained()
     assert len(scene.events("begin", name=name)) == 1
+
+
+@pytest.mark.parametrize("step", ["prerun", "claim", "settle", "publish", "store"])
+@pytest.mark.parametrize("pool", ["gevent", "eventlet"])
+def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
+    scene_factory: SceneFactory, name: str, pool: str, step: str
+) -> None:
+    """Celery acknowledges what it has killed: killed there, the call or its result would be lost."""
+    pytest.importorskip(pool)
+    scene = scene_factory(POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4)
+    worker = scene.another(pool=pool, env={"STEP": step})
+    gate = scene.gate()
+    results = [scene.tasks.work.delay(name, gate=str(gate))]
+    if step == "publish":
+        scene.wait_for("begin", name=name)
+        results.append(scene.tasks.work.delay(name, gate=str(gate)))
+    else:
+        gate.touch()
+    scene.wait_for("halted", step=step)
+    worker.kill(signal.SIGQUIT)
+    scene.wait_for("went on", step=step)
+    gate.touch()
+    worker.wait(30)
+    scene.another(pool="prefork")
+    assert [result.get(timeout=30)["name"] for result in results] == [name] * len(results)
+    assert scene.done_once("work", name)["attempt"] == 1
+
+
+@pytest.mark.parametrize("step", ["claim", "settle"])
+@pytest.mark.parametrize("pool", ["gevent", "eventlet"])
+def test_the_signal_of_a_cold_shutdown_may_interrupt_any_greenlet(
+    scene_factory: SceneFactory, name: str, pool: str, step: str
+) -> None:
+    """Celery's handler waits for the whole pool: in one of its greenlets it would wait for itself."""
+    pytest.importorskip(pool)
+    scene = scene_factory(POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4)
+    worker = scene.another(pool=pool, env={"STEP": step, "SIGNALS": "1"})
+    result = scene.tasks.work.delay(name)
+    scene.wait_for("went on", step=step)
+    worker.wait(30)
+    scene.another(pool="prefork")
+    assert result.get(timeout=30)["name"] == name
+    assert scene.done_once("work", name)["attempt"] == 1

@@ -1,0 +1,56 @@
+"""The tasks of :mod:`tests.apps.leased` in a worker of greenlets whose cold shutdown meets one of them at a given step.
+
+STEP names it: ``prerun`` and ``store`` are Celery's steps before and after the delivery, ``claim``, ``settle`` and
+``publish`` the protocol's. The first greenlet that comes there goes on when the worker has been told to end, and its
+kill has had the time to come; with SIGNALS it is that greenlet which the signal interrupts, and the main one has had
+the time to end the process. ``publish`` needs a second call of the key, which is put back.
+"""
+
+import os
+import signal
+import time
+
+from celery.backends.base import Backend
+from celery.signals import task_prerun
+from celery.worker import state
+
+from celery_leases.seam.putback import Copies
+from celery_leases.stores.sql import SqlRecordStore
+from tests.apps.leased import *  # noqa: F403
+from tests.apps.leased import app, note  # noqa: F401
+
+_reached: list[str] = []
+
+
+def _halt(step: str) -> None:
+    if step != os.environ.get("STEP") or _reached:
+        return
+    _reached.append(step)
+    note("halted", step=step)
+    if "SIGNALS" in os.environ:
+        signal.raise_signal(signal.SIGQUIT)
+    while state.should_terminate is None:
+        time.sleep(0.01)
+    time.sleep(3 if "SIGNALS" in os.environ else 0.2)
+    note("went on", step=step)
+
+
+def _halt_before(owner: type, name: str, step: str) -> None:
+    real = getattr(owner, name)
+
+    def late(self, *args, **kwargs):
+        _halt(step)
+        return real(self, *args, **kwargs)
+
+    setattr(owner, name, late)
+
+
+@task_prerun.connect(weak=False)
+def _before_the_call(**_):
+    _halt("prerun")
+
+
+_halt_before(SqlRecordStore, "claim", "claim")
+_halt_before(SqlRecordStore, "settle", "settle")
+_halt_before(Copies, "_publish", "publish")
+_halt_before(Backend, "store_result", "store")
