@@ -81,11 +81,12 @@ class Outbox:
     def adding(self, record: Record, message: str, call_id: str) -> Writes:
         """What has *message*, that of the call *call_id*, published for a record that is with nobody.
 
-        No row is touched where it has changed since it was read. A record that nobody has begun becomes that call's.
+        No row is touched where it has changed since it was read. A record that nobody has begun becomes that call's;
+        one that an operator has reset is not purged before its message has gone.
         """
         until = self.database.now + int(PUBLISH_GRACE * rows.MICROSECONDS)
         owned = {"call_id": call_id} if _is_fresh(record) else {}
-        return (self._unchanged(record).values(message=message, publish_at=until, **owned),)
+        return (self._unchanged(record).values(message=message, publish_at=until, expires_at=None, **owned),)
 
     def take(self, stored_key: str) -> Record | None:
         """Take the message of one key to publish it, if it is still to be published."""

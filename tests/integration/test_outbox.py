@@ -686,6 +686,21 @@ def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
 
+def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
+    stage: Stage, engine: Engine, name: str
+) -> None:
+    """An operator's retention is for what nobody asks for any more."""
+    with engine.begin() as connection:
+        stage.tasks.order.enqueue(connection, name)
+    stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
+    assert record(stage, name)["expires_at"]
+    with Session(engine) as session, session.begin():
+        handle = stage.tasks.order.enqueue(session, name)
+        asked = text("SELECT count(*) FROM celery_leases_records WHERE call_id = :id AND expires_at IS NULL")
+        assert session.execute(asked, {"id": handle.id}).scalar_one() == 1
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+
+
 def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> None:
     """However long it has been running, and were its message due."""
     gate = stage.gate()
