@@ -1,128 +1,53 @@
-"""Calls enqueued in a transaction, relayed after a crash, rescued from the records, resolved by an operator."""
+"""Calls enqueued in a transaction: published once it has committed, relayed after a crash, and by their keys."""
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from decimal import Decimal
 from typing import Any
 
-import psycopg
 import pytest
-import redis
-from celery import chain, chord
 from celery.exceptions import TaskRevokedError
-from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from celery_leases import (
-    AlreadyDone,
     KeyReused,
     LeaseConfigurationError,
-    LeaseIsLive,
     PermanentFailure,
-    UnknownKey,
     WrongDatabase,
 )
 from celery_leases.core.keys import stored_key
 from celery_leases.seam import apps, outgoing
-from celery_leases.stores.outbox import Outbox
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, Stage, spelled
+from tests.integration.orders import (
+    ORDERING,
+    PG_DATABASE,
+    TTL,
+    at_once,
+    begins,
+    by,
+    change,
+    doubtful,
+    driver,
+    engine,
+    let_be_due,
+    let_be_old,
+    module_stage,
+    operator,
+    record,
+    relayed,
+    rescued,
+)
+from tests.integration.stages import PATIENCE, Stage
 from tests.integration.terminal import Terminal
 
-ORDERING = "tests.apps.ordering"
-PG_REDIS = ("redis", "redis", "postgres")
-PG_DATABASE = ("rabbit", "database", "postgres")
-LITE_DATABASE = ("redis", "database", "sqlite")
-TTL = 2.0
-
-
-@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, LITE_DATABASE), ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
-    """A worker of the tasks that are ordered; at its end nothing may be left in the queue."""
-    made = stage_factory(request.param, home=ORDERING, env={"TTL": f"{TTL:g}"})
-    yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def operator(module_stage: Stage) -> Iterator[Terminal]:
-    """Somebody at a terminal with the settings of the worker."""
-    with Terminal(ORDERING, module_stage.env) as terminal:
-        yield terminal
-
-
-@pytest.fixture(scope="module")
-def engine(module_stage: Stage) -> Iterator[Engine]:
-    """What a user's program has for the records' database."""
-    made = create_engine(module_stage.database_url, poolclass=NullPool)
-    if module_stage.record_store == "sqlite":
-        event.listen(made, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
-        event.listen(made, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    yield made
-    made.dispose()
-
-
-def driver(stage: Stage) -> Any:
-    """A plain DB-API connection in a transaction."""
-    if stage.record_store == "sqlite":
-        return sqlite3.connect(str(make_url(stage.database_url).database))
-    url = make_url(stage.database_url).set(drivername="postgresql")
-    return psycopg.connect(url.render_as_string(hide_password=False))
-
-
-def record(stage: Stage, name: str, task: str = "order") -> dict[str, Any]:
-    """The record of a name."""
-    row = stage.row(task, f"{task}:{name}")
-    assert row is not None
-    return row
-
-
-def change(stage: Stage, name: str, values: str, task: str = "order") -> None:
-    """Change columns of a record, as time or a crash would."""
-    key = {"key": stored_key(f"{stage.home}.{task}", f"{task}:{name}", "task")}
-    with stage._engine.connect() as connection:
-        done = connection.execute(text(f"UPDATE celery_leases_records SET {values} WHERE stored_key = :key"), key)  # noqa: S608 - the test's own words
-        assert done.rowcount == 1
-
-
-def let_be_due(stage: Stage, name: str) -> None:
-    """As if the process that was to publish had been gone for a while."""
-    change(stage, name, "publish_at = publish_at - 60000000")
-
-
-def let_be_old(stage: Stage, name: str, task: str = "kept", *, unpublished: bool = False) -> None:
-    """As if nothing had happened to a record for an hour."""
-    ago = "{0} = {0} - 3600000000"
-    times = ", ".join(ago.format(column) for column in ("started_at", "finished_at", "retry_at", "published_at"))
-    change(stage, name, times + ("" if unpublished else ", publish_at = NULL"), task)
-
-
-def relayed(stage: Stage) -> int:
-    """How many messages a relay has published."""
-    return len(outgoing.relay(stage.app).published)
-
-
-def begins(stage: Stage, name: str) -> list[str]:
-    """Whose calls have run, in their order."""
-    return [seen["id"] for seen in stage.events("begin", name=name)]
-
-
-def by(name: str, call_id: str) -> str:
-    """The answer of a call."""
-    return f"{name} by {call_id}"
+__all__ = ["driver", "engine", "module_stage", "operator"]
 
 
 # -- enqueue -----------------------------------------------------------------------------------------------
@@ -262,22 +187,6 @@ def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: st
     let_be_due(stage, name)
     stage.app.send_task("celery_leases.relay")
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-
-
-def at_once(*steps: Callable[[], Any]) -> list[Any]:
-    """What steps give that are begun at one moment."""
-    barrier, answers = threading.Barrier(len(steps)), {}
-
-    def go(number: int, step: Callable[[], Any]) -> None:
-        barrier.wait()
-        answers[number] = step()
-
-    threads = [threading.Thread(target=go, args=given) for given in enumerate(steps)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [answers[number] for number in range(len(steps))]
 
 
 def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine, name: str) -> None:
@@ -574,308 +483,3 @@ def test_beat_relays_by_itself(stage_factory: StageFactory, name: str) -> None:
     schedule = str(stage.directory / "schedule")
     with stage.new_worker(concurrency=2, options=("-B", "--schedule", schedule)):
         assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-
-
-# -- rescue ------------------------------------------------------------------------------------------------
-
-
-def rescued(stage: Stage, name: str, *, dry_run: bool = False) -> int:
-    """How many records of a name a rescue has published, or would publish."""
-    found = outgoing.stranded(stage.app) if dry_run else outgoing.rescue(stage.app).published
-    return sum(name in record.key or name in (record.call_id or "") for record in found)
-
-
-def test_what_was_published_and_never_delivered_is_rescued(
-    stage: Stage, engine: Engine, operator: Terminal, name: str
-) -> None:
-    """The broker has lost the message of an enqueued call: ``--dry-run`` tells, ``rescue`` publishes it."""
-    with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
-    change(stage, name, "publish_at = NULL")
-    assert rescued(stage, name) == 0  # it has only just begun to wait
-    let_be_old(stage, name, "order")
-    told = operator.sees("rescue", "--dry-run")
-    assert f"order:{name}" in told
-    assert "would be published" in told
-    assert not begins(stage, name)
-    assert f"order:{name}" not in operator.sees("rescue", "--dry-run", "--older", "2h")
-    assert f"order:{name}" in operator.sees("rescue")
-    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-    let_be_old(stage, name, "order")
-    assert rescued(stage, name) == 0
-    assert begins(stage, name) == [handle.id]
-
-
-def test_two_rescues_at_once_publish_a_message_once(stage: Stage, engine: Engine, name: str) -> None:
-    """The row is compared as it is set."""
-    with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
-    let_be_old(stage, name, "order")
-    assert sum(at_once(*[lambda: rescued(stage, name)] * 3)) >= 1
-    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-    stage.wait_until_drained()
-    assert begins(stage, name) == [handle.id]
-
-
-def test_a_record_that_changed_since_it_was_read_is_not_published(stage: Stage, engine: Engine, name: str) -> None:
-    """Of two rescues that have read the same row the second finds it taken."""
-    with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, name)
-    let_be_old(stage, name, "order")
-    outbox = Outbox(apps.parts_of(stage.app).records)
-    (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
-    assert [outbox.publish_again(read), outbox.publish_again(read)] == [True, False]
-    stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
-
-
-def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(stage_factory: StageFactory, name: str) -> None:
-    """Beat comes round more often than that; nobody works off the queue."""
-    stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
-    made = create_engine(stage.database_url, poolclass=NullPool)
-    with Session(made) as session, session.begin():
-        stage.tasks.order.enqueue(session, name)
-    assert (rescued(stage, name), stage.left_over()["queue"]) == (0, 1)
-    for copies in (2, 3):
-        let_be_old(stage, name, "order")
-        outbox = Outbox(apps.parts_of(stage.app).records)
-        (read,) = outbox.stranded(60, 1000)
-        assert [rescued(stage, name) for _ in range(3)] == [1, 0, 0]
-        assert stage.left_over()["queue"] == copies
-        assert not outbox.publish_again(read)  # another rescue that has read the row before
-
-
-def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
-    stage: Stage, engine: Engine, operator: Terminal, name: str
-) -> None:
-    """The broker is away: the command fails and says why, and nothing is lost for those who only rescue."""
-    with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
-    change(stage, name, "publish_at = NULL")
-    let_be_old(stage, name, "order")
-    away = f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1"
-    with Terminal(ORDERING, {**stage.env, "CELERY_BROKER_URL": away}) as cut_off:
-        done = cut_off.types("rescue")
-    assert (done.returncode, done.stdout.strip()) == (1, "0 published")
-    assert "1 could not be published" in done.stderr
-    let_be_due(stage, name)
-    assert f"order:{name}" in operator.sees("rescue", "--dry-run")
-    assert f"order:{name}" in operator.sees("rescue")
-    assert rescued(stage, name) == 0
-    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-    assert begins(stage, name) == [handle.id]
-
-
-def test_what_a_killed_rescue_has_marked_is_published_by_the_next(stage: Stage, engine: Engine, name: str) -> None:
-    """It died before it published, and nobody relays."""
-    with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
-    change(stage, name, "publish_at = NULL")
-    let_be_old(stage, name, "order")
-    outbox = Outbox(apps.parts_of(stage.app).records)
-    (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
-    assert outbox.publish_again(read)
-    assert [rescued(stage, name, dry_run=True), rescued(stage, name), rescued(stage, name)] == [1, 1, 0]
-    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-
-
-def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine: Engine, name: str) -> None:
-    """Before anybody has claimed it."""
-    with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, name)
-    assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention * 1e6
-    stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
-
-
-def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
-    stage: Stage, engine: Engine, name: str
-) -> None:
-    """An operator's retention is for what nobody asks for any more."""
-    with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, name)
-    stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
-    assert record(stage, name)["expires_at"]
-    with Session(engine) as session, session.begin():
-        handle = stage.tasks.order.enqueue(session, name)
-        asked = text("SELECT count(*) FROM celery_leases_records WHERE call_id = :id AND expires_at IS NULL")
-        assert session.execute(asked, {"id": handle.id}).scalar_one() == 1
-    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
-
-
-def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> None:
-    """However long it has been running, and were its message due."""
-    gate = stage.gate()
-    result = stage.tasks.kept.delay(name, str(gate))
-    stage.wait_for("begin", name=name)
-    let_be_old(stage, name)
-    assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
-    change(stage, name, "publish_at = 1", "kept")
-    assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
-    change(stage, name, "publish_at = NULL", "kept")
-    gate.touch()
-    assert result.get(timeout=PATIENCE) == by(name, result.id)
-
-
-def test_live_ones_do_not_hide_a_stranded_one(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many have been running for longer than the page that is looked at."""
-    monkeypatch.setattr(outgoing, "LOOKED_AT_ONCE", 1)
-    gate = stage.gate()
-    results = [stage.tasks.kept.delay(f"{name}-live-{number}", str(gate)) for number in range(2)]
-    for number in range(2):
-        stage.wait_for("begin", name=f"{name}-live-{number}")
-        let_be_old(stage, f"{name}-live-{number}")
-    with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, f"{name}-stranded")
-    change(stage, f"{name}-stranded", "publish_at = NULL")
-    let_be_old(stage, f"{name}-stranded", "order")
-    assert rescued(stage, name, dry_run=True) == 1
-    gate.touch()
-    for result in results:
-        result.get(timeout=PATIENCE)
-
-
-def test_a_locked_record_does_not_keep_a_rescue_from_the_others(stage: Stage, engine: Engine, name: str) -> None:
-    """What somebody has locked is with somebody."""
-    if stage.record_store == "sqlite":
-        pytest.skip("there are no row locks on SQLite")
-    with engine.begin() as connection:
-        handles = [stage.tasks.order.enqueue(connection, f"{name}-{number}") for number in range(2)]
-    for number in range(2):
-        let_be_old(stage, f"{name}-{number}", "order")
-    lock = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")
-    key = {"key": stored_key(f"{ORDERING}.order", f"order:{name}-0", "task")}
-    with engine.begin() as connection:
-        connection.execute(lock, key)
-        assert rescued(stage, name) == 1
-    assert rescued(stage, f"{name}-0") == 1
-    for number, handle in enumerate(handles):
-        assert handle.get(timeout=PATIENCE) == by(f"{name}-{number}", handle.id)
-
-
-@pytest.fixture
-def lossy_stage(stage_factory: StageFactory) -> Stage:
-    """A worker whose broker forgets everything when :func:`lose` is called."""
-    return stage_factory(PG_REDIS, home=ORDERING, env={"TTL": f"{TTL:g}", "VISIBILITY": "3600"})
-
-
-def lose(stage: Stage) -> None:
-    """All messages are gone, those that had been delivered too."""
-    with redis.Redis.from_url(stage.broker_url) as broker:
-        broker.delete("unacked", "unacked_index", stage.queue)
-
-
-def test_what_a_broker_has_lost_is_run_again_with_its_canvas(lossy_stage: Stage, name: str) -> None:
-    """A killed worker's call in a chain, another in a chord, and one that was cooling; not one without the option."""
-    stage, tasks = lossy_stage, lossy_stage.tasks
-    gate = stage.gate()
-    linked = chain(tasks.kept.s(f"{name}-chain", str(gate)), tasks.plain.s()).apply_async()
-    members = [tasks.kept.s(f"{name}-{number}", str(gate)) for number in ("one", "two")]
-    whole = chord(members)(tasks.plain.s())
-    tasks.unkept.delay(f"{name}-unkept", str(gate))
-    for which in ("chain", "one", "two", "unkept"):
-        stage.wait_for("begin", name=f"{name}-{which}")
-    stage.worker.kill()
-    stage.worker.wait(20)
-    lose(stage)
-    stage.worker.start()
-    cooled = tasks.kept.delay(f"{name}-cool", None, "cool")
-    stage.wait_for_state("kept", f"kept:{name}-cool", "cooling")
-    stage.worker.stop()
-    lose(stage)
-    for which in ("chain", "one", "two", "cool"):
-        let_be_old(stage, f"{name}-{which}")
-    let_be_old(stage, f"{name}-unkept", "unkept")
-    wait_until(lambda: not stage.is_held("kept", f"kept:{name}-chain"), PATIENCE, "the leases to end")
-    assert rescued(stage, name, dry_run=True) == 4
-    assert not stage.left_over()
-    assert rescued(stage, name) == 4
-    gate.touch()
-    stage.worker.start()
-    chained = linked.parent.id
-    assert linked.get(timeout=PATIENCE) == by(f"{name}-chain", chained)
-    assert [answer.split(" by ")[0] for answer in whole.get(timeout=PATIENCE)] == [f"{name}-one", f"{name}-two"]
-    assert cooled.get(timeout=PATIENCE) == by(f"{name}-cool", cooled.id)
-    assert len(begins(stage, f"{name}-chain")) == 2
-    assert len(begins(stage, f"{name}-unkept")) == 1
-    stage.wait_until_drained()
-    assert rescued(stage, name) == 0
-
-
-def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
-    """By each command that has one."""
-    for command in ("relay", "rescue", "list"):
-        for limit in ("0", "-1"):
-            done = operator.types(command, "--limit", limit)
-            assert (done.returncode, "--limit" in done.stderr) == (2, True), command
-
-
-# -- resolve -----------------------------------------------------------------------------------------------
-
-
-def doubtful(stage: Stage, name: str) -> str:
-    """A key that is uncertain."""
-    with pytest.raises(Exception, match="is not known"):
-        stage.tasks.order.delay(name, None, "doubt").get(timeout=PATIENCE)
-    assert record(stage, name)["state"] == "uncertain"
-    return f"order:{name}"
-
-
-def test_an_operator_may_say_that_an_uncertain_key_is_done(stage: Stage, operator: Terminal, name: str) -> None:
-    """By client and command; later callers get the result he gives, and nothing runs."""
-    task = f"{ORDERING}.order"
-    key = doubtful(stage, name)
-    assert stage.client.resolve(key, "done", result={"charge": "ch_1"}, task=task).state == "done"
-    assert stage.tasks.order.delay(name, None, "doubt").get(timeout=PATIENCE) == {"charge": "ch_1"}
-    key = doubtful(stage, f"{name}-cli")
-    assert operator.reads("resolve", key, "--done", "--result", '{"charge": "ch_2"}')["state"] == "done"
-    assert stage.tasks.order.delay(f"{name}-cli", None, "doubt").get(timeout=PATIENCE) == {"charge": "ch_2"}
-    key = doubtful(stage, f"{name}-none")
-    operator.sees("resolve", key, "--task", task, "--done")
-    assert stage.tasks.order.delay(f"{name}-none", None, "doubt").get(timeout=PATIENCE) is None
-    assert len(begins(stage, name)) == len(begins(stage, f"{name}-cli")) == len(begins(stage, f"{name}-none")) == 1
-
-
-def test_an_operator_may_let_an_uncertain_key_run_again(stage: Stage, operator: Terminal, name: str) -> None:
-    """Nothing is queued by that, as he is told; the next call runs."""
-    key = doubtful(stage, name)
-    done = operator.types("resolve", key, "--retry")
-    assert (done.returncode, "nothing is queued" in done.stderr) == (0, True)
-    assert record(stage, name)["state"] == "pending"
-    later = stage.tasks.order.delay(name, None, "doubt")
-    assert later.get(timeout=PATIENCE) == by(name, later.id)
-
-
-def test_a_live_lease_is_not_resolved_unless_forced(stage: Stage, name: str) -> None:
-    """What its holder still says about the outcome is refused then: its caller gets the operator's answer."""
-    gate = stage.gate()
-    task, key = f"{ORDERING}.order", f"order:{name}"
-    running = stage.tasks.order.delay(name, str(gate))
-    stage.wait_for("begin", name=name)
-    with pytest.raises(LeaseIsLive):
-        stage.client.resolve(key, "done", result=1, task=task)
-    with pytest.raises(LeaseIsLive):
-        stage.client.resolve(key, "retry", task=task)
-    assert stage.client.resolve(key, "done", result="by hand", task=task, force=True).state == "done"
-    gate.touch()
-    assert running.get(timeout=PATIENCE) == "by hand"
-    with pytest.raises(AlreadyDone):
-        stage.client.resolve(key, "done", task=task)
-    with pytest.raises(AlreadyDone):
-        stage.client.resolve(key, "retry", task=task)
-
-
-def test_bad_words_to_resolve_are_refused(stage: Stage, operator: Terminal, name: str) -> None:
-    """Unknown keys, outcomes and results that are no JSON; nothing is changed."""
-    task, key = f"{ORDERING}.order", doubtful(stage, name)
-    with pytest.raises(UnknownKey):
-        stage.client.resolve("order:nobody", "done", task=task)
-    with pytest.raises(UnknownKey):
-        stage.client.resolve("order:nobody", "retry", task=task)
-    with pytest.raises(ValueError, match="write 'done' or 'retry'"):
-        stage.client.resolve(key, "finished", task=task)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="result_not_json"):
-        stage.client.resolve(key, "done", result=object(), task=task)
-    for words in ((), ("--done", "--retry"), ("--retry", "--result", "1"), ("--done", "--result", "{")):
-        assert operator.types("resolve", key, *words).returncode == 2, words
-    assert record(stage, name)["state"] == "uncertain"

@@ -1,0 +1,133 @@
+"""Enqueued calls: a worker of the tasks that are ordered, whoever orders, and what became of the records."""
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy.pool import NullPool
+
+from celery_leases.core.keys import stored_key
+from celery_leases.seam import outgoing
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PATIENCE, Stage, spelled
+from tests.integration.terminal import Terminal
+
+ORDERING = "tests.apps.ordering"
+PG_REDIS = ("redis", "redis", "postgres")
+PG_DATABASE = ("rabbit", "database", "postgres")
+LITE_DATABASE = ("redis", "database", "sqlite")
+TTL = 2.0
+
+
+@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, LITE_DATABASE), ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker of the tasks that are ordered; at its end nothing may be left in the queue."""
+    made = stage_factory(request.param, home=ORDERING, env={"TTL": f"{TTL:g}"})
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def operator(module_stage: Stage) -> Iterator[Terminal]:
+    """Somebody at a terminal with the settings of the worker."""
+    with Terminal(ORDERING, module_stage.env) as terminal:
+        yield terminal
+
+
+@pytest.fixture(scope="module")
+def engine(module_stage: Stage) -> Iterator[Engine]:
+    """What a user's program has for the records' database."""
+    made = create_engine(module_stage.database_url, poolclass=NullPool)
+    if module_stage.record_store == "sqlite":
+        event.listen(made, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+        event.listen(made, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    yield made
+    made.dispose()
+
+
+def driver(stage: Stage) -> Any:
+    """A plain DB-API connection in a transaction."""
+    if stage.record_store == "sqlite":
+        return sqlite3.connect(str(make_url(stage.database_url).database))
+    url = make_url(stage.database_url).set(drivername="postgresql")
+    return psycopg.connect(url.render_as_string(hide_password=False))
+
+
+def record(stage: Stage, name: str, task: str = "order") -> dict[str, Any]:
+    """The record of a name."""
+    row = stage.row(task, f"{task}:{name}")
+    assert row is not None
+    return row
+
+
+def change(stage: Stage, name: str, values: str, task: str = "order") -> None:
+    """Change columns of a record, as time or a crash would."""
+    key = {"key": stored_key(f"{stage.home}.{task}", f"{task}:{name}", "task")}
+    with stage._engine.connect() as connection:
+        done = connection.execute(text(f"UPDATE celery_leases_records SET {values} WHERE stored_key = :key"), key)  # noqa: S608 - the test's own words
+        assert done.rowcount == 1
+
+
+def let_be_due(stage: Stage, name: str) -> None:
+    """As if the process that was to publish had been gone for a while."""
+    change(stage, name, "publish_at = publish_at - 60000000")
+
+
+def let_be_old(stage: Stage, name: str, task: str = "kept", *, unpublished: bool = False) -> None:
+    """As if nothing had happened to a record for an hour."""
+    ago = "{0} = {0} - 3600000000"
+    times = ", ".join(ago.format(column) for column in ("started_at", "finished_at", "retry_at", "published_at"))
+    change(stage, name, times + ("" if unpublished else ", publish_at = NULL"), task)
+
+
+def relayed(stage: Stage) -> int:
+    """How many messages a relay has published."""
+    return len(outgoing.relay(stage.app).published)
+
+
+def begins(stage: Stage, name: str) -> list[str]:
+    """Whose calls have run, in their order."""
+    return [seen["id"] for seen in stage.events("begin", name=name)]
+
+
+def by(name: str, call_id: str) -> str:
+    """The answer of a call."""
+    return f"{name} by {call_id}"
+
+
+def at_once(*steps: Callable[[], Any]) -> list[Any]:
+    """What steps give that are begun at one moment."""
+    barrier, answers = threading.Barrier(len(steps)), {}
+
+    def go(number: int, step: Callable[[], Any]) -> None:
+        barrier.wait()
+        answers[number] = step()
+
+    threads = [threading.Thread(target=go, args=given) for given in enumerate(steps)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[number] for number in range(len(steps))]
+
+
+def rescued(stage: Stage, name: str, *, dry_run: bool = False) -> int:
+    """How many records of a name a rescue has published, or would publish."""
+    found = outgoing.stranded(stage.app) if dry_run else outgoing.rescue(stage.app).published
+    return sum(name in record.key or name in (record.call_id or "") for record in found)
+
+
+def doubtful(stage: Stage, name: str) -> str:
+    """A key that is uncertain."""
+    with pytest.raises(Exception, match="is not known"):
+        stage.tasks.order.delay(name, None, "doubt").get(timeout=PATIENCE)
+    assert record(stage, name)["state"] == "uncertain"
+    return f"order:{name}"
