@@ -54,7 +54,7 @@ class BodyEnd:
                     return Passed(error, again=False, ended=Ended.IGNORED)
                 # Its replacement may go on under this very key, which must then be free for it.
                 return Passed(error, again=self._same_key(replaced), ended=Ended.REPLACED)
-            case NotImplementedError() if worker_state.should_terminate is not None and "kill_job" in str(error):
+            case NotImplementedError() if "does not implement kill_job" in str(error):
                 return Lost("the worker was stopped")  # how a cold shutdown ends a body in the solo pool
             case Exception():
                 return self._raised(error)
