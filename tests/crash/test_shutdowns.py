@@ -3,6 +3,7 @@
 import signal
 import time
 
+import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
@@ -11,6 +12,9 @@ from tests.crash.scenes import Scene
 from tests.integration.stages import POOL_STORES
 
 POOLS = [pool for pool in POOL_STORES if pool != "prefork"]
+
+BEFORE_5_7 = "Celery's own handler of a cold shutdown fails before 5.7 on solo and under gevent; the bodies end first"
+of_5_7 = pytest.mark.skipif(celery.VERSION < (5, 7), reason=BEFORE_5_7)
 
 
 @pytest.fixture
@@ -48,6 +52,8 @@ def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(scene
 @pytest.mark.parametrize("pool", [pool for pool in POOLS if pool != "eventlet"])  # whose cold shutdown may hang
 def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(scene: Scene, name: str, pool: str) -> None:
     """SIGQUIT in the middle of a body: with threads it may end, elsewhere it is ended and its attempt given back."""
+    if pool in ("solo", "gevent") and celery.VERSION < (5, 7):
+        pytest.skip(BEFORE_5_7)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -81,6 +87,7 @@ def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) 
     assert len(scene.events("begin", name=name)) == 1
 
 
+@of_5_7
 @pytest.mark.parametrize("step", ["prerun", "claim", "settle", "publish", "store"])
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
@@ -107,6 +114,7 @@ def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
     assert scene.done_once("work", name)["attempt"] == 1
 
 
+@of_5_7
 @pytest.mark.parametrize("step", ["claim", "settle"])
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 def test_the_signal_of_a_cold_shutdown_may_interrupt_any_greenlet(
