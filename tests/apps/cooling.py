@@ -110,24 +110,24 @@ _CONFLICT = Rules.default().on(status=409, to=retry("400ms", max=2, factor=1, ji
 _BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
 _GROUPED = {"lease_cooldown_group": "{group}", "lease_rules": _BUSY, "lease_cooldown": _exactly(1.5)}
 
-resumes = _task("resumes", lease_cooldown=_exactly(1.5))
-stops = _task("stops", lease_cooldown=_exactly(1.5), lease_after_cooldown="stop")
+resumes = _task("resumes", lease_cooldown=_exactly(3))
+stops = _task("stops", lease_cooldown=_exactly(3), lease_after_cooldown="stop")
 slow = _task("slow", lease_cooldown=_exactly(300), lease_after_cooldown="stop")
-hasty = _task("hasty", lease_cooldown=_exactly(1.5), lease_settle_timeout=1.5)
+hasty = _task("hasty", lease_cooldown=_exactly(3), lease_settle_timeout=1.5)
 firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
 breaks = _task("breaks", lease_cooldown=_exactly(1), lease_max_failures=2)
-quick = _task("quick", lease_rules=_CONFLICT, lease_cooldown=_exactly(1.5), lease_max_crashes=1)
+quick = _task("quick", lease_rules=_CONFLICT, lease_cooldown=_exactly(3), lease_max_crashes=1)
 auto = _task(
     "auto",
     autoretry_for=(Answered,),
     retry_kwargs={"max_retries": 2, "countdown": 0.1},
     lease_after_cooldown="stop",
 )
-limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(1.5), lease_after_cooldown="stop")
+limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(3), lease_after_cooldown="stop")
 repeatable = _task("repeatable", lease_idempotent=True)
-refuses = _task("refuses", lease_cooldown=_exactly(1.5), lease_on_cooldown="fail")
-waits = _task("waits", lease_cooldown=_exactly(1.5), lease_on_cooldown="put_back")
-ignores = _task("ignores", lease_cooldown=_exactly(1.5), lease_on_cooldown="ignore")
+refuses = _task("refuses", lease_cooldown=_exactly(3), lease_on_cooldown="fail")
+waits = _task("waits", lease_cooldown=_exactly(3), lease_on_cooldown="put_back")
+ignores = _task("ignores", lease_cooldown=_exactly(3), lease_on_cooldown="ignore")
 grouped = _task("grouped", lease_on_cooldown="put_back", **_GROUPED)
 visits = _task("visits", lease_on_cooldown="put_back", lease_after_cooldown="stop", **_GROUPED)
 gated = _task("gated", lease_after_cooldown="stop", **_GROUPED)

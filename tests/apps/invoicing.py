@@ -258,7 +258,7 @@ def pays(self, name, *args, **kwargs):
     return _pay(self, name, *args, **kwargs)
 
 
-@app.task(**PAYS, lease_key="stops:{name}", lease_after_cooldown="stop")
+@app.task(**PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_after_cooldown": "stop"})
 def stops(self, name, *args, **kwargs):
     """See :func:`_pay`; a failure is told to the caller."""
     return _pay(self, name, *args, **kwargs)

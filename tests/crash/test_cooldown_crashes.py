@@ -165,7 +165,7 @@ def test_a_cooldown_is_written_when_the_database_is_back(
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     first, second = settled(scene.logs(), f"resumes:{name}")
     assert (first[2:4], second[2:4]) == (("failed", "cooling"), ("returned", "done"))
-    assert first[4] == pytest.approx(1.5, abs=0.1)
+    assert first[4] == pytest.approx(3.0, abs=0.1)
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 

@@ -219,9 +219,9 @@ class Stage:
     # -- looking -------------------------------------------------------------------------------------------
 
     def events(self, what: str | None = None, **match: Any) -> list[dict[str, Any]]:
-        """Journal lines, oldest first."""
-        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
-        found = [json.loads(line) for line in lines]
+        """Journal lines, oldest first; one that is being written at this moment is left to the next look."""
+        whole, _, _ = (self.journal.read_text() if self.journal.exists() else "").rpartition("\n")
+        found = [json.loads(line) for line in whole.splitlines()]
         wanted = match if what is None else {"what": what} | match
         return [event for event in found if all(event.get(name) == value for name, value in wanted.items())]
 

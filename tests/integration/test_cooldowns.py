@@ -111,7 +111,7 @@ def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Stage, name:
 
 
 def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(stage: Stage, name: str) -> None:
-    """Without a header the policy decides: 1.5 s, then 3 s."""
+    """Without a header the policy decides: 3 s, then 6 s."""
     script = [BROKEN, BROKEN, OK]
     waits = []
     for number in (1, 2):
@@ -124,7 +124,7 @@ def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_b
         waits.append(lasted(row))
         assert (row["failures"], row["cooldowns"]) == (number, number)
         wait_until_over(stage, "stops", name)
-    assert waits == pytest.approx([1.5, 3.0], abs=0.01)
+    assert waits == pytest.approx([3.0, 6.0], abs=0.01)
     assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 3}
     row = stage.row("stops", f"stops:{name}")
     assert row is not None
@@ -191,7 +191,7 @@ def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(stage: Stage, n
     gate.touch()
     row = cooled(stage, "quick", name)
     assert (row["quick_retries"], row["failures"], row["reason"]) == (0, 1, "retries_used_up")
-    assert lasted(row) == pytest.approx(1.5, abs=0.01)
+    assert lasted(row) == pytest.approx(3.0, abs=0.01)
     assert first.get(timeout=PATIENCE) == {"name": name, "paid": 4}
     runs = paid(stage, name)
     assert [(run["id"], run["retries"]) for run in runs] == [(first.id, 0)] * 4
