@@ -49,7 +49,10 @@ def process(stage: Stage, name: str) -> Iterator[int]:
 
     before = counted() | counted()
     yield warm["pid"]
-    wait_until(lambda: not counted() - before, PATIENCE, f"{stage.worker} to have no more than {before}")
+    try:
+        wait_until(lambda: not counted() - before, PATIENCE, f"{stage.worker} to have no more than {before}")
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; there are too many of {counted() - before}") from error
 
 
 def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again(
