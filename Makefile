@@ -1,14 +1,21 @@
 # Everything builds its own environment; only Python 3.11+ and GNU make are needed.
-#   make test | lowest | lint | check | demo | demo-cooldown | peers | clean        PYTHON=python3.12 chooses the interpreter
+#   make test            each test on one combination of broker, lease store and database
+#   make test-all        each test on all of them, and the client libraries whose errors the rules are tested with
+#   make lowest | lint | check | demo | demo-cooldown | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-# Most of a test's time is waiting for something to be killed, paused or taken over; one module stays in one process.
-PYTEST_ARGS ?= -n 4 --dist loadfile
+# Most of a test's time is waiting for something to be killed, paused or taken over. A test that brings its process down
+# fails once; --dist loadfile and loadgroup would run it again and again.
+PYTEST_ARGS ?= -n 4 --dist worksteal
+# CI has the client libraries whose errors the rules are tested with; elsewhere these tests are skipped without them.
+TEST_GROUPS := test $(if $(CI),clients)
+# Tests start hundreds of workers, and these start sooner from compiled files.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test lowest lint check demo demo-cooldown peers clean
+.PHONY: help test test-all lowest lint check demo demo-cooldown peers bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -27,8 +34,11 @@ $(VENV)/.group-%: $(VENV)/.pip pyproject.toml
 	@$(PIP) install --editable . --group $*
 	@touch $@
 
-test: $(VENV)/.group-test
+test: $(TEST_GROUPS:%=$(VENV)/.group-%)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.group-test $(VENV)/.group-clients
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) --all-combinations
 
 # The oldest release of everything the package allows, on the tests that see a difference.
 lowest: $(VENV)/.group-matrix
@@ -48,9 +58,13 @@ demo: $(VENV)/.group-demo
 demo-cooldown: $(VENV)/.group-demo
 	@$(BIN)/python -m example_project.demo_cooldown
 
-# PEERS_ARGS=--check compares with docs/comparison.md; the environments of the others are made in build/peers.
+# PEERS_ARGS=--check compares with docs/comparison.md; the environments of the others are made in build/environments.
 peers: $(VENV)/.group-demo
 	@$(BIN)/python -m benchmarks.peers $(PEERS_ARGS)
+
+# BENCH_ARGS=--quick is a small version that writes nothing; --only throughput,writes measures a part.
+bench: $(VENV)/.group-bench
+	@$(BIN)/python -m benchmarks.performance $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .nox build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery_leases.core.durations import Duration, seconds
 from celery_leases.core.effects import Effect
-from celery_leases.core.errors import AlreadyDone, LeaseIsLive, StoreUnavailable, UnknownKey
+from celery_leases.core.errors import AlreadyDone, KeyUnusable, LeaseIsLive, StoreUnavailable, UnknownKey
 from celery_leases.core.gates import Closing
 from celery_leases.core.keys import stored_key
 from celery_leases.core.policies import CooldownPolicy
@@ -17,10 +17,12 @@ from celery_leases.core.records import Record, State
 from celery_leases.core.redaction import redact
 from celery_leases.core.results import encode
 from celery_leases.core.rulings import Reason
-from celery_leases.core.status import ABANDONED, GroupStatus, LeaseStatus, status_of, status_of_group
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.wiring import AnyStore, lease_store, open_records, read_settings
+from celery_leases.core.status import ABANDONED, UNREADABLE, GroupStatus, LeaseStatus, status_of, status_of_group
+from celery_leases.settings import read_settings
+from celery_leases.wiring import AnyStore, lease_store, open_effects, open_records
+
+if TYPE_CHECKING:
+    from celery_leases.stores.sql import SqlRecordStore
 
 LOOK_THROUGH = 10_000
 OPERATOR = "operator"
@@ -47,7 +49,7 @@ class LeaseClient:
         settings = read_settings({f"leases_{name}": value for name, value in conf.items() if value is not None}, None)
         self._records = open_records(settings)
         self._leases: AnyStore = lease_store(settings, self._records)
-        self._effects = SqlEffectStore(self._records.database, self._records.tables)
+        self._effects = open_effects(self._records)
         self._checked = False
 
     @classmethod
@@ -55,43 +57,54 @@ class LeaseClient:
         """A client on stores that are open already."""
         client = cls.__new__(cls)
         client._leases, client._records, client._checked = leases, records, False  # noqa: SLF001 - its own constructor
-        client._effects = SqlEffectStore(records.database, records.tables)  # noqa: SLF001
+        client._effects = open_effects(records)  # noqa: SLF001
         return client
 
     def status(
-        self, key: str, *, task: str | None = None, scope: str = "task", group: str | None = None
+        self, key: str, *, task: str | None = None, namespace: str | None = None, group: str | None = None
     ) -> LeaseStatus:
-        """Where *key* stands; *task* is needed unless the key is global, or given as it is stored (``t:task|key``).
+        """Where *key* stands. *namespace* is the task's ``lease_namespace``, by default its name, *task*.
 
+        Neither is needed for a key that has one record, or that is given as it is stored (``t:namespace|key``).
         *group* is its cooldown group, for a key that has not failed of it itself. A key nobody knows has the state
         ``absent``. Raises :class:`~celery_leases.StoreUnavailable` when the records do not answer; when only the lease
         store does not, ``reason`` says so.
         """
         self._ready()
-        stored = self._stored(key, task, scope)
-        record = self._records.read(stored)
+        stored = self._stored(key, namespace or task)
+        record = self._records.read(stored, lenient=True)
         record = record if record is None or not record.expired else None
         effects = self._effects.of_key(record) if record is not None else ()
         return self._status(key, task, stored, record, group, effects)
 
     def list(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[LeaseStatus]:
-        """The keys with a record, the latest started first. ``abandoned`` may be asked for like any other state."""
+        """The keys with a record, the latest started first.
+
+        ``abandoned`` and ``unreadable`` may be asked for like any other state.
+        """
         self._ready()
-        known = {*State, ABANDONED}
+        known = {*State, ABANDONED, UNREADABLE}
         if isinstance(states, str) or not known.issuperset(states):
             raise ValueError(f"states={states!r}: give a list of {', '.join(sorted(known))}")
         wanted = {State.RUNNING.value if state == ABANDONED else state for state in states}
+        wanted = set() if UNREADABLE in wanted else wanted  # which the row does not say
         found: list[LeaseStatus] = []
         for record in self._records.search(states=sorted(wanted), task=task, limit=LOOK_THROUGH if states else limit):
             if len(found) == limit:
                 break
             status = self._status(record.key, record.task, record.stored_key, record)
-            if not states or status.state in states:
+            if status.state in states if states else not record.forgotten:
                 found.append(status)
         return found
 
     def retry(
-        self, key: str, *, task: str | None = None, force: bool = False, retention: Duration | None = None
+        self,
+        key: str,
+        *,
+        task: str | None = None,
+        namespace: str | None = None,
+        force: bool = False,
+        retention: Duration | None = None,
     ) -> LeaseStatus:
         """End a cooldown or a countdown, or revive a ``failed`` key; failures, crashes and growth start anew.
 
@@ -101,18 +114,31 @@ class LeaseClient:
         :class:`~celery_leases.LeaseIsLive` while somebody runs it, or if somebody has come meanwhile, unless *force*,
         :class:`~celery_leases.AlreadyDone` and :class:`~celery_leases.UnknownKey`.
         """
-        return self._take(key, task, keep=True, forgive=True, force=force, retention=retention)
+        return self._take(key, namespace or task, keep=True, forgive=True, force=force, retention=retention)
 
-    def release(self, key: str, *, task: str | None = None, retention: Duration | None = None) -> LeaseStatus:
+    def release(
+        self,
+        key: str,
+        *,
+        task: str | None = None,
+        namespace: str | None = None,
+        retention: Duration | None = None,
+    ) -> LeaseStatus:
         """Take the key away from whoever holds it: what a holder still says about the outcome is refused from now on.
 
         Counts and history stay, and the record counts for *retention* from now, by default the task's. Raises
         :class:`~celery_leases.UnknownKey`.
         """
-        return self._take(key, task, keep=True, force=True, retention=retention)
+        return self._take(key, namespace or task, keep=True, force=True, retention=retention)
 
     def forget(
-        self, key: str, *, task: str | None = None, force: bool = False, retention: Duration | None = None
+        self,
+        key: str,
+        *,
+        task: str | None = None,
+        namespace: str | None = None,
+        force: bool = False,
+        retention: Duration | None = None,
     ) -> LeaseStatus:
         """Make the key as good as new: its result, its failures and its counts are gone.
 
@@ -120,7 +146,7 @@ class LeaseClient:
         counts for *retention*, by default the task's. Raises :class:`~celery_leases.LeaseIsLive` while somebody runs
         it, or if somebody has come meanwhile, unless *force*, and :class:`~celery_leases.UnknownKey`.
         """
-        return self._take(key, task, keep=False, force=force, retention=retention)
+        return self._take(key, namespace or task, keep=False, force=force, retention=retention)
 
     def resolve(
         self,
@@ -129,6 +155,7 @@ class LeaseClient:
         *,
         result: Any = None,
         task: str | None = None,
+        namespace: str | None = None,
         force: bool = False,
         retention: Duration | None = None,
     ) -> LeaseStatus:
@@ -147,8 +174,10 @@ class LeaseClient:
         if missing is not None:
             raise ValueError(f"resolve(result={result!r}): {missing}")
         if outcome == "retry":
-            return self._take(key, task, keep=True, forgive=True, force=force, retention=retention, undone=True)
-        stored, record, holder = self._look(key, task, force=force)
+            return self._take(
+                key, namespace or task, keep=True, forgive=True, force=force, retention=retention, undone=True
+            )
+        stored, record, holder = self._look(key, namespace or task, force=force)
         if record is None:
             raise UnknownKey(f"there is no record for {key}", key)
         if record.state is State.DONE:
@@ -170,8 +199,10 @@ class LeaseClient:
     def open_group(self, group: str) -> bool:
         """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of it.
 
-        Whether it was closed. Copies that wait at the broker come with their next hop.
+        Whether it was closed. Copies that wait at the broker come with their next hop. Raises
+        :class:`~celery_leases.KeyUnusable` for a blank name.
         """
+        _check_group(group)
         self._ready()
         opened = self._leases.open_gate(group)
         self._records.end_waits(group)
@@ -180,8 +211,10 @@ class LeaseClient:
     def close_group(self, group: str, span: Duration, why: str = "") -> GroupStatus:
         """Let no body of *group* start for *span* (seconds, ``"5m"``, a timedelta); a longer standing time is not cut.
 
-        The first body after that is a probe, as after any failure of the group.
+        The first body after that is a probe, as after any failure of the group. Raises
+        :class:`~celery_leases.KeyUnusable` for a blank name.
         """
+        _check_group(group)
         self._ready()
         policy = CooldownPolicy.of(span, "close_group: span")
         closing = Closing(policy, Reason.ASKED, OPERATOR, redact(why), told=policy.base)
@@ -213,7 +246,7 @@ class LeaseClient:
         try:
             holder = self._leases.holder(stored)
             if record is not None and record.state is State.RUNNING and holder is None:
-                record = self._records.read(stored)  # it may have ended between the two looks
+                record = self._records.read(stored, lenient=True)  # it may have ended between the two looks
             gate = self._leases.gate(group) if group is not None and waiting and holder is None else None
         except StoreUnavailable as error:
             trouble = f"the lease store does not answer: {error}"
@@ -223,7 +256,7 @@ class LeaseClient:
     def _take(
         self,
         key: str,
-        task: str | None,
+        namespace: str | None,
         *,
         keep: bool,
         forgive: bool = False,
@@ -232,7 +265,7 @@ class LeaseClient:
         undone: bool = False,
     ) -> LeaseStatus:
         span = _span(retention)
-        stored, record, holder = self._look(key, task, force=force)
+        stored, record, holder = self._look(key, namespace, force=force, lenient=not keep)
         if record is None and holder is None:
             raise UnknownKey(f"there is neither a lease nor a record for {key}", key)
         if forgive and record is not None and record.state is State.DONE and not record.expired:
@@ -240,7 +273,7 @@ class LeaseClient:
             raise AlreadyDone(message, key, record.call_id)
         # First the fence, then the lease: the other way round a holder could still write its outcome.
         if record is not None and (not keep or forgive or record.state is State.RUNNING):
-            seen = None if force else record
+            seen = None if force or record.unreadable is not None else record
             taken = self._records.reset(stored, keep=keep, forgive=forgive, retention=span, seen=seen)
             if taken is None and not force:
                 raise self._moved_on(key, stored)
@@ -252,14 +285,17 @@ class LeaseClient:
             self._leases.end_cooldown(stored)
         return self.status(stored)
 
-    def _look(self, key: str, task: str | None, *, force: bool) -> tuple[str, Record | None, Holder | None]:
+    def _look(
+        self, key: str, namespace: str | None, *, force: bool, lenient: bool = False
+    ) -> tuple[str, Record | None, Holder | None]:
         """The stored key, its record and then its holder; raises :class:`LeaseIsLive` for one, unless *force*.
 
+        Raises :class:`RecordUnreadable` too, unless *lenient*.
         In this order a claim in between is seen: by its lease, or else by the fence, once the record is written to.
         """
         self._ready()
-        stored = self._stored(key, task)
-        record = self._records.read(stored)
+        stored = self._stored(key, namespace)
+        record = self._records.read(stored, lenient=lenient)
         holder = self._leases.holder(stored)
         if holder is not None and not force:
             raise LeaseIsLive(
@@ -271,21 +307,27 @@ class LeaseClient:
         return stored, record, holder
 
     def _moved_on(self, key: str, stored: str) -> LeaseIsLive:
-        now, holder = self._records.read(stored), self._leases.holder(stored)
+        now, holder = self._records.read(stored, lenient=True), self._leases.holder(stored)
         state = now.state.value if now is not None else "gone"
         message = f"{key} has moved on meanwhile, and is {state} now; nothing was changed: look again, or use force"
         return LeaseIsLive(message, key, holder.remaining if holder is not None else 0.0)
 
-    def _stored(self, key: str, task: str | None, scope: str = "task") -> str:
-        if task is not None:
-            return stored_key(task, key, scope)
-        if key.startswith("g:") or (key.startswith("t:") and "|" in key):
+    def _stored(self, key: str, namespace: str | None) -> str:
+        if namespace is not None:
+            return stored_key(namespace, key)
+        if key.startswith("t:") and "|" in key:
             return key
         named = self._records.named(key)
         if len(named) > 1:
             tasks = ", ".join(sorted(record.task for record in named))
             raise UnknownKey(f"{key} is a key of several tasks ({tasks}); say which", key)
-        return named[0].stored_key if named else stored_key("", key, "global")
+        return named[0].stored_key if named else stored_key("", key)
+
+
+def _check_group(group: str) -> None:
+    """Refuse a name that no task's lease_cooldown_group can make."""
+    if not group.strip():
+        raise KeyUnusable(f"group={group!r} is blank; write the name of a cooldown group, such as 'openai:gpt-5'")
 
 
 def _span(retention: Duration | None) -> float | None:

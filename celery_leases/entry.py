@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from celery_leases.core import decisions, events, outcomes, waiting
+from celery_leases.core import claims, decisions, events, outcomes, waiting
 from celery_leases.core.decisions import before_run
-from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
+from celery_leases.core.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
 from celery_leases.core.gates import Gate
 from celery_leases.core.ports import (
     Acquired,
@@ -23,14 +23,13 @@ from celery_leases.core.ports import (
     Observer,
     RecordStore,
     Shut,
-    Unsettled,
 )
-from celery_leases.core.records import Bid, Outcome, Record, Refused, State, Won
+from celery_leases.core.records import Bid, Outcome, Record, Refusal, Refused, State, Won
 from celery_leases.core.replies import Again, callbacks_mark
 from celery_leases.core.verdicts import Call, Drop, Facts, GiveUp, PutBack, Refuse, Run, StandBack, Verdict, Wait
+from celery_leases.process import lending
 from celery_leases.tenure import Tenure
 
-CLAIM_TRIES = 4
 SHORT_PAUSE = 1.0
 PEEK = 0.05
 PEEKS = 20
@@ -99,13 +98,6 @@ class Entry:
             self.leases.end_cooldown(bid.stored_key)
             sent = self.clock.now()
             answer = self._acquire(bid)
-        if isinstance(answer, Unsettled):
-            record = self.records.read(bid.stored_key)
-            pause = waiting.store_came_up_empty(call, record, answer.age, self.chance())
-            if isinstance(pause, PutBack):
-                return pause
-            sent = self.clock.now()
-            answer = self._acquire(bid, settled=True)
         match answer:
             case Held(holder):
                 return self._held(call, holder, waited)
@@ -114,18 +106,18 @@ class Entry:
             case Acquired():
                 return self._acquired(call, bid, sent, answer, waited)
             case _:
-                return PutBack(SHORT_PAUSE + self.chance(), "the lease store is of two minds")
+                return PutBack(SHORT_PAUSE + self.chance(), "the key has just begun to cool down again")
 
     def _acquired(self, call: Call, bid: Bid, sent: float, answer: Acquired, waited: float) -> Tenancy | Verdict:
         options = call.options
         tenure = Tenure(bid, sent, self.clock, renew=options.renew, max_hold=options.max_hold)
         tenure.probe = bid.group if answer.probe else None
-        tenure.row_is_lease = self.leases.in_records
+        lending.patience.set(tenure.patience)
         try:
             if not tenure.held:
                 raise StoreUnavailable(f"{self.leases.name}: the lease was granted too late to be of use", True)
-            entered = self._claim(call, tenure, waited)
-        except (StoreUnavailable, LeaseStoreMismatch):
+            entered = self._claim(call, tenure, sent, waited)
+        except (StoreUnavailable, LeaseStoreMismatch, KeyUnusable):
             self.give_back(tenure)
             raise
         except Away:
@@ -156,37 +148,40 @@ class Entry:
         self._report_held(call, holder)
         return verdict
 
-    def _acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
+    def _acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut | Claimed:
         if self.leases.in_records:
             return Acquired()  # the claim is what acquires
         try:
-            return self.leases.acquire(bid, settled=settled)
+            return self.leases.acquire(bid)
         except StoreUnavailable:
             self._give_back(bid, bid.group)
             raise
 
-    def _claim(self, call: Call, tenure: Tenure, waited: float) -> Tenancy | Verdict:
-        for _ in range(CLAIM_TRIES):
-            claim = self._claim_until_known(tenure)
-            if isinstance(claim, Won):
-                return self._claimed(call, tenure, claim.record)
-            if isinstance(claim, Shut):
-                return self._shut(call, claim, waited)
-            if claim.record is not None and (holder := decisions.holder_in(claim.record)) is not None:
-                self._report_held(call, holder)
-            verdict = self.decide(call, claim.record, waited)
-            if not isinstance(verdict, Run):
-                return verdict
-        return PutBack(SHORT_PAUSE + self.chance(), "the record could not be seen")
+    def _claim(self, call: Call, tenure: Tenure, sent: float, waited: float) -> Tenancy | Verdict:
+        claim = self._claim_until_known(tenure, sent)
+        if isinstance(claim, Won):
+            return self._claimed(call, tenure, claim.record)
+        if isinstance(claim, Shut):
+            return self._shut(call, claim, waited)
+        if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
+            return waiting.store_came_up_empty(call, claim.record, claim.age, self.chance())
+        if claim.why is Refusal.LAPSED:
+            return waiting.holder_may_return(waited, self.chance())
+        if claim.record is not None and (holder := decisions.holder_in(claim.record)) is not None:
+            self._report_held(call, holder)
+        verdict = self.decide(call, claim.record, waited)
+        if isinstance(verdict, Run):
+            return PutBack(SHORT_PAUSE + self.chance(), "the record changed while it was being claimed")
+        return verdict
 
-    def _claim_until_known(self, tenure: Tenure) -> Won | Refused | Shut:
+    def _claim_until_known(self, tenure: Tenure, sent: float) -> Won | Refused | Shut:
         """Claim, again while the outcome is unknown: repeating a claim is harmless, leaving one open is not."""
         tries = 0
         while True:
             try:
-                return self._claim_once(tenure)
+                return self._claim_once(tenure, sent)
             except StoreUnavailable as error:
-                if error.executed is False and not tries:
+                if error.executed is False and (not tries or isinstance(error, RecordUnreadable)):
                     raise  # nothing is open: its row may be locked by a transaction of its holder's
                 pause = outcomes.settle_pause(tries)
                 tries += 1
@@ -196,10 +191,10 @@ class Entry:
                     raise Away(Again(again.delay, again.reason, prior=tenure.bid.token, away=True)) from error
                 self.clock.sleep(pause)
 
-    def _claim_once(self, tenure: Tenure) -> Won | Refused | Shut:
+    def _claim_once(self, tenure: Tenure, sent: float) -> Won | Refused | Shut:
         bid = tenure.bid
         if not self.leases.in_records:
-            return self.records.claim(bid, self.leases.name)
+            return self.records.claim(bid, self.leases.name, age=lambda: self._age(bid.stored_key, sent))
         answer = self.leases.acquire(bid)
         if isinstance(answer, Shut):
             return answer
@@ -207,6 +202,16 @@ class Entry:
             raise TypeError(f"{self.leases.name} says its rows are the leases, but acquire answered {answer}")
         tenure.probe = bid.group if answer.probe else None
         return answer.claim
+
+    def _age(self, stored_key: str, sent: float) -> float:
+        """For how long the lease store had had its leases when it was asked for this one, by a request sent at *sent*.
+
+        A holder that came back to an emptied store since then may have met our lease there.
+        """
+        try:
+            return self.leases.age(stored_key) - (self.clock.now() - sent)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(str(error), False) from error  # nothing was claimed
 
     def _claimed(self, call: Call, tenure: Tenure, record: Record) -> Tenancy | Verdict:
         tenure.fence = record.fence
@@ -242,16 +247,18 @@ class Entry:
             rerun=options.rerun,
             prior=call.prior,
             retries=call.retries,
-            repeat=call.repeat,
+            repeat=not call.fresh,
+            met=call.met,
             group=call.group,
             message=call.message,
             retention=options.retention,
+            database="" if self.leases.in_records else self.records.identity(),
         )
 
     def decide(self, call: Call, record: Record | None, waited: float = 0.0, gate: Gate | None = None) -> Verdict:
         """Decide on a record, with the callbacks mark where it counts."""
         out = False
-        if call.canvas and (call.repeat or (record is not None and decisions.finished_by(call, record))):
+        if call.canvas and (call.repeat or (record is not None and claims.finished_by(call.call_id, record))):
             out = self.marks.mark(call.key.stored, callbacks_mark(call.call_id)) is not None
         facts = Facts(record, callbacks_out=out, waited=waited, chance=self.chance(), gate=gate, today=self.today())
         return before_run(call, facts)
@@ -270,11 +277,11 @@ class Entry:
         self._give_back(tenure.bid, tenure.probe)
 
     def _give_back(self, bid: Bid, probe: str | None) -> None:
-        with suppress(StoreUnavailable):  # it ends by itself
-            if probe is not None:
+        if probe is not None:
+            with suppress(StoreUnavailable):  # it ends by itself
                 self.gates.give_back_probe(probe, bid.token)
-        with suppress(StoreUnavailable):  # and so does the lease
-            if not self.leases.in_records:  # where the claimed row is the lease, closing it was the release
+        if not self.leases.in_records:  # where the claimed row is the lease, closing it was the release
+            with suppress(StoreUnavailable):  # it ends by itself too
                 self.leases.release(bid.stored_key, bid.token)
 
     def away(self, error: Exception, tries: int) -> Again:
@@ -294,4 +301,6 @@ class Entry:
 
     def report(self, call: Call, outcome: Outcome, runtime: float) -> None:
         """Tell that an attempt was closed; *runtime* is in seconds."""
+        if outcome.failure is None and not self.observer.hears(events.AttemptSettled):
+            return  # a failure may be told of at a higher level than is usual
         self.observer.observe(events.AttemptSettled.by(call.subject, outcome, runtime))

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar, assert_never
 
 from celery_leases.core import events, outcomes
+from celery_leases.core.classifier.default_rules import ANYTHING_ELSE
 from celery_leases.core.durations import in_words
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
 from celery_leases.core.errors import (
     CompletionNotCommitted,
     Cooldown,
     CoolingDown,
+    LeasesError,
     LeaseStoreMismatch,
     PermanentFailure,
+    RecordUnreadable,
     RetryLater,
     StoreUnavailable,
 )
 from celery_leases.core.failures import AfterFailure, CoolDown, after_failure, says_nothing_of_the_group
 from celery_leases.core.records import Ended, Outcome, Record, State
-from celery_leases.core.replies import Again, Answer, News, Over, Reply, Throw
-from celery_leases.core.results import decode, failure_of
-from celery_leases.core.verdicts import Call, Drop, GiveUp, PutBack, Refuse, Replay, Run, StandBack, Verdict, Wait
+from celery_leases.core.redaction import message_of
+from celery_leases.core.replies import Again, Answer, Elsewhere, News, Over, Reply, Throw
+from celery_leases.core.results import MESSAGE_MAX, decode, failure_of, given_back, kept_value
+from celery_leases.core.texts import printable
+from celery_leases.core.verdicts import (
+    Call,
+    Drop,
+    Follow,
+    GiveUp,
+    PutBack,
+    Refuse,
+    Replay,
+    Run,
+    StandBack,
+    Verdict,
+    Wait,
+)
 from celery_leases.core.waiting import RETRY_GRACE
 from celery_leases.entry import SHORT_PAUSE, Away, Entry, Tenancy
+from celery_leases.process import lending
 from celery_leases.renewal import Renewer
 from celery_leases.tenure import Tenure
+
+logger = logging.getLogger("celery_leases")
 
 T = TypeVar("T")
 Body = Callable[[Tenure, Record], Ending]
@@ -42,6 +63,13 @@ class Execution:
 
     def run(self, call: Call, body: Body, away: int = 0) -> Reply:
         """Take *call* to its end. *away*: how often it was put back before because a store did not answer."""
+        before = lending.patience.set(None)  # that of another call, if this one runs in its body
+        try:
+            return self._taken(call, body, away)
+        finally:
+            lending.patience.reset(before)
+
+    def _taken(self, call: Call, body: Body, away: int) -> Reply:
         taken = self.entry.clock.now()
         try:
             entered = self.entry.enter(call)
@@ -49,6 +77,10 @@ class Execution:
             return unavailable.again
         except (StoreUnavailable, LeaseStoreMismatch) as error:
             return self.entry.away(error, away)
+        except LeasesError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a store's own trouble is never the task's failure
+            return self._unexpected(call, error, away)
         if not isinstance(entered, Tenancy):
             return self._reply(call, entered)
         try:
@@ -58,8 +90,13 @@ class Execution:
 
     def _run(self, call: Call, tenancy: Tenancy, body: Body, away: int, taken: float) -> Reply:
         tenure, record = tenancy.tenure, tenancy.record
-        self.renewer.add(tenure)
-        self.entry.observer.observe(events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt))
+        try:
+            self.renewer.add(tenure)
+        except Exception as error:  # noqa: BLE001 - no thread can be started
+            return self._not_begun(call, tenancy, error, away)
+        observer = self.entry.observer
+        if observer.hears(events.LeaseAcquired):
+            observer.observe(events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt))
         began = self.entry.clock.now()
         ending = body(tenure, record)
         runtime = self.entry.clock.now() - began
@@ -67,7 +104,7 @@ class Execution:
         if tenure.work.progressed:
             record = replace(record, crashes=0)
         if tenure.work.completing:
-            seen = self._patiently(call, ending, taken, lambda: self.entry.records.read(record.stored_key))
+            seen = self._patiently(call, tenure, ending, taken, lambda: self.entry.records.read(record.stored_key))
             if seen is None:
                 self.renewer.drop(tenure)
                 return self._unwritten(ending, record, away)
@@ -76,9 +113,11 @@ class Execution:
             ending = self._not_committed(call, record, ending, "the body returned after complete(), but")
         elif left_open:
             ending = self._not_committed(call, record, ending, "the body returned after guard(), but")
-        verdict = self._failed(call, record, ending)
-        outcome = replace(outcomes.after_run(call, record, ending, verdict), progress=tenure.work.unsaved)
-        settled = self._patiently(call, ending, taken, lambda: self.entry.records.settle(record, outcome))
+        verdict = self._failed(call, record, ending) if isinstance(ending, Raised) else None
+        outcome = outcomes.after_run(call, record, ending, verdict)
+        if tenure.work.has_unsaved:
+            outcome = replace(outcome, progress=tenure.work.unsaved)
+        settled = self._patiently(call, tenure, ending, taken, lambda: self.entry.records.settle(record, outcome))
         self.renewer.drop(tenure)
         if settled is None:
             return self._unwritten(ending, record, away)
@@ -88,6 +127,19 @@ class Execution:
             return _passing(ending) or self._stale(call, record)
         self.entry.report(call, outcome, runtime)
         return self._ended(call, ending, outcome)
+
+    def _unexpected(self, call: Call, error: Exception, away: int) -> Again:
+        """Put back what met an error that no store is known to raise; its row may stand open under its token."""
+        logger.error("%s[%s] was not begun: %s", call.task, call.call_id, _named(error), exc_info=error)
+        again = self.entry.away(error, away)
+        return replace(again, reason=_named(error), prior=call.token)
+
+    def _not_begun(self, call: Call, tenancy: Tenancy, error: Exception, away: int) -> Again:
+        """Give an attempt back whose lease nobody would renew."""
+        with suppress(StoreUnavailable):  # then the next attempt has its token
+            self.entry.records.settle(tenancy.record, outcomes.stood_back(call, tenancy.record, 0.0))
+        self.entry.give_back(tenancy.tenure)
+        return self._unexpected(call, error, away)
 
     def _unwritten(self, ending: Ending, record: Record, away: int) -> Reply:
         delay = outcomes.store_pause(away, self.entry.chance())
@@ -112,14 +164,12 @@ class Execution:
         """How an attempt has ended whose own transaction was never committed: as it did, but not in success."""
         if not isinstance(ending, Returned):
             return ending
-        message = f"{record.key}: {what} its transaction was not committed; commit it before the body ends"
+        message = f"{printable(call.key.key)}: {what} its transaction was not committed; commit it before the body ends"
         error = CompletionNotCommitted(message, record.key)
-        return Raised(error, failure_of(error), call.options.rules.judge(error, self.entry.today()))
+        return Raised(error, failure_of(error), call.options.classifier.judge(error, self.entry.today()))
 
-    def _failed(self, call: Call, record: Record, ending: Ending) -> AfterFailure | None:
+    def _failed(self, call: Call, record: Record, ending: Raised) -> AfterFailure:
         """What a failure means; one of the group has closed its gate then, which knows best for how long."""
-        if not isinstance(ending, Raised):
-            return None
         verdict = after_failure(call, record, ending, self.entry.chance())
         if not isinstance(verdict, CoolDown) or verdict.closing is None or call.group is None:
             return verdict
@@ -144,12 +194,15 @@ class Execution:
         if tenure.lost is not None:
             return  # it is somebody else's now, and so may the probe's slot be
         entry, bid = self.entry, tenure.bid
+        cooling = outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
+        if tenure.probe is None and cooling is None:
+            entry.give_back(tenure)
+            return
         with suppress(StoreUnavailable):  # lease and slot end by themselves, and the record holds the cooldown
             clears = tenure.probe is not None and outcome is not None and _clears(outcome, verdict)
             if tenure.probe is not None and clears and entry.gates.open_gate(tenure.probe, bid.token):
                 entry.observer.observe(events.GateOpened(**call.subject, group=tenure.probe))
                 tenure.probe = None
-            cooling = outcome.retry_after if outcome is not None and outcome.state is State.COOLING else None
             if (
                 cooling is not None
                 and cooling > RETRY_GRACE
@@ -160,15 +213,23 @@ class Execution:
                 return
         entry.give_back(tenure)
 
-    def _patiently(self, call: Call, ending: Ending, taken: float, step: Callable[[], T]) -> tuple[T] | None:
-        """Take a step in the database; ``None`` when it did not answer for as long as is allowed."""
+    def _patiently(
+        self, call: Call, tenure: Tenure, ending: Ending, taken: float, step: Callable[[], T]
+    ) -> tuple[T] | None:
+        """Take a step in the database; ``None`` when it did not answer for as long as is allowed.
+
+        A body whose lease was lost is closed as patiently as any other: while its row is open, the next claim of the
+        key takes this process for dead. One that was given back for another reason ends in a hurry.
+        """
         until = outcomes.settle_until(call, self.entry.clock.now(), taken)
-        patient = isinstance(ending, Returned | Raised | Snoozed | Passed)
+        patient = isinstance(ending, Returned | Raised | Snoozed | Passed) or tenure.lost is not None
         tries = 0
         while True:
             try:
                 return (step(),)
-            except StoreUnavailable:
+            except Exception as error:
+                if not tries and not isinstance(error, StoreUnavailable):
+                    logger.error("%s[%s] is to be closed: %s", call.task, call.call_id, _named(error), exc_info=error)
                 pause = outcomes.settle_pause(tries)
                 tries += 1
                 if not patient or self.entry.hurried() or self.entry.clock.now() + pause > until:
@@ -178,7 +239,7 @@ class Execution:
     def _ended(self, call: Call, ending: Ending, outcome: Outcome) -> Reply:
         match ending:
             case Returned(value):
-                return Answer(decode(outcome.result) if outcome.result is not None else value)
+                return Answer(given_back(value, outcome.result) if outcome.result is not None else value)
             case Raised() | Snoozed():
                 return self._deferred(call, ending, outcome)
             case Lost(reason):
@@ -189,22 +250,26 @@ class Execution:
                 assert_never(never)
 
     def _deferred(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Reply:
-        """Put back what comes back by itself; else the caller is told: of the error, or when to ask again."""
+        """Put back what comes back by itself; else the caller gets the error, or is told when to ask again."""
         wait, why = outcome.retry_after or 0.0, outcome.reason or "it asked for it"
         cooling = outcome.state is State.COOLING
         news = News("snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff", wait, why)
         asked = isinstance(ending, Snoozed) or isinstance(ending.error, Cooldown | RetryLater)
         if outcome.resumes:
-            cause = None if asked else ending.error
-            return Again(wait, f"{outcome.state.value}: {why}", started=True, news=news, cause=cause)
+            cause = ending.error if isinstance(ending, Raised) else None
+            unknown = outcome.failure is not None and outcome.failure.rule == ANYTHING_ELSE.name
+            known = f"{outcome.state.value}: {why}"
+            unread = isinstance(ending.error, RecordUnreadable)
+            return Again(wait, known, started=True, news=news, cause=cause, unknown=unknown, away=unread)
         if not asked:
             return Throw(ending.error, news=news if cooling else None)
         rule = outcome.failure.rule if outcome.failure else None
         if outcome.failure is not None and outcome.state is State.FAILED:
-            failed = PermanentFailure(outcome.failure.message, rule, outcome.failure.type)
+            failed = PermanentFailure(printable(outcome.failure.text, None), rule, outcome.failure.type)
             failed.__cause__ = ending.error
             return Throw(failed)
-        message = f"Retry available in {in_words(wait)}: {ending.error}"
+        said = printable(message_of(ending.error, MESSAGE_MAX), None)  # a body may put a client's own text into it
+        message = f"Retry available in {in_words(wait)}: {said}"
         reason = outcome.failure.reason if outcome.failure else outcome.ended.value
         refusal = CoolingDown(message, call.key.key, self.entry.today() + wait, wait, reason, rule)
         refusal.__cause__ = ending.error
@@ -224,14 +289,23 @@ class Execution:
         except StoreUnavailable as error:
             return self.entry.away(error, 0)
         if isinstance(verdict, Run | Wait):
-            return Again(SHORT_PAUSE + self.entry.chance(), "a later attempt owns the key", started=True)
+            why = "a later attempt owns the key" if now is not None else "the record was deleted"
+            return Again(SHORT_PAUSE + self.entry.chance(), why, started=True)
         return self._reply(call, verdict, started=True)
 
     def _reply(self, call: Call, verdict: Verdict, *, started: bool = False) -> Reply:
         match verdict:
             case Replay(result, first_call_id):
+                try:
+                    value = kept_value(result, call.key.key, "result", call.task)
+                except RecordUnreadable as error:
+                    return replace(self.entry.away(error, 0), started=started)
                 self.entry.observer.observe(events.ResultReplayed(**call.subject, first_call_id=first_call_id))
-                return Answer(decode(result))
+                return Answer(value)
+            case Follow(call_id, age, delay, missing):
+                reason = f"call {call_id} goes on as another task, which has not ended"
+                again = Again(delay, reason, started=started, refusal=missing, news=News("put-back", delay, reason))
+                return Elsewhere(call_id, age, again, missing)
             case Drop(reason):
                 self.entry.observer.observe(events.CallDropped(**call.subject, reason=reason))
                 return Over(reason)
@@ -241,11 +315,13 @@ class Execution:
             case GiveUp(error):
                 self.entry.observer.observe(events.CallRefused(**call.subject, error=str(error)))
                 return Throw(error)
-            case PutBack(delay, reason, begun, refusal, what):
+            case PutBack(delay, reason, begun, refusal, what, retrying, met):
                 # A hop is not the whole wait.
                 wait = refusal.retry_after if isinstance(refusal, CoolingDown) else delay
                 news = News(what, wait, reason) if what else None
-                return Again(delay, reason, started=started or begun, refusal=refusal, news=news)
+                begun = started or begun
+                again = Again(delay, reason, started=begun, refusal=refusal, news=news, retrying=retrying)
+                return replace(again, met=met)
             case Run() | Wait() | StandBack():
                 raise AssertionError(f"{verdict} is not an answer")
             case _ as never:
@@ -266,6 +342,10 @@ def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:
 
 def _is_done_by(now: Record, ours: Record) -> bool:
     return (now.state, now.fence, now.owner) == (State.DONE, ours.fence, ours.owner)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _said(ending: Ending) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,12 +18,13 @@ from celery_leases.body.unleased import Unleased
 from celery_leases.core import durations
 from celery_leases.core import progress as saved
 from celery_leases.core.effects import VERIFY_AFTER, OnUncertain
-from celery_leases.core.errors import AlreadyCompleted, EffectMisused, GuardOpen, LeaseLost
+from celery_leases.core.errors import AlreadyCompleted, EffectMisused, ForkedLease, GuardOpen, LeaseLost
 from celery_leases.core.records import Attempt, Record
 from celery_leases.core.results import decode
 from celery_leases.tenure import Tenure
 
 T = TypeVar("T")
+FORKED: Final = "this process was forked by the body, and the lease belongs to the process of the body"
 SAVE_EVERY: Final = 1.0
 """Seconds between two saves of how far a loop has come."""
 
@@ -33,15 +35,19 @@ class Lease:
     ``key``: the stable key of the business action. ``token``: random, made for this attempt alone.
     ``fence``: an integer per key that only ever grows; pass it to any store that can compare it.
     ``attempt``: 1 for the first run of the key. ``previous``: how the last attempt ended, with error and host.
+
+    In a process that the body has forked (``os.fork``, ``multiprocessing``) it is not held, and what would write
+    raises :class:`~celery_leases.ForkedLease`: the renewals go on in the process of the body alone.
     """
 
-    def __init__(self, tenure: Tenure, record: Record, steps: Steps) -> None:
+    def __init__(self, tenure: Tenure, record: Record, steps: Callable[[], Steps], process: int) -> None:
         self._tenure = tenure
         self._record = record
-        self._steps = steps
-        self._progress = saved.load(record.progress, record.generation)
+        self._make_steps = steps
+        self._progress = saved.load(record.progress, record.generation) if record.progress is not None else saved.NONE
         self._saved_at = -math.inf
         self._loops: set[str] = set()
+        self._process = process
         self.key = record.key
         self.token = record.owner
         self.fence = record.fence
@@ -50,29 +56,38 @@ class Lease:
         tenure.confirm = self._confirm
 
     @property
-    def held(self) -> bool:
-        """Whether the lease still counts, computed from the clock: no round trip.
+    def _steps(self) -> Steps:
+        """Made by the first step that the body takes; threads of a body share one."""
+        made: Steps | None = self.__dict__.get("_made_steps")
+        return made if made is not None else self.__dict__.setdefault("_made_steps", self._make_steps())
 
-        It is ``False`` but not yet lost for a moment where a transaction that :meth:`guard` has opened outlasted it:
-        until the next renewal, or :meth:`check`.
-        """
-        return self._tenure.held
+    @property
+    def held(self) -> bool:
+        """Whether the lease still counts, computed from the clock: no round trip."""
+        return not self._forked and self._tenure.held
 
     @property
     def lost(self) -> bool:
         """Whether the lease is lost; it stays lost."""
-        return self._tenure.gone
+        return not self.held
 
     def remaining(self) -> float:
         """Seconds until the body must stop, unless a renewal comes first; 0 when the lease is lost."""
-        return self._tenure.remaining()
+        return 0.0 if self._forked else self._tenure.remaining()
 
     def check(self) -> None:
         """Raise :class:`~celery_leases.LeaseLost` unless the lease counts: call it before what cannot be undone.
 
-        No round trip, except where a transaction that :meth:`guard` has opened outlasted the lease.
+        No round trip, except after the end of a lease in the database that a transaction has outlasted, which
+        :meth:`guard` or :meth:`complete` has locked the row in: then the database is asked.
         """
+        if self._forked:
+            raise LeaseLost(f"{self.key}: the lease is not held here: {FORKED}", self.key, FORKED)
         self._tenure.check()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
     def extend(self, seconds: durations.Duration) -> None:
         """Make the lease last at least *seconds* (or ``"5m"``) from now, in one round trip; it is never cut.
@@ -80,6 +95,7 @@ class Lease:
         Raises :class:`~celery_leases.LeaseConfigurationError` for what is no such time,
         :class:`~celery_leases.LeaseLost`, and :class:`~celery_leases.StoreUnavailable` when there was no answer.
         """
+        self._refuse_forked("extend()")
         span = durations.seconds(seconds, "extend(): seconds")
         self._refuse_guarded("extend()")
         with self._steps.closed():
@@ -113,6 +129,7 @@ class Lease:
         Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.GuardOpen`,
         :class:`~celery_leases.EffectMisused`, :class:`~celery_leases.StoreUnavailable`, and whatever *call* raises.
         """
+        self._refuse_forked("effect()")
         self._refuse_guarded("effect()")
         return self._steps.effects.perform(name, calls_of(call, reference, verify, verify_after, uncertain))
 
@@ -129,6 +146,7 @@ class Lease:
         Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.GuardOpen`,
         :class:`~celery_leases.EffectMisused` for a value that is no JSON, :class:`~celery_leases.StoreUnavailable`.
         """
+        self._refuse_forked("save_progress()")
         self._refuse_guarded("save_progress()")
         self._save(replace(self._progress, value=saved.checked(value, self.key)))
         self._steps.renewer.extend(self._tenure, self._tenure.bid.ttl)
@@ -139,7 +157,8 @@ class Lease:
         An item is finished once the loop asks for the next one. What is finished is saved once a second, with
         ``every=n`` after every *n* items, at the end of the loop, and with the outcome of an attempt that fails or is
         interrupted. So only a killed process loses any of it: up to a second's items, or *every* - 1, run again, and
-        the item it died in. *name* tells loops of one task apart: each may be entered once in an attempt, and by one
+        the item it died in. Only the position is saved: what the body has collected in a local variable is gone with
+        its attempt. *name* tells loops of one task apart: each may be entered once in an attempt, and by one
         thread: what loops in several threads at once have finished may be run again.
         Raises :class:`~celery_leases.LeaseLost` between items, and what :meth:`save_progress` raises.
         """
@@ -152,6 +171,7 @@ class Lease:
         if name in self._loops:
             message = f"{self.key}: each() named {name!r} twice in one attempt; give each loop its own name="
             raise EffectMisused(message, self.key)
+        self._refuse_forked("each()")
         self._refuse_guarded("each()")
         self._loops.add(name)
         return self._each(items, name, every)
@@ -164,6 +184,7 @@ class Lease:
                 continue
             self.check()
             yield item
+            self._refuse_forked("each()")
             self._advance(name, number + 1)
             due = number + 1 - last >= every if every else self._tenure.now() - self._saved_at >= SAVE_EVERY
             if due:
@@ -207,6 +228,7 @@ class Lease:
         :class:`~celery_leases.GuardOpen` while another transaction is guarded, and
         :class:`~celery_leases.EffectMisused` for a result that is no JSON.
         """
+        self._refuse_forked("complete()")
         text = saved.checked(result, self.key, "complete()")
         if self._steps.transaction is None:  # an eager call, whose records are in memory: the wrapper completes it
             self.check()
@@ -228,6 +250,7 @@ class Lease:
         Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.WrongDatabase`, and
         :class:`~celery_leases.GuardOpen` while another transaction is guarded.
         """
+        self._refuse_forked("guard()")
         self.check()
         if self._steps.transaction is None:
             return
@@ -242,7 +265,8 @@ class Lease:
             self._steps.renewer.make_way(self._tenure)
             sent = self._tenure.now()
             lock()
-        self._steps.renewer.locked(self._tenure, sent)
+        if self._record.lease_until is not None:  # the row is the lease
+            self._steps.renewer.locked(self._tenure, sent)
 
     def _confirm(self) -> None:
         with self._steps.closed():
@@ -255,6 +279,10 @@ class Lease:
         transaction.join(self.key)
         self._tenure.work.join(transaction)
         return transaction
+
+    def _refuse_forked(self, what: str) -> None:
+        if self._forked:
+            raise ForkedLease(f"{self.key}: {what} in process {os.getpid()}: {FORKED}; call it there", self.key)
 
     def _refuse_guarded(self, what: str) -> None:
         if self._tenure.work.is_locked():
@@ -276,14 +304,19 @@ def lease_here() -> Lease | Unleased:
     return _current.get()
 
 
+enter_body: Final = _current.set
+"""Make a lease that of the body which begins here; :data:`leave_body` takes what it returns."""
+leave_body: Final = _current.reset
+
+
 @contextmanager
 def leased(lease: Lease | Unleased) -> Iterator[None]:
     """Enclose a body that runs under *lease*."""
-    before = _current.set(lease)
+    before = enter_body(lease)
     try:
         yield
     finally:
-        _current.reset(before)
+        leave_body(before)
 
 
 class CurrentLease:

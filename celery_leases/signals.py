@@ -13,19 +13,25 @@ their own, under gevent and eventlet in a greenlet; all others in the process an
 from __future__ import annotations
 
 import logging
+import re
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
 from celery_leases.core import events
 from celery_leases.core.events import Event
-from celery_leases.core.redaction import redact
+from celery_leases.core.records import MAY_HAVE_BEEN_EXECUTED
+from celery_leases.core.redaction import shortened
+from celery_leases.core.texts import SHOWN, printable
 from celery_leases.process import greenlets, native
 
 
@@ -50,18 +56,32 @@ gate_opened = _signal("gate_opened")
 completion_stands = _signal("completion_stands")
 
 
-class _Redacting(logging.Filter):
-    """Takes secrets out of the tracebacks that are written; handlers that want the exception itself still have it."""
+LINE_MAX: Final = 5_000
+TRACEBACK_MAX: Final = 30_000
+"""Characters of a line, and of a traceback, in the log."""
+
+
+class _Clean(logging.Filter):
+    """Makes each line of ours one printable line of bounded length, and takes secrets out of it and of its traceback.
+
+    Handlers that want the exception itself still have it. The line of an event is written so from the beginning.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if hasattr(record, "lease_event"):
+            return True
         with suppress(Exception):  # what cannot be formatted here cannot be by a handler either
+            said = record.getMessage()
+            if (line := printable(shortened(said, LINE_MAX), LINE_MAX)) != said:
+                record.msg, record.args = "%s", (line,)
             if record.exc_info and not record.exc_text:
-                record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
+                traceback_ = shortened(logging.Formatter().formatException(record.exc_info), TRACEBACK_MAX)
+                record.exc_text = printable(traceback_, None, keep="\n\t")
         return True
 
 
 logger = logging.getLogger("celery_leases")
-logger.addFilter(_Redacting())
+logger.addFilter(_Clean())
 
 _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.LeaseAcquired: (lease_acquired, logging.DEBUG, "attempt {attempt} begins under fence {fence}"),
@@ -84,7 +104,7 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.OutcomeRefused: (
         outcome_refused,
         logging.WARNING,
-        "outcome of fence {fence} refused: a later attempt owns the key (now {state})",
+        "outcome of fence {fence} refused: {more}",
     ),
     events.AttemptSettled: (
         attempt_settled,
@@ -108,6 +128,12 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     ),
     events.GateOpened: (gate_opened, logging.INFO, "cooldown group {group} is open again"),
 }
+_FIELDS: Final = {
+    kind: (names := tuple(field.name for field in dataclass_fields(kind)), attrgetter(*names)) for kind in _SIGNALS
+}
+_SUBJECT: Final = "{task}[{call_id}] key {key}: "
+_NUMBERS: Final = re.compile(r"\d+")
+_CAUSES_KEPT: Final = 100
 _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseGone)
 
 
@@ -131,8 +157,7 @@ class Announcer:
         a renewal.
         """
         if not isinstance(event, _DURING_A_RUN):
-            if self._green and self._hub is None:
-                self._hub = greenlets.hub_caller()  # that of a task: a key is acquired before it is renewed
+            self._find_hub()
             _tell(event)
         elif self._hub is not None:
             self._hub(partial(greenlets.spawn, partial(_tell, event)))
@@ -140,6 +165,18 @@ class Announcer:
             _log(event)
             if _SIGNALS[type(event)][0].receivers:
                 self._hand_on(event)
+
+    def hears(self, kind: type[Event]) -> bool:
+        """Whether an event of that type has a receiver, or its log line is wanted at its usual level."""
+        if self._green and kind not in _DURING_A_RUN:
+            self._find_hub()
+        signal, level, _ = _SIGNALS[kind]
+        return bool(signal.receivers) or logger.isEnabledFor(level)
+
+    def _find_hub(self) -> None:
+        """Remember the hub of the task that this is called in: its key is acquired before it is renewed."""
+        if self._green and self._hub is None:
+            self._hub = greenlets.hub_caller()
 
     def _hand_on(self, event: Event) -> None:
         self._waiting.append(event)
@@ -170,24 +207,90 @@ def _send(event: Event) -> None:
             logger.exception("a receiver of %s raised", signal.name)
 
 
+class _Outages:
+    """When put-backs of one cause were last logged as a warning, and how many there have been since."""
+
+    def __init__(self, pause: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pause = pause
+        self._clock = clock
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def due(self, reason: str) -> int | None:
+        """How many there were since the last warning, if the next is due; ``None``: it is not."""
+        cause = _NUMBERS.sub("#", reason)  # ports, process ids and times do not make another cause
+        now = self._clock()
+        last, count = self._seen.get(cause, (None, 0))
+        if last is not None and now - last < self._pause:
+            self._seen[cause] = (last, count + 1)
+            return None
+        if len(self._seen) >= _CAUSES_KEPT:
+            self._seen.clear()
+        self._seen[cause] = (now, 0)
+        return count
+
+
+_outages = _Outages()
+
+
 def _log(event: Event) -> None:
     """One line, with the event as plain values for handlers that write for machines."""
     signal, level, text = _SIGNALS[type(event)]
+    if (
+        isinstance(event, events.CallPutBack)
+        and event.unavailable
+        and (since := _outages.due(event.reason)) is not None
+    ):
+        level, text = logging.WARNING, text + (f" ({since} more since the last such warning)" if since else "")
+    if isinstance(event, events.AttemptSettled) and event.failure is not None and event.failure.ambiguous:
+        level = logging.WARNING
     if not logger.isEnabledFor(level):
         return
-    with _harmless():
-        fields = asdict(event)
-        line = f"{event.task}[{event.call_id}] key {event.key}: {text.format(**fields, more=_more(event))}"
+    try:
+        fields = _plain(event)
+        line = _line(f"{_SUBJECT}{text}", {**fields, "more": _more(event)})
         logger.log(level, "%s", line, extra={"lease_event": signal.name, "data": fields})
+    except Exception:  # noqa: BLE001 - as in _harmless
+        _told_of_log()
+
+
+def _line(template: str, fields: Mapping[str, Any]) -> str:
+    if "{error}" not in template and "{reason}" not in template:
+        line = template.format_map(fields)
+        if len(line) <= SHOWN and line.isprintable():
+            return line  # so is each of its parts
+    shown = {name: _shown(name, value) if isinstance(value, str) else value for name, value in fields.items()}
+    return printable(template.format_map(shown), LINE_MAX)
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    """The fields of *event* as plain values."""
+    names, values = _FIELDS[type(event)]
+    plain = dict(zip(names, values(event), strict=True))
+    if plain.get("failure") is not None:
+        plain["failure"] = asdict(plain["failure"])
+    return plain
+
+
+def _shown(name: str, value: str) -> str:
+    if name == "more":
+        return value
+    return shortened(value, LINE_MAX) if name in ("error", "reason") else printable(value)
 
 
 def _more(event: Event) -> str:
-    """For how long the key waits, and what went wrong by which rule."""
+    """What the fields alone do not say: for how long the key waits and by which rule, or what became of the record."""
+    if isinstance(event, events.OutcomeRefused):
+        if event.state is None:
+            return "the record was deleted (by an operator, or as its retention was over)"
+        return f"a later attempt owns the key (now {event.state})"
     if not isinstance(event, events.AttemptSettled):
         return ""
     wait = f" for {event.retry_after:.1f} s" if event.retry_after else ""
     failure = event.failure
-    return f"{wait} by rule {failure.rule}: {failure.type}: {failure.message}" if failure and failure.rule else wait
+    if failure is None or not failure.rule:
+        return wait
+    doubt = f", {MAY_HAVE_BEEN_EXECUTED}" if failure.ambiguous else ""
+    return f"{wait} by rule {failure.rule}{doubt}: {failure.type}: {printable(failure.message, LINE_MAX)}"
 
 
 @contextmanager
@@ -196,5 +299,9 @@ def _harmless() -> Iterator[None]:
     try:
         yield
     except Exception:  # noqa: BLE001 - whatever a user's handler raises
-        if logging.raiseExceptions:
-            traceback.print_exc()
+        _told_of_log()
+
+
+def _told_of_log() -> None:
+    if logging.raiseExceptions:
+        traceback.print_exc()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from celery import Celery, Task, signals
+from celery import Celery, Task
 from celery.result import AsyncResult
 
-from celery_leases.body.unleased import Unleased
 from celery_leases.core.errors import (
     AlreadyDone,
     Cooldown,
@@ -20,21 +18,37 @@ from celery_leases.core.errors import (
     LeaseHeld,
     PermanentFailure,
     RetryLater,
-    StoreUnavailable,
 )
-from celery_leases.core.keys import call_group, call_key
+from celery_leases.core.keys import Parameters, call_group, call_key
 from celery_leases.core.options import LeaseOptions, gather
-from celery_leases.core.replies import callbacks_mark
-from celery_leases.core.status import LeaseStatus
-from celery_leases.handle import UNLEASED, Lease, lease_here, leased
-from celery_leases.process import deadman
-from celery_leases.seam import apps, green_pool, outgoing, undertaker
-from celery_leases.seam.body_end import REPLACED
-from celery_leases.seam.delivery import STORED_KEY, Delivery
+from celery_leases.seam import hooks  # noqa: F401 - connects them
+from celery_leases.seam.app_settings import settings_of
 
-_RUNNING = "celery_leases_running"
+# What runs tasks and asks stores is imported where it is used: a process that only publishes needs none of it.
+if TYPE_CHECKING:
+    from celery_leases.body.unleased import Unleased
+    from celery_leases.core.status import LeaseStatus
+    from celery_leases.handle import Lease
+
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
-_CALLBACKS_REMEMBERED = 86_400.0
+
+
+def _check_order(cls: Any) -> None:
+    """Refuse a class in which something stands before the lease that would run the body without it."""
+    name = f"task {cls.name}" if getattr(cls, "name", None) else f"class {cls.__qualname__}"
+    bases = cls.__mro__
+    if Task in bases and bases.index(Task) < bases.index(LeasedMixin):
+        other = next(base for base in bases if issubclass(base, Task) and not issubclass(base, LeasedMixin))
+        raise LeaseConfigurationError(
+            f"{name}: {other.__qualname__} stands before LeasedMixin and hides it, so the body would run without a "
+            "lease; put LeasedMixin first, as in class MyTask(LeasedMixin, OtherTask)"
+        )
+    if cls.__call__ is not LeasedMixin.__call__:
+        other = next(base for base in bases if "__call__" in vars(base))
+        raise LeaseConfigurationError(
+            f"{name}: {other.__qualname__}.__call__ stands before the lease, so the body may run without; "
+            "put LeasedMixin first, as in class MyTask(LeasedMixin, OtherTask), or move the code into run()"
+        )
 
 
 class LeasedMixin:
@@ -46,15 +60,19 @@ class LeasedMixin:
 
     abstract = True
     acks_late = True
-    reject_on_worker_lost = True
+    reject_on_worker_lost: bool | None = True
     # Celery 5.7 would send a new message instead, and count the crash as one of the user's retries.
     retry_on_worker_lost = False
     # What a body asks for is for the rules; an ``autoretry_for`` of everything would eat it.
     dont_autoretry_for = (PermanentFailure, Cooldown, RetryLater)
-    Request = "celery_leases.seam.request:LeaseRequest"
+    Request: Any = "celery_leases.seam.request:LeaseRequest"
 
     lease_options: ClassVar[LeaseOptions]
-    lease_signature: ClassVar[inspect.Signature]
+    lease_signature: ClassVar[Parameters]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_order(cls)
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
@@ -69,36 +87,61 @@ class LeasedMixin:
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker each time it has a connection to the broker."""
+        from celery_leases.seam import green_pool, undertaker
+        from celery_leases.seam.request import request_class
+
         undertaker.watch_again()
         green_pool.prepare(consumer)
+        self.Request = request_class(self)
         return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease if this is a delivery; called directly, it runs alone."""
+        from celery_leases.handle import UNLEASED, leased
+        from celery_leases.seam.delivery import Delivery
+        from celery_leases.seam.pin import state_of
+
         request = self.request  # type: ignore[attr-defined]
-        if request.called_directly or request.__dict__.get(_RUNNING):
+        state = state_of(request)
+        if request.called_directly or state.running:
             with leased(UNLEASED):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        request.__dict__[_RUNNING] = True
+        state.running = True
         return Delivery(self, request, args, kwargs, self._run_body).take()
 
-    def _run_body(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the body as Celery would: through the ``__call__`` of the class behind this one, if it has its own."""
         behind = super().__call__  # type: ignore[misc]
         if behind.__func__ is not Task.__call__:
             return behind(*args, **kwargs)
         # What Celery's stack protection sets when Task.__call__ is entered first.
-        self.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
+        request._protected = 1  # noqa: SLF001
         return self.run(*args, **kwargs)  # type: ignore[attr-defined]
 
     @property
     def lease(self) -> Lease | Unleased:
         """The lease of the body that is running here."""
+        from celery_leases.handle import lease_here
+
         return lease_here()
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        """Publish a call as Celery does; options of the task are refused, as they would do nothing in a message."""
+        if options:
+            _refuse_task_options(self, options)
+        return super().apply_async(*args, **options)  # type: ignore[misc]
+
+    def apply(self, *args: Any, **options: Any) -> Any:
+        """Run a call here as Celery does; options of the task are refused, as for a call that is published."""
+        if options:
+            _refuse_task_options(self, options)
+        return super().apply(*args, **options)  # type: ignore[misc]
 
     def replace(self, sig: Any) -> Any:
         """Replace this task as Celery does; its key is over, or goes on with a replacement that has the same."""
-        self.request.__dict__[REPLACED] = sig  # type: ignore[attr-defined]
+        from celery_leases.seam.pin import state_of
+
+        state_of(self.request).replacement = sig  # type: ignore[attr-defined]
         return super().replace(sig)  # type: ignore[misc]
 
     def enqueue(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
@@ -114,6 +157,8 @@ class LeasedMixin:
         :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.WrongDatabase`,
         :class:`~celery_leases.LeaseConfigurationError` and what the database raises.
         """
+        from celery_leases.seam import outgoing
+
         if check := getattr(self, "__header__", None):
             check(*args, **kwargs)  # as apply_async does
         return outgoing.enqueue(self, session_or_connection, args, kwargs)
@@ -124,6 +169,8 @@ class LeasedMixin:
         Raises :class:`~celery_leases.KeyUnusable` when the arguments make no key, and
         :class:`~celery_leases.LeaseConfigurationError` for a task without ``lease_key``: its keys are Celery's ids.
         """
+        from celery_leases.seam import apps
+
         name: str = self.name  # type: ignore[attr-defined]
         if self.lease_options.key is None:
             raise LeaseConfigurationError(
@@ -133,28 +180,38 @@ class LeasedMixin:
         key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
         group = call_group(name, self.lease_options, self.lease_signature, args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
-        return apps.parts_of(app).client.status(key.key, task=name, scope=self.lease_options.scope, group=group)
+        return apps.parts_of(app).client.status(key.key, task=name, namespace=self.lease_options.namespace, group=group)
 
 
 class LeasedTask(LeasedMixin, Task):
     """A Celery task that is safe to run twice: ``@app.task(base=LeasedTask, lease_key="invoice:{customer_id}")``."""
 
 
-def _signature(cls: Any) -> inspect.Signature:
-    signature = inspect.signature(cls.run)
-    if isinstance(inspect.getattr_static(cls, "run"), staticmethod):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+def _signature(cls: Any) -> Parameters:
+    parameters = list(inspect.signature(cls.run).parameters.values())
+    return Parameters(parameters if isinstance(inspect.getattr_static(cls, "run"), staticmethod) else parameters[1:])
+
+
+def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name.startswith("lease_"):
+            value = options[name]
+            raise LeaseConfigurationError(
+                f"task {task.name}: {name}={value!r} was given to one call, where it does nothing; it is an option of "
+                f"the task, write @app.task({name}={value!r})"
+            )
 
 
 def _check_class(cls: Any) -> None:
     """Refuse a class that would run without its lease, or that hides what it needs."""
-    if cls.__call__ is not LeasedMixin.__call__:
-        other = next(base for base in cls.__mro__ if "__call__" in vars(base))
-        raise LeaseConfigurationError(
-            f"task {cls.name}: {other.__qualname__}.__call__ stands before the lease, so the body may run without; "
-            "put LeasedMixin first, as in class MyTask(LeasedMixin, OtherTask), or move the code into run()"
-        )
+    _check_order(cls)
+    for attribute in ("Strategy", "start_strategy"):
+        others = (base for base in cls.__mro__ if attribute in vars(base) and base not in (LeasedMixin, Task))
+        if other := next(others, None):
+            raise LeaseConfigurationError(
+                f"task {cls.name}: {other.__qualname__}.{attribute} takes messages past the lease, so bodies would run "
+                "without; use that class without LeasedMixin, and let its body call a leased task for each message"
+            )
     reserved = {"lease_options": LeaseOptions, "lease_signature": inspect.Signature}
     wrong = [name for name, kind in reserved.items() if not isinstance(getattr(cls, name, None), kind | None)]
     if cls.lease_status is not LeasedMixin.lease_status:
@@ -169,7 +226,7 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
         for name in dir(cls)
         if name.startswith("lease_") and name not in _NOT_OPTIONS
     }
-    defaults: Mapping[str, Any] = apps.settings_of(app, lenient=True).defaults
+    defaults: Mapping[str, Any] = settings_of(app, lenient=True).defaults
     parameters = cls.lease_signature.parameters.values()
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     options = gather(cls.name, given, defaults, None if open_ended else [parameter.name for parameter in parameters])
@@ -183,24 +240,18 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
             f"task {cls.name}: acks_late=False acknowledges a message before its work is done, so a kill loses "
             "it; leave acks_late out, or write lease_allow_loss=True beside it"
         )
-    if options.on_lost == "kill" and not deadman.available():
-        raise LeaseConfigurationError(
-            f"task {cls.name}: lease_on_lost='kill' needs a timer of the Linux kernel, which this system has not; "
-            "write lease_on_lost='interrupt'"
-        )
+    if options.on_lost == "kill":
+        _check_timer(cls)
     if cls.time_limit and "max_hold" not in given and "max_hold" not in defaults:
         options = replace(options, max_hold=max(options.ttl, float(cls.time_limit)))
     return options
 
 
-@signals.task_success.connect(weak=False)
-def _callbacks_are_out(sender: Any, **_: Any) -> None:
-    """Celery has sent the callbacks of this call: a copy of it that comes now is superfluous."""
-    if isinstance(sender, LeasedMixin):
-        request = sender.request  # type: ignore[attr-defined]
-        stored_key, call_id = request.__dict__.get(STORED_KEY, (None, None))
-        if stored_key is not None and not request.is_eager:
-            ttl = min(sender.lease_options.retention, _CALLBACKS_REMEMBERED)
-            marks = apps.parts_of(sender.app).marks  # type: ignore[attr-defined]
-            with suppress(StoreUnavailable):  # a copy would send the callbacks again, as the guarantees say
-                marks.swap_mark(stored_key, callbacks_mark(call_id), None, "out", ttl)
+def _check_timer(cls: Any) -> None:
+    from celery_leases.process import deadman
+
+    if not deadman.available():
+        raise LeaseConfigurationError(
+            f"task {cls.name}: lease_on_lost='kill' needs a timer of the Linux kernel, which this system has not; "
+            "write lease_on_lost='interrupt'"
+        )

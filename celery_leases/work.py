@@ -99,5 +99,8 @@ class Work:
 
         Whether there was any.
         """
-        joined, self._joined, self._transaction = self._joined, [], None
+        self._transaction = None
+        if not self._joined:
+            return False
+        joined, self._joined = self._joined, []
         return sum(transaction.roll_back() for transaction in joined) > 0

@@ -41,7 +41,7 @@ def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
     base=LeasedTask,
     lease_key="document:{document_id}",
     lease_cooldown_group="model:{model}",  # a rate limit is the model's, whichever document meets it
-    lease_after_cooldown="stop",  # a person waits: tell them when to press the button again
+    lease_resume="never",  # a person waits: tell them when to press the button again
 )
 def write_summary(document_id: int, model: str) -> dict[str, Any]:
     """Have one document summarised, for the person who has pressed the button."""
@@ -52,7 +52,8 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     base=LeasedTask,
     lease_key="document:{document_id}",
     lease_cooldown_group="model:{model}",
-    lease_on_cooldown="put_back",  # nobody waits: what comes while the model cools down waits as well
+    lease_resume="always",  # nobody waits: what fails comes back, also of an answer that nobody understands,
+    lease_on_cooling="put_back",  # and what comes while the model cools down waits as well
     lease_cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0),
 )
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:

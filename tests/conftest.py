@@ -1,3 +1,31 @@
 """Fixtures for all tests come from the published plugin, as they would in a user's project."""
 
-pytest_plugins = ["celery_leases.testing.plugin", "pytester"]
+import pytest
+from hypothesis import settings
+
+from tests.combinations import chosen
+
+# A machine that is busy with something else makes single examples slow, which says nothing about the code.
+settings.register_profile("without_deadline", deadline=None)
+settings.load_profile("without_deadline")
+
+pytest_plugins = ["celery_leases.testing.plugin", "celery_leases.testing.node_plugin", "pytester"]
+
+SLOW_FIRST = ("crash", "integration", "contract", "clients", "unit")
+"""Directories with what takes long first: where the last tests are short, all processes end at the same time."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all-combinations`` runs each test on all of its combinations."""
+    parser.getgroup("celery_leases").addoption(
+        "--all-combinations", action="store_true", help="run each test on all its brokers, lease stores and databases"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the combinations to run on, and put slow tests first."""
+    kept = chosen(items, everywhere=config.getoption("--all-combinations"))
+    left_out = set(items).difference(kept)
+    config.hook.pytest_deselected(items=list(left_out))
+    places = {config.rootpath / "tests" / name: number for number, name in enumerate(SLOW_FIRST)}
+    items[:] = sorted(kept, key=lambda item: places.get(item.path.parent, len(places)))

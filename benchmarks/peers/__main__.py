@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
+from benchmarks.environments import interpreter
 from benchmarks.peers.cases import ALL
-from benchmarks.peers.environments import PACKAGES, Package
+from benchmarks.peers.columns import PACKAGES, Package
 from benchmarks.peers.observations import Case, Observed
 from benchmarks.peers.plays import NotPlayed, play
 from benchmarks.peers.table import PAGE, differences, drawn, on_page, put_on_page
@@ -39,7 +40,7 @@ def _played(case: Case, package: Package) -> Observed | None:
     """What was observed, told on the way; None, and the log, when the case did not come to its end."""
     start = time.monotonic()
     try:
-        observed = play(case, package.name, package.environment())
+        observed = play(case, package.name, interpreter(package.name))
     except (NotPlayed, NotReady) as error:
         print(f"== {case.row} on {package.title} was not played to its end\n{error}", file=sys.stderr, flush=True)
         return None
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     cases = [case for case in ALL if case.row in rows]
     packages = [package for package in PACKAGES if package.name in names]
     for package in packages:
-        package.environment()
+        interpreter(package.name)
     cells: dict[tuple[str, str], Observed] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         plays: dict[Future[Observed | None], tuple[str, str]] = {

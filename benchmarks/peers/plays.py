@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.peers.environments import ROOT
+from benchmarks.environments import ROOT
 from benchmarks.peers.observations import Case, Observed
 from celery_leases.testing.process import GuardedProcess
 from celery_leases.testing.servers import RedisServer

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.peers.environments import ROOT, Package
+from benchmarks import pages
+from benchmarks.environments import ROOT
+from benchmarks.peers.columns import Package
 from benchmarks.peers.observations import Case, Observed
 
 PAGE = ROOT / "docs" / "comparison.md"
@@ -35,16 +37,12 @@ def drawn(cases: Sequence[Case], packages: Sequence[Package], cells: Cells) -> s
 
 def on_page(page: Path = PAGE) -> str:
     """The table that the page shows; raises ValueError without its marks."""
-    _, rest = page.read_text().split(BEGIN)
-    table, _ = rest.split(END)
-    return table.strip("\n")
+    return pages.part(page, BEGIN, END)
 
 
 def put_on_page(table: str, page: Path = PAGE) -> None:
     """Replace the table that the page shows; raises ValueError without its marks."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    pages.put(page, BEGIN, END, table)
 
 
 def differences(shown: str, observed: str) -> list[str]:

@@ -203,8 +203,9 @@ class Effects:
         try:
             reply = calls.call(effect.idempotency_key)
         except (Exception, Snooze) as error:
-            if not doubted and self._was_executed(error, outside) is False:
-                self._withdraw(effect)
+            with self.closed():  # what an attribute of the error raises is no interrupt then
+                if not doubted and self._was_executed(error, outside) is False:
+                    self._withdraw(effect)
             raise
         if _has_not_run(reply):
             if not doubted:
@@ -227,7 +228,7 @@ class Effects:
             if cause is None or cause is outside:
                 return None  # it may have looked before it called, or at a reply that said nothing
             error = cause
-        return was_executed(KNOWN.judge(error, 0.0), self.judge(error))
+        return was_executed(KNOWN.judge(error, 0.0, self.clock.now), self.judge(error))
 
     def _withdraw(self, effect: Effect) -> None:
         with suppress(StoreUnavailable), self.closed():  # it stays in doubt, and is looked up later

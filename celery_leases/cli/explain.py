@@ -11,18 +11,20 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases.cli.group import app_of, leases
-from celery_leases.cli.output import as_json, echo_fields, echo_json
+from celery_leases.cli.group import app_of, leases, unknown_task
+from celery_leases.cli.output import as_json, echo_fields, echo_json, echo_line
 from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
 from celery_leases.core.endings import Raised
 from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter, after_failure
 from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions
+from celery_leases.core.policies import MANY
 from celery_leases.core.records import Failure, Record, State
 from celery_leases.core.rulings import Judgement
 from celery_leases.core.verdicts import Call
-from celery_leases.seam import apps
+from celery_leases.seam.app_settings import leased_tasks
 
+_A_RECORD = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)
 SHOWN = 3
 """How many failures in a row are played through."""
 
@@ -43,12 +45,12 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
     """Print the rule that a failure would meet, why, and what would be done about it."""
     facts = _facts(given)
     options = _options(ctx, task)
-    judgement = options.rules.judge_facts(facts, time.time())
+    judgement = options.classifier.judge_facts(facts, time.time())
     values = explained(judgement, options)
     if as_json:
         echo_json(values)
         return
-    click.echo(f"{judgement.rule}: {judgement.why}" if judgement.why else judgement.rule)
+    echo_line(f"{judgement.rule}: {judgement.why}" if judgement.why else judgement.rule)
     echo_fields({name: value for name, value in values.items() if name not in ("rule", "why", "failures")})
     for number, line in enumerate(values["failures"], 1):
         click.echo(f"  {f'failure {number}':16} {line}")
@@ -59,7 +61,6 @@ def explained(judgement: Judgement, options: LeaseOptions) -> dict[str, Any]:
     ruling = judgement.ruling
     group = options.cooldown_group if isinstance(options.cooldown_group, str) else "its lease_cooldown_group"
     in_group = ruling.scope == "group" and options.cooldown_group is not None
-    comes_back = "comes back by itself" if options.after_cooldown == "resume" else "ends with the error"
     return {
         "rule": judgement.rule,
         "why": judgement.why,
@@ -71,14 +72,26 @@ def explained(judgement: Judgement, options: LeaseOptions) -> dict[str, Any]:
         "clamped": "to 6 hours" if judgement.clamped else None,
         "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
         "operator": "waiting alone does not mend it" if ruling.operator else None,
-        "after_a_cooldown": f"the call {comes_back}" if ruling.kind != "permanent" else None,
+        "after_a_cooldown": _after_a_cooldown(judgement, options),
         "failures": _in_a_row(judgement, options, "a group" if in_group else None),
     }
 
 
+def _after_a_cooldown(judgement: Judgement, options: LeaseOptions) -> str | None:
+    """What becomes of the call once it has no quick retries left; ``None``: it has failed for good then."""
+    raised = Raised(Exception(), Failure("", ""), judgement)
+    verdict = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
+    if not isinstance(verdict, CoolDown):
+        return None
+    return "the call comes back by itself" if verdict.resume else "the call ends with the error"
+
+
+def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
+    return Call("", "", CallKey("", ""), options, group=group)
+
+
 def _in_a_row(judgement: Judgement, options: LeaseOptions, group: str | None) -> list[str]:
-    call = Call("", "", CallKey("", ""), options, group=group)
-    record = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)
+    call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):
         raised = Raised(Exception(), Failure("", ""), judgement)
@@ -108,10 +121,9 @@ def _in_words(shortest: AfterFailure, longest: AfterFailure, trips: int) -> str:
 def _options(ctx: click.Context, task: str | None) -> LeaseOptions:
     if task is None:
         return LeaseOptions()
-    known = apps.leased_tasks(app_of(ctx))
+    known = leased_tasks(app_of(ctx))
     if task not in known:
-        names = ", ".join(sorted(known)) or "none"
-        raise click.BadParameter(f"{task} is no leased task of this app; known are {names}", param_hint="--task")
+        raise unknown_task(task, known)
     options: LeaseOptions = known[task].lease_options
     return options
 

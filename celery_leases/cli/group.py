@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeasesError
+from celery_leases.core.texts import printable
 from celery_leases.seam import apps
+from celery_leases.seam.app_settings import leased_tasks
 
 
 class _Group(click.Group):
@@ -18,7 +21,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except LeasesError as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(printable(str(error), None, keep="\n")) from None
 
 
 @click.group(cls=_Group, help="Leases and records of tasks that are safe to run twice.")
@@ -29,6 +32,32 @@ def leases() -> None:
 def client_of(ctx: click.Context) -> LeaseClient:
     """A client on the stores of the app the command was given."""
     return apps.parts_of(app_of(ctx)).client
+
+
+def check_task(ctx: click.Context, client: LeaseClient, task: str | None) -> None:
+    """Refuse a ``--task`` that is neither a leased task of the app nor has a record: its answers would all be empty."""
+    known = leased_tasks(app_of(ctx))
+    if task is None or task in known or client.list(task=task, limit=1):
+        return
+    raise unknown_task(task, known)
+
+
+def unknown_task(task: str, known: Iterable[str]) -> click.BadParameter:
+    """The error for a ``--task`` that names none of the app's leased tasks."""
+    names = ", ".join(sorted(known)) or "none"
+    return click.BadParameter(f"{task} is no leased task of this app; known are {names}", param_hint="--task")
+
+
+def whose(ctx: click.Context, task: str | None, namespace: str | None) -> dict[str, str | None]:
+    """The task and the namespace of a key; the app is asked for the namespace of a task that it knows.
+
+    Refuses an unknown *task* as :func:`check_task` does, unless the *namespace* is given.
+    """
+    if namespace is None:
+        check_task(ctx, client_of(ctx), task)
+        known = leased_tasks(app_of(ctx))
+        namespace = known[task].lease_options.namespace if task in known else None
+    return {"task": task, "namespace": namespace}
 
 
 def app_of(ctx: click.Context) -> Any:

@@ -8,7 +8,7 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.group import client_of, leases
-from celery_leases.cli.output import as_json, echo_json, echo_table
+from celery_leases.cli.output import as_json, echo_json, echo_line, echo_table
 from celery_leases.core.durations import in_words
 
 
@@ -26,7 +26,7 @@ def groups(
     """List the cooldown groups whose gate is not open; open or close one first, if asked to."""
     client = client_of(ctx)
     if opened is not None and not client.open_group(opened):
-        click.echo(f"the gate of {opened} was open already", err=True)
+        echo_line(f"the gate of {opened} was open already", err=True)
     if closed is not None:
         client.close_group(closed, span, why)
     found = client.groups()

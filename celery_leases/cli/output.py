@@ -1,4 +1,4 @@
-"""How commands print: tables and lines for people, JSON for programs."""
+"""How commands print: tables and lines for people, of which a terminal obeys nothing; JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from celery_leases.core.status import LeaseStatus
+from celery_leases.core.texts import printable
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 AT_MOST = click.IntRange(min=1)
@@ -21,30 +22,31 @@ def echo_status(status: LeaseStatus, *, as_json: bool) -> None:
     if as_json:
         echo_json(values)
         return
-    click.echo(status.message())
-    echo_fields(values)
+    echo_line(status.message())
+    echo_fields({name: value for name, value in values.items() if name not in ("message", "message_code")})
 
 
 def echo_fields(values: dict[str, Any]) -> None:
     """Print one line for each value that says something."""
     for name, value in values.items():
         if value not in (None, [], {}, "", False):
-            text = json.dumps(value) if isinstance(value, dict | list) else value
-            click.echo(f"  {name.replace('_', ' '):16} {text}")
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            echo_line(f"  {name.replace('_', ' '):16} {text}")
+
+
+def echo_line(text: str, *, err: bool = False) -> None:
+    """Print one line, to stderr with *err*; what a terminal would obey is escaped."""
+    click.echo(printable(text, None), err=err)
 
 
 def echo_json(value: Any) -> None:
-    """Print JSON."""
+    """Print JSON; values are as they are, what a terminal would obey is escaped as JSON escapes it."""
     click.echo(json.dumps(value, indent=2, default=str))
 
 
 def echo_table(rows: Iterable[tuple[str, ...]]) -> None:
     """Print rows in columns; what a terminal would obey is escaped."""
-    rows = [tuple(map(_printable, row)) for row in rows]
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _printable(cell: str) -> str:
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in cell)

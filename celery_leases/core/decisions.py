@@ -19,12 +19,13 @@ this call has been retried since             ``Drop``
 failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
 waiting for an operator                      ``Refuse(PermanentFailure)``
 another fingerprint, another call            ``Refuse(KeyReused)``
-done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``
+done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``;
+                                             by its ``replace()``: ``Follow`` for ``Replay``
 running under a live lease, or lease held    this call: ``PutBack`` until the lease ends;
                                              another: ``lease_on_held``: ``PutBack``, ``Wait``, ``Drop``, ``Refuse``
 waiting for ``retry_at``                     ``PutBack`` until then
 cooling, or the gate of its group is shut    this call, or one that has begun: ``PutBack`` until then;
-                                             another: ``lease_on_cooldown``:
+                                             another: ``lease_on_cooling``:
                                              ``Refuse(CoolingDown)``, ``PutBack``, ``Drop``
 claimed, and crashed too often in a row      ``GiveUp``
 claimed, second crash in a row or later      ``StandBack`` 5 s, then 30 s
@@ -41,9 +42,9 @@ the body                                     how the attempt is closed, and what
 ===========================================  =======================================================
 returned                                     ``done``; the value as it was stored
 raised, and the rules say: permanent         ``failed``; the exception
-raised, and the rules say: retry             ``pending`` for the delay, a quick retry; put back
+raised, and the rules say: retry             ``pending`` for the delay, a quick retry; put back, ``Retry``
 raised, and the rules say: cooldown          ``cooling`` for the delay, a failure unless it is its group's;
-                                             ``lease_after_cooldown``: put back, or the exception
+                                             ``lease_resume``: put back, ``Retry``; or the exception
 raised once too often                        a retry above ``lease_max_retries`` becomes a cooldown,
                                              failure number ``lease_max_failures`` is ``failed``
 ``Snooze``                                   ``pending`` for the delay, attempt given back; put back
@@ -65,6 +66,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from celery_leases.core import claims
 from celery_leases.core.errors import (
     AlreadyDone,
     KeyReused,
@@ -75,12 +77,14 @@ from celery_leases.core.errors import (
 from celery_leases.core.keys import differing
 from celery_leases.core.outcomes import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.core.ports import Holder
-from celery_leases.core.records import Ended, Failure, Record, State
+from celery_leases.core.records import Ended, Failure, Record, Refusal, State
 from celery_leases.core.results import NOT_JSON, TOO_LARGE
+from celery_leases.core.texts import printable
 from celery_leases.core.verdicts import (
     Call,
     Drop,
     Facts,
+    Follow,
     GiveUp,
     PutBack,
     Refuse,
@@ -90,8 +94,10 @@ from celery_leases.core.verdicts import (
     Verdict,
     Wait,
 )
-from celery_leases.core.waiting import hop, jitter, still_waits, too_early
+from celery_leases.core.waiting import hop, jitter, too_early
 
+LONGEST_LOOK = 60.0
+"""Seconds between two looks at the result of a task that stands for another one."""
 DISPATCH_GRACE = 5.0
 """Seconds after its end in which a call may still be sending its callbacks; a replay would send them once more."""
 
@@ -104,29 +110,21 @@ def before_run(call: Call, facts: Facts) -> Verdict:
         return _after_claim(call, record)
     if facts.callbacks_out:
         return Drop("its result and callbacks are out")
-    if record is not None and record.expired:
-        record = None
-    if record is not None:
-        answer = _answered(call, record, facts)
-        if answer is not None:
-            return answer
-    holder = facts.holder or (holder_in(record) if record is not None else None)
+    why = claims.refusal(record, call)
+    if why is not None and record is not None and why not in (Refusal.HELD, Refusal.EARLY):
+        return _answered(call, record, why, facts)
+    holder = facts.holder or (holder_in(record) if record is not None and why is Refusal.HELD else None)
     if holder is not None:
         return _held(call, holder, facts)
-    if facts.gate is not None or (record is not None and still_waits(call, record)):
-        return too_early(call, record, facts)
+    if facts.gate is not None or why is Refusal.EARLY:
+        return too_early(call, None if record is not None and record.expired else record, facts)
     return Run()
-
-
-def finished_by(call: Call, record: Record) -> bool:
-    """Whether this very call is known to have finished the key."""
-    return call.call_id in record.finished_calls or (record.state is State.DONE and record.call_id == call.call_id)
 
 
 def refused_for_good(record: Record) -> PermanentFailure:
     """What a caller is told of a key that has failed for good, or waits for an operator."""
     failure = record.failure or Failure("", f"{record.key} has failed for good")
-    return PermanentFailure(failure.message, failure.rule, failure.type or None)
+    return PermanentFailure(printable(failure.text, None), failure.rule, failure.type or None)
 
 
 def holder_in(record: Record) -> Holder | None:
@@ -136,27 +134,21 @@ def holder_in(record: Record) -> Holder | None:
     return Holder(record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining)
 
 
-def _answered(call: Call, record: Record, facts: Facts) -> Verdict | None:
+def _answered(call: Call, record: Record, why: Refusal, facts: Facts) -> Verdict:
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
-    ours = record.call_id == call.call_id
-    if ours and record.state in (State.FAILED, State.UNCERTAIN):
-        return Refuse(refused_for_good(record), own=call.repeat)
-    if finished_by(call, record):
-        return _own_answer(call, record, facts)
-    told = record.ended is Ended.FAILED and not record.resumes and record.state in (State.PENDING, State.COOLING)
-    if ours and call.repeat and told:
-        return Refuse(refused_for_good(record), own=True)
-    if ours and record.retries > call.retries and (record.state is State.RUNNING or record.ended is Ended.RETRIED):
-        return Drop("a retry of this call has taken its place")
-    if record.state is State.UNCERTAIN or (record.state is State.FAILED and not call.options.rerun):
-        return Refuse(refused_for_good(record))
-    if not (ours or told or call.options.rerun or _agree(record.fingerprint, call.key.fingerprint)):
-        return Refuse(_reused(call, record))
-    return _done_by_other(call, record) if record.state is State.DONE else None
-
-
-def _agree(ours: str | None, theirs: str | None) -> bool:
-    return ours is None or theirs is None or ours == theirs
+    match why:
+        case Refusal.FAILED:
+            return Refuse(refused_for_good(record), own=call.repeat and record.call_id == call.call_id)
+        case Refusal.FINISHED:
+            return _own_answer(call, record, facts)
+        case Refusal.REPORTED:
+            return Refuse(refused_for_good(record), own=True)
+        case Refusal.SUPERSEDED:
+            return Drop("a retry of this call has taken its place")
+        case Refusal.REUSED:
+            return Refuse(_reused(call, record))
+        case _:
+            return _done_by_other(call, record, facts)
 
 
 def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
@@ -171,7 +163,7 @@ def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
         return Drop("it has ended without a result")
     if result is not None:
         return Replay(result, call.call_id)
-    message = f"{record.key}: this call is done, but its result was not kept"
+    message = f"{printable(record.key)}: this call is done, but its result was not kept"
     return Refuse(ResultMissing(message, record.key, "overwritten"), own=True)
 
 
@@ -180,26 +172,37 @@ def _dispatching(record: Record) -> float:
     return DISPATCH_GRACE - (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
 
 
-def _done_by_other(call: Call, record: Record) -> Verdict | None:
-    on_done = "replay" if call.started and not call.options.rerun else call.options.on_done
-    match on_done:
-        case "rerun":
-            return None
+def _done_by_other(call: Call, record: Record, facts: Facts) -> Verdict:
+    match "replay" if call.started else call.options.on_done:
         case "fail":
-            return Refuse(AlreadyDone(f"{record.key} was done by call {record.call_id}", record.key, record.call_id))
+            message = f"{printable(record.key)} was done by call {record.call_id}"
+            return Refuse(AlreadyDone(message, record.key, record.call_id))
         case "ignore" if not call.canvas:
             return Drop("another call has done it")
         case "replay" | "ignore":
-            return _saved(record)
+            return _gone_on(call, record, facts) if record.reason == Ended.REPLACED else _saved(record)
+        case "rerun":
+            raise AssertionError("done work keeps no call of a rerun task out")
         case _ as never:
             assert_never(never)
 
 
+def _gone_on(call: Call, record: Record, facts: Facts) -> Verdict:
+    """The call has replaced itself by another task, of which Celery alone knows the result."""
+    age = (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
+    growing = min(2.0 ** min(call.tries, 20), LONGEST_LOOK) + jitter(facts)
+    return Follow(record.call_id, age, hop(call, growing), _missing(record))
+
+
 def _saved(record: Record, *, own: bool = False) -> Verdict:
     if record.reason in (TOO_LARGE, NOT_JSON, *WITHOUT_RESULT):
-        message = f"{record.key} is done, but it has no result to give ({record.reason})"
-        return Refuse(ResultMissing(message, record.key, record.reason), own)
+        return Refuse(_missing(record), own)
     return Replay(record.result, record.call_id)
+
+
+def _missing(record: Record) -> ResultMissing:
+    message = f"{record.key} is done, but it has no result to give ({record.reason})"
+    return ResultMissing(message, record.key, record.reason)
 
 
 def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
@@ -221,7 +224,7 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
             return put_back if call.canvas else Drop("another call holds the key")
         case "fail":
             more = f"for another {holder.remaining:.1f} s"
-            message = f"{call.key.key} is held by call {holder.call_id} on {holder.host} {more}"
+            message = f"{printable(call.key.key)} is held by call {holder.call_id} on {holder.host} {more}"
             return Refuse(LeaseHeld(message, call.key.key, holder.remaining, holder.host))
         case _ as never:
             assert_never(never)
@@ -238,4 +241,5 @@ def _after_claim(call: Call, record: Record) -> Verdict:
 def _reused(call: Call, record: Record) -> KeyReused:
     names = differing(call.key.digests, record.digests)
     listed = ", ".join(names) or "their fingerprint"
-    return KeyReused(f"{record.key} stands for a call with other arguments; they differ in {listed}", record.key, names)
+    message = f"{printable(record.key)} stands for a call with other arguments; they differ in {listed}"
+    return KeyReused(message, record.key, names)

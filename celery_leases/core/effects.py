@@ -17,6 +17,7 @@ from celery_leases.core.classifier.default_rules import REFUSED_HERE
 from celery_leases.core.errors import Uncertain
 from celery_leases.core.records import Record
 from celery_leases.core.rulings import Judgement, Reason
+from celery_leases.core.texts import shown, storable
 
 OnUncertain = Literal["stop", "rerun"]
 
@@ -78,7 +79,8 @@ class Effect:
     """One row of ``celery_leases_effects``, as it was at ``now``; times are microseconds by the database's clock.
 
     ``fence``: that of the attempt whose intent it carries, the only one whose reply is accepted. ``result``: the
-    reply's JSON text. ``reference``: the other side's own name for it.
+    reply's JSON text. ``reference``: the other side's own name for it. ``unreadable``: why the row cannot be read,
+    where that is shown to an operator.
     """
 
     stored_key: str
@@ -92,6 +94,7 @@ class Effect:
     reference: str | None = None
     result: str | None = None
     done_at: int | None = None
+    unreadable: str | None = None
 
     def age(self) -> float:
         """Seconds since its intent was committed."""
@@ -193,19 +196,23 @@ def unkept(key: str, effect: Effect, why: str) -> Uncertain:
     return Uncertain(message, key, effect.name, effect.idempotency_key)
 
 
+def unreadable(stored_key: str, name: str, column: str, value: object, error: Exception) -> str:
+    """What is said of a column of an effect that holds what cannot be read."""
+    return (
+        f"{stored_key}: effect {name!r} cannot be read: its column {column} has {shown(value)} "
+        f"({type(error).__name__}); repair it in celery_leases_effects, or find out on the other side whether it has "
+        f"happened, then write: leases resolve {stored_key} --done [--result …]"
+    )
+
+
 def usable_name(name: object) -> bool:
     """Whether an effect can be named so: by a text of at most ``NAME_MAX`` characters that any database takes."""
     if not isinstance(name, str) or not name.strip() or len(name) > NAME_MAX:
         return False
-    return name == _storable(name)
+    return name == storable(name)
 
 
 def reference_of(find: Callable[[Any], Any], reply: Any) -> str | None:
     """The other side's own name for an effect, as *find* gets it out of the reply; raises what that raises."""
     found = find(reply)
-    return _storable(str(found)) if found is not None else None
-
-
-def _storable(text: str) -> str:
-    """*text* as any database takes it: without NUL and halves of characters."""
-    return text.replace("\x00", "").encode("utf-8", "replace").decode()
+    return storable(str(found)) if found is not None else None

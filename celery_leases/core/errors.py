@@ -6,6 +6,8 @@ import inspect
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Final, Literal
 
+from celery_leases.core.texts import printable
+
 YEAR_10000: Final = 253_402_300_800.0
 """Seconds since the epoch; no datetime lies behind it."""
 
@@ -23,6 +25,9 @@ class _Described(BaseException):
         if unknown or len(values) > len(self.details):
             raise TypeError(f"{type(self).__name__} takes a message and {', '.join(self.details) or 'nothing else'}")
         given = dict(zip(self.details, values, strict=False)) | named
+        key = given.get("key")
+        if isinstance(key, str) and key and (shown := printable(key)) != key:
+            message = message.replace(key, shown)  # messages end in logs; the detail has the key as it is
         self.__dict__.update({name: given.get(name) for name in self.details})
         super().__init__(message or inspect.cleandoc(type(self).__doc__ or ""), *self.__dict__.values())
 
@@ -81,6 +86,14 @@ class AlreadyDone(LeasesError):
     details = ("key", "call_id")
     key: str
     call_id: str
+
+
+class PutBackFailed(LeasesError):
+    """The call was to come back later, and cannot: no message of it can be written, or the broker takes none."""
+
+    details = ("key", "reason")
+    key: str
+    reason: str
 
 
 class ResultMissing(LeasesError):
@@ -192,6 +205,13 @@ class EffectMisused(LeasesError):
     effect: str
 
 
+class ForkedLease(LeasesError):
+    """A process that the body has forked used its lease: only the process of the body itself may."""
+
+    details = ("key",)
+    key: str
+
+
 class GuardOpen(LeasesError):
     """Nothing else can be written for this key while the transaction of ``complete()`` or ``guard()`` is open."""
 
@@ -220,12 +240,41 @@ class WrongDatabase(LeasesError):
 class StoreUnavailable(LeasesError):
     """A lease or record store did not answer; ``executed`` says whether the command may have been carried out."""
 
+    details: ClassVar[tuple[str, ...]] = ("executed",)
+    executed: bool | None
+
+
+class ValueRefused(StoreUnavailable):
+    """The database refuses a value, which is too long for its column or not in its encoding; nothing was written."""
+
     details = ("executed",)
     executed: bool | None
 
 
+class ColumnMissing(StoreUnavailable):
+    """A table has other columns than the statement: it was migrated meanwhile, or changed by hand. Nothing was done."""
+
+    details = ("executed",)
+    executed: bool | None
+
+
+class RecordUnreadable(StoreUnavailable):
+    """A column of a record or of an effect holds a value that cannot be read. The delivery stays; the message says what
+    to do.
+
+    ``key`` is the record's key (of an effect: as it is stored), ``column`` the name of the column.
+    """
+
+    details = ("executed", "key", "column")
+    executed: bool | None
+    key: str
+    column: str
+
+
 class LeaseStoreMismatch(LeasesError):
-    """The key is running under another lease store than this worker uses; two stores cannot share one database."""
+    """Two stores cannot share one database, nor two databases one store: the key is running under another lease store
+    than this worker uses, or its lease belongs to a worker with another records database.
+    """
 
     details = ("key", "ours", "theirs")
     key: str

@@ -50,6 +50,8 @@ class CallPutBack(Event):
     delay: float
     reason: str
     confirmed: bool = True
+    #: A store did not answer, or refused.
+    unavailable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

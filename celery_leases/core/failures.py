@@ -8,6 +8,7 @@ from typing import Final, assert_never
 from celery_leases.core.endings import Raised
 from celery_leases.core.errors import Uncertain
 from celery_leases.core.gates import Closing
+from celery_leases.core.options import LeaseOptions
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.records import Failure, Record
 from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown
@@ -37,7 +38,7 @@ class Counts:
 class CoolDown:
     """Let nobody run the key for ``delay`` seconds; ``closing``: close the gate of its group too, which may say longer.
 
-    ``resume``: the call comes back by itself; else its caller is told now.
+    ``resume``: the call comes back by itself; else its caller gets the error now.
     """
 
     delay: float
@@ -103,6 +104,22 @@ def after_failure(call: Call, record: Record, raised: Raised, chance: float) -> 
             assert_never(never)
 
 
+def comes_back(options: LeaseOptions, judgement: Judgement, ruling: Ruling) -> bool:
+    """Whether a call comes back by itself after the cooldown that *ruling* has made of *judgement*.
+
+    ``lease_resume="transient"``: where the rules know that the failure passes. They say retry, or that it is the
+    group's, or somebody has named the time: the server, or the body. A call that may have been executed is repeated
+    only for a task that says it is ``lease_idempotent``.
+    """
+    if options.resume != "transient":
+        return options.resume == "always"
+    if ruling.ambiguous and not options.idempotent:
+        return False
+    timed = judgement.delay is not None and ruling.told != "ignore"
+    asked = judgement.reason is Reason.ASKED
+    return judgement.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
+
+
 def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
     """Whether a probe that failed so leaves its gate half-open: neither the group's failure nor clearly another's."""
     beside_it = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
@@ -149,7 +166,7 @@ def _cool_down(
     call: Call, ruling: Ruling, judgement: Judgement, failure: Failure, counts: Counts, chance: float
 ) -> CoolDown:
     policy = ruling.policy or call.options.cooldown
-    resume = call.options.after_cooldown == "resume" and call.comes_back
+    resume = call.comes_back and comes_back(call.options, judgement, ruling)
     if failure.group is not None:
         told = _told(ruling, judgement, chance)
         closing = Closing(policy, failure.reason or "", failure.rule, failure.message, told, ruling.told == "instead")

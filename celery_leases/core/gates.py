@@ -80,6 +80,11 @@ def closed(group: str, gate: Gate | None, closing: Closing, token: str) -> Gate:
     return replace(shut, probe=None if given_back else gate.probe, probe_for=0.0 if given_back else gate.probe_for)
 
 
+def admits(gate: Gate | None, token: str) -> bool:
+    """Whether a body may start: the gate is open, or half-open and its probe's slot is free or held by *token*."""
+    return gate is None or (gate.half_open and gate.probe in (None, token))
+
+
 def remembered_for(gate: Gate, policy: CooldownPolicy) -> float:
     """How long a store keeps a closed gate in mind: its time, and the quiet time that makes its trips forgotten."""
     return gate.closed_for + policy.quiet

@@ -10,10 +10,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
+import re
 import string
+from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, lru_cache
+from types import NoneType
+from typing import Any, Final
 
 from kombu.utils import json as wire
 
@@ -22,6 +27,14 @@ from celery_leases.core.options import LeaseOptions
 
 VERSION = "v1"
 STORED_KEY_MAX = 255
+_UNCHANGED: Final = frozenset((str, int, bool, NoneType))
+"""The types whose values JSON gives back as they were."""
+_CONSTANTS: Final = {None: "null", True: "true", False: "false"}
+_quoted: Final = json.encoder.encode_basestring
+_surrogate: Final = re.compile("[\ud800-\udfff]").search
+_unfit: Final = re.compile("[\x00\ud800-\udfff]").search
+_HASHED: Final = re.compile(r".*#[0-9a-f]{64}", re.DOTALL)
+KEY_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +46,34 @@ class CallKey:
     fingerprint: str | None = None
     digests: Mapping[str, str] | None = None
 
+    @property
+    def shown(self) -> str:
+        """The key as it is shown in logs, events and messages: of bounded length."""
+        return bounded(self.key)
+
+
+class Parameters(inspect.Signature):
+    """The signature of a task's body, with what binding a plain call to it takes worked out once."""
+
+    @cached_property
+    def plain(self) -> tuple[tuple[str, ...], Mapping[str, Any]] | None:
+        """Names and defaults, where all parameters may be given by position or by name; else ``None``."""
+        parameters = self.parameters.values()
+        if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+            return None
+        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        return tuple(self.parameters), defaults
+
 
 def canonical(value: Any) -> str:
     """Write *value* in the canonical form ``v1``; raises :class:`KeyUnusable` when it has no JSON form."""
+    kind = type(value)
+    if kind is str:
+        return _quoted(value)
+    if kind is int or (kind is float and math.isfinite(value)):
+        return repr(value)
+    if kind in _UNCHANGED:
+        return _CONSTANTS[value]
     try:
         plain = json.loads(wire.dumps(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -46,13 +84,49 @@ def canonical(value: Any) -> str:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def stored_key(task: str, key: str, scope: str) -> str:
-    """The key as stores know it: ``t:<task>|<key>`` or ``g:<key>``, its tail hashed above 255 characters."""
-    full = f"g:{key}" if scope == "global" else f"t:{task}|{key}"
-    if len(full) <= STORED_KEY_MAX:
-        return full
-    digest = hashlib.sha256(full.encode()).hexdigest()
-    return f"{full[: STORED_KEY_MAX - 1 - len(digest)]}#{digest}"
+def stored_key(namespace: str, key: str) -> str:
+    """The key as stores know it: ``t:<namespace>|<key>``, its tail hashed above 255 characters.
+
+    The namespace of a task is its ``lease_namespace``, by default its name. Two keys never share a stored key: ``%``
+    and ``|`` in a namespace are escaped.
+    """
+    return bounded(_prefix(namespace) + key)
+
+
+def is_shortened(stored: str, namespace: str) -> bool:
+    """Whether *stored* has the form of a key in that namespace whose tail is hashed."""
+    return stored.startswith(_prefix(namespace)) and is_short_form(stored)
+
+
+def is_short_form(text: str) -> bool:
+    """Whether *text* looks like one whose tail was hashed."""
+    return len(text) == STORED_KEY_MAX and bool(_HASHED.fullmatch(text))
+
+
+def bounded(text: str) -> str:
+    """*text* in at most 255 characters, its tail hashed where it is longer.
+
+    One of 255 characters that looks hashed is hashed too, so that no text is the short form of another.
+    """
+    if len(text) < STORED_KEY_MAX or (len(text) == STORED_KEY_MAX and not is_short_form(text)):
+        return text
+    digest = _digest(text)
+    return f"{text[: STORED_KEY_MAX - 1 - len(digest)]}#{digest}"
+
+
+def unfit(text: str) -> str | None:
+    """Why no store could hold *text*; ``None`` where all can."""
+    found = _unfit(text)
+    if found is None:
+        return None
+    if "\x00" in text:
+        return "it has a NUL character, which SQL text cannot hold"
+    return "it has half a surrogate pair, which no store can hold"
+
+
+@lru_cache
+def _prefix(namespace: str) -> str:
+    return f"t:{namespace.replace('%', '%25').replace('|', '%7C')}|"
 
 
 def call_key(
@@ -68,12 +142,14 @@ def call_key(
     Raises :class:`KeyUnusable` when the arguments do not fit the signature, or the key comes out empty.
     """
     if options.key is None:
-        return CallKey(call_id, stored_key(task, call_id, "task"))
-    bound = _bound(task, signature, args, kwargs)
-    arguments = _by_name(signature, bound)
-    key = _filled(task, "key", options.key, arguments, bound)
-    fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, signature, arguments, bound)
-    return CallKey(key, stored_key(task, key, options.scope), fingerprint, digests)
+        return CallKey(call_id, stored_key(task, call_id))
+    try:
+        given = _given(task, signature, args, kwargs)
+        key = _filled(task, "key", options.key, given)
+        fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, given)
+    except RecursionError:
+        raise _too_deep(task) from None
+    return CallKey(key, stored_key(options.namespace or task, key), fingerprint, digests)
 
 
 def call_group(
@@ -85,19 +161,88 @@ def call_group(
     """
     if options.cooldown_group is None:
         return None
-    bound = _bound(task, signature, args, kwargs)
-    return _filled(task, "cooldown_group", options.cooldown_group, _by_name(signature, bound), bound)
+    try:
+        group = _filled(task, "cooldown_group", options.cooldown_group, _given(task, signature, args, kwargs))
+    except RecursionError:
+        raise _too_deep(task) from None
+    if is_short_form(group):
+        raise KeyUnusable(
+            f"task {task}: lease_cooldown_group came out as {group!r}, which is the short form of another group"
+        )
+    return group
 
 
 def bind(task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by parameter name, defaults applied, as the wire would deliver them: tuples come as lists."""
-    return _by_name(signature, _bound(task, signature, args, kwargs))
+    try:
+        return _given(task, signature, args, kwargs).by_name
+    except RecursionError:
+        raise _too_deep(task) from None
 
 
 def differing(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> list[str]:
     """The names of the arguments whose digests do not agree."""
     ours, theirs = ours or {}, theirs or {}
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def _too_deep(task: str) -> KeyUnusable:
+    return KeyUnusable(
+        f"task {task}: its arguments are nested too deep to make a key or a fingerprint of them; "
+        "pass the nested value as one text of JSON"
+    )
+
+
+class _Given:
+    """The arguments of one call, defaults applied, as the wire would deliver them."""
+
+    def __init__(self, signature: inspect.Signature, by_name: dict[str, Any], bound: Any = None) -> None:
+        self.signature = signature
+        #: By the names of the parameters.
+        self.by_name = by_name
+        self._bound = bound
+
+    def differing_from_defaults(self) -> dict[str, Any]:
+        """Those that are not the defaults of their parameters."""
+        signature, by_name = self.signature, self.by_name
+        if type(signature) is Parameters and signature.plain is not None and not signature.plain[1]:
+            return by_name
+        return {name: value for name, value in by_name.items() if not _is_default(signature, name, value)}
+
+    def to(self, maker: Callable[..., Any]) -> Any:
+        """What *maker* returns for them."""
+        bound = self._bound or self.signature.bind(**self.by_name)
+        return maker(*bound.args, **bound.kwargs)
+
+
+def _given(task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
+    """Bind the arguments of one call; raises :class:`KeyUnusable` where they do not fit."""
+    if type(signature) is Parameters and (plain := _plainly_bound(signature, args, kwargs)) is not None:
+        return _Given(signature, plain)
+    bound = _bound(task, signature, args, kwargs)
+    return _Given(signature, _by_name(signature, bound), bound)
+
+
+def _plainly_bound(signature: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``_by_name`` makes of such a call; ``None`` where only ``signature.bind`` can tell, or say what is wrong."""
+    if signature.plain is None:
+        return None
+    names, defaults = signature.plain
+    if len(args) > len(names):
+        return None
+    found = dict(zip(names, args, strict=False))
+    if kwargs:
+        if not found.keys().isdisjoint(kwargs):
+            return None
+        found |= kwargs
+    if defaults:
+        found = {**defaults, **found}
+    if len(found) != len(names):
+        return None
+    try:
+        return {name: value if type(value := found[name]) in _UNCHANGED else _delivered(value) for name in names}
+    except KeyError:
+        return None
 
 
 def _bound(
@@ -127,62 +272,59 @@ def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dic
                 arguments[name] = list(value)
             case inspect.Parameter.VAR_KEYWORD:
                 # A keyword may bear the name of a positional-only parameter; neither may hide the other.
-                arguments |= {f"**{keyword}" if keyword in arguments else keyword: value[keyword] for keyword in value}
+                arguments |= {
+                    f"**{keyword}" if keyword in arguments or keyword.startswith("**") else keyword: value[keyword]
+                    for keyword in value
+                }
             case _:
                 arguments[name] = value
     return arguments
 
 
-def _filled(
-    task: str,
-    option: str,
-    maker: str | Callable[..., str],
-    arguments: Mapping[str, Any],
-    bound: inspect.BoundArguments,
-) -> str:
+def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Given) -> str:
     """The text that a template or a callable makes of the arguments; refused where no store could hold it."""
     name = f"task {task}: lease_{option}"
     if isinstance(maker, str):
         try:
-            text = _CanonicalFormatter().vformat(maker, (), arguments)
+            text = _formatted(maker, given.by_name)
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise KeyUnusable(f"{name}={maker!r} cannot be filled: {error!r}") from None
     else:
         try:
-            text = maker(*bound.args, **bound.kwargs)
+            text = given.to(maker)
         except Exception as error:
             raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
         if not isinstance(text, str):
             raise KeyUnusable(f"{name} returned {type(text).__name__}; return a str")
     if not text.strip():
         raise KeyUnusable(f"{name} came out empty; every call would share it")
-    if "\x00" in text:
-        raise KeyUnusable(f"{name} came out with a NUL character, which SQL text cannot hold")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise KeyUnusable(f"{name} came out as {text!r}, with half a surrogate pair, which no store can hold")
+    if len(text) > KEY_MAX:
+        raise KeyUnusable(
+            f"{name} came out with {len(text)} characters; a key has at most {KEY_MAX}: "
+            "let a callable make a hash of what it is made of"
+        )
+    if reason := unfit(text):
+        raise KeyUnusable(f"{name} came out as {bounded(text)!r}: {reason}")
     return text
 
 
-def _fingerprint(
-    options: LeaseOptions,
-    signature: inspect.Signature,
-    arguments: Mapping[str, Any],
-    bound: inspect.BoundArguments,
-) -> tuple[str | None, dict[str, str] | None]:
+def _fingerprint(options: LeaseOptions, given: _Given) -> tuple[str | None, dict[str, str] | None]:
     chosen = options.fingerprint
     if chosen is False:
         return None, None
-    if chosen is None:
-        compared: Mapping[str, Any] = {
-            name: value for name, value in arguments.items() if not _is_default(signature, name, value)
-        }
-    elif isinstance(chosen, tuple):
-        compared = {name: arguments.get(name) for name in chosen}
-    else:
-        made = chosen(*bound.args, **bound.kwargs)
-        compared = dict(made) if isinstance(made, Mapping) else {"fingerprint": made}
-    digests = {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
-    return f"{VERSION}:{_digest(canonical(compared))}", digests
+    if chosen is not None and not isinstance(chosen, tuple):
+        made = given.to(chosen)
+        compared: Mapping[Any, Any] = dict(made) if isinstance(made, Mapping) else {"fingerprint": made}
+        digests = {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
+        return f"{VERSION}:{_digest(canonical(compared))}", digests
+    compared = given.differing_from_defaults() if chosen is None else {name: given.by_name.get(name) for name in chosen}
+    whole, digests = "", {}
+    for name in sorted(compared):
+        written = canonical(compared[name])
+        whole += f"{',' if whole else ''}{_quoted(name)}:{written}"
+        digests[name] = _digest(written)[:12]
+    # As canonical() writes the whole mapping; but half surrogate pairs side by side become whole there.
+    return f"{VERSION}:{_digest(canonical(compared) if _surrogate(whole) else f'{{{whole}}}')}", digests
 
 
 def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
@@ -207,6 +349,8 @@ def _digest(text: str) -> str:
 
 def _delivered(value: Any) -> Any:
     """The value as a worker gets it from kombu's JSON serializer, so that client and worker agree on keys."""
+    if type(value) in _UNCHANGED or (type(value) is float and math.isfinite(value)):
+        return value
     try:
         return wire.loads(wire.dumps(value))
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -221,12 +365,49 @@ def _listed(value: Any) -> Any:
     return value
 
 
+def _formatted(template: str, arguments: Mapping[str, Any]) -> str:
+    """*template* filled with *arguments*; raises what ``str.format`` does."""
+    parts = _parts(template)
+    if parts is None:
+        return _CanonicalFormatter().vformat(template, (), arguments)
+    return "".join(
+        [
+            text if name is None else text + (value if type(value := arguments[name]) is str else _shown(value))
+            for text, name in parts
+        ]
+    )
+
+
+@lru_cache
+def _parts(template: str) -> list[tuple[str, str | None]] | None:
+    """Each text of a template with the name that follows it; ``None`` where a field is more than a name."""
+    parts: list[tuple[str, str | None]] = []
+    for text, name, specification, conversion in string.Formatter().parse(template):
+        if name is not None and (specification or conversion or not name.isidentifier()):
+            return None
+        parts.append((text, name))
+    return parts
+
+
+def _shown(value: Any) -> str:
+    """Text and numbers as they are, everything else in canonical form."""
+    if isinstance(value, str):
+        return format(value)
+    if isinstance(value, bool | list | dict) or value is None:
+        return canonical(value)
+    return str(value)
+
+
 class _CanonicalFormatter(string.Formatter):
     """Fills a key template: text and numbers as they are, everything else in canonical form."""
 
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """As Python does, but the attributes of a mapping are its items, as a model arrives as a mapping."""
+        first, rest = formatter_field_name_split(field_name)
+        found = self.get_value(first, args, kwargs)
+        for is_attribute, name in rest:
+            found = found[name] if not is_attribute or isinstance(found, Mapping) else getattr(found, name)
+        return found, str(first)
+
     def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec or isinstance(value, str):
-            return str(super().format_field(value, format_spec))
-        if isinstance(value, bool | list | dict) or value is None:
-            return canonical(value)
-        return str(value)
+        return str(super().format_field(value, format_spec)) if format_spec else _shown(value)

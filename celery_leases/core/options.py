@@ -7,23 +7,28 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, NoReturn, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
-from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.durations import seconds
 from celery_leases.core.errors import LeaseConfigurationError
 from celery_leases.core.policies import CooldownPolicy
 
+if TYPE_CHECKING:  # a process that only publishes needs no rules
+    from celery_leases.core.classifier.rules import Rules
+
+DATABASE: Final = "database"
+"""The name of the lease store that is the records' own database, as ``leases_url`` names it."""
 DAY: Final = 86_400.0
 MINIMUM_TTL: Final = 1.0
 ADVISED_TTL: Final = 10.0
+LONGEST_NAMESPACE: Final = 150
 
 OnLost = Literal["interrupt", "flag", "kill"]
 OnHeld = Literal["put_back", "wait", "ignore", "fail"]
 OnDone = Literal["replay", "ignore", "fail", "rerun"]
-OnCooldown = Literal["fail", "put_back", "ignore"] | None
-AfterCooldown = Literal["resume", "stop"]
-Scope = Literal["task", "global"]
+OnCooling = Literal["fail", "put_back", "ignore"] | None
+Resume = Literal["transient", "always", "never"]
 KeyMaker = str | Callable[..., str] | None
 FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
 
@@ -31,21 +36,30 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_lost": ("interrupt", "flag", "kill"),
     "on_held": ("put_back", "wait", "ignore", "fail"),
     "on_done": ("replay", "ignore", "fail", "rerun"),
-    "on_cooldown": ("fail", "put_back", "ignore"),
-    "after_cooldown": ("resume", "stop"),
-    "scope": ("task", "global"),
+    "on_cooling": ("fail", "put_back", "ignore"),
+    "resume": ("transient", "always", "never"),
 }
+_RENAMED: Final[Mapping[str, tuple[str, Mapping[Any, str]]]] = {
+    "on_cooldown": ("on_cooling", {}),
+    "after_cooldown": ("resume", {"resume": "always", "stop": "never"}),
+}
+"""Names of earlier versions: what they are called now, and what their values are called."""
+_REPLACED: Final[Mapping[str, str]] = {
+    "scope": 'lease_namespace: tasks with the same lease_namespace="..." share their keys',
+}
+"""Options of earlier versions, and what does their work now."""
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
 _FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments")
 _COUNTS: Final[Mapping[str, int]] = {"max_crashes": 1, "result_max": 1, "max_retries": 0, "max_failures": 1}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LeaseOptions:
     """What ``lease_*`` attributes and ``leases_*`` settings say about one task. Times are seconds, sizes bytes."""
 
     key: KeyMaker = None
-    scope: Scope = "task"
+    #: What stands before the key in the stores; ``None``: the name of the task.
+    namespace: str | None = None
     fingerprint: FingerprintMaker = None
     ttl: float = 15.0
     renew: bool = True
@@ -54,12 +68,14 @@ class LeaseOptions:
     on_held: OnHeld = "put_back"
     wait: float = 30.0
     on_done: OnDone = "replay"
-    #: ``None``: ``"fail"``, and ``"put_back"`` for a delivery that carries chain, chord, group or link.
-    on_cooldown: OnCooldown = None
-    after_cooldown: AfterCooldown = "resume"
+    #: ``None``: ``"put_back"`` at the closed gate of the group and for a delivery that carries chain, chord, group or
+    #: link; ``"fail"`` for any other call of a key that cools down.
+    on_cooling: OnCooling = None
+    resume: Resume = "transient"
     cooldown: CooldownPolicy = field(default_factory=CooldownPolicy)
     cooldown_group: KeyMaker = None
-    rules: Rules = field(default_factory=Rules.default)
+    #: Classifies failures; ``None``: the default rules. Ask :attr:`classifier`.
+    rules: Rules | None = None
     idempotent: bool = False
     max_retries: int = 5
     max_failures: int = 10
@@ -70,7 +86,19 @@ class LeaseOptions:
     store_arguments: bool = False
     allow_loss: bool = False
 
-    @property
+    @cached_property
+    def classifier(self) -> Rules:
+        """The rules that classify failures of the task."""
+        from celery_leases.core.classifier.rules import Rules
+
+        return Rules.default() if self.rules is None else self.rules
+
+    @cached_property
+    def compares(self) -> bool:
+        """Whether a key stands for the content of one call, so that the fingerprint of another must agree."""
+        return self.key is not None and self.fingerprint is not False and not self.rerun
+
+    @cached_property
     def rerun(self) -> bool:
         """Whether each call runs anew once the one before it has ended."""
         return self.on_done == "rerun"
@@ -90,7 +118,7 @@ def gather(
     """
     for name in given:
         if name not in OPTION_NAMES:
-            raise LeaseConfigurationError(_unknown(task, name))
+            raise LeaseConfigurationError(_unknown(task, name, given[name]))
     chosen = {name: _checked(_default_named(name), name, value) for name, value in defaults.items()}
     chosen |= {name: _checked(_named(task, name), name, value) for name, value in given.items()}
     options = LeaseOptions(**chosen)
@@ -98,7 +126,20 @@ def gather(
     return options
 
 
-def _unknown(task: str, name: str) -> str:
+def renamed(prefix: str, name: str, value: object) -> str | None:
+    """What to write instead of an option of an earlier version, whose names begin with *prefix*; ``None``: no such."""
+    if name in _REPLACED:
+        return f"{prefix}_{name} is replaced by {_REPLACED[name]}"
+    if name not in _RENAMED:
+        return None
+    now, values = _RENAMED[name]
+    write = values.get(value, value) if isinstance(value, str) else value
+    return f"the option {prefix}_{name} is called {prefix}_{now} now; write {prefix}_{now}={write!r}"
+
+
+def _unknown(task: str, name: str, value: object) -> str:
+    if (now := renamed("lease", name, value)) is not None:
+        return f"task {task}: {now}"
     near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
     hint = f"did you mean lease_{near[0]}?" if near else "known are " + ", ".join(f"lease_{n}" for n in OPTION_NAMES)
     return f"task {task}: unknown option lease_{name}; {hint}"
@@ -109,7 +150,7 @@ def _named(task: str, name: str) -> str:
 
 
 def _default_named(name: str) -> str:
-    if name == "key" or name not in OPTION_NAMES:
+    if name in ("key", "namespace") or name not in OPTION_NAMES:
         raise LeaseConfigurationError(f"app.conf: leases_{name} is no default of the task options; leave it out")
     return f"app.conf: leases_{name}"
 
@@ -151,6 +192,15 @@ def _fingerprint(option: str, value: Any) -> FingerprintMaker:
     raise _wrong(option, value, "a list of argument names, a callable of the arguments, or False")
 
 
+def _namespace(option: str, value: Any) -> str | None:
+    usable = isinstance(value, str) and value.strip() and value.isprintable() and "|" not in value
+    if value is not None and not (usable and len(value) <= LONGEST_NAMESPACE):
+        raise _wrong(
+            option, value, f'a name of at most {LONGEST_NAMESPACE} characters without "|", such as "billing.send"'
+        )
+    return cast("str | None", value)
+
+
 def _maker(option: str, value: Any) -> KeyMaker:
     if value is None or (isinstance(value, str) and value) or callable(value):
         return cast(KeyMaker, value)
@@ -159,6 +209,8 @@ def _maker(option: str, value: Any) -> KeyMaker:
 
 
 def _rules(option: str, value: Any) -> Rules:
+    from celery_leases.core.classifier.rules import Rules
+
     if isinstance(value, Rules):
         return value
     raise _wrong(option, value, "Rules.default().on(...), or Rules() for rules of your own alone")
@@ -170,6 +222,7 @@ def _policy(option: str, value: Any) -> CooldownPolicy:
 
 _OWN_WAYS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "key": _maker,
+    "namespace": _namespace,
     "fingerprint": _fingerprint,
     "cooldown": _policy,
     "cooldown_group": _maker,
@@ -185,7 +238,7 @@ def _check_together(
         raise LeaseConfigurationError(f"{_named(task, name)}={value!r} {why}")
 
     if options.key is None:
-        for name in ("scope", "fingerprint", "on_held", "wait"):
+        for name in ("namespace", "fingerprint", "on_held", "wait"):
             if name in given and getattr(options, name) != getattr(_DEFAULTS, name):
                 refuse(name, "needs a lease_key: without one, only copies of one call share a key; add lease_key")
         if "on_done" in given and options.on_done in ("ignore", "fail"):

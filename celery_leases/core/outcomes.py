@@ -12,11 +12,15 @@ from celery_leases.core.errors import PermanentFailure
 from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter
 from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
 from celery_leases.core.rulings import Reason
+from celery_leases.core.texts import printable
 from celery_leases.core.verdicts import Call
 
 CRASH_LOOP = Reason.CRASH_LOOP.value
 NO_RESULT = ""
 WITHOUT_RESULT = (Ended.IGNORED, Ended.REJECTED, Ended.REPLACED)
+LONGEST_SETTLE_PAUSE = 2.0
+"""Seconds between two tries to write an outcome, at most."""
+
 REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
 
@@ -35,17 +39,26 @@ def after_run(call: Call, record: Record, ending: Ending, verdict: AfterFailure 
 
 
 def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | None) -> Outcome:
-    closed = _kept(call, record)
     # Under ``rerun`` the crashes are those of the call that crashed, and another call's success says nothing of it.
     other = call.options.rerun and record.crashed_call not in (None, call.call_id)
     crashes = record.crashes if other else 0
+    if isinstance(ending, Returned):
+        return Outcome(
+            State.DONE,
+            Ended.RETURNED,
+            record.attempt,
+            failures=0,
+            crashes=crashes,
+            retention=call.options.retention,
+            retries=record.retries,
+            result=ending.result,
+            reason=ending.missing,
+            finished=_finished(call, record, ending.result),
+            crashed_call=record.crashed_call,
+        )
+    closed = _kept(call, record)
     unspent = replace(closed, attempt=record.attempt - 1)
     match ending:
-        case Returned(_, result, missing):
-            done = replace(
-                _cleared(closed), state=State.DONE, crashes=crashes, finished=_finished(call, record, result)
-            )
-            return replace(done, result=result, reason=missing)
         case Raised():
             assert verdict is not None
             return _failed(call, record, replace(closed, ended=Ended.FAILED, crashes=crashes), verdict)
@@ -154,14 +167,14 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
 
 def crash_loop(record: Record) -> PermanentFailure:
     """What a caller is told of a key that keeps killing its process."""
-    message = f"{record.key}: its process died {record.crashes} times in a row; not tried again until `leases retry`"
-    return PermanentFailure(message, CRASH_LOOP)
+    died = f"{printable(record.key)}: its process died {record.crashes} times in a row"
+    return PermanentFailure(f"{died}; not tried again until `leases retry`", CRASH_LOOP)
 
 
 def _crashed(call: Call, outcome: Outcome) -> Outcome:
     if outcome.crashes < call.options.max_crashes:
         return replace(outcome, retry_after=crash_pause(outcome.crashes) or None)
-    message = f"{call.key.key}: its process died {outcome.crashes} times in a row"
+    message = f"{printable(call.key.key)}: its process died {outcome.crashes} times in a row"
     failure = Failure(PermanentFailure.__qualname__, message, CRASH_LOOP, CRASH_LOOP, operator=True)
     return replace(outcome, state=State.FAILED, failure=failure, reason=CRASH_LOOP)
 
@@ -187,7 +200,7 @@ def store_pause(tries: int, chance: float) -> float:
 
 def settle_pause(tries: int) -> float:
     """How long to wait before the outcome is written again."""
-    return float(min(2.0, 0.05 * 2.0 ** min(tries, 10)))
+    return float(min(LONGEST_SETTLE_PAUSE, 0.05 * 2.0 ** min(tries, 10)))
 
 
 def settle_until(call: Call, now: float, taken: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -16,13 +17,17 @@ from celery_leases.core.records import Bid, Outcome, Record, Refused, Won
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease: ``remaining`` seconds by the store's clock; ``host`` is ``hostname/pid``."""
+    """Who holds a lease: ``remaining`` seconds by the store's clock; ``host`` is ``hostname/pid``.
+
+    ``database`` is the identity of the holder's records database; empty where the lease store does not say.
+    """
 
     token: str
     call_id: str
     host: str
     ttl: float
     remaining: float
+    database: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +42,6 @@ class Held:
     """Somebody else holds the lease."""
 
     holder: Holder
-
-
-@dataclass(frozen=True, slots=True)
-class Unsettled:
-    """The store came up empty ``age`` seconds ago: a live holder may not have re-asserted its lease yet.
-
-    A *running* row must be left alone until its ttl has passed since; any other row may be claimed at once.
-    """
-
-    age: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +88,20 @@ class Renewal:
     """One lease to renew, for *ttl* seconds from now; a longer remaining time is never cut.
 
     ``probe``: the cooldown group whose probe's slot the same token holds, to be renewed along with it; what becomes
-    of the slot does not change the result for the lease. ``waits``: whether to wait for a row that is locked; what
-    does not wait may be answered with :attr:`Kept.LOCKED`. A lease apart from the records is never locked.
+    of the slot does not change the result for the lease. ``guarded``: a transaction of the body's own may have the
+    record's row locked; where the row is the lease it is not waited for, and the answer may be :attr:`Kept.LOCKED`.
     """
 
     stored_key: str
     token: str
     ttl: float
     probe: str | None = None
-    waits: bool = True
+    guarded: bool = False
+
+
+def never_emptied() -> float:
+    """The age of a lease store that loses no leases."""
+    return math.inf
 
 
 class LeaseStore(Protocol):
@@ -112,12 +112,19 @@ class LeaseStore(Protocol):
     #: Whether the claimed row is the lease, so that acquiring claims and settling releases.
     in_records: bool
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
+    def acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut | Claimed:
         """Take the lease in one round trip; a lease found under the bid's own token counts as taken.
 
         The gate of ``bid.group`` is looked at by the same trip, once the lease is known to be free. Where it is
         half-open and nobody probes, the bid takes the probe's slot for its ttl together with the lease.
-        *settled*: the caller has looked at the record, so a store that just came up empty grants it all the same.
+        Raises ``LeaseStoreMismatch`` where the holder has its records in another database than the bidder.
+        """
+        ...
+
+    def age(self, stored_key: str) -> float:
+        """Seconds since the store came up without the leases of before, as far as it holds that of this key.
+
+        A holder of before may not have asserted its lease again yet, so the claim asks before it takes a running row.
         """
         ...
 
@@ -196,12 +203,22 @@ class GateStore(Protocol):
 class RecordStore(Protocol):
     """One durable row per key. Every call raises ``StoreUnavailable`` when the database fails."""
 
-    def claim(self, bid: Bid, lease_store: str) -> Won | Refused:
-        """Make the row ours, in one statement; a refused claim writes nothing. Repeating it is harmless."""
+    def claim(self, bid: Bid, lease_store: str, *, age: Callable[[], float] = never_emptied) -> Won | Refused:
+        """Make the row ours, if :mod:`celery_leases.core.claims` says that it may be. Repeating it is harmless.
+
+        A refused claim writes nothing. *age* gives the seconds since the lease store came up empty. It is called only
+        before the running row of another attempt is taken over, and what it raises is raised. Raises
+        :class:`LeaseStoreMismatch` when the key runs under another lease store, :class:`KeyUnusable` when the database
+        refuses a value of the bid, and :class:`RecordUnreadable` for a row that cannot be read and stays as it is.
+        """
         ...
 
     def read(self, stored_key: str) -> Record | None:
         """The row, if there is one."""
+        ...
+
+    def identity(self) -> str:
+        """A short random word that names this database, whatever URL it is reached by; the same for ever."""
         ...
 
     def settle(self, record: Record, outcome: Outcome) -> bool:
@@ -232,6 +249,13 @@ class RecordStore(Protocol):
 
     def purge(self, limit: int) -> int:
         """Delete at most *limit* rows whose retention is over; how many were deleted."""
+        ...
+
+    def purge_in_turn(self, limit: int, every: float) -> bool:
+        """Purge a batch, unless a process of this database has come to an end of it within *every* seconds.
+
+        Whether there may be more: ask again.
+        """
         ...
 
 
@@ -296,4 +320,11 @@ class Observer(Protocol):
 
     def observe(self, event: Event) -> None:
         """Take note of *event*."""
+        ...
+
+    def hears(self, kind: type[Event]) -> bool:
+        """Whether an event of that type would be logged at its usual level, or sent; else it is not made.
+
+        Asked in the process and thread in which such an event is observed.
+        """
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from celery_leases.core.errors import EffectMisused
 from celery_leases.core.results import encode
@@ -26,11 +26,14 @@ class Progress:
         return self.value is None and not self.positions
 
 
+NONE: Final = Progress()
+
+
 def load(text: str | None, generation: int) -> Progress:
     """The progress saved in *generation*; that of an earlier one does not count."""
     saved = json.loads(text) if text is not None else {}
     if saved.get("generation") != generation:
-        return Progress()
+        return NONE
     return Progress(saved.get("value"), saved.get("positions") or {})
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+MAY_HAVE_BEEN_EXECUTED: Final = "the call may have been executed"
+"""What people are told of an ambiguous failure."""
 
 
 class State(StrEnum):
@@ -55,6 +59,13 @@ class Failure:
     group: str | None = None
     ambiguous: bool = False
     operator: bool = False
+
+    @property
+    def text(self) -> str:
+        """The error as it is told to others than the caller it was raised to: its class, its message, and its doubt."""
+        kind = "" if self.type.rpartition(".")[2] == "PermanentFailure" else self.type
+        said = ": ".join(part for part in (kind, self.message) if part)
+        return f"{said} ({MAY_HAVE_BEEN_EXECUTED})" if self.ambiguous else said
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,8 @@ class Record:
     progress: str | None = None
     finished_calls: tuple[str, ...] = ()
     finished_results: Mapping[str, str | None] | None = None
+    #: What of the row cannot be read, and what to do. Only where an operator looks; elsewhere it is an error.
+    unreadable: str | None = None
 
     @property
     def waits(self) -> float:
@@ -133,9 +146,19 @@ class Record:
         return max(0.0, (self.lease_until - self.now) / 1e6) if self.lease_until is not None else 0.0
 
     @property
+    def forgotten(self) -> bool:
+        """Whether an operator has made it as good as new, and nobody has called it since."""
+        return self.state is State.PENDING and self.ended is None and not self.call_id and self.message is None
+
+    @property
     def expired(self) -> bool:
         """Whether its retention is over, so that it counts as absent."""
         return self.expires_at is not None and self.expires_at <= self.now
+
+    @property
+    def told(self) -> bool:
+        """Whether the call that ended last has failed and does not come back: its caller knows."""
+        return self.ended is Ended.FAILED and not self.resumes and self.state in (State.PENDING, State.COOLING)
 
     @property
     def just_crashed(self) -> bool:
@@ -157,18 +180,26 @@ class Bid:
     fingerprint: str | None = None
     digests: Mapping[str, str] | None = None
     rerun: bool = False
+    #: The identity of the records database, where the lease is kept elsewhere.
+    database: str = ""
     #: The tokens of earlier attempts of this call whose row may stand open through our own fault: no crashes.
     prior: tuple[str, ...] = ()
     #: How often Celery has retried the call.
     retries: int = 0
     #: The delivery is a copy of an earlier one, not a fresh message that happens to have its id.
     repeat: bool = False
+    #: The fence of the failure that a fresh message waits for: what is no copy of that run may still be run.
+    met: int | None = None
     #: The cooldown group whose gate must let the body start.
     group: str | None = None
     #: The call's message as a signature in JSON, if it is to be kept.
     message: str | None = None
     #: The task's, in seconds.
     retention: float | None = None
+
+    def knows(self, failure: int) -> bool:
+        """Whether it is made for a copy of the run under the fence *failure*, or of one before it."""
+        return self.repeat and self.met != failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +209,43 @@ class Won:
     record: Record
 
 
+class Refusal(StrEnum):
+    """Why a key may not be claimed; see :func:`celery_leases.core.claims.refusal`."""
+
+    #: This very call has finished the key.
+    FINISHED = "finished"
+    #: The key has failed for good, or waits for an operator.
+    FAILED = "failed"
+    #: This call has failed, its caller has seen the failure, and this delivery is a copy of that one.
+    REPORTED = "reported"
+    #: A later retry of this call has the row.
+    SUPERSEDED = "superseded"
+    #: The key stands for a call with other arguments.
+    REUSED = "reused"
+    #: Another call has done it.
+    DONE = "done"
+    #: Another attempt holds the key under a lease that lasts.
+    HELD = "held"
+    #: ``retry_at`` is in the future.
+    EARLY = "early"
+    #: The lease store has lost its leases, and the holder may be about to assert its own again.
+    EMPTIED = "emptied"
+    #: The lease has ended, but its holder may have had no chance to renew it or to write its outcome.
+    LAPSED = "lapsed"
+    #: The row changed between each look and the write that followed it.
+    CHANGED = "changed"
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The row was left as it is; ``None``: it could not be seen in the statement's snapshot."""
+    """The row was left as it is, for the reason *why*; ``None``: there was no row to see.
+
+    ``age``: seconds since the lease store came up empty, if that was asked.
+    """
 
     record: Record | None
+    why: Refusal
+    age: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

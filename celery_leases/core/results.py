@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Final
 
 from kombu.exceptions import DecodeError, EncodeError
 from kombu.serialization import dumps, loads
 
-from celery_leases.core.records import Failure
-from celery_leases.core.redaction import redact
+from celery_leases.core.errors import RecordUnreadable
+from celery_leases.core.records import Failure, Record
+from celery_leases.core.redaction import message_of
+from celery_leases.core.texts import shown
 
 TOO_LARGE = "result_too_large"
 NOT_JSON = "result_not_json"
 CONTENT_TYPE = "application/json"
+_decoded: Final = json.JSONDecoder().decode
+_quoted: Final = json.encoder.encode_basestring_ascii
+_CONSTANTS: Final = {None: "null", True: "true", False: "false"}
+_VALUES: Final = {text: value for value, text in _CONSTANTS.items()} | {None: None}
 MESSAGE_MAX = 2000
 
 
 def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
     """The JSON text of *value* and ``None``; or ``None`` and why it is not kept. *limit* is in bytes. Never raises."""
+    kind = type(value)
+    if value is None or kind is bool:
+        return _CONSTANTS[value], None
     try:
-        text = dumps(value, serializer="json")[2]
-        text = text if isinstance(text, str) else text.decode()
-        size = len(text.encode())
-        if '"__type__"' in text:
-            decode(text)  # it may look like one of kombu's typed values and be none
+        if kind is str:
+            text = _quoted(value)
+        elif kind is int:
+            text = repr(value)
+        else:
+            text = dumps(value, serializer="json")[2]
+            text = text if isinstance(text, str) else text.decode()
+            if '"__type__"' in text:
+                decode(text)  # it may look like one of kombu's typed values and be none
+        size = len(text) if text.isascii() else len(text.encode())
     except (EncodeError, DecodeError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
         return None, NOT_JSON
     return (text, None) if size <= limit else (None, TOO_LARGE)
@@ -31,7 +46,39 @@ def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
 
 def decode(text: str | None) -> Any:
     """The value a stored text stands for; no text stands for ``None``."""
-    return loads(text, CONTENT_TYPE, "utf-8", accept={CONTENT_TYPE}) if text is not None else None
+    if text in _VALUES:
+        return _VALUES[text]
+    if text is None or not text:
+        return text
+    # Only an object can be one of kombu's typed values.
+    return loads(text, CONTENT_TYPE, "utf-8", accept={CONTENT_TYPE}) if text[0] in "{[" else _decoded(text)
+
+
+def given_back(value: Any, text: str) -> Any:
+    """The value that *text* stands for, the JSON text of *value*."""
+    return value if type(value) is int or (type(value) is str and value.isascii()) else decode(text)
+
+
+def kept_value(text: str | None, key: str, column: str, task: str) -> Any:
+    """The value of a stored text; raises :class:`RecordUnreadable` for one that was changed by hand."""
+    try:
+        return decode(text)
+    except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+        message = unreadable(key, task, column, text, error)
+        raise RecordUnreadable(message, False, key, column) from None
+
+
+def result_of(record: Record) -> Any:
+    """The result that a record keeps; raises :class:`RecordUnreadable`."""
+    return kept_value(record.result, record.key, "result", record.task)
+
+
+def unreadable(key: str, task: str, column: str, value: object, error: Exception) -> str:
+    """What is said of a column of a record that holds what cannot be read."""
+    return (
+        f"{key}: the record cannot be read: its column {column} has {shown(value)} ({type(error).__name__}); "
+        f"repair it, or write: leases forget {key} --task {task}"
+    )
 
 
 def failure_of(error: BaseException, rule: str | None = None) -> Failure:
@@ -40,11 +87,5 @@ def failure_of(error: BaseException, rule: str | None = None) -> Failure:
     Never raises.
     """
     kind = type(error)
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure
-        message = "(its text cannot be had)"
-    message = message.replace("\x00", "").encode("utf-8", "replace").decode()
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    message = redact(message)
-    return Failure(name, message if len(message) <= MESSAGE_MAX else message[: MESSAGE_MAX - 1] + "…", rule)
+    return Failure(name, message_of(error, MESSAGE_MAX), rule)

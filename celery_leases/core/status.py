@@ -2,28 +2,97 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any, Final
 
 from celery_leases.core import progress as saved
 from celery_leases.core.durations import in_words
 from celery_leases.core.effects import Effect
+from celery_leases.core.errors import Cooldown, RecordUnreadable, RetryLater
 from celery_leases.core.gates import Gate
+from celery_leases.core.outcomes import Death
 from celery_leases.core.ports import Holder
-from celery_leases.core.records import Attempt, Failure, Record, State
-from celery_leases.core.results import decode
+from celery_leases.core.records import Attempt, Ended, Failure, Record, State
+from celery_leases.core.results import decode, result_of
 
 ABSENT: Final = "absent"
 ABANDONED: Final = "abandoned"
+UNREADABLE: Final = "unreadable"
+RECORD_UNREADABLE: Final = "record_unreadable"
 WORKER_LOST: Final = "worker_lost"
 LEASE_STORE_UNAVAILABLE: Final = "lease_store_unavailable"
+_ASKING: Final = frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in (Cooldown, RetryLater))
+
+
+class MessageCode(StrEnum):
+    """Which message a status has for the person who waits: stable codes, to be translated."""
+
+    NOT_STARTED = "not_started"
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    ABANDONED = "abandoned"
+    DONE = "done"
+    LAST_FAILED = "last_failed"
+    REVOKED_IN = "revoked_in"
+    REVOKED = "revoked"
+    RETRY_IN = "retry_in"
+    RETRY_NOW = "retry_now"
+    RESUMES = "resumes"
+    UNSURE_RETRY_IN = "unsure_retry_in"
+    UNSURE_RETRY = "unsure_retry"
+    UNSURE_RESUMES_IN = "unsure_resumes_in"
+    UNSURE_RESUMES = "unsure_resumes"
+    UNCERTAIN = "uncertain"
+    UNREADABLE = "unreadable"
+    FAILED = "failed"
+    FAILED_UNSURE = "failed_unsure"
+
+
+_UNSURE: Final = "It failed and may have been executed."
+MESSAGES: Final = {
+    MessageCode.NOT_STARTED: "Not started yet",
+    MessageCode.WAITING: "Not running: it runs when it is delivered, or called again",
+    MessageCode.STARTING: "Starting",
+    MessageCode.RUNNING: "Running (attempt {attempt})",
+    MessageCode.ABANDONED: "Its process died; it runs again when the broker delivers it",
+    MessageCode.DONE: "Done",
+    MessageCode.LAST_FAILED: "The last attempt failed; it runs when it is delivered, or called again",
+    MessageCode.REVOKED_IN: "Revoked: retry available in {wait}",
+    MessageCode.REVOKED: "Revoked: runs when called again",
+    MessageCode.RETRY_IN: "Retry available in {wait}",
+    MessageCode.RETRY_NOW: "Retry available now",
+    MessageCode.RESUMES: "Runs again any moment",
+    MessageCode.UNSURE_RETRY_IN: f"{_UNSURE} Retry available in {{wait}}",
+    MessageCode.UNSURE_RETRY: f"{_UNSURE} Retry available now",
+    MessageCode.UNSURE_RESUMES_IN: f"{_UNSURE} It runs again in {{wait}}",
+    MessageCode.UNSURE_RESUMES: f"{_UNSURE} It runs again any moment",
+    MessageCode.UNCERTAIN: "It may have been executed; an operator must look",
+    MessageCode.UNREADABLE: "An operator must look: the record cannot be read",
+    MessageCode.FAILED: "Failed for good",
+    MessageCode.FAILED_UNSURE: "Failed for good; it may have been executed",
+}
+"""What each code says; ``{wait}`` is ``retry_after`` in words."""
+
+
+_CODE_OF_STATE: Final[Mapping[str, MessageCode]] = {
+    State.DONE: MessageCode.DONE,
+    State.UNCERTAIN: MessageCode.UNCERTAIN,
+    ABANDONED: MessageCode.ABANDONED,
+    UNREADABLE: MessageCode.UNREADABLE,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EffectStatus:
-    """One effect of a key: ``state`` is ``sent`` or ``done``; the times are aware datetimes in UTC."""
+    """One effect of a key: ``state`` is ``sent`` or ``done``; the times are aware datetimes in UTC.
+
+    ``unreadable``: a column of it holds what cannot be read; ``detail`` says which, and what to do.
+    """
 
     name: str
     state: str
@@ -31,19 +100,22 @@ class EffectStatus:
     idempotency_key: str
     sent_at: datetime | None
     done_at: datetime | None
+    detail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatus:
     """Where a key stands.
 
-    ``state`` is a record's state, or ``absent`` (no record), or ``abandoned`` (running, but nobody holds the lease).
+    ``state`` is a record's state, or ``absent`` (no record), or ``abandoned`` (running, but nobody holds the lease), or
+    ``unreadable`` (a column of the record holds what cannot be read; ``detail`` says which, and what to do).
     ``retry_after`` and ``lease_remaining`` are seconds, the ``*_at`` are aware datetimes in UTC.
     ``reason`` is a stable code: one of :class:`~celery_leases.core.rulings.Reason` for failures, else how the last
-    attempt ended (:class:`~celery_leases.core.records.Ended`), why a result is missing, ``worker_lost`` or
-    ``lease_store_unavailable``; ``detail`` is more about it in free words. ``rule`` is the name of the rule that
-    decided, ``scope`` whose wait it is: ``"key"``, or ``"group"`` with the name of the ``group``.
-    ``resumes``: the call comes back by itself. ``holder`` is ``hostname/pid``. ``progress`` is what the body saved.
+    attempt ended (:class:`~celery_leases.core.records.Ended`), why a result is missing, ``worker_lost``,
+    ``record_unreadable`` or ``lease_store_unavailable``; ``detail`` is more about it in free words. ``rule`` is the
+    name of the rule that decided, ``scope`` whose wait it is: ``"key"``, or ``"group"`` with the name of the ``group``.
+    ``resumes``: the call comes back by itself. ``holder`` is ``hostname/pid``. ``progress`` is the value that the body
+    saved; if it saved none, how many items its loops have finished, by the names of the loops: ``{"items": 120}``.
     ``effects`` (of ``status()``, not of ``list()``) stand in the order they were sent; ``reference`` is that of the
     last one which has one.
     """
@@ -76,35 +148,45 @@ class LeaseStatus:
     started_at: datetime | None = None
     finished_at: datetime | None = None
 
+    @property
+    def message_code(self) -> MessageCode:
+        """Which message :meth:`message` is, for programs that write their own, or in another language."""
+        if self.state in _CODE_OF_STATE:
+            return _CODE_OF_STATE[self.state]
+        unsure = self.error is not None and self.error.ambiguous
+        if self.state == State.FAILED:
+            return MessageCode.FAILED_UNSURE if unsure else MessageCode.FAILED
+        if self.state == State.RUNNING:
+            return MessageCode.RUNNING if self.attempt else MessageCode.STARTING
+        return self._code_while_waiting(unsure)
+
+    def _code_while_waiting(self, unsure: bool) -> MessageCode:
+        """The code of a key that nobody runs: absent, pending or cooling."""
+        revoked = (self.reason, self.detail, self.resumes) == (Ended.TERMINATED, Death.REVOKED.value, False)
+        if revoked and self.state != ABSENT:
+            return MessageCode.REVOKED_IN if self.retry_after else MessageCode.REVOKED
+        if self.retry_after:
+            if not unsure:
+                return MessageCode.RETRY_IN
+            return MessageCode.UNSURE_RESUMES_IN if self.resumes else MessageCode.UNSURE_RETRY_IN
+        if self.state == ABSENT:
+            return MessageCode.NOT_STARTED
+        if unsure:
+            return MessageCode.UNSURE_RESUMES if self.resumes else MessageCode.UNSURE_RETRY
+        if self.state == State.COOLING:
+            return MessageCode.RESUMES if self.resumes else MessageCode.RETRY_NOW
+        return MessageCode.LAST_FAILED if self.error is not None else MessageCode.WAITING
+
     def message(self) -> str:
-        """One sentence for the person who waits; times are rounded up."""
-        if self.retry_after and self.state in (ABSENT, State.PENDING, State.COOLING):
-            return f"Retry available in {in_words(self.retry_after)}"
-        match self.state:
-            case "absent":
-                return "Not started yet"
-            case "done":
-                return "Done"
-            case "failed":
-                return f"Failed for good: {self.error.message}" if self.error else "Failed for good"
-            case "running":
-                return f"Running (attempt {self.attempt})"
-            case "abandoned":
-                return "Its process died; it runs again when the broker delivers it"
-            case "cooling":
-                return "Runs again any moment" if self.resumes else "Retry available now"
-            case "uncertain":
-                return f"An operator must look: {self.error.message}" if self.error else "An operator must look"
-            case "pending" if self.error:
-                return f"The last attempt failed: {self.error.message}"
-            case "pending":
-                return "Not running: it runs when it is delivered, or called again"
-            case state:
-                return state.capitalize()
+        """One line for the person who waits, without any text of an exception; times are rounded up."""
+        return MESSAGES[self.message_code].format(wait=in_words(self.retry_after or 0.0), attempt=self.attempt)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, datetimes in ISO 8601."""
-        return _plain(asdict(self))
+        """Plain values, with ``message`` and ``message_code``.
+
+        Datetimes are in ISO 8601; what JSON has no number for is ``"NaN"`` or ``"Infinity"``.
+        """
+        return _plain(asdict(self)) | {"message": self.message(), "message_code": self.message_code.value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +224,9 @@ def status_of(
     today: float,
 ) -> LeaseStatus:
     """Put together what is known; *trouble*: why the lease store did not answer, *today*: seconds since the epoch."""
+    if record is not None and record.forgotten:
+        key, task, record = record.key, record.task, None
+    record, result = _result(record)
     waits, scope = _waits(record, holder, gate)
     reason, detail = _why(record, holder, gate if scope == "group" else None, trouble)
     shared: dict[str, Any] = {
@@ -161,16 +246,16 @@ def status_of(
     return LeaseStatus(
         key=record.key,
         task=record.task,
-        state=ABANDONED if abandoned else record.state.value,
+        state=UNREADABLE if record.unreadable else ABANDONED if abandoned else record.state.value,
         attempt=record.attempt,
         failures=record.failures,
         crashes=record.crashes,
         fence=record.fence,
         rule=rule,
         resumes=record.resumes and record.state in (State.PENDING, State.COOLING),
-        result=decode(record.result) if record.state is State.DONE else None,
+        result=result,
         reference=next((effect.reference for effect in reversed(effects) if effect.reference is not None), None),
-        progress=decode(saved.load(record.progress, record.generation).value),
+        progress=_progress(record),
         effects=tuple(map(_effect, effects)),
         error=record.failure,
         previous=record.previous,
@@ -189,9 +274,25 @@ def status_of_group(gate: Gate, today: float) -> GroupStatus:
     return GroupStatus(*known, _time(until), gate.closed_for or None)
 
 
+def _progress(record: Record) -> Any:
+    progress = saved.load(record.progress, record.generation)
+    return decode(progress.value) if progress.value is not None else dict(progress.positions) or None
+
+
+def _result(record: Record | None) -> tuple[Record | None, Any]:
+    """The record, and the result that it keeps; a result that cannot be read makes the record unreadable."""
+    if record is None or record.state is not State.DONE:
+        return record, None
+    try:
+        return record, result_of(record)
+    except RecordUnreadable as error:
+        return replace(record, unreadable=record.unreadable or str(error)), None
+
+
 def _effect(effect: Effect) -> EffectStatus:
-    known = (effect.name, effect.state.value, effect.reference, effect.idempotency_key)
-    return EffectStatus(*known, _time(effect.sent_at), _time(effect.done_at))
+    state = effect.state.value if effect.unreadable is None else UNREADABLE
+    known = (effect.name, state, effect.reference, effect.idempotency_key)
+    return EffectStatus(*known, _time(effect.sent_at), _time(effect.done_at), effect.unreadable)
 
 
 def _waits(record: Record | None, holder: Holder | None, gate: Gate | None) -> tuple[float, str | None]:
@@ -210,6 +311,8 @@ def _waits(record: Record | None, holder: Holder | None, gate: Gate | None) -> t
 def _why(
     record: Record | None, holder: Holder | None, gate: Gate | None, trouble: str | None
 ) -> tuple[str | None, str | None]:
+    if record is not None and record.unreadable is not None:
+        return RECORD_UNREADABLE, record.unreadable
     if trouble is not None:
         return LEASE_STORE_UNAVAILABLE, trouble
     if gate is not None:
@@ -218,11 +321,17 @@ def _why(
         return None, None
     if record.state is State.RUNNING:
         return (None if holder else WORKER_LOST), None
-    if record.failure is not None and record.failure.reason is not None:
-        return record.failure.reason, None
+    terminated = record.ended is Ended.TERMINATED and record.state in (State.PENDING, State.COOLING)
+    if record.failure is not None and record.failure.reason is not None and not terminated:
+        return record.failure.reason, _asked_for(record.failure)
     if record.state is State.DONE:
         return record.reason, None
     return (record.ended.value if record.ended else record.reason), record.reason
+
+
+def _asked_for(failure: Failure) -> str | None:
+    """The reason the body has given for its ``Cooldown`` or ``RetryLater``, which is the end of its text."""
+    return failure.message.partition(": ")[2] or None if failure.type in _ASKING else None
 
 
 def _held(holder: Holder | None) -> Mapping[str, Any]:
@@ -240,8 +349,13 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plainly(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, tuple):
-        return [_plain(item) if isinstance(item, dict) else item for item in value]
+    match value:
+        case datetime():
+            return value.isoformat()
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case dict():
+            return _plain(value)
+        case list() | tuple():
+            return [_plainly(item) for item in value]
     return value

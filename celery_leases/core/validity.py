@@ -13,8 +13,8 @@ RENEWALS_PER_TTL = 3
 BELIEVED_AT_LEAST = 1.0
 """Seconds for which a row's lock, once seen, is believed at least, however short the ttl is."""
 
-LOOKS_PER_TTL = 10
-AWAITED_AT_MOST = 2.0
+LONGEST_WAIT = 10.0
+"""Seconds that are waited at most for a connection that others use, however long the lease lasts."""
 
 
 def hard_deadline(sent: float, ttl: float) -> float:
@@ -32,6 +32,14 @@ def renewal_due(sent: float, ttl: float) -> float:
     return sent + ttl / RENEWALS_PER_TTL
 
 
+def renewed_along(ttl: float) -> float:
+    """How many seconds before it is due a lease is renewed together with one that is due now.
+
+    So leases that began at different times are soon renewed by the same calls.
+    """
+    return ttl / 30
+
+
 def renewal_retry(now: float, ttl: float) -> float:
     """When to try again after a renewal failed at *now*: much sooner than the next regular one."""
     return now + min(ttl / 12, 1.0)
@@ -42,16 +50,16 @@ def call_timeout(ttl: float) -> float:
     return min(ttl / 10, 2.0)
 
 
+def connection_awaited(ttl: float, remaining: float | None = None) -> float:
+    """How long a call may wait for a connection that others use, in seconds.
+
+    Half of the *remaining* time until the body must stop, so that something is left to use it; but always as long as
+    :func:`call_timeout`, which ends before the lease does. Without a lease yet, a third of its *ttl*.
+    """
+    allowed = ttl / RENEWALS_PER_TTL if remaining is None else max(remaining / 2, call_timeout(ttl))
+    return min(allowed, LONGEST_WAIT)
+
+
 def lock_believed(ttl: float) -> float:
     """For how long, once seen, a lock on the row by the body's own transaction stands for a renewal, in seconds."""
     return max(ttl / RENEWALS_PER_TTL, BELIEVED_AT_LEAST)
-
-
-def lock_looked_at(ttl: float) -> float:
-    """How soon to look again whether the row is still locked, in seconds."""
-    return min(max(ttl / LOOKS_PER_TTL, 0.2), 1.0)
-
-
-def answer_awaited(ttl: float) -> float:
-    """For how long a lease in doubt is not given up, as the store is being asked, in seconds."""
-    return min(ttl / RENEWALS_PER_TTL, AWAITED_AT_MOST)

@@ -25,6 +25,9 @@ class Call:
     options: LeaseOptions
     #: It was delivered before: redelivered by the broker, put back, or retried. Reading the record first is cheaper.
     repeat: bool = False
+    #: A fresh message of a call that may have failed before: the fence of the failure that it waits for, 0 while no
+    #: record has been read. A copy of a delivery whose failure was told has ``None``.
+    met: int | None = None
     #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
     canvas: bool = False
     #: How often this call was put back before.
@@ -51,7 +54,26 @@ class Call:
     @property
     def subject(self) -> Subject:
         """Whom an event of this call is about."""
-        return {"task": self.task, "key": self.key.key, "call_id": self.call_id}
+        return {"task": self.task, "key": self.key.shown, "call_id": self.call_id}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What its arguments are compared by; ``None`` compares nothing."""
+        return self.key.fingerprint
+
+    @property
+    def rerun(self) -> bool:
+        """Whether each call of the key is work of its own."""
+        return self.options.rerun
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing is known of a run of this call that this message would be a copy of."""
+        return not self.repeat or self.met == 0
+
+    def knows(self, failure: int) -> bool:
+        """Whether it is a copy of the run under the fence *failure*, or of one before it."""
+        return not self.fresh and self.met != failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +90,19 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class Follow:
+    """Answer with what Celery has of ``call_id``, which went on as another task; look again in ``delay`` seconds.
+
+    ``age``: seconds since then. ``missing`` is raised where Celery has nothing and never will.
+    """
+
+    call_id: str
+    age: float
+    delay: float
+    missing: LeasesError
+
+
+@dataclass(frozen=True, slots=True)
 class PutBack:
     """Publish a fresh message that comes in ``delay`` seconds, then end this delivery."""
 
@@ -79,6 +114,10 @@ class PutBack:
     refusal: LeasesError | None = None
     #: What those who watch are told the call is; empty where another copy of it speaks for it.
     what: str = "put-back"
+    #: The call has failed before, and comes back for that: Celery knows of its retry.
+    retrying: bool = False
+    #: The fence of the failure of this call that its fresh message waits for.
+    met: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +156,7 @@ class GiveUp:
     error: PermanentFailure
 
 
-Verdict = Run | Replay | PutBack | Wait | Drop | Refuse | StandBack | GiveUp
+Verdict = Run | Replay | Follow | PutBack | Wait | Drop | Refuse | StandBack | GiveUp
 
 
 @dataclass(frozen=True, slots=True)

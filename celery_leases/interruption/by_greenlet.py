@@ -8,8 +8,8 @@ to its own end, and so does what Celery does around it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -45,6 +45,8 @@ class GreenShield(RaisingShield):
     def __init__(self, kill: Kill) -> None:
         super().__init__()
         self._greenlet = greenlets.current()
+        self._outer: GreenShield | None = None
+        self._step = ExitStack()
         self.kill = kill
 
     @property
@@ -52,36 +54,33 @@ class GreenShield(RaisingShield):
         """Whether the body is to be killed."""
         return self.kill.asked
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Enclose one delivery; inside the body of another one it is a step of that."""
-        outer = _around.get(self._greenlet)
+    def __enter__(self) -> None:
+        """A delivery begins; inside the body of another one it is a step of that."""
+        self._outer = _around.get(self._greenlet)
         _around[self._greenlet] = self
         self.kill.greenlet = self._greenlet
+        if self._outer is not None:
+            self._step.enter_context(self._outer.closed())
+
+    def __exit__(self, *_: object) -> None:
+        """It has ended."""
         try:
-            with nullcontext() if outer is None else outer.closed():
-                yield
+            self._step.close()
         finally:
-            if outer is None:
+            if self._outer is None:
                 del _around[self._greenlet]
                 self.kill.greenlet = None
             else:
-                _around[self._greenlet] = outer
+                _around[self._greenlet] = self._outer
 
-    @contextmanager
-    def opened(self, tenure: Tenure, on_lost: OnLost) -> Iterator[None]:
-        """Enclose the body; raises when the lease is lost already, or the body to be killed."""
+    def open(self, tenure: Tenure, on_lost: OnLost) -> None:
+        """The body begins; raises when the lease is lost already, or the body to be killed."""
         if on_lost != "flag":
             self._tenure = tenure
             tenure.interrupt = partial(greenlets.hub_caller(), self.throw)
-        try:
-            tenure.check()
-            self._open = True
-            self._raise_pending()
-            yield
-        finally:
-            self.shut()
-            tenure.interrupt = None
+        tenure.check()
+        self._open = True
+        self._raise_pending()
 
     def throw(self) -> None:
         """Throw what is pending into the body; called by the hub."""

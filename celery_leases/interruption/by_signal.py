@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any
 
 from celery_leases.core.errors import LeaseLost
 from celery_leases.core.options import OnLost
+from celery_leases.core.texts import printable
 from celery_leases.interruption.by_greenlet import green_shield
 from celery_leases.interruption.shields import LimitedTooEarly, RaisingShield, Shield
 from celery_leases.process import native
@@ -31,8 +32,9 @@ class SignalShield(RaisingShield):
 
     def __init__(self) -> None:
         super().__init__()
-        self._main = threading.main_thread().ident or 0
-        self._inside = False
+        self.main = threading.main_thread().ident or 0
+        #: Whether a delivery is being taken.
+        self.busy = False
         self._dead_man: DeadMan | None = None
         self._pending: list[int] = []
         self._handlers: dict[int, Handler] = {}
@@ -52,21 +54,19 @@ class SignalShield(RaisingShield):
         """Whether the soft time limit has fired outside the body."""
         return signal.SIGUSR1 in self._pending
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Enclose one delivery; a SIGTERM that came in between is acted on at its end, a late soft limit dropped."""
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-            pending, self._pending = self._pending, []
-            if signal.SIGTERM in pending:
-                self._handlers[signal.SIGTERM](signal.SIGTERM, None)
+    def __enter__(self) -> None:
+        """A delivery begins."""
+        self.busy = True
 
-    @contextmanager
-    def opened(self, tenure: Tenure, on_lost: OnLost) -> Iterator[None]:
-        """Enclose the body; raises what was remembered before it, so that it does not begin."""
+    def __exit__(self, *_: object) -> None:
+        """It has ended: a SIGTERM that came in between is acted on, a late soft limit dropped."""
+        self.busy = False
+        pending, self._pending = self._pending, []
+        if signal.SIGTERM in pending:
+            self._handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    def open(self, tenure: Tenure, on_lost: OnLost) -> None:
+        """The body begins; raises what was remembered before it, so that it does not begin."""
         if on_lost != "flag":
             self._tenure = tenure
             tenure.interrupt = self._interrupt if self._loss_signal else None
@@ -74,39 +74,30 @@ class SignalShield(RaisingShield):
         if on_lost == "kill":
             self._dead_man = _dead_man(tenure)
             tenure.put_off = self._dead_man.put_off
-        try:
-            self._open = True  # from here on a signal raises by itself
+        self._open = True  # from here on a signal raises by itself
+        if self._pending:
             if self.hurried:
                 raise SystemExit(_exit_code(signal.SIGTERM))
-            if self.limited:
-                self._pending.remove(signal.SIGUSR1)
-                raise LimitedTooEarly
-            yield
-        finally:
-            tenure.interrupt = tenure.put_off = None
-            self.shut()
+            self._pending.remove(signal.SIGUSR1)
+            raise LimitedTooEarly
 
-    @property
-    def busy(self) -> bool:
-        """Whether a delivery is being taken."""
-        return self._inside
+    def reopen(self) -> None:
+        """The body of an eager call within a step begins."""
+        self._open = True
+        self._raise_pending()
 
-    @contextmanager
-    def reopened(self) -> Iterator[None]:
-        """Enclose the body of an eager call within a step."""
-        try:
-            self._open = True
-            self._raise_pending()
-            yield
-        finally:
-            self._open = False
+    def close(self) -> None:
+        """It has ended."""
+        self._open = False
 
     def shut(self) -> None:
         """The body is over."""
-        super().shut()
-        dead_man, self._dead_man = self._dead_man, None
-        if dead_man is not None:
-            dead_man.call_off()
+        self._open = False
+        if self._tenure is not None or self._dead_man is not None:
+            super().shut()
+            dead_man, self._dead_man = self._dead_man, None
+            if dead_man is not None:
+                dead_man.call_off()
 
     def _raise_pending(self) -> None:
         if self.hurried:
@@ -124,7 +115,7 @@ class SignalShield(RaisingShield):
             signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if not self._inside:
+        if not self.busy:
             self._handlers[signum](signum, frame)
         elif signum == signal.SIGTERM:
             # Billiard's own handler runs at the end of the delivery: it would let a second SIGTERM kill at once.
@@ -141,7 +132,7 @@ class SignalShield(RaisingShield):
         super()._raise_pending()
 
     def _interrupt(self) -> None:
-        signal.pthread_kill(self._main, self._loss_signal)
+        signal.pthread_kill(self.main, self._loss_signal)
 
 
 def _dead_man(tenure: Tenure) -> DeadMan:
@@ -150,7 +141,7 @@ def _dead_man(tenure: Tenure) -> DeadMan:
         return DeadMan(tenure.dead_by)
     except OSError as error:
         why = f"the timer that was to kill it could not be set: {error}"
-        raise LeaseLost(f"{tenure.bid.key}: {why}", tenure.bid.key, why) from error
+        raise LeaseLost(f"{printable(tenure.bid.key)}: {why}", tenure.bid.key, why) from error
 
 
 class NestedShield(Shield):
@@ -158,30 +149,33 @@ class NestedShield(Shield):
 
     def __init__(self, outer: SignalShield) -> None:
         self._outer = outer
+        self._step = ExitStack()
 
     @property
     def hurried(self) -> bool:  # type: ignore[override]
         """Whether SIGTERM has come."""
         return self._outer.hurried
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """A step of the outer body."""
-        with self._outer.closed():
-            yield
+    def __enter__(self) -> None:
+        """A step of the outer body begins."""
+        self._step.enter_context(self._outer.closed())
 
-    @contextmanager
-    def opened(self, tenure: Tenure, on_lost: OnLost) -> Iterator[None]:
-        """Enclose the body."""
+    def __exit__(self, *_: object) -> None:
+        """It has ended."""
+        self._step.close()
+
+    def open(self, tenure: Tenure, on_lost: OnLost) -> None:
+        """The body begins."""
         tenure.check()
-        with self._outer.reopened():
-            yield
+        self._outer.reopen()
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self) -> AbstractContextManager[None]:
         """Enclose a step of the protocol inside the body."""
-        with self._outer.closed():
-            yield
+        return self._outer.closed()
+
+    def shut(self) -> None:
+        """The body is over."""
+        self._outer.close()
 
 
 _shield: SignalShield | None = None
@@ -191,11 +185,11 @@ _pid = 0
 def shield_here(pid: int, token: str | None = None) -> Shield:
     """The shield for a task that runs in this thread, or greenlet, of process *pid*, with that owner *token*."""
     global _shield, _pid
-    if native.green():
-        return green_shield(token)
-    if threading.current_thread() is not threading.main_thread():
-        return Shield()
-    if _shield is None or _pid != pid:
+    if _shield is None or _pid != pid or threading.get_ident() != _shield.main:
+        if native.green():
+            return green_shield(token)
+        if threading.current_thread() is not threading.main_thread():
+            return Shield()
         _shield, _pid = SignalShield(), pid
     return NestedShield(_shield) if _shield.busy else _shield
 

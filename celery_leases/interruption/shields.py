@@ -7,7 +7,7 @@ raised at the end of the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from celery_leases.core.options import OnLost
 from celery_leases.tenure import Tenure
@@ -18,30 +18,34 @@ class LimitedTooEarly(BaseException):
 
 
 class Shield:
-    """For pools that cannot be interrupted by signals: the body learns of a loss by the flag and ``check()`` alone."""
+    """For pools that cannot be interrupted by signals: the body learns of a loss by the flag and ``check()`` alone.
+
+    Entered as a context manager it encloses one delivery.
+    """
 
     #: The process, or at least this body, is to end.
     hurried = False
     #: The soft time limit has fired outside the body.
     limited = False
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Enclose one delivery."""
-        yield
+    def __enter__(self) -> None:
+        """A delivery begins."""
 
-    @contextmanager
-    def opened(self, tenure: Tenure, on_lost: OnLost) -> Iterator[None]:
-        """Enclose the body, which alone may be interrupted."""
-        yield
+    def __exit__(self, *_: object) -> None:
+        """It has ended."""
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
+    def open(self, tenure: Tenure, on_lost: OnLost) -> None:
+        """The body begins, which alone may be interrupted; raises what was remembered before it.
+
+        Its end is :meth:`shut`, also where this raises.
+        """
+
+    def closed(self) -> AbstractContextManager[None]:
         """Enclose a step of the protocol inside the body."""
-        yield
+        return nullcontext()
 
     def shut(self) -> None:
-        """The body is over: call it where its end is handled, as a signal may have cut :meth:`opened` short."""
+        """The body is over. Call it twice: a signal may cut the first call short."""
 
 
 class RaisingShield(Shield):
@@ -65,7 +69,10 @@ class RaisingShield(Shield):
     def shut(self) -> None:
         """The body is over."""
         self._open = False
-        self._tenure = None
+        tenure = self._tenure
+        if tenure is not None:
+            tenure.interrupt = tenure.put_off = None
+            self._tenure = None
 
     def _raise_pending(self) -> None:
         tenure = self._tenure

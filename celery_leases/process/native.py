@@ -5,11 +5,14 @@ A greenlet stalls with its hub: a body that blocks would lose its lease although
 
 from __future__ import annotations
 
+import importlib
+import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 
 class Lock(Protocol):
@@ -44,14 +47,20 @@ def allocate_lock() -> Lock:
     return lock
 
 
+def look_at(descriptor: int) -> Callable[[int], Sequence[object]]:
+    """A function that says whether *descriptor* can be read, and waits for that so many milliseconds at most.
+
+    It switches to no other greenlet. A connection that the other side has closed can be read.
+    """
+    poll = _original("poll", "select")()
+    poll.register(descriptor, select.POLLIN)
+    look: Callable[[int], Sequence[object]] = poll.poll
+    return look
+
+
 def start_thread(work: Callable[[], None]) -> None:
     """Run *work* in a daemon thread of the operating system."""
     _original("start_new_thread")(work, ())
-
-
-def boot_clock() -> float:
-    """Seconds on a clock that never steps and, where the system has one, runs on while the machine sleeps."""
-    return time.clock_gettime(BOOT_CLOCK) if BOOT_CLOCK is not None else time.monotonic()
 
 
 class Bell:
@@ -71,8 +80,13 @@ class Bell:
         self._silence.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, 3600.0)))
 
 
-BOOT_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+BOOT_CLOCK: Final[int | None] = getattr(time, "CLOCK_BOOTTIME", None)
 """The clock of :func:`boot_clock`, as the system numbers it; ``None`` where it has none."""
+
+boot_clock: Final[Callable[[], float]] = (
+    time.monotonic if BOOT_CLOCK is None else partial(time.clock_gettime, BOOT_CLOCK)
+)
+"""Seconds on a clock that never steps and, where the system has one, runs on while the machine sleeps."""
 
 
 def _eventlet() -> bool:
@@ -80,11 +94,10 @@ def _eventlet() -> bool:
     return patcher is not None and bool(patcher.is_monkey_patched("thread"))
 
 
-def _original(name: str) -> Any:
+def _original(name: str, module: str = "_thread") -> Any:
     if by_gevent():
-        return sys.modules["gevent.monkey"].get_original("_thread", name)
+        return sys.modules["gevent.monkey"].get_original(module, name)
     if _eventlet():
-        return getattr(sys.modules["eventlet.patcher"].original("threading"), f"_{name}")
-    import _thread
-
-    return getattr(_thread, name)
+        original = sys.modules["eventlet.patcher"].original
+        return getattr(original("threading"), f"_{name}") if module == "_thread" else getattr(original(module), name)
+    return getattr(importlib.import_module(module), name)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, WorkerShutdown, WorkerTerminate
 from celery.worker import state as worker_state
 
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Snoozed, Terminated
-from celery_leases.core.errors import KeyUnusable, LeaseLost, Snooze
+from celery_leases.core.errors import KeyUnusable, LeaseLost, RecordUnreadable, Snooze
 from celery_leases.core.keys import call_key
 from celery_leases.core.records import Ended
 from celery_leases.core.results import failure_of
+from celery_leases.core.rulings import Judgement, Reason, permanent
 from celery_leases.core.verdicts import Call
 from celery_leases.interruption.shields import LimitedTooEarly, Shield
-from celery_leases.tenure import HELD_TOO_LONG, Tenure
+from celery_leases.seam.pin import state_of
+from celery_leases.tenure import HELD_TOO_LONG, NOT_EXTENDED, Tenure
 
-REPLACED = "celery_leases_replaced"
-"""Where a request remembers the signature its task has replaced itself with."""
+UNREADABLE_PAUSE: Final = 15.0
+"""Seconds until a call comes back that has met an effect which cannot be read: somebody has to repair it."""
+
+_WRONG_ARGUMENTS: Final = Judgement(
+    "request-refused", permanent(), Reason.REFUSED, why="the arguments do not fit the signature of the task"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,8 @@ class BodyEnd:
     def by(self, error: BaseException, elapsed: float) -> Ending:
         """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
         match error:
-            case LeaseLost() if HELD_TOO_LONG in (error.reason, self.tenure.lost):
-                return self._held_too_long(error)
+            case LeaseLost() if limit := _time_limit(self.tenure.lost) or _time_limit(error.reason):
+                return self._held_too_long(error, limit)
             case LeaseLost():
                 return Lost(error.reason or "the body said so")
             case Snooze():
@@ -49,7 +55,7 @@ class BodyEnd:
             case Reject():
                 return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
             case Ignore():
-                replaced = self.request.__dict__.get(REPLACED)
+                replaced = state_of(self.request).replacement
                 if replaced is None:
                     return Passed(error, again=False, ended=Ended.IGNORED)
                 # Its replacement may go on under this very key, which must then be free for it.
@@ -61,18 +67,30 @@ class BodyEnd:
             case _:
                 return self._taken_away(error, elapsed)
 
-    def _held_too_long(self, error: BaseException) -> Ending:
+    def _held_too_long(self, error: BaseException, reason: str) -> Ending:
         """A time limit of its own: given back, the body would only run for as long again."""
-        limit = SoftTimeLimitExceeded(HELD_TOO_LONG)
+        limit = SoftTimeLimitExceeded(reason)
         limit.__cause__ = error
-        return Raised(limit, failure_of(limit), self.call.options.rules.judge(limit, time.time()))
+        return Raised(limit, failure_of(limit), self.call.options.classifier.judge(limit, time.time(), time.monotonic))
 
     def _raised(self, error: BaseException) -> Ending:
-        if self.tenure.lost == HELD_TOO_LONG:
-            return self._held_too_long(error)
+        if limit := _time_limit(self.tenure.lost):
+            return self._held_too_long(error, limit)
         if self.tenure.lost:
             return Lost(self.tenure.lost)
-        return Raised(error, failure_of(error), self.call.options.rules.judge(error, time.time()))
+        if isinstance(error, RecordUnreadable) and self.call.comes_back:
+            return Snoozed(error, UNREADABLE_PAUSE, str(error))
+        if isinstance(error, TypeError) and not self._arguments_fit():
+            return Raised(error, failure_of(error), _WRONG_ARGUMENTS)
+        return Raised(error, failure_of(error), self.call.options.classifier.judge(error, time.time(), time.monotonic))
+
+    def _arguments_fit(self) -> bool:
+        """Whether the body can be called with the arguments of the message; if not, no wait will change that."""
+        try:
+            self.task.lease_signature.bind(*(self.request.args or ()), **(self.request.kwargs or {}))
+        except TypeError:
+            return False
+        return True
 
     def _taken_away(self, error: BaseException, elapsed: float) -> Ending:
         limit = self.call.time_limit
@@ -106,3 +124,8 @@ class BodyEnd:
         except KeyUnusable:
             return False
         return key.stored == self.call.key.stored
+
+
+def _time_limit(reason: str | None) -> str | None:
+    """*reason*, where it says that the body has held its lease for longer than it may."""
+    return reason if reason in (HELD_TOO_LONG, NOT_EXTENDED) else None

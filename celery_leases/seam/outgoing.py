@@ -7,22 +7,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from numbers import Real
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 from celery import Celery
 from celery.result import AsyncResult
 
 from celery_leases.core.decisions import refused_for_good
-from celery_leases.core.errors import KeyReused, LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.errors import KeyReused, LeaseConfigurationError, RecordUnreadable, StoreUnavailable
 from celery_leases.core.keys import CallKey, call_key, differing
 from celery_leases.core.records import Ended, Record, State
-from celery_leases.core.results import decode
+from celery_leases.core.results import kept_value, unreadable
 from celery_leases.seam import apps
 from celery_leases.seam.kept import NotKept, as_delivered, is_over, kept
 from celery_leases.signals import logger
-from celery_leases.stores.outbox import Outbox
-from celery_leases.stores.transactions import JoinedTransaction
+
+if TYPE_CHECKING:
+    from celery_leases.stores.outbox import Outbox
+    from celery_leases.stores.transactions import JoinedTransaction
 
 T = TypeVar("T")
 RELAY_AT_ONCE: Final = 100
@@ -50,17 +52,30 @@ def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     parts = apps.parts_of(app)
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
     message = _message(task, args, kwargs, call_id)
-    outbox = Outbox(parts.records)
+    from celery_leases.stores.transactions import JoinedTransaction
+
+    outbox = _outbox(parts)
     transaction = JoinedTransaction(given, parts.records)
     transaction.join(key.key)
-    enqueued = outbox.enqueuing(task.name, key, call_id, message, ttl=options.ttl, retention=options.retention)
-    if not transaction.write(enqueued, key.key):
-        record = _taken(transaction, key)
-        added = _is_with_nobody(record) and transaction.write(outbox.adding(record, message, call_id), key.key)
-        if not added:
+    transaction.know_layout(key.key)
+    spans = {"ttl": options.ttl, "retention": options.retention}
+    if not transaction.write(outbox.enqueuing(task.name, key, call_id, message, **spans), key.key):
+        record = _found(transaction, key)
+        if record.expired:
+            writes = outbox.replacing(record, task.name, key, call_id, message, **spans)
+        else:
+            _check_content(record, key)
+            writes = outbox.adding(record, message, call_id) if _is_with_nobody(record) else ()
+        if not transaction.write(writes, key.key):
             return AsyncResult(_queued_call(transaction.read(key.stored, key.key, newest=True) or record), app=app)
     transaction.when_ended(lambda: _publish_own(app, key.stored))
     return AsyncResult(call_id, app=app)
+
+
+def _outbox(parts: apps.AppParts) -> Outbox:
+    from celery_leases.stores.outbox import Outbox
+
+    return Outbox(parts.records)
 
 
 def _message(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call_id: str) -> str:
@@ -85,7 +100,7 @@ def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:
     Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
     """
     parts = apps.parts_of(app)
-    outbox, done = Outbox(parts.records), Round()
+    outbox, done = _outbox(parts), Round()
     for stored_key in outbox.due(limit):
         _publish_due(parts, outbox, stored_key, done)
     return done
@@ -94,7 +109,7 @@ def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:
 def stranded(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE) -> list[Record]:
     """The records :func:`rescue` would publish a message of now."""
     parts = apps.parts_of(app)
-    return _stranded(parts, Outbox(parts.records), older, limit)
+    return _stranded(parts, _outbox(parts), older, limit)
 
 
 def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE) -> Round:
@@ -106,7 +121,7 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     one. Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
     """
     parts = apps.parts_of(app)
-    outbox, done = Outbox(parts.records), Round()
+    outbox, done = _outbox(parts), Round()
     for record in _stranded(parts, outbox, older, limit):
         if _unless_locked(lambda: outbox.publish_again(record)):  # noqa: B023 - called at once
             _publish_due(parts, outbox, record.stored_key, done)
@@ -116,11 +131,17 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
 def _publish_due(parts: apps.AppParts, outbox: Outbox, stored_key: str, done: Round) -> None:
     """Publish the message of one key, unless somebody else has taken it; one that has expired is dropped."""
     record = _unless_locked(lambda: outbox.take_due(stored_key))
-    if record is not None and _has_expired(record):
-        logger.info("%s is not published, as its message has expired", record.key)
-        outbox.drop(record)
-    elif record is not None:
-        (done.published if _publish(parts, outbox, record) else done.refused).append(record)
+    if record is None:
+        return
+    try:
+        if _has_expired(record):
+            logger.info("%s is not published, as its message has expired", record.key)
+            outbox.drop(record)
+        else:
+            (done.published if _publish(parts, outbox, record) else done.refused).append(record)
+    except RecordUnreadable as error:
+        logger.error("not published: %s", error)
+        done.refused.append(record)
 
 
 def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) -> list[Record]:
@@ -129,11 +150,19 @@ def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) ->
     last: Record | None = None
     while len(found) < limit:
         page = outbox.stranded(older, LOOKED_AT_ONCE, last)
-        found += [record for record in page if not _has_expired(record) and not _is_live(parts, record)]
+        found += [record for record in page if _can_be_published(record) and not _is_live(parts, record)]
         if len(page) < LOOKED_AT_ONCE:
             break
         last = page[-1]
     return found[:limit]
+
+
+def _can_be_published(record: Record) -> bool:
+    try:
+        return not _has_expired(record)
+    except RecordUnreadable as error:
+        logger.error("not published: %s", error)
+        return False
 
 
 def _is_live(parts: apps.AppParts, record: Record) -> bool:
@@ -163,9 +192,19 @@ def _is_with_nobody(record: Record) -> bool:
 
 def _has_expired(record: Record) -> bool:
     """Whether a worker would discard the kept message; a call that has begun does not expire."""
-    options = decode(record.message).get("options", {}) if record.message is not None else {}
+    options = _message_of(record).get("options", {})
     over = is_over(options.get("expires"), datetime.fromtimestamp(record.now / 1e6, UTC))
     return over and not _has_begun(record, options)
+
+
+def _message_of(record: Record) -> dict[str, Any]:
+    """The kept message; raises :class:`RecordUnreadable` for one that was changed by hand."""
+    found = kept_value(record.message, record.key, "message", record.task)
+    if not isinstance(found, dict | None) or not isinstance((found or {}).get("options", {}), dict):
+        wrong = TypeError("not a message")
+        text = unreadable(record.key, record.task, "message", record.message, wrong)
+        raise RecordUnreadable(text, False, record.key, "message")
+    return found or {}
 
 
 def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
@@ -174,15 +213,20 @@ def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
 
 def _queued_call(record: Record) -> str:
     """The call a record belongs to; where another one's message is still to be published, that one."""
-    kept = decode(record.message) if record.publish_at is not None else {}
+    kept = _message_of(record) if record.publish_at is not None else {}
     return str(kept.get("options", {}).get("task_id") or record.call_id)
 
 
-def _taken(transaction: JoinedTransaction, key: CallKey) -> Record:
-    """The record that stands in the way of a new one; raises what a delivery of the call would."""
+def _found(transaction: JoinedTransaction, key: CallKey) -> Record:
+    """The record that stands in the way of a new one."""
     record = transaction.read(key.stored, key.key, newest=True)
     if record is None:
         raise StoreUnavailable(f"{key.key}: another transaction is enqueuing it at this moment; try again", False)
+    return record
+
+
+def _check_content(record: Record, key: CallKey) -> None:
+    """Raise what a delivery of the call would: the record has failed, or stands for other arguments."""
     if record.state in (State.FAILED, State.UNCERTAIN):
         raise refused_for_good(record)
     told = record.ended is Ended.FAILED and not record.resumes
@@ -191,13 +235,12 @@ def _taken(transaction: JoinedTransaction, key: CallKey) -> Record:
         listed = ", ".join(names) or "their fingerprint"
         message = f"{key.key} stands for a call with other arguments; they differ in {listed}"
         raise KeyReused(message, key.key, names)
-    return record
 
 
 def _publish_own(app: Celery, stored_key: str) -> None:
     """After the transaction: publish what it committed; the next relay or rescue does what goes wrong here."""
     parts = apps.parts_of(app)
-    outbox = Outbox(parts.records)
+    outbox = _outbox(parts)
     try:
         record = outbox.take(stored_key)
         if record is not None:
@@ -213,7 +256,7 @@ def _as_it_stands(record: Record) -> dict[str, Any]:
 
     A call that has begun does not expire any more.
     """
-    message: dict[str, Any] = decode(record.message)
+    message = _message_of(record)
     options = message.setdefault("options", {})
     if options.get("task_id") == record.call_id and record.retries:
         options["retries"] = record.retries

@@ -1,21 +1,221 @@
-"""What we write into a message and a request, and what a call is known by: its id, its pin, its key, its group."""
+"""What we write into a message and a request, and what a call is known by: its id, its header, its key, its group."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
+from celery_leases.core.copies import UNCOPIED, Copy
 from celery_leases.core.errors import KeyUnusable
-from celery_leases.core.keys import CallKey, call_group, call_key, stored_key
+from celery_leases.core.keys import CallKey, call_group, call_key, is_shortened, stored_key, unfit
+from celery_leases.core.options import LeaseOptions
+from celery_leases.signals import logger
+from celery_leases.stores.gate_values import GATE_NAME_MAX, gate_name
 
-TOKEN = "celery_leases_token"  # noqa: S105 - the name of a field, not a password
+OURS: Final = "celery_leases"
+"""What every name of ours in a message begins with."""
+
+TOKEN: Final = "celery_leases_token"  # noqa: S105 - the name of a field, not a password
 """Where the owner token travels to the pool child: a field of the request, and so of ``task.request``."""
 
-WATCHED = "celery_leases_watched"
+WATCHED: Final = "celery_leases_watched"
 """Tells the pool child, in the same way, whether the worker sends task events now."""
 
-HEADER = "celery_leases"
-"""The message header that pins key and fingerprint of a call, and names its copies."""
+HEADER: Final = OURS
+"""The message header of a call that was delivered before."""
+
+HEADER_VERSION: Final = 1
+KEY_CARRIED: Final = 1000
+"""Characters of the longest key that a header carries: AMQP wants all headers of a message in one frame of 128 KB."""
+
+PRIOR_KEPT: Final = 8
+COUNTED: Final = 10**6
+"""The highest count that a header may have."""
+
+_STATE: Final = "celery_leases_state"
+_TOKEN: Final = re.compile("[0-9a-f]{32}", re.ASCII)
+_OWNER: Final = re.compile("[0-9a-f]{32}-[0-9a-f]{1,8}", re.ASCII)
+_FINGERPRINT: Final = re.compile("v[0-9]{1,3}:[0-9a-f]{64}", re.ASCII)
+
+
+class HeaderUnusable(Exception):
+    """Why a header cannot be one that we have written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a message of a call carries once the call was delivered. All of it is of bounded length.
+
+    ``key`` is empty where it is too long to be carried; ``stored``, its stored form, is empty where it is not.
+    ``tries``: how often the call was put back; ``away``: how often in a row for a store that did not answer.
+    ``prior``: the owners of attempts that we may have left open. ``met``: see
+    :class:`~celery_leases.core.verdicts.Call`.
+    """
+
+    task: str
+    id: str
+    key: str = ""
+    stored: str = ""
+    fingerprint: str | None = None
+    group: str | None = None
+    copy: Copy = UNCOPIED
+    tries: int = 0
+    away: int = 0
+    prior: tuple[str, ...] = ()
+    started: bool = False
+    met: int | None = None
+
+    def of_key(self, key: CallKey, group: str | None) -> Self:
+        """This header for a call of that key and cooldown group."""
+        short = len(key.key) <= KEY_CARRIED
+        return replace(
+            self,
+            key=key.key if short else "",
+            stored="" if short else key.stored,
+            fingerprint=key.fingerprint,
+            group=gate_name(group) if group is not None else None,
+        )
+
+    def begun(self, key: CallKey, group: str | None) -> Header:
+        """What a call of that key and group carries once its body begins: the waits before it count no more."""
+        short = len(key.key) <= KEY_CARRIED
+        return Header(
+            self.task,
+            self.id,
+            key=key.key if short else "",
+            stored="" if short else key.stored,
+            fingerprint=key.fingerprint,
+            group=gate_name(group) if group is not None else None,
+            copy=self.copy,
+            started=True,
+        )
+
+    def written(self) -> dict[str, Any]:
+        """As it stands in a message: without what is empty."""
+        values = (
+            ("v", HEADER_VERSION),
+            ("task", self.task),
+            ("id", self.id),
+            ("key", self.key),
+            ("stored", self.stored),
+            ("fingerprint", self.fingerprint),
+            ("group", self.group),
+            ("copy", str(self.copy) if self.copy.number else None),
+            ("tries", self.tries),
+            ("away", self.away),
+            ("prior", list(self.prior)),
+            ("started", self.started),
+        )
+        written = {name: value for name, value in values if value}
+        return written if self.met is None else {**written, "met": self.met}
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """The header that :meth:`written` gave; raises :class:`HeaderUnusable` for anything else."""
+        if not isinstance(value, Mapping):
+            raise HeaderUnusable(f"it is a {type(value).__name__}")
+        if value.get("v") != HEADER_VERSION:
+            raise HeaderUnusable(f"its version is {str(value.get('v'))[:20]!r}, not {HEADER_VERSION}")
+        found = _Reader(value)
+        return cls(
+            task=found.text("task", 255),
+            id=found.text("id"),
+            key=found.text("key", KEY_CARRIED, ""),
+            stored=found.text("stored", 255, ""),
+            fingerprint=found.matching("fingerprint", _FINGERPRINT),
+            group=found.text("group", GATE_NAME_MAX, "") or None,
+            copy=found.copy("copy"),
+            tries=found.count("tries"),
+            away=found.count("away"),
+            prior=found.owners("prior"),
+            started=found.flag("started"),
+            met=found.fence("met"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Takes fields out of what has arrived, and refuses those of another type."""
+
+    found: Mapping[str, Any]
+
+    def text(self, name: str, longest: int | None = None, default: str | None = None) -> str:
+        value = self.found.get(name, default)
+        if not isinstance(value, str) or (longest is not None and len(value) > longest):
+            raise self._wrong(name, "a text" if longest is None else f"a text of at most {longest} characters")
+        if reason := unfit(value):
+            raise self._wrong(name, f"a text a store can hold: {reason}")
+        return value
+
+    def matching(self, name: str, form: re.Pattern[str]) -> str | None:
+        value = self.found.get(name)
+        if value is not None and not (isinstance(value, str) and form.fullmatch(value)):
+            raise self._wrong(name, f"a text like {form.pattern}")
+        return value
+
+    def copy(self, name: str) -> Copy:
+        value = self.found.get(name)
+        copy = Copy() if value is None else Copy.read(value)
+        if copy is None:
+            raise self._wrong(name, "a number and a nonce")
+        return copy
+
+    def count(self, name: str) -> int:
+        value = self.found.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise self._wrong(name, "a count")
+        return min(value, COUNTED)
+
+    def fence(self, name: str) -> int | None:
+        value = self.found.get(name)
+        if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+            raise self._wrong(name, "a fence")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.found.get(name, False)
+        if type(value) is not bool:
+            raise self._wrong(name, "true or false")
+        return value
+
+    def owners(self, name: str) -> tuple[str, ...]:
+        value = self.found.get(name, [])
+        if not isinstance(value, list | tuple) or len(value) > PRIOR_KEPT:
+            raise self._wrong(name, f"a list of at most {PRIOR_KEPT} owners")
+        if not all(isinstance(owner, str) and _OWNER.fullmatch(owner) for owner in value):
+            raise self._wrong(name, "a list of owners")
+        return tuple(value)
+
+    def _wrong(self, name: str, wanted: str) -> HeaderUnusable:
+        return HeaderUnusable(f"its field {name!r} is not {wanted}")
+
+
+def arrived(headers: object, task: str, call_id: str) -> Header | None:
+    """The header of an earlier delivery of this very call; ``None`` without one.
+
+    Members of a group share one headers dict, so that the header of another call means nothing. One that we cannot have
+    written is ignored, with a warning.
+    """
+    if not (type(headers) is dict or isinstance(headers, Mapping)) or (value := headers.get(HEADER)) is None:
+        return None
+    try:
+        header = Header.read(value)
+    except HeaderUnusable as error:
+        logger.warning("%s[%s]: its message header %r is ignored: %s", task, call_id, HEADER, error)
+        return None
+    return header if (header.task, header.id) == (task, call_id) else None
+
+
+def retries_of(given: object, task: str, call_id: str) -> int:
+    """How often Celery has retried a call, as its message says; 0 where that is no count, with a warning."""
+    if given is None:
+        return 0
+    if type(given) is not int or given < 0:
+        logger.warning("%s[%s]: its message header 'retries' is ignored: it is not a count", task, call_id)
+        return 0
+    return min(given, COUNTED)
 
 
 def owner_of(token: str, pid: int) -> str:
@@ -27,43 +227,88 @@ def owner_of(token: str, pid: int) -> str:
     return f"{token}-{pid:x}"
 
 
+def token_of(request: Any) -> str | None:
+    """The token that the worker's main process has given to a delivery; ``None`` for an eager call."""
+    token = request.__dict__.get(TOKEN)
+    return token if type(token) is str and _TOKEN.fullmatch(token) else None
+
+
 def call_id_of(request_id: str, nesting: int | None) -> str:
     """The id of a call. A task that replaces itself goes on under the id it has, and must not be taken for done."""
     return f"{request_id}~{nesting}" if nesting else request_id
 
 
-def pinned(headers: Mapping[str, Any] | None, task: str, call_id: str) -> dict[str, Any]:
-    """What an earlier delivery of this very call wrote into the message; empty for anybody else's pin."""
-    pin = (headers or {}).get(HEADER)
-    if isinstance(pin, dict) and (pin.get("task"), pin.get("id")) == (task, call_id):
-        return dict(pin)
-    return {}
+def celery_id_of(call_id: str) -> str:
+    """The id that Celery has for a call."""
+    request_id, mark, nesting = call_id.rpartition("~")
+    return request_id if mark and nesting.isdecimal() else call_id
 
 
-def key_of(task: Any, pin: Mapping[str, Any], call_id: str, args: Any, kwargs: Any) -> CallKey:
-    """The key of the arguments of a leased *task*; a pinned one stays, whatever arguments a retry brought.
+@dataclass
+class OnRequest:
+    """What this process remembers at the request of a delivery. A message can bring its name, but never its type."""
 
+    #: The body of this delivery runs, so that another entry is the task calling itself.
+    running: bool = False
+    #: The stored key and the call whose callbacks are to be marked as sent.
+    answered: tuple[str, str] | None = None
+    #: The signature the task has replaced itself with.
+    replacement: Any = None
+
+
+def state_of(request: Any) -> OnRequest:
+    """What is remembered at *request*."""
+    state = request.__dict__.get(_STATE)
+    if type(state) is not OnRequest:
+        state = request.__dict__[_STATE] = OnRequest()
+    return state
+
+
+def key_of(task: Any, header: Header | None, call_id: str, args: Any, kwargs: Any, retries: int) -> CallKey:
+    """The key of the arguments of a leased *task*, or that of its *header*.
+
+    A header counts for a call that has begun: a retry may have brought other arguments, and stays in its key.
     Raises :class:`~celery_leases.KeyUnusable` where there is neither.
     """
     options = task.lease_options
+    carried = _carried_key(task.name, options, header) if header is not None and _has_begun(header, retries) else None
     try:
         made = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
     except KeyUnusable:
-        if "key" not in pin:
+        if carried is None:
             raise
-        made = None
-    if "key" not in pin or (made and (made.key, made.fingerprint) == (pin["key"], pin.get("fingerprint"))):
-        assert made is not None
+        return carried
+    if carried is None or (carried.stored, carried.fingerprint) == (made.stored, made.fingerprint):
         return made
-    return CallKey(pin["key"], stored_key(task.name, pin["key"], options.scope), pin.get("fingerprint"))
+    return carried
 
 
-def group_of(task: Any, pin: Mapping[str, Any], args: Any, kwargs: Any) -> str | None:
-    """The cooldown group of the arguments; the pinned one where a retry brought arguments that make none."""
+def group_of(task: Any, header: Header | None, args: Any, kwargs: Any, retries: int) -> str | None:
+    """The cooldown group of the arguments; that of the header where a retry brought arguments that make none."""
     try:
         return call_group(task.name, task.lease_options, task.lease_signature, args, kwargs)
     except KeyUnusable:
-        if "key" not in pin:
+        if header is None or not _has_begun(header, retries):
             raise
-        group: str | None = pin.get("group")
-        return group
+        return header.group
+
+
+def _has_begun(header: Header, retries: int) -> bool:
+    return header.started or retries > 0
+
+
+def _carried_key(task: str, options: LeaseOptions, header: Header) -> CallKey | None:
+    """The key a header carries, if it can be one of that task with these options; else the arguments decide.
+
+    A header without a fingerprint would be given the result of any arguments, so it does not count where they are
+    compared. The key of a task without ``lease_key`` is the id of the call, whatever a header says.
+    """
+    if options.key is None or (options.compares and header.fingerprint is None):
+        return None
+    fingerprint = header.fingerprint if options.compares else None
+    namespace = options.namespace or task
+    if header.key.strip():
+        return CallKey(header.key, stored_key(namespace, header.key), fingerprint)
+    if is_shortened(header.stored, namespace):
+        return CallKey(header.stored.partition("|")[2], header.stored, fingerprint)
+    return None

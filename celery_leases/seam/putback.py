@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from celery import Celery, Task
 from celery.canvas import Signature
+from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
+from celery_leases.core.copies import Copy
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
 from celery_leases.core.replies import waiter_mark
 from celery_leases.seam.kept import NotKept, kept
-from celery_leases.seam.pin import HEADER, TOKEN, WATCHED
+from celery_leases.seam.pin import HEADER, TOKEN, WATCHED, Header
+from celery_leases.seam.routes import ORIGIN, AsGiven, Routes, properties_of, queue_of, stamps_of, without_brokers_own
 from celery_leases.signals import logger
 
 CONFIRM_WITHIN = 5.0
 FAILED_AT_ONCE = 1.0
 POOL_SIZE = 10
+OVER = "over"
+"""What a mark says once the call of its copy has ended."""
+
+_ROUTE = {"countdown", "eta", "queue", "exchange", "routing_key", "exchange_type", "redelivered"}
 _AMQP = {"confirm_publish": True, "read_timeout": CONFIRM_WITHIN, "write_timeout": CONFIRM_WITHIN}
 _REDIS = {"socket_timeout": CONFIRM_WITHIN, "socket_connect_timeout": CONFIRM_WITHIN}
 _OPTIONS = {"pyamqp": _AMQP, "amqp": _AMQP, "redis": _REDIS, "rediss": _REDIS, "valkey": _REDIS, "sentinel": _REDIS}
+
+
+class NotPublishable(Exception):
+    """Why no message of a call can be made, however often it is tried."""
 
 
 class Copies:
@@ -34,26 +45,48 @@ class Copies:
         self._app = app
         self._pool: ProducerPool | None = None
         self._told: set[str] = set()
+        self.routes = Routes(app)
 
     def put_back(
-        self, task: Task, pin: Mapping[str, Any], delay: float, marks: MarkStore, stored_key: str, ttl: float
+        self,
+        task: Task,
+        pin: Header,
+        delay: float,
+        marks: MarkStore,
+        stored_key: str,
+        ttl: float,
+        *,
+        newest: bool = False,
     ) -> bool:
-        """Publish a copy that comes in *delay* seconds; ``False`` when another copy is known to wait already.
+        """Publish a copy that comes in *delay* seconds; ``False`` when a later copy than this delivery is published.
 
-        Raises whatever kept the broker from confirming within 5 s; then nothing may be taken for published.
+        *newest*: publish a copy in any case, which comes after all others. Raises whatever kept the broker from
+        confirming within 5 s; then nothing may be taken for published.
         """
-        request = task.request
         # A retry is not a copy of the attempt before it: the two must not be taken for one another.
-        mark, ours = waiter_mark(f"{pin['id']}/{request.retries}"), pin.get("nonce")
-        waiting = _known_waiter(marks, stored_key, mark)
-        if waiting not in (None, ours):
+        mark = waiter_mark(pin.id, task.request.retries, pin.met)
+        noted = _noted(marks, stored_key, mark)
+        latest = max(pin.copy, Copy.read(noted) or pin.copy)
+        if latest > pin.copy and not newest:
             return False
-        nonce = uuid4().hex
-        self._publish(task, {**pin, "nonce": nonce}, delay)
-        with suppress(StoreUnavailable):  # without a mark both copies count, and neither is lost
-            # Set after the broker has the message: a mark without a message would end the last copy.
-            marks.swap_mark(stored_key, mark, ours, nonce, delay + 2 * ttl)
+        copy = latest.after(uuid4().hex)
+        self._publish(task, replace(pin, copy=copy), delay)
+        # A mark names only copies that the broker has: it is set after the publish, and nothing here may undo that.
+        try:
+            marks.swap_mark(stored_key, mark, noted, str(copy), delay + 2 * ttl)
+        except StoreUnavailable as error:
+            logger.info("%s[%s]: its copy is published, but not noted: %s", task.name, task.request.id, error)
+        except Exception:  # noqa: BLE001 - the copy is with the broker, whatever became of its mark
+            logger.exception("%s[%s]: its copy is published, but not noted", task.name, task.request.id)
         return True
+
+    def over(self, task: Task, pin: Header, marks: MarkStore, stored_key: str, ttl: float) -> None:
+        """Note that the call of a copy has ended, so that its mark stands for no message sent anew under its id."""
+        if not pin.copy.number:
+            return  # it has never waited
+        with suppress(Exception):  # the mark ends by itself
+            mark = waiter_mark(pin.id, task.request.retries, pin.met)
+            marks.swap_mark(stored_key, mark, str(pin.copy), OVER, ttl)
 
     def publish(self, call: Any) -> None:
         """Publish a kept call; raises whatever kept the broker from confirming within 5 s."""
@@ -61,10 +94,10 @@ class Copies:
         with self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer:
             signature.apply_async(producer=producer, retry=False, confirm_timeout=CONFIRM_WITHIN, add_to_parent=False)
 
-    def message_of(self, task: Task, pin: Mapping[str, Any]) -> str | None:
+    def message_of(self, task: Task, pin: Header | None) -> str | None:
         """The message of the delivery that runs here, as it is kept in its record; ``None`` if it cannot be kept."""
         try:
-            return kept(_signature(task, pin, 0.0))
+            return kept(_signature(task, pin))
         except NotKept as error:
             if task.name not in self._told:
                 self._told.add(task.name)
@@ -86,15 +119,21 @@ class Copies:
     def close(self) -> None:
         """Close the connections."""
         pool, self._pool = self._pool, None
+        self.routes.forget()
         if pool is not None:
             pool.force_close_all()
             pool.connections.force_close_all()
 
-    def _publish(self, task: Task, pin: Mapping[str, Any], delay: float) -> None:
+    def _publish(self, task: Task, pin: Header | None, delay: float) -> None:
         began = time.monotonic()
         for last in (False, True):
             try:
                 return self._publish_once(task, pin, delay)
+            except NotPublishable:
+                raise
+            except (EncodeError, SerializerNotInstalled) as error:
+                serializer = properties_of(task.request).get("serializer")
+                raise NotPublishable(f"{error} (serializer {serializer})") from error
             except Exception:
                 self.close()
                 # What fails at once is a connection that went stale while idle; a copy too many does no harm.
@@ -102,10 +141,25 @@ class Copies:
                     raise
         return None
 
-    def _publish_once(self, task: Task, pin: Mapping[str, Any], delay: float) -> None:
-        copy = _signature(task, pin, delay)
+    def _publish_once(self, task: Task, pin: Header | None, delay: float) -> None:
+        try:
+            copy = _signature(task, pin)
+        except Exception as error:  # no broker has been asked: it is the message, and stays so
+            raise NotPublishable(f"{type(error).__name__}: {error}") from error
+        options = {name: value for name, value in copy.options.items() if name not in _ROUTE}
         with self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer, _outside_of(task.request):
-            copy.apply_async(producer=producer, retry=False, confirm_timeout=CONFIRM_WITHIN, add_to_parent=False)
+            self._app.send_task(
+                task.name,
+                copy.args,
+                copy.kwargs,
+                task_type=task,
+                router=AsGiven(),
+                producer=producer,
+                retry=False,
+                confirm_timeout=CONFIRM_WITHIN,
+                add_to_parent=False,
+                **(options | self.routes.back(producer, task.request, delay)),
+            )
 
     def _producers(self) -> ProducerPool:
         if self._pool is None:
@@ -119,25 +173,39 @@ class Copies:
         return self._pool
 
 
-def _signature(task: Task, pin: Mapping[str, Any], delay: float) -> Any:
+def _signature(task: Task, pin: Header | None) -> Any:
+    """The message of the delivery that runs here, with what Celery's own retry keeps of it and what that would lose."""
     request = task.request
-    dropped = {TOKEN, WATCHED, HEADER, "redelivered"}
+    dropped = {TOKEN, WATCHED, HEADER, ORIGIN}
     headers = {name: value for name, value in (request.headers or {}).items() if name not in dropped}
+    pinned = {HEADER: pin.written()} if pin is not None else {}
     return task.signature_from_request(
-        request,
-        countdown=delay,
-        headers={**headers, HEADER: dict(pin)},
+        _unstamped(request),
+        queue=queue_of(request),
+        headers=without_brokers_own(headers) | stamps_of(request) | pinned,
         # An expiring copy of a call that has begun would revoke it while it runs.
-        expires=None if pin.get("started") else request.expires,
+        expires=None if pin is not None and pin.started else request.expires,
         ignore_result=request.__dict__.get("ignore_result", task.ignore_result),
         root_id=request.root_id or request.id,
+        **properties_of(request),
     )
 
 
-def _known_waiter(marks: MarkStore, stored_key: str, mark: str) -> str | None:
+def _unstamped(request: Any) -> Any:
+    """*request* without its stamps: Celery would make options of them, and one may have the name of an option."""
+    bare = type(request)()
+    vars(bare).update(vars(request), stamps=None, stamped_headers=None)
+    return bare
+
+
+def _noted(marks: MarkStore, stored_key: str, mark: str) -> str | None:
+    """What the mark says; ``None`` where it cannot be read, as without evidence no copy may be dropped."""
     try:
         return marks.mark(stored_key, mark)
     except StoreUnavailable:
+        return None
+    except Exception:  # noqa: BLE001 - a call must not be lost for want of a mark
+        logger.exception("%s: the mark of a waiting copy could not be read", stored_key)
         return None
 
 

@@ -6,8 +6,10 @@ It does by owner token and fence what the child would have done, so it changes n
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from celery_leases.core import events
@@ -15,9 +17,9 @@ from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.outcomes import Death, died, settle_pause
 from celery_leases.core.records import State
 from celery_leases.core.verdicts import Call
-from celery_leases.process import native
+from celery_leases.process import greenlets, native
 from celery_leases.seam import apps
-from celery_leases.seam.pin import group_of, key_of
+from celery_leases.seam.pin import Header, group_of, key_of
 from celery_leases.signals import logger
 
 PATIENCE: Final = 1.0
@@ -37,16 +39,18 @@ class Deceased:
     task: Any
     call_id: str
     token: str
-    pin: dict[str, Any]
+    header: Header | None
     args: Any
     kwargs: Any
+    retries: int
     pid: int
     death: Death
 
     def call(self) -> Call:
         """The call it was; raises what the task's own ``lease_key`` raises."""
-        key = key_of(self.task, self.pin, self.call_id, self.args or (), self.kwargs or {})
-        group = group_of(self.task, self.pin, self.args or (), self.kwargs or {})
+        args, kwargs = self.args or (), self.kwargs or {}
+        key = key_of(self.task, self.header, self.call_id, args, kwargs, self.retries)
+        group = group_of(self.task, self.header, args, kwargs, self.retries)
         return Call(self.task.name, self.call_id, key, self.task.lease_options, token=self.token, group=group)
 
 
@@ -99,17 +103,49 @@ def bury(deceased: Deceased) -> None:
         logger.warning("%s[%s] died, and its key is not free yet", deceased.task.name, deceased.call_id)
 
 
+def call_off(revoked: Deceased) -> None:
+    """Note in its record that a call was revoked while it waited; in a thread, as the worker's loop must not wait.
+
+    ``revoked`` was with no child, so nothing of it but the call counts. Where the stores do not answer, the record
+    goes on saying that the call comes back; nothing else depends on it.
+    """
+    if native.green():
+        greenlets.spawn(partial(_call_off, revoked))
+    else:
+        native.start_thread(partial(_call_off, revoked))
+
+
+def _call_off(revoked: Deceased) -> None:
+    try:
+        call, parts = revoked.call(), apps.parts_of(revoked.task.app)
+        with nullcontext() if native.green() else _stores:
+            record = _patiently(parts, lambda: parts.records.read(call.key.stored))
+            if record is None or record.call_id != call.call_id or record.state not in (State.PENDING, State.COOLING):
+                return
+            if _patiently(parts, lambda: parts.records.call_off(record)):
+                event = events.CallDropped(**call.subject, reason="it was revoked while it waited")
+                parts.execution.entry.observer.observe(event)
+    except Exception as error:  # noqa: BLE001 - as said above
+        logger.warning(
+            "%s[%s] was revoked, and its record does not say so: %r", revoked.task.name, revoked.call_id, error
+        )
+
+
 def watch(pid: int) -> None:
     """Have the pool reap child *pid* as soon as it is dead.
 
     Celery itself looks when the child's pipe closes, which is a moment too early, and then every five seconds.
     """
+    global _readers  # noqa: PLW0603 - the loop of this process, as it was when last asked
+    if _watched.get(pid) in _readers:
+        return
     worker = apps.worker_here()
     hub, pool = getattr(worker, "hub", None), getattr(worker, "pool", None)
     reap = getattr(pool, "maintain_pool", None)
     if hub is None or reap is None or pid == os.getpid() or not hasattr(os, "pidfd_open"):
         return
-    if _watched.get(pid) in hub.readers:
+    _readers = hub.readers
+    if _watched.get(pid) in _readers:
         return
     with suppress(OSError):  # it is gone already, or the kernel knows no such thing: then the five seconds remain
         if pid not in _watched:
@@ -135,6 +171,8 @@ def watch_again() -> None:
 _stores = native.allocate_lock()
 _late: list[Burial] = []
 _watched: dict[int, int] = {}
+_readers: Mapping[int, Any] = {}
+"""What Celery's loop in this process reads, as far as it was asked."""
 
 
 def _after_fork() -> None:

@@ -6,57 +6,79 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import Connection, CursorResult, Engine, Executable, RowMapping, create_engine, event, make_url
+from sqlalchemy import (
+    URL,
+    Connection,
+    CursorResult,
+    Engine,
+    Executable,
+    create_engine,
+    event,
+    make_url,
+)
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.pool import StaticPool
 
-from celery_leases.core.errors import KeyUnusable, LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.errors import ColumnMissing, LeaseConfigurationError, StoreUnavailable, ValueRefused
+from celery_leases.core.validity import LONGEST_WAIT
 from celery_leases.stores import mysql, postgres
-from celery_leases.stores.claims import database_now
+from celery_leases.stores.connections import BoundedPool, Lending, OnePool
+from celery_leases.stores.dialects import database_now
+from celery_leases.stores.statements import CompiledStatement, Row, Statements
 from celery_leases.stores.upserts import Writes, touched
+from celery_leases.stores.urls import shown, shown_database, without_secrets
 
 T = TypeVar("T")
 SUPPORTED = ("sqlite", "postgresql", "mysql", "mariadb")
+DRIVERS: Final[Mapping[str, Sequence[str]]] = {
+    "postgresql": postgres.DRIVERS,
+    **dict.fromkeys(mysql.FAMILY, mysql.DRIVERS),
+}
+"""The drivers of each server, the one that is taken where several are installed first."""
+MODULES: Final = {"mysqldb": "MySQLdb"}
+_TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 BUSY_TIMEOUT = 5.0
+POOL_SIZE: Final = 10
+UNDEFINED_IN_SQLITE: Final = ("no such column", "has no column named")
 LOCKED: Final = "database is locked"
 """What SQLite says while another connection writes."""
 
 ONE_WRITER = "is a transaction open that has written, such as one of this very body's? End it first"
+FAULTS: Final = (
+    *(SQLAlchemyError, OSError, MemoryError, ImportError, RuntimeError, ValueError, TypeError, LookupError),
+    *(AttributeError, ArithmeticError, AssertionError, BufferError, EOFError),
+)
+"""What a driver, its pool or Python may raise here, for want of descriptors or memory too.
+
+Not every exception: a soft time limit that is raised during a statement is the task's.
+"""
+
 LOOK = "try again, or see pg_stat_activity (SHOW ENGINE INNODB STATUS) for one that is idle"
 
 
-def engine_for(url: str) -> Engine:
-    """An engine for *url*: autocommit, and no chatter when a connection goes back to the pool.
+def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT) -> Engine:
+    """An engine for *url*: autocommit, no chatter when a connection goes back, at most *size* connections.
 
+    Where all of them are in use, a statement waits for one, at most *longest_wait* seconds.
     Raises :class:`LeaseConfigurationError` for a database that is not supported, or a driver that is missing.
     """
-    try:
-        parsed = make_url(url)
-        backend = parsed.get_backend_name()
-    except SQLAlchemyError as error:
-        raise LeaseConfigurationError(f"leases_database_url is not a database URL: {error}") from None
-    if backend not in SUPPORTED:
-        raise LeaseConfigurationError(
-            f"leases_database_url={str(parsed)!r}: records are kept in {' or '.join(SUPPORTED)}; "
-            'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
-        )
-    of_mysql = backend in mysql.FAMILY
-    if of_mysql and parsed.get_driver_name() not in mysql.DRIVERS:
-        raise LeaseConfigurationError(
-            f"leases_database_url={str(parsed)!r}: the driver is to be one of {' or '.join(mysql.DRIVERS)}; "
-            'write "mysql+pymysql://host/database"'
-        )
-    options: dict[str, Any] = {"pool_size": 0}
-    if parsed.get_driver_name().startswith("psycopg"):
+    parsed = _parsed(url)
+    backend, of_mysql = parsed.get_backend_name(), parsed.get_backend_name() in mysql.FAMILY
+    options: dict[str, Any] = {"poolclass": BoundedPool, "pool_size": size, "pool_timeout": longest_wait}
+    # Some of our statements read two rows that have nothing in common, by the keys of each.
+    options["enable_from_linting"] = False
+    if backend == "postgresql":
         options["connect_args"] = postgres.connect_args(parsed)
     if backend == "sqlite":
         options["connect_args"] = {"timeout": BUSY_TIMEOUT, "check_same_thread": False}
         if parsed.database in (None, "", ":memory:"):
-            options = {"connect_args": options["connect_args"], "poolclass": StaticPool}
+            del options["pool_size"], options["pool_timeout"]
+            options["poolclass"] = OnePool
     if of_mysql:
         options["connect_args"] = mysql.connect_args(parsed)
     try:
@@ -68,7 +90,8 @@ def engine_for(url: str) -> Engine:
     ) as error:  # the last is an option SQLAlchemy is too old for
         extra = "mysql" if of_mysql else backend
         raise LeaseConfigurationError(
-            f"leases_database_url={str(parsed)!r} has no driver here ({error}); pip install 'celery-leases[{extra}]'"
+            f"leases_database_url={shown_database(parsed)!r} has no driver here ({error}); "
+            f"pip install 'celery-leases[{extra}]'"
         ) from None
     if of_mysql:
         event.listen(engine, "connect", mysql.prepare)
@@ -79,6 +102,39 @@ def engine_for(url: str) -> Engine:
     elif backend == "postgresql":
         event.listen(engine, "do_connect", postgres.connect)
     return engine
+
+
+def _parsed(url: str) -> URL:
+    """The URL of a supported database, with a driver that is installed where *url* names none."""
+    try:
+        parsed = make_url(url)
+    except (SQLAlchemyError, ValueError, TypeError) as error:
+        raise LeaseConfigurationError(
+            f"leases_database_url={shown(url)!r} is not a database URL ({type(error).__name__}); {_TO_WRITE}"
+        ) from None
+    backend, _, driver = parsed.drivername.partition("+")
+    backend = "postgresql" if backend == "postgres" else backend
+    if backend not in SUPPORTED:
+        raise LeaseConfigurationError(
+            f"leases_database_url={shown(url)!r}: records are kept in {' or '.join(SUPPORTED)}; {_TO_WRITE}"
+        )
+    drivers = DRIVERS.get(backend)
+    if drivers is None:
+        return parsed
+    if driver and driver not in drivers:
+        raise LeaseConfigurationError(
+            f"leases_database_url={shown(url)!r}: the driver is to be one of {' or '.join(drivers)}; {_TO_WRITE}"
+        )
+    found = driver or next(filter(_is_installed, drivers), next(iter(drivers)))
+    return parsed.set(drivername=f"{backend}+{found}")
+
+
+def _is_installed(driver: str) -> bool:
+    try:
+        import_module(MODULES.get(driver, driver))
+    except ImportError:
+        return False
+    return True
 
 
 def _nothing(_: Any) -> None:
@@ -113,6 +169,44 @@ def _found_dead(error: DBAPIError) -> bool:
     return error.connection_invalidated and not silent
 
 
+def _misses_a_column(error: Exception) -> bool:
+    """Whether a statement names a column that its table does not have."""
+    cause = getattr(error, "orig", None) or error
+    return (
+        postgres.state_of(cause) == postgres.UNDEFINED_COLUMN
+        or mysql.code_of(error) == mysql.UNDEFINED_COLUMN
+        or (isinstance(error, OperationalError) and any(words in str(cause) for words in UNDEFINED_IN_SQLITE))
+    )
+
+
+def _refuses_a_value(error: Exception) -> bool:
+    """Whether the database or its driver does not take a value, which no repetition changes."""
+    cause = getattr(error, "orig", None) or error
+    without_nul = isinstance(cause, ValueError) and "NUL" in str(cause)  # psycopg2
+    too_large = mysql.code_of(error) in mysql.TOO_LARGE
+    return (
+        isinstance(error, DataError)
+        or isinstance(cause, UnicodeEncodeError | OverflowError)
+        or without_nul
+        or too_large
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taking(Generic[T]):
+    """How something is taken from what was executed: by SQLAlchemy, or on the driver's cursor."""
+
+    of_result: Callable[[CursorResult[Any]], T]
+    of_cursor: Callable[[CompiledStatement, Any], T]
+
+
+_FIRST: Final[_Taking[Row | None]] = _Taking(lambda result: result.mappings().first(), CompiledStatement.first)
+_ALL: Final[_Taking[Sequence[Row]]] = _Taking(lambda result: result.mappings().all(), CompiledStatement.all)
+_COUNT: Final[_Taking[int]] = _Taking(lambda result: result.rowcount, lambda _, cursor: int(cursor.rowcount))
+_NUMBER: Final[_Taking[int]] = _Taking(lambda result: result.lastrowid, lambda _, cursor: int(cursor.lastrowid))
+_TOUCHED: Final[_Taking[bool]] = _Taking(touched, CompiledStatement.touched)
+
+
 class Database:
     """Runs statements. A connection found dead is replaced and the statement repeated once, so all must bear that.
 
@@ -123,15 +217,17 @@ class Database:
         self.engine = engine
         self.now = database_now(engine.dialect)
         self.host_clock = engine.dialect.name == "sqlite"
+        self._statements = Statements(engine.dialect)
+        self._driver_error: type[Exception] = engine.dialect.loaded_dbapi.Error
         _open.add(self)
 
-    def first(self, statement: Executable, values: Mapping[str, Any]) -> RowMapping | None:
+    def first(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
         """Run *statement*; its first row. Raises :class:`StoreUnavailable`, as the other two do."""
-        return self._run(statement, values, lambda result: result.mappings().first())
+        return self._run(statement, values, _FIRST)
 
-    def all(self, statement: Executable, values: Mapping[str, Any]) -> Sequence[RowMapping]:
+    def all(self, statement: Executable, values: Mapping[str, Any]) -> Sequence[Row]:
         """Run *statement*; all its rows."""
-        return self._run(statement, values, lambda result: result.mappings().all())
+        return self._run(statement, values, _ALL)
 
     def touch(self, writes: Writes, values: Mapping[str, Any]) -> bool:
         """Run *writes* in turn until one touches a row; whether one did."""
@@ -139,14 +235,14 @@ class Database:
 
     def count(self, statement: Executable, values: Mapping[str, Any]) -> int:
         """Run *statement*; how many rows it touched."""
-        return self._run(statement, values, lambda result: result.rowcount)
+        return self._run(statement, values, _COUNT)
 
-    def all_at_once(self, statement: Executable, values: Mapping[str, Any]) -> Sequence[RowMapping]:
-        """As :meth:`all`; but on SQLite it waits for no other writer, and gives no rows while there is one."""
-        if not self.host_clock:
-            return self.all(statement, values)
-        given = {**values, "now": time.time_ns() // 1000}
-        return self._unless_locked(lambda connection: connection.execute(statement, given).mappings().all()) or ()
+    def number(self, statement: Executable, values: Mapping[str, Any]) -> int | None:
+        """Run *statement*, an insert for MySQL; the number that it has kept for it, or ``None`` if its key is there."""
+        try:
+            return self._run(statement, values, _NUMBER)
+        except _KeyPresentError:
+            return None
 
     def nobody_writes(self) -> bool:
         """Whether no connection to this SQLite database is in a transaction that has written."""
@@ -160,13 +256,11 @@ class Database:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn what the database raises into :class:`StoreUnavailable`."""
+        """Turn what the database raises into :class:`StoreUnavailable`, and into :class:`ValueRefused` for a value."""
         try:
             yield
-        except DataError as error:
-            raise KeyUnusable(f"the database refuses a value of this call: {error.orig}") from error
-        except (SQLAlchemyError, OSError) as error:
-            raise self._unavailable(error) from error
+        except FAULTS as error:
+            raise self._ours(error) from error
 
     def close(self, *, inherited: bool = False) -> None:
         """Let the connections go; *inherited*: without a word to the server, as they are the parent's."""
@@ -174,30 +268,97 @@ class Database:
 
     def _touches(self, write: Executable, values: Mapping[str, Any]) -> bool:
         try:
-            return self._run(write, values, touched)
+            return self._run(write, values, _TOUCHED)
         except _KeyPresentError:
             return False
 
-    def _run(self, statement: Executable, values: Mapping[str, Any], take: Callable[[CursorResult[Any]], T]) -> T:
+    def _run(self, statement: Executable, values: Mapping[str, Any], taking: _Taking[T]) -> T:
         if self.host_clock:
             values = {**values, "now": time.time_ns() // 1000}
         try:
-            return self._once(statement, values, take)
-        except DBAPIError as error:
-            with self.errors():
+            compiled = self._statements.compiled(statement)
+            try:
+                return self._once(statement, compiled, values, taking)
+            except DBAPIError as error:
                 if not (_found_dead(error) or mysql.code_of(error) == mysql.DEADLOCK):
                     raise
-        with self.errors():
-            return self._once(statement, values, take)
+            return self._once(statement, compiled, values, taking)
+        except FAULTS as error:
+            raise self._ours(error) from error
 
-    def _once(self, statement: Executable, values: Mapping[str, Any], take: Callable[[CursorResult[Any]], T]) -> T:
+    def _once(
+        self, statement: Executable, compiled: CompiledStatement | None, values: Mapping[str, Any], taking: _Taking[T]
+    ) -> T:
         try:
-            with self.engine.connect() as connection:
-                return take(connection.execute(statement, values))
+            if compiled is not None:
+                return self._on_cursor(compiled, values, taking.of_cursor)
+            return self._by_sqlalchemy(statement, values, taking.of_result)
         except IntegrityError as error:
             if mysql.is_duplicate(error):
                 raise _KeyPresentError from error
             raise
+
+    def _by_sqlalchemy(
+        self, statement: Executable, values: Mapping[str, Any], take: Callable[[CursorResult[Any]], T]
+    ) -> T:
+        with self.engine.connect() as connection:
+            try:
+                taken = take(connection.execute(statement, values))
+            except SQLAlchemyError:
+                raise
+            except BaseException as error:
+                if not self._is_whole(error):
+                    connection.invalidate(error)
+                raise
+        self._statements.executed(statement)
+        return taken
+
+    def _on_cursor(
+        self, compiled: CompiledStatement, values: Mapping[str, Any], take: Callable[[CompiledStatement, Any], T]
+    ) -> T:
+        """Execute *compiled* on the driver's own cursor; raises the errors that SQLAlchemy would."""
+        parameters = compiled.parameters(values)
+        pool: Lending = self.engine.pool  # type: ignore[assignment]
+        record, cursor = pool.lend(), None
+        try:
+            cursor = record.get_connection().cursor()
+            cursor.execute(compiled.text, parameters)
+            taken = take(compiled, cursor)
+            cursor.close()
+        except self._driver_error as error:
+            dead = self._is_dead(error, record.dbapi_connection)
+            if dead:
+                pool.found_dead(record, error)
+            raise DBAPIError.instance(
+                compiled.text,
+                parameters,
+                error,
+                self._driver_error,
+                connection_invalidated=dead,
+                dialect=self.engine.dialect,
+            ) from error
+        except BaseException as error:
+            if not self._is_whole(error):
+                record.invalidate(error)
+            elif cursor is not None:
+                cursor.close()
+            raise
+        finally:
+            pool.take_back(record)
+        return taken
+
+    def _is_dead(self, error: Exception, connection: Any) -> bool:
+        """Whether an error of the driver says that *connection* is of no use any more; ``None`` if none was made."""
+        dialect: Any = self.engine.dialect
+        return dialect.is_disconnect(error, connection, None) or postgres.is_outdated(error)
+
+    def _is_whole(self, error: BaseException) -> bool:
+        """Whether a connection may be used again whose statement *error* has cut short.
+
+        It may not if something was sent, as the next statement would read the answer to this one. SQLite has no such
+        answers, and its connection may be the whole database.
+        """
+        return self.host_clock or (isinstance(error, Exception) and _refuses_a_value(error))
 
     def _unless_locked(self, step: Callable[[Connection], T]) -> T | None:
         with self.errors(), self.engine.connect() as connection:
@@ -211,17 +372,19 @@ class Database:
             finally:
                 connection.exec_driver_sql(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT * 1000)}").close()
 
-    def _unavailable(self, error: Exception) -> StoreUnavailable:
+    def _ours(self, error: Exception) -> StoreUnavailable | ValueRefused:
         cause = getattr(error, "orig", None) or error
-        refused = (
-            getattr(cause, "sqlstate", None) == postgres.LOCK_NOT_AVAILABLE
-            or mysql.code_of(cause) in mysql.NOT_EXECUTED
-        )
+        if _refuses_a_value(error):
+            return ValueRefused(f"the database refuses a value: {' '.join(str(cause).split())}", False)
+        if _misses_a_column(error):
+            shown = without_secrets(" ".join(str(cause).split()), self.engine.url)
+            return ColumnMissing(f"{shown_database(self.engine.url)}: {shown}", False)
+        refused = postgres.state_of(cause) == postgres.LOCK_NOT_AVAILABLE or mysql.code_of(cause) in mysql.NOT_EXECUTED
         one_writer = self.host_clock and LOCKED in str(cause)
         executed = False if isinstance(error, PoolTimeout) or refused or one_writer else None
-        text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        text = f"{type(cause).__name__}: {without_secrets(' '.join(str(cause).split()), self.engine.url)}"
         if refused:
             text = f"another transaction has the row locked, or takes part in a deadlock with us; {LOOK} ({text})"
         if one_writer:
             text = f"{text}: SQLite has one writer at a time; {ONE_WRITER}"
-        return StoreUnavailable(f"{self.engine.url!r}: {text}", executed)
+        return StoreUnavailable(f"{shown_database(self.engine.url)}: {text}", executed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -93,6 +93,13 @@ def first_row(executed: Any) -> Any:
     if row is None or isinstance(row, Mapping):
         return row
     return dict(zip([column[0] for column in executed.description], row, strict=True))
+
+
+def column_names(executed: Any) -> Sequence[str]:
+    """The names of the columns of a result, or of a cursor."""
+    if isinstance(executed, CursorResult):
+        return list(executed.keys())
+    return [column[0] for column in executed.description]
 
 
 def in_transaction(driver: Any) -> bool:

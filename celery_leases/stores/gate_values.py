@@ -7,16 +7,21 @@ import json
 from typing import Final
 
 from celery_leases.core.gates import Gate
+from celery_leases.core.keys import bounded, is_short_form
 
 GATE_NAME_MAX: Final = 255
 
 
 def gate_name(group: str) -> str:
-    """The name of a group's gate: the group, its tail hashed above 255 characters; a name is its own name."""
-    plain = group.replace("\0", "")  # which no text column takes
-    if len(group) <= GATE_NAME_MAX and plain == group:
-        return group
+    """The name of a group's gate: the group, its tail hashed as that of a stored key.
+
+    The name of a gate is its own gate's name, so that a gate is found by the group and by what is listed.
+    """
+    if "\0" not in group:
+        return group if is_short_form(group) else bounded(group)
+    # No text column takes a NUL: a name of full length, which no group without one has.
     digest = hashlib.sha256(group.encode()).hexdigest()
+    plain = group.replace("\0", "").ljust(GATE_NAME_MAX, "-")
     return f"{plain[: GATE_NAME_MAX - 1 - len(digest)]}#{digest}"
 
 

@@ -15,6 +15,7 @@ from celery_leases.core.errors import WrongDatabase
 from celery_leases.stores import mysql
 from celery_leases.stores.database import Database
 from celery_leases.stores.drivers import database_of, tells_transaction
+from celery_leases.stores.urls import shown_database
 
 AUTOCOMMIT: Final = "AUTOCOMMIT"
 WAY_OUT: Final = (
@@ -77,9 +78,10 @@ def _check_binds(key: str, session: Session) -> None:
     others = [bind for bind in binds.values() if bind.engine is not connection.engine]
     in_two_phases = isinstance(connection.get_transaction(), TwoPhaseTransaction)
     if others and not (in_two_phases and all(isinstance(bind, Engine) for bind in others)):
+        ours, other = shown_database(connection.engine.url), shown_database(others[0].engine.url)
         raise WrongDatabase(
-            f"{key}: the session has several engines, each of which commits by itself: {connection.engine.url!r} for "
-            f"the record, {others[0].engine.url!r} for other rows; {WAY_OUT}"
+            f"{key}: the session has several engines, each of which commits by itself: {ours} for the record, "
+            f"{other} for other rows; {WAY_OUT}"
         )
 
 
@@ -87,7 +89,7 @@ def _check_database(key: str, given: Any, database: Database) -> None:
     """Refuse another database than that of the records: what the connections say comes before what the URLs name."""
     ours, by_sqlalchemy = database.engine, isinstance(given, Session | Connection)
     if by_sqlalchemy and _kind(connection_of(given).engine) != _kind(ours):
-        raise _another(key, ours, repr(connection_of(given).engine.url))
+        raise _another(key, ours, shown_database(connection_of(given).engine.url))
     if driver_of(given) is None:  # Django connects with the first cursor; what is closed raises its own error
         given.cursor().close()
     theirs = database_of(driver_of(given)) or (_named(connection_of(given).engine.url) if by_sqlalchemy else None)
@@ -103,8 +105,8 @@ def _of_records(database: Database) -> str | None:
 
 def _another(key: str, ours: Engine, theirs: str) -> WrongDatabase:
     return WrongDatabase(
-        f"{key}: the records are in {ours.url!r}, the session or connection is on {theirs}; a record can only be "
-        "committed with rows of its own database"
+        f"{key}: the records are in {shown_database(ours.url)}, the session or connection is on {theirs}; a record can "
+        "only be committed with rows of its own database"
     )
 
 

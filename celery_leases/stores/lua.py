@@ -14,28 +14,36 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 EPOCH_MS: Final = 30 * 86_400_000
-"""How long a store remembers when it came up; after that it looks newly born for the length of one ttl.
+"""How long a store remembers when it came up; after that it counts as newly come up.
 
-The value of the epoch key is the server's replication id, which changes when a replica is promoted or a server comes
-back with what it had on disk: both have the key and may lack the latest leases. A user who may not call ``INFO``
-compares nothing.
+The value of the epoch key is the word ``up`` and the server's replication id, which changes when a replica is promoted
+or a server comes back with what it had on disk: both have the key and may lack the latest leases. A user who may not
+call ``INFO`` compares nothing. A script that takes a lease sets the key where there is none. Only :data:`AGE` compares
+the id, as ``INFO`` costs more than the rest of such a script.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Script:
     """A script, the number of its keys, and the name the server caches it under."""
 
     text: str
     keys: int
 
-    @property
+    @cached_property
     def sha(self) -> str:
         """The SHA-1 of the text, which is how ``EVALSHA`` finds it."""
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    @cached_property
+    def called(self) -> bytes:
+        """``EVALSHA`` of this script up to its keys, as Redis' protocol has it."""
+        keys = str(self.keys)
+        return f"$7\r\nEVALSHA\r\n${len(self.sha)}\r\n{self.sha}\r\n${len(keys)}\r\n{keys}\r\n".encode()
 
 
 COOLING: Final = "cooling:"
@@ -78,52 +86,71 @@ local function probes(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == 
 It uses ``get``. ``probes`` says whether the token in ``ARGV[1]`` holds the slot.
 """
 
+_BEGIN_EPOCH = f"""
+local function history()
+    local info = redis.pcall('INFO', 'replication')
+    return type(info) == 'string' and string.match(info, 'master_replid:(%w+)')
+end
+local function begin_epoch(key, id) redis.call('SET', key, 'up ' .. (id or '1'), 'PX', {EPOCH_MS}) end
+"""
+
 ACQUIRE: Final = Script(
     _OURS
     + _COOLING
     + LOOK_AT_GATE
+    + _BEGIN_EPOCH
     + f"""
 local ttl = tonumber(ARGV[3])
 local gate = KEYS[3] and look(KEYS[3], KEYS[4], KEYS[5])
-if ours then
-    local left = redis.call('PTTL', KEYS[1])
-    redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, left))
-    if not probes(gate) then return {{'acquired', 0, 1}} end
-    if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
-    return {{'acquired', 1, 1}}
+if not ours and cooling then
+    return {{'cooling', string.sub(found, {len(COOLING)} + 1), redis.call('PTTL', KEYS[1])}}
 end
-if cooling then return {{'cooling', redis.call('PTTL', KEYS[1])}} end
-if found then
+if not ours and found then
     if type(found) ~= 'string' then found = '' end
     return {{'held', found, redis.call('PTTL', KEYS[1])}}
 end
-if ARGV[4] == '0' then
-    local info = redis.pcall('INFO', 'replication')
-    local history = type(info) == 'string' and string.match(info, 'master_replid:(%w+)')
-    local epoch, left = get(KEYS[2]), redis.call('PTTL', KEYS[2])
-    if left == -2 or history and epoch ~= history then
-        redis.call('SET', KEYS[2], history or '1', 'PX', {EPOCH_MS})
-        return {{'unsettled', 0}}
-    end
-    if left >= 0 and {EPOCH_MS} - left < ttl then return {{'unsettled', {EPOCH_MS} - left}} end
+if not get(KEYS[2]) then begin_epoch(KEYS[2], history()) end
+if ours then
+    redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, redis.call('PTTL', KEYS[1])))
+    if not probes(gate) then return {{'acquired', 0, 1}} end
+    if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
+    return {{'acquired', 1, 1}}
 end
 if gate then
     if gate[2] > 0 or gate[3] ~= '' and not probes(gate) then return {{'shut', gate[1], gate[2], gate[3], gate[4]}} end
     redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl)
 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
-return {{'acquired', gate and 1 or 0, 0}}
+return gate and {{'acquired', 1, 0}} or 1
 """,
     keys=2,
 )
-"""KEYS: lease, epoch. ARGV: token and blank, value, ttl, 1 if settled.
+"""KEYS: lease, epoch. ARGV: token and blank, value, ttl.
 
-Returns a word and what belongs to it: ``acquired``, 1 with the probe's slot, 1 if it was ours before; ``held``, the
-value, for how long; ``cooling``, for how long; ``unsettled``, the store's age; ``shut``, what ``look`` has seen.
+Returns 1 for a key that was free, with no gate to be asked or an open one; else a word and what belongs to it:
+``acquired``, 1 with the probe's slot, 1 if it was ours before; ``held``, the value, for how long; ``cooling``, the
+value it had, for how long; ``shut``, what ``look`` has seen.
 """
 
 ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
 """The same for a bid with a group; KEYS: lease, epoch, trips, closed and probe of its gate."""
+
+AGE: Final = Script(
+    GET
+    + _BEGIN_EPOCH
+    + f"""
+local epoch, id = get(KEYS[1]), history()
+local life = string.match(type(epoch) == 'string' and epoch or '', '^up (%w+)$')
+if not life or id and life ~= id then
+    begin_epoch(KEYS[1], id)
+    return 0
+end
+local left = redis.call('PTTL', KEYS[1])
+return left < 0 and {EPOCH_MS} or {EPOCH_MS} - left
+""",
+    keys=1,
+)
+"""KEYS: epoch. Returns the age of the store."""
 
 RENEW: Final = Script(
     _OURS

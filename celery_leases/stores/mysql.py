@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import URL, Dialect, Table, TextClause, bindparam, text
+from sqlalchemy import URL, Dialect
 
 FAMILY: Final = ("mysql", "mariadb")
 DRIVERS: Final = ("pymysql", "mysqldb")
@@ -35,7 +35,11 @@ DEADLOCK: Final = 1213
 NOT_EXECUTED: Final = frozenset({1205, DEADLOCK, 1020, 3572})
 """Errors that took the whole statement back: lock waits that were too long, and collisions with other transactions."""
 
+TOO_LARGE: Final = frozenset({1153, 1301, 1366})
+"""Errors for a value above ``max_allowed_packet``, and for one not in the encoding of its column."""
+
 NO_SUCH_TABLE: Final = 1146
+UNDEFINED_COLUMN: Final = 1054
 _DUPLICATE: Final = 1062
 
 _IN_TRANSACTION: Final = 1
@@ -54,21 +58,6 @@ _SESSION: Final = (
 def is_mysql(dialect: Dialect) -> bool:
     """Whether it is one of the two."""
     return dialect.name in FAMILY
-
-
-def renewing_free(records: Table, dialect: Dialect) -> TextClause:
-    """The renewal of those of ``keys`` that are nobody's lock: who they are is found first, and looked up then.
-
-    Left to itself the optimizer may begin with the table, and wait for what is locked.
-    """
-    table = dialect.identifier_preparer.format_table(records)
-    statement = text(
-        f"UPDATE (SELECT stored_key FROM {table} WHERE stored_key IN :keys AND owner IN :tokens "  # noqa: S608
-        "AND state = 'running' LIMIT 10000 FOR UPDATE SKIP LOCKED) AS free "
-        f"STRAIGHT_JOIN {table} AS r FORCE INDEX (PRIMARY) ON r.stored_key = free.stored_key "
-        f"SET r.lease_until = CASE WHEN r.lease_until > {NOW} + :span THEN r.lease_until ELSE {NOW} + :span END"
-    )
-    return statement.bindparams(bindparam("keys", expanding=True), bindparam("tokens", expanding=True))
 
 
 def connect_args(url: URL) -> dict[str, Any]:

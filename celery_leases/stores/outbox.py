@@ -6,18 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Update, and_, case, not_, or_, select, update
+from sqlalchemy import Select, Table, Update, and_, case, not_, or_, select, update
+from sqlalchemy.sql.dml import ReturningUpdate
 
+from celery_leases.core import repairs
 from celery_leases.core.keys import CallKey
 from celery_leases.core.records import Ended, Record, State
 from celery_leases.stores import mysql, rows
+from celery_leases.stores.record_statements import RecordStatements
 from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.upserts import Writes, upsert
+from celery_leases.stores.upserts import Writes, insert_absent
 
 PUBLISH_GRACE: Final = 5.0
 """Seconds after an enqueue in which its own process publishes; then any relay may."""
 PUBLISH_AGAIN: Final = 60.0
 """Seconds after which a publisher that took a message and said nothing more is taken for dead."""
+_GRACE: Final = int(PUBLISH_GRACE * rows.MICROSECONDS)
+_AGAIN: Final = int(PUBLISH_AGAIN * rows.MICROSECONDS)
 
 
 class Outbox:
@@ -26,57 +31,28 @@ class Outbox:
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
         self.database = records.database
-        self._table = records.tables.records
+
+    @property
+    def _table(self) -> Table:
+        return self.records.by.table
 
     def enqueuing(self, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float) -> Writes:
         """What writes a ``pending`` record with its message; *ttl* and *retention* are the task's.
 
-        No row is touched where the key has a record that still counts.
+        No row is touched where the key has a record; for one that has expired see :meth:`replacing`.
         """
-        table, now = self._table, self.database.now
-        fresh: dict[str, Any] = {
-            "task": task,
-            "key": key.key,
-            "state": State.PENDING.value,
-            "fence": now,
-            "owner": "",
-            "call_id": call_id,
-            "holder": "",
-            "fingerprint": key.fingerprint,
-            "digests": rows.written_digests(key.digests),
-            "lease_store": "",
-            "lease_ttl": int(ttl * rows.MICROSECONDS),
-            "retention": int(retention * rows.MICROSECONDS),
-            "finished_calls": "",
-            "created_at": now,
-            "started_at": now,
-            "message": message,
-            "publish_at": now + int(PUBLISH_GRACE * rows.MICROSECONDS),
-        }
-        none = (
-            "expires_at",
-            "retry_at",
-            "result",
-            "reason",
-            "error",
-            "ended",
-            "finished_at",
-            "lease_until",
-            "published_at",
-        )
-        zero = ("retries", "attempt", "crashes", "failures", "quick_retries", "cooldowns", "resumes", "counted")
-        fresh |= dict.fromkeys(none) | dict.fromkeys(zero, 0)
-        # An expired row is another generation's; its fence goes on growing.
-        fence = case((table.c.fence >= now, table.c.fence + 1), else_=now)
-        return upsert(
-            table,
-            self.database.engine.dialect,
-            {"stored_key": key.stored},
-            fresh,
-            where=table.c.expires_at <= now,
-            new={"generation": 0},
-            changed={"fence": fence, "generation": table.c.generation + 1},
-        )
+        by, now = self.records.by, self.database.now
+        new = by.layout.of_record(repairs.enqueued(None, task, key, call_id, message, ttl=ttl, retention=retention))
+        new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {"publish_at": now + _GRACE}
+        return insert_absent(by.table, self.database.engine.dialect, ("stored_key",), new)
+
+    def replacing(
+        self, old: Record, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float
+    ) -> Writes:
+        """The same where *old* has expired, unless it has changed since it was read."""
+        new = repairs.enqueued(old, task, key, call_id, message, ttl=ttl, retention=retention)
+        values = self.records.by.layout.of_record(replace(new, publish_at=new.now + _GRACE))
+        return (self._unchanged(old).values(values),)
 
     def adding(self, record: Record, message: str, call_id: str) -> Writes:
         """What has *message*, that of the call *call_id*, published for a record that is with nobody.
@@ -84,7 +60,7 @@ class Outbox:
         No row is touched where it has changed since it was read. A record that nobody has begun becomes that call's;
         one that an operator has reset is not purged before its message has gone.
         """
-        until = self.database.now + int(PUBLISH_GRACE * rows.MICROSECONDS)
+        until = self.database.now + _GRACE
         owned = {"call_id": call_id} if _is_fresh(record) else {}
         return (self._unchanged(record).values(message=message, publish_at=until, expires_at=None, **owned),)
 
@@ -119,9 +95,16 @@ class Outbox:
 
         Their message is due, whatever their state; or they have not changed for as long and are running, pending, or
         cooling that is over and was to run by itself. Look at the lease of those that run. A copy may wait in a long
-        queue, so one that was published later is left alone. The oldest come first, after *last*.
+        queue, so one that was published later is left alone. The oldest come first, after *last*. One of which
+        something cannot be read has it in ``unreadable``.
         """
-        table = self._table
+        found = self.records.on_layout(
+            lambda by: self.database.all(self._stranded(by, older, last).limit(limit), {}),
+        )
+        return [rows.to_record(row, lenient=True) for row in found]
+
+    def _stranded(self, by: RecordStatements, older: float, last: Record | None) -> Select[Any]:
+        table = by.table
         before = self.database.now - int(older * rows.MICROSECONDS)
         waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
         moved = case((table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at)
@@ -132,7 +115,7 @@ class Outbox:
         stuck = and_(
             table.c.publish_at.is_(None), moved < before, or_(table.c.state == State.RUNNING, and_(idle, waited))
         )
-        query = self.records.reading.where(
+        query = by.reading.where(
             table.c.message.is_not(None),
             or_(table.c.published_at.is_(None), table.c.published_at < before),
             or_(table.c.publish_at <= self.database.now, stuck),
@@ -140,8 +123,7 @@ class Outbox:
         if last is not None:
             later = and_(table.c.started_at == last.started_at, table.c.stored_key > last.stored_key)
             query = query.where(or_(table.c.started_at > last.started_at, later))
-        found = self.database.all(query.order_by(table.c.started_at, table.c.stored_key).limit(limit), {})
-        return [rows.to_record(row) for row in found]
+        return query.order_by(table.c.started_at, table.c.stored_key)
 
     def publish_again(self, record: Record) -> bool:
         """Make the message of a row due, unless the row has changed since it was read; then :meth:`take_due` it."""
@@ -158,21 +140,28 @@ class Outbox:
         )
 
     def _take(self, stored_key: str, *, due: bool) -> Record | None:
-        table, now = self._table, self.database.now
-        waiting: Update = update(table).where(table.c.stored_key == stored_key, table.c.publish_at.is_not(None))
-        if due:
-            waiting = waiting.where(table.c.publish_at <= now)
-        again = int(PUBLISH_AGAIN * rows.MICROSECONDS)
         if mysql.is_mysql(self.database.engine.dialect):
-            record = self.records.read(stored_key)
-            if record is None or record.publish_at is None:
-                return None
-            taken = replace(record, publish_at=record.now + again)
-            as_seen = waiting.where(table.c.publish_at == record.publish_at).values(publish_at=taken.publish_at)
-            return taken if self.database.count(as_seen, {}) else None
-        returned = waiting.values(publish_at=now + again).returning(*table.c, now.label("now"))
-        row = self.database.first(returned, {})
-        return rows.to_record(row) if row is not None else None
+            return self._take_as_read(stored_key, due=due)
+        row = self.records.on_layout(lambda by: self.database.first(self._taking(by, stored_key, due=due), {}))
+        return rows.to_record(row, lenient=True) if row is not None else None
+
+    def _taking(self, by: RecordStatements, stored_key: str, *, due: bool) -> ReturningUpdate[Any]:
+        now = self.database.now
+        taken = self._waiting(by, stored_key, due=due).values(publish_at=now + _AGAIN)
+        return taken.returning(*by.table.c, now.label("now"))
+
+    def _take_as_read(self, stored_key: str, *, due: bool) -> Record | None:
+        record = self.records.read(stored_key, lenient=True)
+        if record is None or record.publish_at is None:
+            return None
+        by, taken = self.records.by, replace(record, publish_at=record.now + _AGAIN)
+        as_seen = self._waiting(by, stored_key, due=due).where(by.table.c.publish_at == record.publish_at)
+        return taken if self.database.count(as_seen.values(publish_at=taken.publish_at), {}) else None
+
+    def _waiting(self, by: RecordStatements, stored_key: str, *, due: bool) -> Update:
+        columns = by.table.c
+        waiting = update(by.table).where(columns.stored_key == stored_key, columns.publish_at.is_not(None))
+        return waiting.where(columns.publish_at <= self.database.now) if due else waiting
 
 
 def _is_fresh(record: Record) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from sqlalchemy import URL, Dialect
 
+DRIVERS: Final = ("psycopg", "psycopg2")
+
 SILENCE: Final = 15.0
 """Seconds a statement may take; then its connection is given up, as one to MySQL is after its ``read_timeout``."""
 
@@ -16,6 +18,9 @@ LOCK_TIMEOUT: Final = 1500
 """Milliseconds; a contender that waits longer for a row is put back."""
 
 LOCK_NOT_AVAILABLE: Final = "55P03"
+UNDEFINED_COLUMN: Final = "42703"
+DEADLOCK: Final = "40P01"
+_NOT_SUPPORTED: Final = "0A000"
 
 _LIBPQ: Final = {
     "connect_timeout": 5,
@@ -46,6 +51,17 @@ def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) ->
         if "unsupported startup parameter" not in str(error):
             raise
         return opened(*args, **given)
+
+
+def state_of(error: BaseException) -> str | None:
+    """The SQLSTATE of a driver's error."""
+    found = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return str(found) if found is not None else None
+
+
+def is_outdated(error: Exception) -> bool:
+    """Whether a connection has a statement prepared whose table has other columns by now; a new one has not."""
+    return state_of(error) == _NOT_SUPPORTED
 
 
 def _tells_of_silence(dialect: Dialect) -> bool:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from redis.exceptions import ResponseError
 
-from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.core.ports import Acquired, Cooling, Held, Holder, Kept, Renewal, Shut, Unsettled
+from celery_leases.core.errors import LeaseConfigurationError, LeaseStoreMismatch, StoreUnavailable
+from celery_leases.core.ports import Acquired, Cooling, Held, Holder, Kept, Renewal, Shut
 from celery_leases.core.records import Bid
+from celery_leases.core.validity import LONGEST_WAIT
+from celery_leases.process.lending import Lender, Turn
 from celery_leases.stores import lua, lua_gates
 from celery_leases.stores.redis_address import ClusterAddress, redis_address
 from celery_leases.stores.redis_cluster import Cluster
+from celery_leases.stores.redis_direct import DirectClient
+from celery_leases.stores.redis_errors import line_to_write
 from celery_leases.stores.redis_gates import RedisGates
-from celery_leases.stores.redis_scripts import ClusterScripts, RedisScripts
+from celery_leases.stores.redis_scripts import ClusterScripts, DirectScripts, RedisScripts
 from celery_leases.stores.redis_values import (
     Keys,
     as_text,
@@ -24,9 +28,10 @@ from celery_leases.stores.redis_values import (
     gate_of,
     holder_of,
     milliseconds,
-    remaining,
     value_of,
 )
+
+TURNS: Final = 10
 
 
 class RedisLeaseStore(RedisGates):
@@ -35,14 +40,24 @@ class RedisLeaseStore(RedisGates):
     *client* is a redis-py client of one server, or something like it, that must not repeat commands by itself (a
     repeated command makes ``StoreUnavailable.executed`` wrong), or the nodes of a cluster. *prefix* begins every key,
     *name* is the store's identity in rows and messages. *reopen* makes a client over connections of its own with
-    another timeout in seconds. Every method raises ``StoreUnavailable`` when Redis does not answer or refuses.
+    another timeout in seconds. Each call takes one of *turns*.
+    Every method raises ``StoreUnavailable`` when Redis does not answer or refuses.
     """
 
     in_records = False
 
-    def __init__(self, client: Any, prefix: str, name: str, *, reopen: Callable[[float], Any] | None = None) -> None:
+    def __init__(
+        self,
+        client: Any,
+        prefix: str,
+        name: str,
+        *,
+        reopen: Callable[[float], Any] | None = None,
+        turns: Lender[Turn] | None = None,
+    ) -> None:
         clustered = isinstance(client, Cluster)
-        scripts = (ClusterScripts if clustered else RedisScripts)(client, name, prefix)
+        kind = ClusterScripts if clustered else DirectScripts if isinstance(client, DirectClient) else RedisScripts
+        scripts = kind(client, name, prefix, turns or Lender(TURNS, Turn, LONGEST_WAIT))
         super().__init__(scripts, Keys(prefix, clustered=clustered))
         self.name = name
         self.prefix = prefix
@@ -57,11 +72,13 @@ class RedisLeaseStore(RedisGates):
         prefix: str = "celery_leases",
         timeout: float = 2.0,
         options: Mapping[str, Any] | None = None,
+        turns: Lender[Turn] | None = None,
     ) -> Self:
         """The store at *url*; connecting and reading take at most *timeout* seconds each, nothing is retried.
 
         *url* and *options*, which are kombu's transport options, are read by
         :func:`~celery_leases.stores.redis_address.redis_address`; ``global_keyprefix`` comes before *prefix*.
+        Of *turns* each call takes one, so that a server has no more connections than those.
         Raises ``LeaseConfigurationError`` for any other URL.
         No connection is made before the first call.
         """
@@ -72,16 +89,31 @@ class RedisLeaseStore(RedisGates):
                 f"leases_prefix={prefix!r} has a brace that is no hash tag, so that a cluster would part the keys of "
                 "one lease: leave it out"
             )
-        return cls(address.client(timeout), prefix, f"{address.name}/{prefix}", reopen=address.client)
+        return cls(address.client(timeout), prefix, f"{address.name}/{prefix}", reopen=address.client, turns=turns)
 
-    def bounded(self, timeout: float) -> Self:
-        """The same store over connections of its own that connect and read for at most *timeout* seconds.
+    def bounded(self, timeout: float, longest_wait: float = LONGEST_WAIT) -> Self:
+        """The same store over one connection of its own, which connects and reads for at most *timeout* seconds.
 
-        A store made around a given client without *reopen* cannot do that, and returns itself.
+        Callers wait for it for *longest_wait* seconds, unless their leases allow less. A store made around a given
+        client without *reopen* cannot do that, and returns itself.
         """
         if self._reopen is None:
             return self
-        return type(self)(self._reopen(timeout), self.prefix, self.name, reopen=self._reopen)
+        turns = Lender(1, Turn, longest_wait)
+        return type(self)(self._reopen(timeout), self.prefix, self.name, reopen=self._reopen, turns=turns)
+
+    def check(self) -> None:
+        """Run a script that writes. Raises ``LeaseConfigurationError`` for what the server will always refuse."""
+        try:
+            self.swap_mark("celery_leases", "started", None, "checked", 1.0)
+        except StoreUnavailable as error:
+            if (line := line_to_write(error.__context__)) is not None:
+                raise LeaseConfigurationError(f"{error}{line}") from None
+            raise
+
+    def eviction_policies(self) -> list[str]:
+        """The ``maxmemory-policy`` of each server that says so to this user."""
+        return self._scripts.eviction_policies()
 
     def close(self) -> None:
         """Close all connections, those in use by other threads too; the next call would open new ones."""
@@ -89,37 +121,62 @@ class RedisLeaseStore(RedisGates):
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled:
+    def acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut:
         """Take the lease in one round trip; see :class:`~celery_leases.core.ports.LeaseStore`.
 
-        What comes first decides: our own lease, another's, a cooldown, a store that came up empty, the group's gate.
+        What comes first decides: our own lease, another's, a cooldown, the group's gate.
         On a cluster the gate is on another node: it is asked in a second trip, and where it is shut a third one gives
         the lease back.
         """
         keys = self._keys.lease(bid.stored_key), self._keys.epoch(bid.stored_key)
         asked = begin(bid.token), value_of(bid), milliseconds(bid.ttl)
-        if bid.group is None or self._scripts.clustered:
-            word, *told = self._scripts.run(lua.ACQUIRE, *keys, *asked, int(settled))
+        gate = self._keys.gate(bid.group) if bid.group is not None else ()
+        in_two_trips = bool(gate) and self._scripts.clustered
+        if gate and not in_two_trips:
+            reply = self._scripts.run(lua.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
         else:
-            gate = self._keys.gate(bid.group)
-            word, *told = self._scripts.run(lua.ACQUIRE_IN_GROUP, *keys, *gate, *asked, int(settled))
-        if as_text(word) == "acquired" and bid.group is not None and self._scripts.clustered:
-            word, *told = self._scripts.run(lua_gates.ENTER, *self._keys.gate(bid.group), *asked, told[1])
+            reply = self._scripts.run(lua.ACQUIRE, *keys, *asked)
+        if isinstance(reply, int) and not in_two_trips:
+            return Acquired()
+        word, *told = reply if not isinstance(reply, int) else ("acquired", 0, 0)
+        if as_text(word) == "acquired" and in_two_trips:
+            word, *told = self._scripts.run(lua_gates.ENTER, *gate, *asked, told[1])
             if as_text(word) == "shut":
                 self.release(bid.stored_key, bid.token)
         match as_text(word):
             case "acquired":
-                return Acquired(probe=bool(told[0]))
+                return Acquired(bool(told[0]))
             case "open" | "probe" as passed:
-                return Acquired(probe=passed == "probe")
+                return Acquired(passed == "probe")
             case "held":
-                return Held(holder_of(*told))
+                return Held(self._ours(bid, keys[0], holder_of(*told)))
             case "cooling":
-                return Cooling(remaining(told[0]))
-            case "unsettled":
-                return Unsettled(told[0] / 1000)
+                return Cooling(self._ours(bid, keys[0], holder_of(*told)).remaining)
             case _:
                 return Shut(gate_of(bid.group or "", told))
+
+    def _ours(self, bid: Bid, key: str, holder: Holder) -> Holder:
+        """*holder*, unless the value that names it is not of our making, or of a worker with other records."""
+        if not holder.call_id:
+            raise StoreUnavailable(
+                f"lease store {self.name}: the value of the Redis key {key!r} was not written by celery_leases; "
+                "delete it (DEL), or give the application that writes it, or leases_prefix, another prefix",
+                False,
+            )
+        if bid.database and holder.database and bid.database != holder.database:
+            raise LeaseStoreMismatch(
+                f"{bid.key} is held in {self.name} by {holder.host} (call {holder.call_id}), whose records are in the "
+                f"database {holder.database}; those of this worker ({bid.holder}) are in the database {bid.database}: "
+                "give each application a leases_prefix of its own, or all workers of one leases_database_url",
+                bid.key,
+                bid.database,
+                holder.database,
+            )
+        return holder
+
+    def age(self, stored_key: str) -> float:
+        """Seconds since the server of this key was first seen as it is now: not emptied, restarted or replaced."""
+        return int(self._scripts.run(lua.AGE, self._keys.epoch(stored_key))) / 1000
 
     def renew(self, renewals: Sequence[Renewal]) -> list[Kept | StoreUnavailable]:
         """Renew many leases in one round trip, with a result for each; a longer remaining time is never cut.

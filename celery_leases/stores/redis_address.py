@@ -17,6 +17,7 @@ from redis.sentinel import (
 )
 
 from celery_leases.stores.redis_cluster import Cluster
+from celery_leases.stores.redis_direct import DirectClient
 from celery_leases.stores.redis_url import CLUSTER, LOOPBACK, SENTINEL, UNIX, RedisUrl, kept, read_url
 
 # redis-py 8 stops at 100 connections; a gevent worker may use more at once.
@@ -32,12 +33,15 @@ class RedisAddress:
     parameters: Mapping[str, Any] = field(repr=False)
 
     def client(self, timeout: float) -> redis.Redis:
-        """A client over its own connections, each connect and each read of which takes at most *timeout* seconds."""
+        """A client over its own connections, each connect and each read of which takes at most *timeout* seconds.
+
+        One that logs in by a credential provider leaves its connections to redis-py, which may log in anew on them.
+        """
         bounds = _bounds(timeout)
         if self.connection_class is redis.UnixDomainSocketConnection:
             del bounds["socket_connect_timeout"]
         pool = redis.ConnectionPool(connection_class=self.connection_class, **bounds, **self.parameters)
-        return redis.Redis(connection_pool=pool)
+        return redis.Redis(connection_pool=pool) if "credential_provider" in self.parameters else DirectClient(pool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,14 @@ from redis.sentinel import MasterNotFoundError
 
 from celery_leases.core.errors import StoreUnavailable
 
-REDIS_ERRORS: Final = (exceptions.RedisError, OSError)
-"""What a Redis client may raise."""
+REDIS_ERRORS: Final = (
+    *(exceptions.RedisError, OSError, MemoryError, ImportError, RuntimeError, ValueError, TypeError, LookupError),
+    *(AttributeError, ArithmeticError, AssertionError, BufferError, EOFError),
+)
+"""What a Redis client, its pool, a credential provider or Python may raise, for want of descriptors or memory too.
+
+Not every exception: a soft time limit that is raised during a command is the task's.
+"""
 
 _REJECTED: Final = (
     exceptions.ResponseError,
@@ -55,6 +61,18 @@ def unavailable(store: str, error: Exception, secret: str | None = None, prefix:
     if isinstance(error, exceptions.NoPermissionError) or _FORBIDDEN.search(text):
         text += f"; the user of leases needs ~{prefix}:* {ACL_COMMANDS}"
     return StoreUnavailable(f"lease store {store}: {type(error).__name__}: {text}", executed(error))
+
+
+def line_to_write(error: BaseException | None) -> str | None:
+    """What to write about an error of Redis that no repetition will mend, as the end of its sentence; else ``None``."""
+    text = str(error)
+    if isinstance(error, exceptions.NoPermissionError) or _FORBIDDEN.search(text):
+        return ""  # :func:`unavailable` has said it
+    if isinstance(error, exceptions.AuthenticationError):
+        return "; write user and password of the server into leases_url"
+    if isinstance(error, exceptions.ResponseError) and "unknown command" in text.lower():
+        return "; leases need EVALSHA and EVAL: let leases_url name a Redis 6.2 or later, or Valkey, that has them"
+    return None
 
 
 def executed(error: Exception) -> bool | None:

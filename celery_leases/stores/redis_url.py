@@ -11,6 +11,7 @@ from kombu.utils import symbol_by_name
 from kombu.utils.url import parse_ssl_cert_reqs, url_to_parts
 
 from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.stores.urls import shown
 
 TLS: Final = ("rediss", "valkeys")
 TCP: Final = ("redis", "valkey", *TLS)
@@ -112,12 +113,11 @@ def kept(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_password(url: str) -> str:
     """*url* without users, passwords and query, however badly it is formed."""
-    scheme, separator, _ = url.partition("://")
-    if scheme in SENTINEL + CLUSTER:
-        hosts = (one.rpartition("://")[2].rpartition("@")[2].partition("?")[0] for one in re.split("[;,]", url))
-        return f"{scheme}://{','.join(hosts)}"
-    rest = url.rpartition("://")[2]
-    return f"{scheme if separator else ''}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
+    scheme = url.partition("://")[0]
+    each = re.split("[;,]", url) if scheme in SENTINEL + CLUSTER else [url]
+    # What stands before an @ may be the first part of a password with one of the separators in it.
+    sure = [one for place, one in enumerate(each) if "@" in one or not any("@" in later for later in each[place:])]
+    return f"{scheme}://{','.join(shown(one).rpartition('://')[2] for one in sure)}" if len(each) > 1 else shown(url)
 
 
 def refused(url: str, why: str) -> LeaseConfigurationError:

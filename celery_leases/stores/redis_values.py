@@ -20,6 +20,8 @@ from celery_leases.stores.gate_values import gate_from, gate_name, why
 from celery_leases.stores.lua import COOLING
 
 VERSION: Final = 1
+_TOKEN: Final = re.compile(rf"(?!{COOLING})\S+").fullmatch
+_quoted: Final = json.encoder.encode_basestring_ascii
 ENDLESS: Final = 60.0
 """Seconds to report for a lease key without a TTL, which only somebody else can have made: look again then."""
 
@@ -89,15 +91,15 @@ def milliseconds(seconds: float) -> int:
 
 def begin(token: str) -> str:
     """What the value of a lease held by *token* begins with; raises ValueError for a token with blanks."""
-    if not token or any(letter.isspace() for letter in token) or token.startswith(COOLING):
+    if not _TOKEN(token):
         raise ValueError(f"an owner token must be a word without blanks that is no cooldown's, not {token!r}")
     return f"{token} "
 
 
 def value_of(bid: Bid) -> str:
     """The value of the lease *bid* asks for."""
-    data = {"v": VERSION, "ttl": bid.ttl, "host": bid.holder, "call": bid.call_id}
-    return begin(bid.token) + json.dumps(data, separators=(",", ":"))
+    host, call, database = _quoted(bid.holder), _quoted(bid.call_id), _quoted(bid.database)
+    return f'{bid.token} {{"v":{VERSION},"ttl":{bid.ttl!r},"host":{host},"call":{call},"db":{database}}}'
 
 
 def holder_of(value: Any, milliseconds_left: int) -> Holder:
@@ -116,6 +118,7 @@ def holder_of(value: Any, milliseconds_left: int) -> Holder:
         str(data.get("host") or ""),
         float(ttl) if isinstance(ttl, int | float) else 0.0,
         remaining(milliseconds_left),
+        str(data.get("db") or ""),
     )
 
 

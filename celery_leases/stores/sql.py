@@ -2,139 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
-    BindParameter,
-    Boolean,
     ColumnElement,
     Engine,
-    RowMapping,
+    Executable,
+    Select,
     Update,
     and_,
     bindparam,
     case,
     delete,
     exists,
-    func,
-    null,
+    or_,
     select,
     tuple_,
     update,
 )
 
-from celery_leases.core.errors import LeaseStoreMismatch
-from celery_leases.core.records import Bid, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.core import repairs
+from celery_leases.core.errors import ColumnMissing, StoreUnavailable, ValueRefused
+from celery_leases.core.outcomes import Death
+from celery_leases.core.records import Ended, Failure, Outcome, Record, State
 from celery_leases.stores import rows
-from celery_leases.stores.claims import Claim, claim_of
 from celery_leases.stores.database import Database
+from celery_leases.stores.layouts import NEWEST, Migrated
+from celery_leases.stores.migrations import migration
+from celery_leases.stores.record_statements import RecordStatements, is_running
 from celery_leases.stores.schema import Tables
-from celery_leases.stores.upserts import apart
+from celery_leases.stores.sql_claims import SqlClaims, of_the_call
+from celery_leases.stores.statements import Row
+from celery_leases.stores.upserts import apart, upsert
+
+logger = logging.getLogger("celery_leases")
 
 BATCH = 500
-RETENTION: Final = 7 * 86_400.0
-"""Seconds for which a row counts whose task has not said how long."""
+PURGE_PATIENCE: Final = 5.0
+"""Seconds after which a process that has begun to purge and said nothing more is taken for dead."""
+_TURN: Final = {"for_key": "celery_leases", "for_name": "purge"}
+IDENTITY: Final = "database"
+"""The name of the mark, beside no key, whose value names the database."""
+
+FOR_EVER: Final = 2**62
+_identities: dict[str, str] = {}
+REPAIR_ROUNDS: Final = 20
+"""How often an operator's write looks again because the row changed before it was written."""
 
 
-class SqlRecordStore:
+class SqlRecordStore(SqlClaims):
     """A :class:`~celery_leases.core.ports.RecordStore` in one database."""
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
-        self.database = Database(engine)
-        self.tables = tables or Tables()
+        super().__init__(Database(engine), tables or Tables())
         records = self.tables.records
-        #: Selects whole rows with the time of the statement.
-        self.reading = select(*records.c, self.database.now.label("now"))
-        self._read = self.reading.where(records.c.stored_key == bindparam("stored_key"))
-        self._claim = claim_of(records, engine.dialect)
-        self._claim_in_group = claim_of(records, engine.dialect, self.tables.gates)
-        #: Closes an attempt, fenced; see :func:`celery_leases.stores.rows.of_outcome` for its parameters.
-        self.settling = self._settling()
         #: Locks the row of a running attempt, and pushes out the lease if the row is one;
         #: see :func:`celery_leases.stores.rows.of_guard`.
         self.guarding = self._guarding()
+        marks, now = self.tables.marks, self.database.now
+        until = now + bindparam("span", type_=BigInteger)
+        turn = (marks.c.stored_key == bindparam("for_key"), marks.c.name == bindparam("for_name"))
+        place: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
+        taken = {"value": "", "expires_at": until}
+        self._turn_until = select(marks.c.expires_at, now.label("now")).where(*turn)
+        self._take_turn = upsert(marks, engine.dialect, place, taken, where=marks.c.expires_at <= now)
+        expiring = (records, self.tables.effects, marks, self.tables.gates)
+        over = [exists().where(table.c.expires_at <= now) for table in expiring]
+        over[0] = over[0].where(records.c.state != State.RUNNING)
+        self._any_over = select(or_(*over).label("any"))
+        self._end_turn = update(marks).where(*turn).values(expires_at=until)
         #: Locks that row without a change.
-        self.locking = select(records.c.fence).where(*self._running()).with_for_update()
+        self.locking = select(records.c.fence).where(*is_running(records)).with_for_update()
 
     def check(self) -> None:
-        """Raise :class:`SchemaOutdated` unless the tables are there in this version; SQLite gets them made."""
+        """Raise :class:`SchemaOutdated` unless this release knows the tables; SQLite gets them made."""
         with self.database.errors():
-            self.tables.check(self.database.engine)
+            self.use(self.tables.check(self.database.engine))
 
-    def migrate(self) -> None:
-        """Create the tables that are missing; raises :class:`StoreUnavailable` when the database does not answer."""
-        with self.database.errors():
-            self.tables.create(self.database.engine)
+    def migrate(self, to: int = NEWEST) -> Migrated:
+        """Create the tables, or bring them to version *to* while workers run; what was done.
 
-    def claim(self, bid: Bid, lease_store: str) -> Won | Refused:
-        """Make the row ours; see :class:`~celery_leases.core.ports.RecordStore`.
-
-        Raises :class:`LeaseStoreMismatch` when the key runs under another lease store.
+        Raises :class:`StoreUnavailable` when the database does not answer, or has the tables locked, and
+        :class:`SchemaOutdated` for tables of a later release.
         """
-        return self._claimed(bid, lease_store, self._answer(self._claim, rows.of_bid(bid, lease_store)))
+        with self.database.errors():
+            done = migration(self.database.engine, self.tables).run(to)
+            self.use(self.tables.layout(self.database.engine))
+        self.identity()
+        return done
 
-    def claim_in_group(self, bid: Bid, lease_store: str, gate: str) -> tuple[Won | Refused, int]:
-        """The same, refused also by the gate of that name. With it 1 for a claim won by this call, 2 as the probe."""
-        values = rows.of_bid(bid, lease_store) | {"gate": gate, "token": bid.token}
-        row = self._answer(self._claim_in_group, values)
-        return self._claimed(bid, lease_store, row), row["won"] if row is not None else 0
+    def read(self, stored_key: str, *, lenient: bool = False) -> Record | None:
+        """The row of a key; *lenient*, for operators: also one of which something cannot be read.
 
-    def _answer(self, claim: Claim, values: Mapping[str, Any]) -> RowMapping | None:
-        self.database.touch(claim.writes, values)
-        return self.database.first(claim.answer, values)
+        Raises :class:`RecordUnreadable`, and :class:`KeyUnusable` when the database refuses the key.
+        """
+        with of_the_call():
+            row = self._row(stored_key)
+        return rows.to_record(row, lenient=lenient) if row is not None else None
 
-    def _claimed(self, bid: Bid, lease_store: str, row: RowMapping | None) -> Won | Refused:
-        if row is not None and row["won"]:
-            return Won(rows.to_record(row))
-        record = rows.to_record(row) if row is not None else None
-        if record is None and self.database.host_clock:
-            record = self.read(bid.stored_key)
-        if record is not None and (record.state, record.owner) == (State.RUNNING, bid.token):
-            return Won(record)  # the reply to an earlier try was lost
-        if record and record.state is State.RUNNING and record.lease_store != lease_store and not record.expired:
-            raise LeaseStoreMismatch(
-                f"{record.key} is running under the lease store {record.lease_store}, this worker uses {lease_store}; "
-                f"give all workers of this database one leases_url (or, if the other is retired: leases release)",
-                record.key,
-                lease_store,
-                record.lease_store,
-            )
-        return Refused(record)
+    @property
+    def reading(self) -> Select[Any]:
+        """Selects whole rows with the time of the statement."""
+        return self.by.reading
 
-    def read(self, stored_key: str) -> Record | None:
-        """The row of a key."""
-        row = self.database.first(self._read, {"stored_key": stored_key})
-        return rows.to_record(row) if row is not None else None
+    def identity(self) -> str:
+        """The random word that names this database; asked for once in a process and those it forks."""
+        if self.place not in _identities:
+            _identities[self.place] = self._identity()
+        return _identities[self.place]
+
+    def _identity(self) -> str:
+        marks = self.tables.marks
+        key = {"stored_key": "", "name": IDENTITY}
+        found = select(marks.c.value).where(marks.c.stored_key == "", marks.c.name == IDENTITY)
+        row = self.database.first(found, {})
+        if row is None:
+            values = {"value": secrets.token_hex(4), "expires_at": FOR_EVER}
+            never = marks.c.expires_at < 0
+            self.database.touch(upsert(marks, self.database.engine.dialect, key, values, where=never), {})
+            row = self.database.first(found, {})
+        return str(row["value"]) if row is not None else ""
 
     def settle(self, record: Record, outcome: Outcome) -> bool:
         """Write *outcome* if the row is still running under the record's fence and owner.
 
         When nothing matched, the row is read: an earlier try may have been carried out without its reply coming back.
+        An outcome that the database refuses for one of its texts is written without them.
         """
-        values = rows.of_outcome(record, outcome)
-        if self.database.count(self.settling, values):
+        by = self.by
+        try:
+            return self._settled(by, record, outcome)
+        except ValueRefused as error:
+            logger.error("%s: the outcome is written without result, reason and message: %s", record.key, error)
+            plain = rows.without_texts(outcome)
+            return self._settled(by, replace(record, finished_results=None), plain)
+        except ColumnMissing:
+            if not self.look_again(by):
+                raise
+            return self.settle(record, outcome)
+
+    def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
+        """The statement that :meth:`settle` executes and its parameters, for a transaction of the user's."""
+        return self.by.settlement(record, outcome)
+
+    def _settled(self, by: RecordStatements, record: Record, outcome: Outcome) -> bool:
+        statement, values = by.settlement(record, outcome)
+        if self.database.count(statement, values):
             return True
-        row = self.database.first(self._read, {"stored_key": record.stored_key})
-        written = {"fence": record.fence, "owner": record.owner}
-        written |= {name: values[f"new_{name}"] for name in rows.SETTLED}
-        return row is not None and all(row[name] == value for name, value in written.items())
+        row = self.database.first(by.one, {"stored_key": record.stored_key})
+        if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
+            return False
+        # A migration meanwhile writes what is usual in another way.
+        now = {**row, "ended": row["ended"] or Ended.RETURNED}
+        ours = {**values, "new_ended": values["new_ended"] or Ended.RETURNED}
+        return all(now[name] == ours.get(f"new_{name}", now[name]) for name in by.layout.settled)
+
+    def _row(self, stored_key: str) -> Row | None:
+        return self.on_layout(lambda by: self.database.first(by.one, {"stored_key": stored_key}))
+
+    def stop_resuming(self, record: Record, failure: Failure) -> bool:
+        """Say of a call that was to come back that it does not, as its caller is told of *failure*.
+
+        Whether the row was still as it was read.
+        """
+        records = self.tables.records
+        unmoved = (records.c.stored_key == record.stored_key, records.c.resumes == 1, *self._unmoved(record))
+        values = {"resumes": 0, "ended": Ended.FAILED, "error": rows.written(failure)}
+        return self.database.count(update(records).where(*unmoved).values(values), {}) == 1
 
     def search(self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100) -> list[Record]:
-        """Rows, the latest started first."""
-        records = self.tables.records
-        query = self.reading.order_by(records.c.started_at.desc()).limit(limit)
-        if states:
-            query = query.where(records.c.state.in_(states))
-        if task is not None:
-            query = query.where(records.c.task == task)
-        return [rows.to_record(row) for row in self.database.all(query, {})]
+        """Rows, the latest started first; one of which something cannot be read has it in ``unreadable``."""
+        return self._listed(lambda by: _of(by, states, task).order_by(by.table.c.started_at.desc()).limit(limit))
 
     def named(self, key: str) -> list[Record]:
-        """The rows of all tasks whose key is *key*; looks at every row, for an operator's sake."""
-        query = self.reading.where(self.tables.records.c.key == key).limit(20)
-        return [rows.to_record(row) for row in self.database.all(query, {})]
+        """The rows of all tasks whose key is *key*, as in :meth:`search`; looks at every row, for an operator."""
+        return self._listed(lambda by: by.reading.where(by.table.c.key == key).limit(20))
+
+    def running(self, limit: int) -> list[Record]:
+        """At most *limit* rows that are live leases, as in :meth:`search`."""
+        now = self.database.now
+        return self._listed(
+            lambda by: by.reading.where(by.table.c.state == State.RUNNING, by.table.c.lease_until > now).limit(limit)
+        )
+
+    def _listed(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
+        found = self.on_layout(lambda by: self.database.all(query(by), {}))
+        return [rows.to_record(row, lenient=True) for row in found]
 
     def reset(
         self,
@@ -146,17 +205,46 @@ class SqlRecordStore:
         seen: Record | None = None,
     ) -> Record | None:
         """Take the row away from whoever has it; see :class:`~celery_leases.core.ports.RecordStore`."""
+        return self._repaired(
+            stored_key, seen, lambda row: repairs.reset(row, keep=keep, forgive=forgive, retention=retention)
+        )
+
+    def _repaired(
+        self, stored_key: str, seen: Record | None, repair: Callable[[Record], Record | None]
+    ) -> Record | None:
+        """The row after *repair*, if it is still as it was *seen*; ``None`` if it is not, or gives none.
+
+        What cannot be read of it is written anew.
+        """
+        for _ in range(REPAIR_ROUNDS):
+            found = self._row(stored_key)
+            if found is None:
+                return None
+            row = rows.to_record(found, lenient=True)
+            if seen is not None and (row.fence, row.state) != (seen.fence, seen.state):
+                return None
+            after = repair(row)
+            if after is None:
+                return None
+            if self._changes(found, after):
+                return replace(after, unreadable=None)
+        raise StoreUnavailable(f"{stored_key}: its record changes all the time; try again", False)
+
+    def _changes(self, found: Row, after: Record) -> bool:
+        with suppress(ColumnMissing):  # the next look is in the layout that the table has now
+            return self.database.count(self.by.changed(found, after), {}) == 1
+        return False
+
+    def call_off(self, seen: Record) -> bool:
+        """Note that the call was revoked which *seen* waits for: it does not come back, and is not rescued.
+
+        ``False``: the row has moved on. What other calls wait for stays as it is.
+        """
         records = self.tables.records
-        values = self._taken_away(retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
-        if forgive or not keep:
-            values |= {"failures": 0, "quick_retries": 0, "cooldowns": 0, "failed_at": None, "crashes": 0}
-        if not keep:
-            empty = ("fingerprint", "digests", "result", "reason", "error", "finished_results", "finished_at")
-            values |= dict.fromkeys((*empty, "progress", "message", "publish_at", "published_at"))
-            values |= {"attempt": 0, "generation": records.c.generation + 1}
-            values |= {"finished_calls": "", "call_id": "", "holder": "", "ended": None, "previous_ended": None}
-        taken = update(records).where(records.c.stored_key == stored_key, *self._unmoved(seen)).values(values)
-        return self.read(stored_key) if self.database.count(taken, {}) else None
+        row = update(records).where(records.c.stored_key == seen.stored_key, *self._unmoved(seen))
+        values = {"resumes": 0, "ended": Ended.TERMINATED, "reason": Death.REVOKED.value}
+        gone = row.where(records.c.call_id == seen.call_id).values(values | {"message": None, "publish_at": None})
+        return self.database.count(gone, {}) == 1
 
     def end_waits(self, group: str) -> int:
         """Let the keys run that cool down only because of this cooldown group; how many there were."""
@@ -176,26 +264,12 @@ class SqlRecordStore:
 
         With *seen* only if its fence and state are still those. *retention* is in seconds, by default the row's own.
         """
-        records = self.tables.records
-        values = self._taken_away(retention) | {
-            "state": State.DONE,
-            "ended": Ended.RESOLVED,
-            "result": result,
-            "reason": None,
-            "error": None,
-            "finished_at": self.database.now,
-        }
-        undone = (records.c.stored_key == stored_key, records.c.state != State.DONE, *self._unmoved(seen))
-        return self.database.count(update(records).where(*undone).values(values), {}) == 1
-
-    def _taken_away(self, retention: float | None) -> dict[str, Any]:
-        """What takes a row from its owner, and how long it counts then."""
-        records, now = self.tables.records, self.database.now
-        after = records.c.fence + 1
-        own = func.coalesce(func.nullif(records.c.retention, 0), int(RETENTION * rows.MICROSECONDS))
-        keep = own if retention is None else int(retention * rows.MICROSECONDS)
-        fence = case((after > now, after), else_=now)
-        return {"fence": fence, "owner": "", "retry_at": None, "lease_until": None, "expires_at": now + keep}
+        done = self._repaired(
+            stored_key,
+            seen,
+            lambda row: None if row.state is State.DONE else repairs.resolved(row, result, retention),
+        )
+        return done is not None
 
     def _unmoved(self, seen: Record | None) -> Sequence[ColumnElement[bool]]:
         records = self.tables.records
@@ -212,6 +286,25 @@ class SqlRecordStore:
             self.database.count(delete(table).where(key.in_(found), over), {})
         return max(self._purge_effects(limit), self._purge_records(limit))
 
+    def purge_in_turn(self, limit: int, every: float) -> bool:
+        """Purge unless another process is at it or has been within *every* seconds; see the port.
+
+        The turn is a mark: taken for a moment, as its process may die, and for *every* seconds once nothing is left.
+        """
+        row = self.database.first(self._turn_until, _TURN)
+        if row is not None and row["expires_at"] > row["now"]:
+            return False
+        over = self.database.first(self._any_over, {})
+        if over is None or not over["any"]:
+            return False  # nothing is written: a process that freezes in a write holds up all others on SQLite
+        if not self.database.touch(self._take_turn, _TURN | {"span": int(PURGE_PATIENCE * rows.MICROSECONDS)}):
+            return False
+        if self.purge(limit) >= limit:
+            self.database.count(self._end_turn, _TURN | {"span": 0})
+            return True
+        self.database.count(self._end_turn, _TURN | {"span": int(every * rows.MICROSECONDS)})
+        return False
+
     def _purge_effects(self, limit: int) -> int:
         """Delete effects of calls that are over, but for those of the call that a record is at."""
         records, effects = self.tables.records, self.tables.effects
@@ -223,7 +316,7 @@ class SqlRecordStore:
 
     def _purge_records(self, limit: int) -> int:
         records, effects = self.tables.records, self.tables.effects
-        over = records.c.expires_at <= self.database.now
+        over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
         # Others purge too: the effects that go are those of the very rows that go afterwards, and of no later claim.
         found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
         old = [row["stored_key"] for row in found]
@@ -234,39 +327,15 @@ class SqlRecordStore:
         self.database.count(gone, {})
         return self.database.count(delete(records).where(records.c.stored_key.in_(old), over), {})
 
-    def _settling(self) -> Update:
-        records = self.tables.records
-        now = self.database.now
-        wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
-        keep: BindParameter[int] = bindparam("keep", type_=BigInteger)
-        failed = bindparam("failed", type_=Boolean)
-        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in rows.SETTLED}
-        values |= {
-            "retry_at": case((wait.is_not(None), now + wait), else_=null()),
-            "expires_at": now + keep,
-            "finished_at": now,
-            "failed_at": case((failed, now), else_=bindparam("last_failed", type_=BigInteger)),
-            "lease_until": None,
-        }
-        progress: BindParameter[str | None] = bindparam("new_progress", type_=records.c.progress.type)
-        values["progress"] = case((progress.is_not(None), progress), else_=records.c.progress)
-        return self._fenced(records.update()).values(values)
-
     def _guarding(self) -> Update:
         records = self.tables.records
-        until = self.database.now + records.c.lease_ttl
+        until = self.database.now + bindparam("ttl", type_=BigInteger)
         longer = case((records.c.lease_until < until, until), else_=records.c.lease_until)
-        return self._fenced(records.update()).values(lease_until=longer)
+        return update(records).where(*is_running(records)).values(lease_until=longer)
 
-    def _fenced(self, statement: Update) -> Update:
-        """*statement*, for the row of an attempt that is still running under its fence and owner."""
-        return statement.where(*self._running())
 
-    def _running(self) -> tuple[ColumnElement[bool], ...]:
-        records = self.tables.records
-        return (
-            records.c.stored_key == bindparam("for_key"),
-            records.c.state == State.RUNNING,
-            records.c.fence == bindparam("for_fence"),
-            records.c.owner == bindparam("for_owner"),
-        )
+def _of(by: RecordStatements, states: Sequence[str], task: str | None) -> Select[Any]:
+    query = by.reading
+    if states:
+        query = query.where(by.table.c.state.in_(states))
+    return query.where(by.table.c.task == task) if task is not None else query

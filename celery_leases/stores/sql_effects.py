@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import BigInteger, RowMapping, TextClause, bindparam, column, delete, select, text, update
+from sqlalchemy import BigInteger, TextClause, bindparam, column, delete, select, text, update
 from sqlalchemy.sql.selectable import TextualSelect
 
-from celery_leases.core.effects import Begun, Effect, EffectState, Found, Scope, scopes_of
+from celery_leases.core.effects import Begun, Effect, EffectState, Found, Scope, scopes_of, unreadable
+from celery_leases.core.errors import RecordUnreadable, ValueRefused
 from celery_leases.core.records import Record, State
-from celery_leases.stores import claims, mysql
+from celery_leases.core.results import decode
+from celery_leases.stores import mysql
 from celery_leases.stores.database import Database
+from celery_leases.stores.dialects import in_text, now_in_text
 from celery_leases.stores.rows import MICROSECONDS
 from celery_leases.stores.schema import Tables
+from celery_leases.stores.statements import Row
 from celery_leases.stores.upserts import Writes
+
+logger = logging.getLogger("celery_leases")
 
 BEGIN_TRIES: Final = 3
 
@@ -83,7 +90,17 @@ class SqlEffectStore:
         return self.database.first(select(self.records.c.fence).where(*self._fenced(record)), {}) is not None
 
     def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        """Note the reply; see :class:`~celery_leases.core.ports.EffectStore`."""
+        """Note the reply; see :class:`~celery_leases.core.ports.EffectStore`.
+
+        One whose text the database refuses is not kept, but that the effect has happened is.
+        """
+        try:
+            return self._finished(effect, result, reference)
+        except ValueRefused as error:
+            logger.error("the reply of effect %s of %s is not kept: %s", effect.name, effect.stored_key, error)
+            return self._finished(effect, None, None)
+
+    def _finished(self, effect: Effect, result: str | None, reference: str | None) -> bool:
         effects = self.effects
         done = (
             update(effects)
@@ -111,7 +128,7 @@ class SqlEffectStore:
         """All effects of the record's generation and of its call, in the order in which they were sent."""
         effects = self.effects
         query = self._reading().where(effects.c.stored_key == record.stored_key, effects.c.scope.in_(scopes_of(record)))
-        return [_effect(row) for row in self.database.all(query.order_by(effects.c.sent_at), {})]
+        return [_effect(row, lenient=True) for row in self.database.all(query.order_by(effects.c.sent_at), {})]
 
     def forget_sent(self, record: Record) -> int:
         """Take back the intents without a reply of the attempts up to that of *record*, as they have not happened."""
@@ -165,31 +182,47 @@ class SqlEffectStore:
 
     def _beginning(self) -> TextualSelect | Writes:
         dialect = self.database.engine.dialect
-        named = dialect.identifier_preparer.format_table
         of_mysql = mysql.is_mysql(dialect)
+        effects = in_text(self.effects, dialect)
         words = {
-            "effects": f"{named(self.effects)} AS e",
-            "records": named(self.records),
-            "now": claims.words(dialect)["now"],
+            "effects": f"{effects} AS e",
+            "records": in_text(self.records, dialect),
+            "now": now_in_text(dialect),
             "lock": "" if self.database.host_clock else "FOR UPDATE",
             "big": "SIGNED" if of_mysql else "BIGINT",
         }
         words["held"] = _HELD.format(**words)
         if of_mysql:
-            inserted = _INSERT.format(**words | {"effects": named(self.effects)})
-            return text(" ".join(inserted.split())), text(" ".join(_TAKE_OVER.format(**words).split()))
-        written: TextClause = text(" ".join(_BEGIN.format(insert=_INSERT.format(**words), **words).split()))
+            return text(_INSERT.format(**words | {"effects": effects})), text(_TAKE_OVER.format(**words))
+        written: TextClause = text(_BEGIN.format(insert=_INSERT.format(**words), **words))
         return written.bindparams(bindparam("taken", type_=BigInteger)).columns(
             *self.effects.c, column("now", BigInteger)
         )
 
 
-def _effect(row: RowMapping) -> Effect:
+def _effect(found: Row, *, lenient: bool = False) -> Effect:
+    """The effect in the row *found*; raises :class:`RecordUnreadable` for a value that cannot be read.
+
+    *lenient*, for operators: such a value counts as absent, and ``unreadable`` says why.
+    """
+    row: dict[str, Any] = dict(found)
+    trouble = None
+    for column_name, (convert, absent) in _READ.items():
+        value = row[column_name]
+        try:
+            if value is None and column_name not in _NULLABLE:
+                raise TypeError("NULL")
+            row[column_name] = None if value is None else convert(value)
+        except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+            trouble = unreadable(row["stored_key"], row["name"], column_name, value, error)
+            if not lenient:
+                raise RecordUnreadable(trouble, False, row["stored_key"], column_name) from None
+            row[column_name] = absent
     return Effect(
         row["stored_key"],
         row["name"],
         row["scope"],
-        EffectState(row["state"]),
+        row["state"],
         row["fence"],
         row["idempotency_key"],
         row["sent_at"],
@@ -197,4 +230,26 @@ def _effect(row: RowMapping) -> Effect:
         row["reference"],
         row["result"],
         row["done_at"],
+        trouble,
     )
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:  # SQLite takes text there
+        raise TypeError("not an integer")
+    return value
+
+
+def _decodable(text: str) -> str:
+    decode(text)
+    return text
+
+
+_READ: Final[Mapping[str, tuple[Callable[[Any], object], object]]] = {
+    "state": (EffectState, EffectState.SENT),
+    "fence": (_integer, 0),
+    "sent_at": (_integer, 0),
+    "done_at": (_integer, None),
+    "result": (_decodable, None),
+}
+_NULLABLE: Final = {"done_at", "result"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Update, and_, case, delete, not_, select, update
+from sqlalchemy import ColumnElement, Update, and_, case, delete, not_, select, update
 
 from celery_leases.core.gates import Gate
 from celery_leases.core.ports import Renewal
@@ -14,6 +14,7 @@ from celery_leases.stores.gate_closing import GateClosing
 from celery_leases.stores.gate_values import gate_from, gate_name, why
 from celery_leases.stores.rows import MICROSECONDS
 from celery_leases.stores.schema import Tables
+from celery_leases.stores.statements import Row
 from celery_leases.stores.upserts import Writes, upsert
 
 
@@ -29,12 +30,12 @@ class SqlGates(GateClosing):
     def gate(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` when it is open."""
         row = self.database.first(self._reading().where(self._named(group)), {})
-        return _gate(group, row) if row is not None else None
+        return gate_of(group, row, int(row["now"])) if row is not None else None
 
     def gates(self, limit: int = 1000) -> Iterator[Gate]:
         """At most *limit* gates that are not open."""
         for row in self.database.all(self._reading().limit(limit), {}):
-            yield _gate(row["name"], row)
+            yield gate_of(row["name"], row, int(row["now"]))
 
     def open_gate(self, group: str, token: str | None = None) -> bool:
         """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot the token holds."""
@@ -109,8 +110,9 @@ class SqlGates(GateClosing):
         return {"trips": gate.trips, "why": why(gate), **until}
 
 
-def _gate(group: str, row: RowMapping) -> Gate:
-    now, left = int(row["now"]), (row["probe_until"] - int(row["now"])) / MICROSECONDS
+def gate_of(group: str, row: Row, now: int) -> Gate:
+    """The gate in *row*, as it is at *now* in microseconds."""
+    left = (row["probe_until"] - now) / MICROSECONDS
     probe = (row["probe"], left) if row["probe"] and left > 0 else None
     return gate_from(group, row["trips"], (row["closed_until"] - now) / MICROSECONDS, row["why"], probe)
 

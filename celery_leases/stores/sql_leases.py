@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,17 +12,14 @@ from sqlalchemy import BigInteger, BindParameter, ColumnElement, Update, bindpar
 
 from celery_leases.core.decisions import holder_in
 from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.gates import admits
+from celery_leases.core.options import DATABASE
 from celery_leases.core.ports import Claimed, Holder, Kept, Renewal, Shut
-from celery_leases.core.records import Bid, Ended, Record, State, Won
-from celery_leases.core.waiting import RETRY_GRACE
-from celery_leases.stores import mysql, rows
-from celery_leases.stores.claims import DATABASE
-from celery_leases.stores.gate_values import gate_name
+from celery_leases.core.records import Bid, Ended, Refused, State, Won
+from celery_leases.stores import mysql
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_gates import SqlGates
 from celery_leases.stores.upserts import Writes, upsert
-
-PROBE_TRIES = 3
 
 
 class DatabaseLeaseStore(SqlGates):
@@ -35,50 +33,40 @@ class DatabaseLeaseStore(SqlGates):
         self.records = records
         self._marks = records.tables.marks
         self._swap = self._swapping()
+        self._renewing = self._pushing_out()
+        key = records.tables.records.c.stored_key
+        free = select(key).where(key.in_(bindparam("keys", expanding=True)))
+        self._free = free.with_for_update(skip_locked=True)
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Claimed | Shut:
-        """Claim the row, and the lease with it: one statement, unless the gate of the bid's group is not open."""
-        if bid.group is None:
-            return Claimed(self.records.claim(bid, self.name))
-        return self._acquire_in_group(bid, bid.group, PROBE_TRIES)
+    def acquire(self, bid: Bid) -> Claimed | Shut:
+        """Claim the row, and the lease with it; the look at the row is a look at the gate of the bid's group too."""
+        answer, gate = self.records.claim_at_gate(bid, self.name, self)
+        if isinstance(answer, Refused) and gate is not None and not admits(gate, bid.token):
+            return Shut(gate, answer.record, looked=True)
+        probes = gate is not None and gate.probe == bid.token
+        return Claimed(answer, probe=probes and isinstance(answer, Won))
 
-    def _acquire_in_group(self, bid: Bid, group: str, tries: int) -> Claimed | Shut:
-        claim, won = self.records.claim_in_group(bid, self.name, gate_name(group))
-        if won:
-            return Claimed(claim, probe=won > 1)
-        gate = self.gate(group)
-        mine = gate is not None and gate.probe == bid.token
-        if isinstance(claim, Won):  # by an earlier try, whose reply was lost
-            return Claimed(claim, probe=mine)
-        if mine:
-            self.give_back_probe(group, bid.token)
-        if gate is None or (mine and gate.half_open):
-            return Claimed(claim)
-        if not gate.half_open or gate.probe is not None or not tries:
-            return Shut(gate, claim.record, looked=True)
-        if claim.record is not None and _surely_refuses(claim.record, bid):
-            return Claimed(claim)
-        self.take_probe(group, bid.token, bid.ttl)
-        return self._acquire_in_group(bid, group, tries - 1)
+    def age(self, stored_key: str) -> float:
+        """For ever: the lease is the row, so that neither is lost without the other."""
+        return math.inf
 
     def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
         """Push ``lease_until`` out, never back; one statement for all leases of one ttl, and one for their slots.
 
-        On SQLite, whose writers exclude each other whatever they write, any writer locks what may not wait.
+        Rows that a transaction may have locked are looked at first, and renewed if they are free.
         """
+        locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
         kept: set[tuple[str, str]] = set()
-        alike: defaultdict[tuple[float, bool], list[Renewal]] = defaultdict(list)
+        alike: defaultdict[float, list[Renewal]] = defaultdict(list)
         for renewal in renewals:
-            alike[renewal.ttl, renewal.waits].append(renewal)
-        for (ttl, waits), group in alike.items():
-            kept |= self._renewed(ttl, group, waits=waits)
-        for (ttl, _), group in alike.items():
-            probes = [renewal for renewal in group if renewal.probe is not None]
-            if probes and (kept or not self.database.host_clock):
-                with suppress(StoreUnavailable):  # a slot that ends by itself changes nothing for the lease
-                    self.renew_probes(probes, ttl)
+            if renewal.stored_key not in locked:
+                alike[renewal.ttl].append(renewal)
+        for ttl, group in alike.items():
+            kept |= self._renewed(ttl, group)
+        if not (locked and self.database.host_clock):
+            self._renew_slots(renewals)
         return [
-            Kept.OURS if (renewal.stored_key, renewal.token) in kept else self._not_ours(renewal)
+            Kept.OURS if (renewal.stored_key, renewal.token) in kept else self._not_ours(renewal, locked)
             for renewal in renewals
         ]
 
@@ -92,7 +80,7 @@ class DatabaseLeaseStore(SqlGates):
         freed = records.update().where(
             records.c.stored_key == stored_key, records.c.owner == token, records.c.state == State.RUNNING
         )
-        values = {"state": State.PENDING, "ended": Ended.RELEASED, "lease_until": None}
+        values = {"state": State.PENDING, "ended": Ended.RELEASED, "lease_until": None, "expires_at": None}
         return self.database.count(freed.values(values), {}) == 1
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
@@ -105,19 +93,15 @@ class DatabaseLeaseStore(SqlGates):
 
     def holder(self, stored_key: str) -> Holder | None:
         """Who holds the key."""
-        record = self.records.read(stored_key)
+        record = self.records.read(stored_key, lenient=True)
         return holder_in(record) if record is not None else None
 
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
         """The live leases."""
-        records = self.records.tables.records
-        live = select(*records.c, self.database.now.label("now")).where(
-            records.c.state == State.RUNNING, records.c.lease_until > self.database.now
-        )
-        for row in self.database.all(live.limit(limit), {}):
-            holder = holder_in(rows.to_record(row))
+        for record in self.records.running(limit):
+            holder = holder_in(record)
             if holder is not None:
-                yield row["stored_key"], holder
+                yield record.stored_key, holder
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
@@ -136,39 +120,54 @@ class DatabaseLeaseStore(SqlGates):
     def close(self) -> None:
         """Nothing of its own to close."""
 
-    def _renewed(self, ttl: float, group: Sequence[Renewal], *, waits: bool) -> set[tuple[str, str]]:
+    def _locked(self, keys: Sequence[str]) -> set[str]:
+        """Those of *keys* whose row a transaction has locked. On SQLite any writer locks all rows."""
+        if not keys:
+            return set()
+        if self.database.host_clock:
+            return set() if self.database.nobody_writes() else set(keys)
+        return set(keys) - {row["stored_key"] for row in self.database.all(self._free, {"keys": keys})}
+
+    def _renewed(self, ttl: float, group: Sequence[Renewal]) -> set[tuple[str, str]]:
         """Renew those that are still ours; their keys and tokens."""
-        records, keys = self.records.tables.records, [renewal.stored_key for renewal in group]
-        values = {"span": int(ttl * 1e6), "keys": keys, "tokens": [renewal.token for renewal in group]}
+        keys, tokens = [renewal.stored_key for renewal in group], [renewal.token for renewal in group]
+        values = {"span": int(ttl * 1e6), "keys": keys, "tokens": tokens}
         if not mysql.is_mysql(self.database.engine.dialect):
-            renewing = self._renewing(waits=waits).returning(records.c.stored_key, records.c.owner)
-            found = self.database.all(renewing, values) if waits else self.database.all_at_once(renewing, values)
-            return {(row["stored_key"], row["owner"]) for row in found}
-        statement = self._renewing(waits=True) if waits else mysql.renewing_free(records, self.database.engine.dialect)
-        if self.database.count(statement, values) == len(group):
-            return {(renewal.stored_key, renewal.token) for renewal in group}
+            return {(row["stored_key"], row["owner"]) for row in self.database.all(self._renewing, values)}
+        if self.database.count(self._renewing, values) == len(group):
+            return set(zip(keys, tokens, strict=True))
         if len(group) == 1:
             return set()
-        return set().union(*(self._renewed(ttl, [renewal], waits=waits) for renewal in group))
+        return set().union(*(self._renewed(ttl, [renewal]) for renewal in group))
 
-    def _renewing(self, *, waits: bool) -> Update:
+    def _pushing_out(self) -> Update:
         records = self.records.tables.records
         until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
         keys: BindParameter[Any] = bindparam("keys", expanding=True)
         tokens: BindParameter[Any] = bindparam("tokens", expanding=True)
-        renewed = records.update().where(
+        longer = case((records.c.lease_until > until, records.c.lease_until), else_=until)
+        renewed = records.update().values(lease_until=longer)
+        renewed = renewed.where(
             records.c.stored_key.in_(keys), records.c.owner.in_(tokens), records.c.state == State.RUNNING
         )
-        if not waits:
-            seen = records.alias()
-            free = select(seen.c.stored_key).where(seen.c.stored_key.in_(keys)).with_for_update(skip_locked=True)
-            renewed = renewed.where(records.c.stored_key.in_(free))
-        longer = case((records.c.lease_until > until, records.c.lease_until), else_=until)
-        return renewed.values(lease_until=longer)
+        if mysql.is_mysql(self.database.engine.dialect):
+            return renewed
+        return renewed.returning(records.c.stored_key, records.c.owner)
 
-    def _not_ours(self, renewal: Renewal) -> Kept:
-        record = self.records.read(renewal.stored_key)
-        if not renewal.waits and record and (record.state, record.owner) == (State.RUNNING, renewal.token):
+    def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
+        """Renew the slots of probes; one that ends by itself changes nothing for the lease."""
+        slots: defaultdict[float, list[Renewal]] = defaultdict(list)
+        for renewal in renewals:
+            if renewal.probe is not None:
+                slots[renewal.ttl].append(renewal)
+        for ttl, probes in slots.items():
+            with suppress(StoreUnavailable):
+                self.renew_probes(probes, ttl)
+
+    def _not_ours(self, renewal: Renewal, locked: set[str]) -> Kept:
+        record = self.records.read(renewal.stored_key, lenient=True)
+        ours = record is not None and (record.state, record.owner) == (State.RUNNING, renewal.token)
+        if ours and renewal.stored_key in locked:
             return Kept.LOCKED
         return Kept.MISSING if record is None or holder_in(record) is None else Kept.OTHER
 
@@ -179,18 +178,3 @@ class DatabaseLeaseStore(SqlGates):
         values = {"value": new, "expires_at": now + bindparam("ttl")}
         free = or_(marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == new)
         return upsert(marks, self.database.engine.dialect, key, values, where=free)
-
-
-def _surely_refuses(record: Record, bid: Bid) -> bool:
-    """Whether the claim is plainly refused by the record, so that the probe's slot need not be taken to find out."""
-    if record.expired:
-        return False
-    match record.state:
-        case State.RUNNING:
-            return record.lease_remaining > 0 and record.owner not in bid.prior
-        case State.PENDING | State.COOLING:
-            return record.waits > RETRY_GRACE
-        case State.DONE | State.FAILED:
-            return not bid.rerun or record.call_id == bid.call_id
-        case State.UNCERTAIN:
-            return True

@@ -19,10 +19,12 @@ from celery_leases.core.records import Outcome, Record, State
 from celery_leases.stores import mysql, rows
 from celery_leases.stores.commits import execute_in, push_out_at_commit, tell_at_end
 from celery_leases.stores.database import LOCKED
-from celery_leases.stores.drivers import TransactionMark, dialect_by_format, first_row, in_transaction
+from celery_leases.stores.drivers import TransactionMark, column_names, dialect_by_format, first_row, in_transaction
 from celery_leases.stores.joining import connection_of, driver_of, refuse_unjoinable
+from celery_leases.stores.layouts import layout_of
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.upserts import Writes, touched
+from celery_leases.stores.urls import shown_database
 
 T = TypeVar("T")
 NO_SUCH_TABLE: Final = "no such table"
@@ -65,7 +67,8 @@ class JoinedTransaction:
 
     def complete(self, record: Record, outcome: Outcome) -> None:
         """Write the outcome, to be committed with the user's rows; raises :class:`LeaseLost` as :meth:`guard` does."""
-        self._lock(self.records.settling, rows.of_outcome(record, outcome), record)
+        self.know_layout(record.key)
+        self._lock(*self.records.settlement(record, outcome), record)
 
     def write(self, writes: Writes, key: str) -> bool:
         """Execute *writes* in it, in turn, until one touches a row; whether one did."""
@@ -76,11 +79,21 @@ class JoinedTransaction:
 
         A transaction of MySQL's usual isolation writes into rows that it does not see, unless it locks them.
         """
-        found = self.records.reading.where(self.records.tables.records.c.stored_key == stored_key)
+        self.know_layout(key)
+        found = self.records.by.one
         if newest and self._of_mysql:
             found = found.with_for_update()
-        row = self._execute(found, {}, key, first_row)
+        row = self._execute(found, {"stored_key": stored_key}, key, first_row)
         return rows.to_record(row) if row is not None else None
+
+    def know_layout(self, key: str) -> None:
+        """Know the layout of the table for the rest of this transaction, which an error may end.
+
+        Where a migration may come, the look at the columns keeps it out until the transaction ends.
+        """
+        if not self.records.is_newest:
+            columns = self._execute(self.records.tables.any_column(), {}, key, column_names)
+            self.records.use(layout_of(columns))
 
     def when_ended(self, done: Callable[[], None]) -> bool:
         """Have *done* called once it is committed or rolled back; ``False`` where nobody would tell."""
@@ -176,7 +189,7 @@ class JoinedTransaction:
     def _elsewhere(self) -> str:
         return (
             "its record is not to be found through this session or connection; use one on "
-            f"{self.records.database.engine.url!r}, with the schema of the records"
+            f"{shown_database(self.records.database.engine.url)}, with the schema of the records"
         )
 
     def _by_cursor(self, statement: Executable, values: Mapping[str, Any], take: Callable[[Any], T]) -> T:

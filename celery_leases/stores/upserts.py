@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, CursorResult, Dialect, Executable, Select, Table, and_, insert, select, update
@@ -21,24 +21,31 @@ def upsert(
     values: Mapping[str, Any],
     *,
     where: ColumnElement[bool],
-    new: Mapping[str, Any] | None = None,
-    changed: Mapping[str, Any] | None = None,
 ) -> Writes:
     """Give the row of *key* these *values*, if it is not there or *where* holds.
 
-    *new* are more values for a row that is inserted, *changed* for one that was there. MySQL and MariaDB cannot say
+    MySQL and MariaDB cannot say
     that in one statement: they are asked to insert first, as an update of what is not there may lock its place, and
     at last again, as the row may be gone meanwhile.
     """
-    fresh, other = {**key, **values, **(new or {})}, {**values, **(changed or {})}
+    fresh = {**key, **values}
     if is_mysql(dialect):
         same = and_(*(table.c[name] == value for name, value in key.items()))
         inserted = insert(table).values(fresh)
-        return inserted, update(table).where(same, where).values(other), inserted
+        return inserted, update(table).where(same, where).values(values), inserted
     own = sqlite if dialect.name == "sqlite" else postgresql
     written = own.insert(table).values(fresh)
     places = [table.c[name] for name in key]
-    return (written.on_conflict_do_update(index_elements=places, set_=other, where=where).returning(*places),)
+    return (written.on_conflict_do_update(index_elements=places, set_=values, where=where).returning(*places),)
+
+
+def insert_absent(table: Table, dialect: Dialect, key: Sequence[str], values: Mapping[str, Any]) -> Writes:
+    """Insert a row unless there is one with its *key*."""
+    if is_mysql(dialect):
+        return (insert(table).values(values),)
+    own = sqlite if dialect.name == "sqlite" else postgresql
+    written = own.insert(table).values(values)
+    return (written.on_conflict_do_nothing(index_elements=key).returning(*(table.c[name] for name in key)),)
 
 
 def touched(executed: Any) -> bool:

@@ -1,4 +1,4 @@
-"""pytest-celery's cluster fixtures over local processes; the plugin registers them unless Docker is wanted."""
+"""pytest-celery's cluster fixtures over local processes; ``node_plugin`` registers them unless Docker is wanted."""
 
 from collections.abc import Iterator
 

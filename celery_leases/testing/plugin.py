@@ -34,35 +34,10 @@ WorkerFactory = Callable[..., LocalWorker]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--leases-docker`` leaves pytest-celery's nodes to Docker; ``--leases-mysql`` is MySQL wherever MariaDB was."""
-    group = parser.getgroup("celery_leases")
-    group.addoption(
-        "--leases-docker",
-        action="store_true",
-        help="run pytest-celery's nodes in Docker containers instead of local processes",
-    )
-    group.addoption(
+    """``--leases-mysql`` is MySQL wherever MariaDB was."""
+    parser.getgroup("celery_leases").addoption(
         "--leases-mysql", action="store_true", help="give the tests that use MariaDB a MySQL server instead"
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Put nodes over local processes in the place of pytest-celery's own, unless Docker is wanted."""
-    config.addinivalue_line("markers", "docker: needs a Docker engine; runs only with --leases-docker")
-    if not config.getoption("--leases-docker"):
-        try:
-            from celery_leases.testing import node_fixtures
-        except ImportError:
-            return  # without pytest-celery the rest of this plugin still works
-        config.pluginmanager.register(node_fixtures, "celery_leases.testing.node_fixtures")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked ``docker`` unless it was asked for."""
-    if not config.getoption("--leases-docker"):
-        for item in items:
-            if item.get_closest_marker("docker"):
-                item.add_marker(pytest.mark.skip(reason="needs Docker: run with --leases-docker"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

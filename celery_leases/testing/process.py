@@ -15,7 +15,13 @@ from pathlib import Path
 from celery_leases.testing import guard
 
 POLL = 0.02
-"""Seconds between two looks at a log file."""
+"""Seconds between two looks at first; later looks are rarer, up to :data:`POLL_LATER`."""
+POLL_LATER = 0.1
+
+
+def pause(waited: float) -> float:
+    """Seconds until the next look, after a wait of *waited* seconds."""
+    return min(max(POLL, waited / 20), POLL_LATER)
 
 
 class NotReady(RuntimeError):
@@ -27,11 +33,12 @@ def wait_until(seen: Callable[[], bool], timeout: float, what: str) -> None:
 
     Raises TimeoutError, naming ``what`` was waited for, after ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
     while not seen():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > timeout:
             raise TimeoutError(f"waited {timeout:g} s for {what}")
-        time.sleep(POLL)
+        time.sleep(pause(waited))
 
 
 class GuardedProcess:
@@ -175,13 +182,13 @@ class GuardedProcess:
 
         Raises NotReady, with the end of the log, when the command ended or ``timeout`` passed without one.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while True:
-            alive = self.alive
+            alive, waited = self.alive, time.monotonic() - began
             if match := re.search(pattern, self.logs(), re.MULTILINE):
                 return match
-            if not alive or time.monotonic() > deadline:
+            if not alive or waited > timeout:
                 why = f"no log line {pattern!r} after {timeout:g} s" if alive else f"ended with {self.wait(0)}"
                 tail = "\n".join(self.logs().splitlines()[-25:])
                 raise NotReady(f"process {self.pid}: {why}; its log ends:\n{tail}")
-            time.sleep(POLL)
+            time.sleep(pause(waited))

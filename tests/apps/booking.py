@@ -292,7 +292,7 @@ def _runs(name):
     bind=True,
     lease_key="books:{name}",
     lease_fingerprint=("name",),
-    lease_after_cooldown="stop",
+    lease_resume="never",
     lease_cooldown=CooldownPolicy(1, jitter=0),
     lease_max_crashes=10,
 )

@@ -6,7 +6,7 @@ from typing import Any
 from celery import Celery
 
 from celery_leases.testing.workers import QUEUE_VARIABLE
-from tests.clients.catalog import CASES
+from tests.clients.catalog import IN_A_WORKER
 from tests.clients.expectations import Places, judged
 
 app = Celery("clients")
@@ -18,6 +18,6 @@ app.conf.update(
 
 
 @app.task
-def judge(name: str, places: dict[str, str]) -> dict[str, Any]:
+def judge(name: str) -> dict[str, Any]:
     """What the rules say of the error of one case, before anything of it is pickled."""
-    return judged(CASES[name].raised(Places(**places)))
+    return judged(IN_A_WORKER[name].raised(Places()))

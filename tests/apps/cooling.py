@@ -110,37 +110,53 @@ _CONFLICT = Rules.default().on(status=409, to=retry("400ms", max=2, factor=1, ji
 _BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
 _GROUPED = {"lease_cooldown_group": "{group}", "lease_rules": _BUSY, "lease_cooldown": _exactly(1.5)}
 
-resumes = _task("resumes", lease_cooldown=_exactly(3))
-stops = _task("stops", lease_cooldown=_exactly(3), lease_after_cooldown="stop")
-slow = _task("slow", lease_cooldown=_exactly(300), lease_after_cooldown="stop")
-hasty = _task("hasty", lease_cooldown=_exactly(3), lease_settle_timeout=1.5)
+resumes = _task("resumes", lease_cooldown=_exactly(3), lease_resume="always")
+usual = _task("usual", lease_cooldown=_exactly(3))
+stops = _task("stops", lease_cooldown=_exactly(3), lease_resume="never")
+slow = _task("slow", lease_cooldown=_exactly(300), lease_resume="never")
+hasty = _task("hasty", lease_resume="always", lease_cooldown=_exactly(3), lease_settle_timeout=1.5)
 firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
-breaks = _task("breaks", lease_cooldown=_exactly(1), lease_max_failures=2)
-quick = _task("quick", lease_rules=_CONFLICT, lease_cooldown=_exactly(3), lease_max_crashes=1)
+breaks = _task("breaks", lease_resume="always", lease_cooldown=_exactly(1), lease_max_failures=2)
+quick = _task("quick", lease_resume="always", lease_rules=_CONFLICT, lease_cooldown=_exactly(3), lease_max_crashes=1)
 auto = _task(
     "auto",
     autoretry_for=(Answered,),
     retry_kwargs={"max_retries": 2, "countdown": 0.1},
-    lease_after_cooldown="stop",
+    lease_resume="never",
 )
-limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(3), lease_after_cooldown="stop")
+limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(3), lease_resume="never")
 repeatable = _task("repeatable", lease_idempotent=True)
-refuses = _task("refuses", lease_cooldown=_exactly(3), lease_on_cooldown="fail")
-waits = _task("waits", lease_cooldown=_exactly(3), lease_on_cooldown="put_back")
-ignores = _task("ignores", lease_cooldown=_exactly(3), lease_on_cooldown="ignore")
-grouped = _task("grouped", lease_on_cooldown="put_back", **_GROUPED)
-visits = _task("visits", lease_on_cooldown="put_back", lease_after_cooldown="stop", **_GROUPED)
-gated = _task("gated", lease_after_cooldown="stop", **_GROUPED)
+refuses = _task("refuses", lease_cooldown=_exactly(3), lease_on_cooling="fail")
+waits = _task("waits", lease_cooldown=_exactly(3), lease_on_cooling="put_back")
+ignores = _task("ignores", lease_cooldown=_exactly(3), lease_on_cooling="ignore")
+grouped = _task("grouped", lease_on_cooling="put_back", lease_resume="always", **_GROUPED)
+visits = _task("visits", lease_on_cooling="put_back", lease_resume="never", **_GROUPED)
+shared = _task("shared", lease_cooldown_group="{group}")
+shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_cooling="fail")
+tracked = _task("tracked", track_started=True)
+gated = _task("gated", lease_resume="never", lease_on_cooling="fail", **_GROUPED)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooldown="put_back")
+@app.task(base=LeasedTask, name=f"{__name__}.unkeyed")
+def unkeyed(name):
+    """Without a key of its own; fails like a call with wrong arguments."""
+    raise TypeError(f"no {name}")
+
+
+@app.task(name=f"{__name__}.failed")
+def failed(call):
+    """The errback of a call."""
+    note("errback", id=call)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="put_back")
 def asks(self, number, url):
     """Call the limited server; each key for itself."""
     return _ask(number, url)
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooldown="put_back", lease_cooldown_group="{url}"
+    base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="put_back", lease_cooldown_group="{url}"
 )
 def asks_together(self, number, url):
     """Call the limited server; all keys behind one gate."""

@@ -48,8 +48,8 @@ def _key(stored_key, *_):
 
 
 SqlRecordStore.settle = _around("settle", SqlRecordStore.settle, lambda record, _: record.key)
-putback.Copies._publish = _around("publish", putback.Copies._publish, lambda _task, pin, _delay: pin["key"])
-putback.Copies.put_back = _around("put back", putback.Copies.put_back, lambda _task, pin, *_: pin["key"])
+putback.Copies._publish = _around("publish", putback.Copies._publish, lambda _task, pin, _delay: pin.key)
+putback.Copies.put_back = _around("put back", putback.Copies.put_back, lambda _task, pin, *_: pin.key)
 for store in (RedisLeaseStore, DatabaseLeaseStore):
     store.cool = _around("cool", store.cool, _key)
     store.close_gate = _around("close", store.close_gate, lambda group, *_: group)

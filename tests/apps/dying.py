@@ -83,7 +83,12 @@ def _hold(name, seconds):
     try:
         _match(letters)
     finally:
-        note("held", name=name, seconds=time.monotonic() - began)
+        held = time.monotonic() - began
+        try:
+            note("held", name=name, seconds=held)
+        except BaseException:  # the news of the loss, which may come as soon as the lock is given up
+            note("held", name=name, seconds=held)
+            raise
 
 
 def _match(letters):

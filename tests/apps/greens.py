@@ -143,7 +143,7 @@ def race():
     ended: Counter[str] = Counter()
     renewer = _warm()
     for store, step in (
-        (SqlRecordStore, "claim"),
+        (SqlRecordStore, "insert_or_read"),
         (SqlRecordStore, "settle"),
         (SqlEffectStore, "save_progress"),
     ):

@@ -244,6 +244,7 @@ def _pay(self, name, after=(), *, way="stop", reply="reply", reference="id", tim
 RULES = Rules.default().on(exc="builtins.TimeoutError", to="200ms").on(exc="ConnectionRefusedError", to="200ms")
 RULES = RULES.on(status=500, to="200ms")
 PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_result_max": 1000, "lease_rules": RULES}
+PAYS |= {"lease_resume": "always"}  # what is charged by the attempt before is found by the next one
 
 
 @app.task(**PAYS, lease_key="pay:{name}", max_retries=5)
@@ -258,7 +259,7 @@ def pays(self, name, *args, **kwargs):
     return _pay(self, name, *args, **kwargs)
 
 
-@app.task(**PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_after_cooldown": "stop"})
+@app.task(**PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_resume": "never"})
 def stops(self, name, *args, **kwargs):
     """See :func:`_pay`; a failure is told to the caller."""
     return _pay(self, name, *args, **kwargs)

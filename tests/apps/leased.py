@@ -1,6 +1,7 @@
 """Leased tasks for tests with real workers. Each body writes what it does into a journal before it does more.
 
-Everything comes from the environment: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL, VISIBILITY.
+Everything comes from the environment: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL, VISIBILITY, and
+QUORUM, the type of the exchange of a quorum queue ("topic" or "direct"); SIDE_QUEUE is the name of another one.
 """
 
 import json
@@ -12,8 +13,10 @@ from pathlib import Path
 from celery import Celery
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import worker_ready
+from celery.worker.request import Request
+from kombu import Exchange, Queue
 
-from celery_leases import LeasedTask, current_lease
+from celery_leases import LeasedTask, Snooze, current_lease
 from celery_leases.testing.workers import QUEUE_VARIABLE
 
 TTL = float(os.environ.get("TTL", "3"))
@@ -29,14 +32,25 @@ app.conf.update(
     leases_ttl=TTL,
     task_default_retry_delay=1,
 )
+if "QUORUM" in os.environ:
+    app.conf.update(task_default_queue_type="quorum", task_default_exchange_type=os.environ["QUORUM"])
+if "SIDE_QUEUE" in os.environ:
+    app.conf.task_queues = [
+        Queue(name, Exchange(name, os.environ["QUORUM"]), name, queue_arguments={"x-queue-type": "quorum"})
+        for name in (app.conf.task_default_queue, os.environ["SIDE_QUEUE"])
+    ]
 if "SOFT_SHUTDOWN" in os.environ:
     app.conf.worker_soft_shutdown_timeout = float(os.environ["SOFT_SHUTDOWN"])
 if "VISIBILITY" in os.environ:
+    # On RabbitMQ, too, a call waits for half of it at a time.
+    app.conf.leases_consumer_timeout = 1.5 * float(os.environ["VISIBILITY"])
     app.conf.broker_transport_options = {
         "visibility_timeout": float(os.environ["VISIBILITY"]),
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     }
+if "BROKER_CONNECTIONS" in os.environ:
+    app.conf.broker_transport_options |= {"max_connections": int(os.environ["BROKER_CONNECTIONS"])}
 
 
 def note(what: str, **more: object) -> None:
@@ -48,6 +62,11 @@ def note(what: str, **more: object) -> None:
         os.write(fd, (json.dumps(event) + "\n").encode())
     finally:
         os.close(fd)
+
+
+def _begun(name: str) -> list[dict[str, object]]:
+    events = map(json.loads, Path(os.environ["JOURNAL"]).read_text().splitlines())
+    return [event for event in events if event["what"] == "begin" and event.get("name") == name]
 
 
 def wait_for(path: str, seconds: float = 60.0) -> None:
@@ -66,6 +85,29 @@ def work(self, name, seconds=0.0, gate=None, answer=None, other=None):
     time.sleep(seconds)
     note("end", name=name, id=self.request.id)
     return answer if answer is not None else {"name": name, "fence": self.lease.fence}
+
+
+@app.task(base=LeasedTask, lease_key="shared:{name}", lease_namespace="ours")
+def shared(name):
+    """Keep its keys under a name of their own."""
+    return {"name": name}
+
+
+class AuditedRequest(Request):
+    """A request class of the user's own."""
+
+    def on_accepted(self, pid, time_accepted):
+        """Say that it is asked."""
+        print(f"audited {self.id}", flush=True)
+        return super().on_accepted(pid, time_accepted)
+
+
+@app.task(base=LeasedTask, bind=True, lease_key="audited:{name}", Request=AuditedRequest)
+def audited(self, name, gate):
+    """As :func:`work`, for a request class of the user's own."""
+    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    wait_for(gate)
+    return {"name": name}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="rerun:{name}", lease_on_done="rerun")
@@ -90,13 +132,24 @@ def keyless(self, name, seconds=0.0, gate=None):
     return {"name": name, "fence": self.lease.fence}
 
 
+@app.task(base=LeasedTask, bind=True, lease_key="snoozes:{name}")
+def snoozes(self, name, *delays):
+    """Snooze for each of *delays* in turn, then return where the message came from."""
+    number = len(_begun(name))
+    info = self.request.delivery_info
+    note("begin", name=name, id=self.request.id, host=self.request.hostname, priority=info["priority"])
+    if number < len(delays):
+        raise Snooze(delays[number])
+    return {"name": name, "host": self.request.hostname}
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="checks:{name}")
 def checks(self, name, gate=None, stop=None):
     """Check the lease in a loop until it is lost, or *stop* exists."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
-    if gate and self.lease.attempt > 1:
-        return {"name": name, "fence": self.lease.fence}
     try:
+        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+        if gate and self.lease.attempt > 1:
+            return {"name": name, "fence": self.lease.fence}
         while not (stop and Path(stop).exists()):
             self.lease.check()
             time.sleep(0.02)
@@ -110,8 +163,8 @@ def checks(self, name, gate=None, stop=None):
 @app.task(base=LeasedTask, bind=True, lease_key="sleeps:{name}")
 def sleeps(self, name, seconds):
     """Sleep without looking at the lease, and tell how that ended."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     try:
+        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
         time.sleep(seconds)
     except BaseException as error:
         note("lost", name=name, error=type(error).__name__, id=self.request.id)
@@ -130,7 +183,7 @@ def dies(self, name, times=100):
     return {"name": name, "fence": self.lease.fence}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="fails:{name}", lease_after_cooldown="stop", lease_cooldown="1s")
+@app.task(base=LeasedTask, bind=True, lease_key="fails:{name}", lease_resume="never", lease_cooldown="1s")
 def fails(self, name):
     """Raise."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
@@ -146,6 +199,17 @@ def retries(self, name, times, countdown=0.2):
     return {"name": name, "retries": self.request.retries}
 
 
+@app.task(base=LeasedTask, bind=True, lease_key="exports:{name}:{ids}", max_retries=5)
+def exports(self, name, ids, gate=None):
+    """Retry once, then wait for *gate*: the key is as long as the list of *ids*."""
+    note("begin", name=name, retries=self.request.retries, id=self.request.id, length=len(self.lease.key))
+    if not self.request.retries:
+        raise self.retry(countdown=0.1)
+    if gate:
+        wait_for(gate)
+    return len(ids)
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="passes:{name}")
 def passes(self, name, how):
     """End by Celery's own control flow."""
@@ -158,6 +222,8 @@ def passes(self, name, how):
         raise Reject("again", requeue=True)
     if how == "replace":
         raise self.replace(plain.s(name))
+    if how.startswith("/"):
+        raise self.replace(opened.s(how, name) | plain.s())
     return {"name": name}
 
 
@@ -174,10 +240,10 @@ def limited(self, name, seconds=30.0):
 @app.task(base=LeasedTask, bind=True, lease_key="swallows:{name}")
 def swallows(self, name, stop):
     """Go on over every ``Exception`` until *stop* exists; only the first attempt."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     first = not Path(f"{stop}.first").exists()
     Path(f"{stop}.first").touch()
     try:
+        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
         while first and not Path(stop).exists():
             try:
                 time.sleep(0.05)
@@ -205,8 +271,8 @@ def goes_on(self, name, gate, error=None):
 @app.task(base=LeasedTask, bind=True, lease_key="tidies:{name}")
 def tidies(self, name, gate, tidying=0.3):
     """Wait for *gate*; take *tidying* seconds to clean up, however it ends."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
     try:
+        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
         wait_for(gate)
     finally:
         note("tidying", name=name, id=self.request.id)
@@ -226,7 +292,7 @@ def exits(self, name, how, times=100):
     return {"name": name}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_after_cooldown="stop")
+@app.task(base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_resume="never")
 def softly(self, name, seconds=30.0):
     """Work for so many seconds under a soft limit of one."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
@@ -274,7 +340,7 @@ def refuses(self, name, seconds=0.0, gate=None):
     base=LeasedTask,
     bind=True,
     lease_key="auto:{name}",
-    lease_after_cooldown="stop",
+    lease_resume="never",
     autoretry_for=(ValueError,),
     retry_kwargs={"max_retries": 3, "countdown": 0.1},
 )
@@ -331,6 +397,15 @@ def leased_link(self, value):
 def plain(self, value=None):
     """A callback without a lease."""
     note("plain", id=self.request.id)
+    return value
+
+
+@app.task
+def opened(gate, value):
+    """Give *value* once there is a gate, or fail of what it says."""
+    wait_for(gate)
+    if said := Path(gate).read_text():
+        raise ValueError(said)
     return value
 
 

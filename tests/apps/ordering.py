@@ -45,7 +45,7 @@ def _ordered(task, name, gate, how):
     return f"{name} by {task.request.id}"
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="order:{name}", lease_after_cooldown="stop", lease_cooldown=_ONCE)
+@app.task(base=LeasedTask, bind=True, lease_key="order:{name}", lease_resume="never", lease_cooldown=_ONCE)
 def order(self, name, gate=None, how=None):
     """Is enqueued; without that, its message is kept nowhere."""
     return _ordered(self, name, gate, how)

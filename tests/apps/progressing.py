@@ -34,7 +34,7 @@ class Items:
         os.close(self.fd)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="loops:{name}", lease_cooldown=SOON)
+@app.task(base=LeasedTask, bind=True, lease_key="loops:{name}", lease_cooldown=SOON, lease_resume="always")
 def loops(self, name, count, every=None, pace=0.0, fails_at=(), waits_at=None, gate=None):
     """Work on *count* items; a test arms ``item n`` where it shall die."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, crashes=_crashes(self))

@@ -50,7 +50,7 @@ def _before_the_call(**_):
     _halt("prerun")
 
 
-_halt_before(SqlRecordStore, "claim", "claim")
+_halt_before(SqlRecordStore, "insert_or_read", "claim")
 _halt_before(SqlRecordStore, "settle", "settle")
 _halt_before(Copies, "_publish", "publish")
 _halt_before(Backend, "store_result", "store")

@@ -1,11 +1,14 @@
 """The real servers some cases need, and a look at what the others leave behind."""
 
 import gc
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import redis
@@ -13,14 +16,48 @@ import redis
 from celery_leases.testing.plugin import missing_server
 from celery_leases.testing.process import wait_until
 from celery_leases.testing.servers import PostgresServer, RedisServer, ServerMissing
-from tests.clients.catalog import OPEN
 from tests.clients.expectations import Case, Places
 
 PASSWORD = "right"
+LIBRARIES = (
+    *("aiohttp", "anthropic", "botocore", "google.api_core", "google.auth", "google.genai", "google.rpc", "grpc"),
+    *("grpc_status", "httpx", "httpx2", "openai", "requests", "stripe", "tenacity"),
+)
+"""The modules of the dependency group ``clients``."""
+
+
+class NotInstalled(pytest.Module):
+    """A module of tests whose libraries are not installed: a skip on a laptop, and a failure in CI."""
+
+    def collect(self) -> NoReturn:
+        """Skip or fail."""
+        reason = "the client libraries are not installed: pip install --group clients"
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+
+def _is_missing(library: str) -> bool:
+    try:
+        return find_spec(library) is None
+    except ModuleNotFoundError:  # of the package that it is in
+        return True
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Import the tests only if all libraries are installed."""
+    if any(map(_is_missing, LIBRARIES)):
+        made: NotInstalled = NotInstalled.from_parent(parent, path=module_path)
+        return made
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """An open question is expected to fail, and a failure once it is answered, so that it is struck off the list."""
+    if any(map(_is_missing, LIBRARIES)):
+        return
+    from tests.clients.catalog import OPEN
+
     for item in items:
         callspec = getattr(item, "callspec", None)
         case = callspec.params.get("case") if callspec else None

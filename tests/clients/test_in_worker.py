@@ -1,7 +1,6 @@
-"""Each real error, judged in the child of a prefork worker that runs them all."""
+"""One real error of each client library, judged in the child of a prefork worker that runs them all."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,18 @@ import pytest
 
 from celery_leases.testing.servers import RedisServer
 from celery_leases.testing.workers import LocalWorker
-from tests.clients.catalog import CASES
-from tests.clients.expectations import Case, Places
+from tests.clients.catalog import IN_A_WORKER
+from tests.clients.expectations import Case
 from tests.integration.stages import imported_anew
 
 APP = "tests.apps.clients"
 QUEUE = "clients"
 PATIENCE = 60.0
-"""Seconds for the whole catalog."""
+"""Seconds for all of them."""
 
 
 class Bench:
-    """One worker, and what it says of each case. What needs no real server is sent at once and runs side by side."""
+    """One worker, and what it says of each case. All are sent at once and run side by side."""
 
     def __init__(self, url: str, directory: Path, root: Path) -> None:
         env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
@@ -34,13 +33,8 @@ class Bench:
         """Start the worker and give it its work."""
         self.worker.start()
         self.children = self.worker.wait_for_children()
-        for case in CASES.values():
-            if not case.needs:
-                self.send(case, Places())
-
-    def send(self, case: Case, places: Places) -> None:
-        """Have the worker run one case."""
-        self._results[case.name] = self.app.send_task(f"{APP}.judge", (case.name, asdict(places)), queue=QUEUE)
+        for name in IN_A_WORKER:
+            self._results[name] = self.app.send_task(f"{APP}.judge", (name,), queue=QUEUE)
 
     def judged(self, case: Case) -> dict[str, Any]:
         """What the rules said of it in the worker."""
@@ -66,13 +60,9 @@ def bench(
         made.close()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_real_error_lands_in_its_row_in_a_worker(
-    case: Case, bench: Bench, places: Callable[[Case], Places], request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("case", IN_A_WORKER.values(), ids=IN_A_WORKER)
+def test_a_real_error_lands_in_its_row_in_a_worker(case: Case, bench: Bench, request: pytest.FixtureRequest) -> None:
     """What the rules say of an error in the child of a worker is what they say of it anywhere else."""
-    if case.needs:
-        bench.send(case, places(case))
     found = bench.judged(case)
     request.node.add_report_section("call", "log of the worker", "\n".join(bench.worker.full_log().splitlines()[-20:]))
     case.check(found)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 
-from celery_leases.stores.database import engine_for
+from celery_leases.stores.database import Database, engine_for
 from celery_leases.stores.mysql import is_mysql
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.testing.process import wait_until
@@ -26,9 +27,32 @@ def new_database(request: pytest.FixtureRequest, kind: str) -> str:
 def migrated(url: str) -> Iterator[SqlRecordStore]:
     """A record store with its tables."""
     store = SqlRecordStore(engine_for(url))
+    store.evidence.grace = 0.0
     store.migrate()
     yield store
     store.database.close()
+
+
+@contextmanager
+def statements_of(database: Database) -> Iterator[list[str]]:
+    """All statements that it is sent meanwhile, by SQLAlchemy or on the driver's cursor."""
+    sent: list[str] = []
+    on_cursor: Any = database._on_cursor
+
+    def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
+        sent.append(statement)
+
+    def noted(compiled: Any, *given: Any) -> Any:
+        sent.append(compiled.text)
+        return on_cursor(compiled, *given)
+
+    event.listen(database.engine, "before_cursor_execute", note)
+    database._on_cursor = noted  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        event.remove(database.engine, "before_cursor_execute", note)
+        del database._on_cursor
 
 
 def waiting_in(connection: Connection) -> int:
@@ -83,6 +107,7 @@ def server_records(server_url: str) -> Iterator[SqlRecordStore]:
 def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
     """A record store with its tables."""
     store = SqlRecordStore(engine_for(database_url))
+    store.evidence.grace = 0.0  # the database was there all the time
     store.migrate()
     store.check()
     yield store

@@ -17,22 +17,27 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases.core.errors import WrongDatabase
+from celery_leases.core.errors import LeaseLost, WrongDatabase
 from celery_leases.core.ports import Claimed, Kept, Renewal
 from celery_leases.core.records import Record, Refused, Won
+from celery_leases.renewal import TAKEN, Renewer, Stores
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.mysql import is_mysql
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.tenure import Tenure
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.gate_case import half_open
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.process import wait_until
 from tests.contract.sql_stores import database_url, server_records, server_url, sql_records, wait_for_locks
+from tests.unit.fake_stores import Seen
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 TTL = 15.0
+GROUP = "openai:large"
 SHORT = 0.3
 PATIENCE = 10.0
 
@@ -76,8 +81,8 @@ def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
 
 
 def look(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> Kept:
-    """Renew without waiting."""
-    (kept,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, waits=False)])
+    """Renew as the keeper does while a transaction of the body's own may have the row locked."""
+    (kept,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, guarded=True)])
     return kept
 
 
@@ -87,22 +92,43 @@ def remaining(leases: DatabaseLeaseStore, record: Record) -> float:
     return holder.remaining if holder is not None else 0.0
 
 
-def test_a_free_row_is_renewed_without_waiting_as_with_it(leases: DatabaseLeaseStore) -> None:
-    """Ours, another's and missing ones in one call, in the order they were asked for."""
-    ours, locked, others = claimed(leases), claimed(leases), claimed(leases)
+def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) -> None:
+    """Ours, another's and missing ones in one call, with one that is not guarded, in the order they were asked for."""
+    free, ours, locked, others = [claimed(leases) for _ in range(4)]
     with leases.database.engine.connect() as connection:
         connection.execute(text("BEGIN"))
         where = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")
         connection.execute(where, {"key": locked.stored_key})
-        asked = [(ours.stored_key, ours.owner), (locked.stored_key, locked.owner)]
+        asked = [(record.stored_key, record.owner) for record in (free, ours, locked)]
         asked += [(others.stored_key, "stranger"), (fresh_key(), "nobody")]
         began = time.monotonic()
-        kept = leases.renew([Renewal(key, token, 4 * TTL, waits=False) for key, token in asked])
+        kept = leases.renew([Renewal(key, token, 4 * TTL, guarded=key != free.stored_key) for key, token in asked])
         assert time.monotonic() - began < 1.0
         connection.execute(text("ROLLBACK"))
-    assert kept == [Kept.OURS, Kept.LOCKED, Kept.OTHER, Kept.MISSING]
-    assert remaining(leases, ours) > TTL
+    assert kept == [Kept.OURS, Kept.OURS, Kept.LOCKED, Kept.OTHER, Kept.MISSING]
+    assert min(remaining(leases, free), remaining(leases, ours)) > TTL
     assert max(remaining(leases, locked), remaining(leases, others)) <= TTL
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
+    leases: DatabaseLeaseStore, engine: Engine, guarded: bool
+) -> None:
+    """Long before the slot ends: the gate must not take the probe for dead."""
+    half_open(leases, GROUP)
+    bid = make_bid(fresh_key(), ttl=TTL, group=GROUP)
+    answer = leases.acquire(bid)
+    assert isinstance(answer, Claimed)
+    assert answer.probe
+    assert isinstance(answer.claim, Won)
+    with Session(engine) as session:
+        if guarded:
+            JoinedTransaction(session, leases.records).guard(answer.claim.record)
+        leases.renew([Renewal(bid.stored_key, bid.token, 4 * TTL, GROUP, guarded=guarded)])
+        gate = leases.gate(GROUP)
+        assert gate is not None
+        assert gate.probe_for > 2 * TTL
+        session.rollback()
 
 
 @pytest.fixture
@@ -149,7 +175,7 @@ def test_on_sqlite_a_lease_that_is_not_ours_is_told(on_sqlite: DatabaseLeaseStor
     """As on any database, without waiting too."""
     key = claimed(on_sqlite).stored_key if look_at == "stranger" else fresh_key()
     expected = Kept.OTHER if look_at == "stranger" else Kept.MISSING
-    assert on_sqlite.renew([Renewal(key, look_at, TTL, waits=False)]) == [expected]
+    assert on_sqlite.renew([Renewal(key, look_at, TTL, guarded=True)]) == [expected]
 
 
 def test_a_session_in_the_middle_of_its_commit_is_open(leases: DatabaseLeaseStore, engine: Engine) -> None:
@@ -197,6 +223,14 @@ def test_a_savepoint_that_is_rolled_back_takes_the_lock_along(leases: DatabaseLe
         assert look(leases, record) is Kept.OURS
 
 
+def end_session(connection: Connection, leases: DatabaseLeaseStore) -> None:
+    """Have the server end the session, of which the client notices nothing."""
+    of_mysql = is_mysql(connection.dialect)
+    pid = connection.execute(text("SELECT connection_id()" if of_mysql else "SELECT pg_backend_pid()")).scalar()
+    with leases.database.engine.connect() as other:
+        other.execute(text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+
+
 @pytest.mark.parametrize("way", ["terminated", "idle for too long"])
 def test_a_session_ended_by_the_server_takes_the_lock_along(
     leases: DatabaseLeaseStore, engine: Engine, way: str
@@ -205,14 +239,11 @@ def test_a_session_ended_by_the_server_takes_the_lock_along(
     record = claimed(leases)
     with engine.connect() as connection:
         of_mysql = is_mysql(engine.dialect)
-        asked = "SELECT connection_id()" if of_mysql else "SELECT pg_backend_pid()"
-        pid = connection.execute(text(asked)).scalar()
         transaction = JoinedTransaction(connection, leases.records)
         transaction.guard(record)
         assert look(leases, record) is Kept.LOCKED
         if way == "terminated":
-            with leases.database.engine.connect() as other:
-                other.execute(text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+            end_session(connection, leases)
         elif of_mysql and not getattr(engine.dialect, "is_mariadb", False):
             pytest.skip("MySQL ends idle connections only, by wait_timeout")
         else:
@@ -245,6 +276,122 @@ def test_a_lock_that_another_attempt_has_taken_is_not_ours(leases: DatabaseLease
     with Session(engine) as session:
         JoinedTransaction(session, leases.records).guard(successor.claim.record)
         assert look(leases, record) is Kept.OTHER
+
+
+# -- what check() asks -------------------------------------------------------------------------------------
+
+
+class FakeClock:
+    """Stands still until it is told otherwise."""
+
+    time = 1000.0
+
+    def now(self) -> float:
+        """The time it stands at."""
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        """Let the time pass."""
+        self.time += seconds
+
+
+class Guarded:
+    """An attempt of a short ttl whose row its body has locked, and whose lease is over: only the lock keeps others out.
+
+    The threads of its renewer do not run.
+    """
+
+    def __init__(self, records: SqlRecordStore, lock: str) -> None:
+        self.leases = DatabaseLeaseStore(records)
+        bid = make_bid(fresh_key(), ttl=SHORT)
+        self.record = won(records, bid, self.leases.name)
+        stores, clock, nobody = Stores(self.leases, records), FakeClock(), Seen()
+        self.renewer = Renewer(stores, stores, nobody, clock, None)
+        self.tenure = Tenure(bid, clock.now(), clock)
+        self.tenure.fence = self.record.fence
+        self.renewer._tenures[bid.token] = self.tenure
+        self.tenure.confirm = lambda: self.renewer.confirm(self.tenure)
+        self.session = Session(create_engine(records.database.engine.url, poolclass=NullPool))
+        clock.sleep(0.001)
+        self.lock(lock)
+        time.sleep(1.2 * SHORT)
+        clock.time += 2 * SHORT
+        assert self.tenure.outlasted(clock.now())
+
+    def lock(self, how: str) -> None:
+        """What the handle does for ``guard()`` and ``complete()``."""
+        transaction = JoinedTransaction(self.session, self.leases.records)
+        with self.tenure.work.locking(transaction):
+            if how == "guard":
+                transaction.guard(self.record)
+            else:
+                transaction.complete(self.record, outcome(self.record, result="1"))
+                self.tenure.work.completing = True
+        self.renewer.locked(self.tenure, self.tenure.now())
+
+    def taken(self) -> None:
+        """Another call takes the row over."""
+        answer = self.leases.acquire(make_bid(self.record.stored_key))
+        assert isinstance(answer, Claimed)
+        assert isinstance(answer.claim, Won)
+
+
+@pytest.fixture(params=["guard", "complete"])
+def guarded(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iterator[Guarded]:
+    """One on each database."""
+    made = Guarded(sql_records, request.param)
+    yield made
+    made.session.close()
+
+
+def test_a_check_passes_while_the_row_is_locked(guarded: Guarded) -> None:
+    """However long the lease has been over; the lock counts from the last check on."""
+    for _ in range(3):
+        guarded.tenure.check()
+        guarded.tenure._clock.sleep(0.9)
+        assert guarded.tenure.held
+    assert remaining(guarded.leases, guarded.record) == 0
+
+
+def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
+    """Nobody has come in between; the row itself is the lease again."""
+    guarded.session.rollback()
+    guarded.tenure.check()
+    assert not guarded.tenure.outlasted(guarded.tenure.now())
+    assert remaining(guarded.leases, guarded.record) > 0
+
+
+def test_a_check_after_a_commit_goes_on(guarded: Guarded) -> None:
+    """Renewed, or done for good."""
+    guarded.session.commit()
+    guarded.tenure.check()
+    assert not guarded.tenure.outlasted(guarded.tenure.now())
+
+
+def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guarded) -> None:
+    """At once, and before the renewer has looked."""
+    guarded.session.rollback()
+    guarded.taken()
+    assert guarded.tenure.held
+    with pytest.raises(LeaseLost, match=TAKEN):
+        guarded.tenure.check()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["taken", "nobody came"])
+def test_a_check_does_not_believe_in_a_session_that_has_died(server_records: SqlRecordStore, comes: bool) -> None:
+    """Its transaction object says that it is open."""
+    guarded = Guarded(server_records, "guard")
+    end_session(guarded.session.connection(), guarded.leases)
+    wait_until(lambda: not guarded.leases._locked([guarded.record.stored_key]), PATIENCE, "the lock to go")
+    assert guarded.tenure.work.guarded
+    if comes:
+        guarded.taken()
+        with pytest.raises(LeaseLost, match=TAKEN):
+            guarded.tenure.check()
+    else:
+        guarded.tenure.check()
+        assert not guarded.tenure.outlasted(guarded.tenure.now())
+    guarded.session.invalidate()
 
 
 # -- what guard and commit write ---------------------------------------------------------------------------
@@ -364,13 +511,12 @@ def test_a_long_lived_connection_gathers_no_listeners(leases: DatabaseLeaseStore
         assert len(connection.info) <= 1
 
 
+@pytest.mark.only(server="postgresql")  # on others, an error leaves the transaction as it was
 @pytest.mark.parametrize("given", GUARDS)
 def test_an_error_before_the_commit_leaves_nothing_committed(
     leases: DatabaseLeaseStore, engine: Engine, given: str
 ) -> None:
     """It reaches whoever commits, and the transaction is rolled back."""
-    if is_mysql(engine.dialect):
-        pytest.skip("an error there leaves the transaction as it was")
     record = claimed(leases, SHORT)
     with leases.database.engine.connect() as other:
         other.execute(text("CREATE TABLE books (name text)"))
@@ -389,45 +535,39 @@ def test_an_error_before_the_commit_leaves_nothing_committed(
     assert look(leases, record) is Kept.OURS
 
 
-@pytest.fixture
-def on_postgres(leases: DatabaseLeaseStore) -> DatabaseLeaseStore:
-    """The leases, where they are in PostgreSQL."""
-    if leases.database.engine.dialect.name != "postgresql":
-        pytest.skip("PostgreSQL alone")
-    return leases
-
-
 # -- which transaction it is, and where --------------------------------------------------------------------
 
 
+@pytest.mark.only(server="postgresql")
 def test_a_pooled_connection_that_somebody_else_has_now_is_left_alone(
-    on_postgres: DatabaseLeaseStore, driver: psycopg.Connection[Any]
+    leases: DatabaseLeaseStore, driver: psycopg.Connection[Any]
 ) -> None:
     """Its next transaction is not the guarded one, though the driver is in one; an open one is ended."""
-    record = claimed(on_postgres)
-    first = JoinedTransaction(driver, on_postgres.records)
+    record = claimed(leases)
+    first = JoinedTransaction(driver, leases.records)
     first.guard(record)
     assert not first.is_over()
     driver.commit()
     driver.execute("CREATE TEMPORARY TABLE books (name text)")
     assert (first.is_open(), first.is_over(), first.roll_back()) == (True, True, False)
     assert driver.execute("SELECT count(*) FROM books").fetchone() == (0,)
-    second = JoinedTransaction(driver, on_postgres.records)
+    second = JoinedTransaction(driver, leases.records)
     second.guard(record)
     assert (second.is_over(), second.roll_back(), second.is_over()) == (False, True, True)
     assert not driver.execute("SELECT 1 FROM pg_class WHERE relname = 'books'").fetchall()
 
 
+@pytest.mark.only(server="postgresql")
 @pytest.mark.parametrize("rows", [namedtuple_row, dict_row], ids=["named", "dict"])
 def test_rows_that_are_made_as_the_user_likes_do_not_matter(
-    on_postgres: DatabaseLeaseStore, driver: psycopg.Connection[Any], rows: Any
+    leases: DatabaseLeaseStore, driver: psycopg.Connection[Any], rows: Any
 ) -> None:
     """The transaction is locked and known all the same."""
-    record = claimed(on_postgres)
+    record = claimed(leases)
     driver.row_factory = rows
-    transaction = JoinedTransaction(driver, on_postgres.records)
+    transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
-    assert look(on_postgres, record) is Kept.LOCKED
+    assert look(leases, record) is Kept.LOCKED
     assert (transaction.is_over(), transaction.roll_back()) == (False, True)
 
 
@@ -461,14 +601,15 @@ def test_a_closed_connection_is_in_no_transaction(leases: DatabaseLeaseStore, en
     assert (transaction.is_open(), transaction.is_over(), transaction.roll_back()) == (False, True, False)
 
 
+@pytest.mark.only(server="postgresql")
 def test_a_connection_to_another_database_is_refused(
-    on_postgres: DatabaseLeaseStore, on_sqlite: DatabaseLeaseStore, tmp_path: Any
+    leases: DatabaseLeaseStore, on_sqlite: DatabaseLeaseStore, tmp_path: Any
 ) -> None:
     """Whatever tables are there, and whatever was to be written."""
-    url = make_url(on_postgres.database.engine.url)
+    url = make_url(leases.database.engine.url)
     elsewhere = url.set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
     given: dict[Any, DatabaseLeaseStore] = {
-        psycopg.connect(elsewhere): on_postgres,
+        psycopg.connect(elsewhere): leases,
         sqlite3.connect(tmp_path / "other.db"): on_sqlite,
     }
     for connection, store in given.items():
@@ -489,10 +630,11 @@ def test_what_is_asynchronous_is_refused(leases: DatabaseLeaseStore, kind: str) 
     assert not transaction.is_open()
 
 
-def test_a_snapshot_older_than_the_attempt_is_told(on_postgres: DatabaseLeaseStore, driver: Any) -> None:
+@pytest.mark.only(server="postgresql")
+def test_a_snapshot_older_than_the_attempt_is_told(leases: DatabaseLeaseStore, driver: Any) -> None:
     """It cannot see the claim."""
     driver.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     driver.execute("SELECT 1")
-    record = claimed(on_postgres)
+    record = claimed(leases)
     with pytest.raises(WrongDatabase, match="or its transaction began before this attempt"):
-        JoinedTransaction(driver, on_postgres.records).guard(record)
+        JoinedTransaction(driver, leases.records).guard(record)

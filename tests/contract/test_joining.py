@@ -34,6 +34,10 @@ def sqlite(tmp_path: Path) -> Iterator[SqlRecordStore]:
         yield store
 
 
+ON_DJANGO = pytest.mark.only(server=("sqlite", "postgresql"))
+"""For MySQL and MariaDB, Django asks for mysqlclient."""
+
+
 @pytest.fixture(params=["plain", "debug"])
 def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Django's connection to the records; under ``DEBUG`` its cursors write down what they execute."""
@@ -41,8 +45,6 @@ def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Itera
         settings.configure(LOGGING_CONFIG=None)
         setup()
     url = sql_records.database.engine.url
-    if url.get_backend_name() == "mysql":
-        pytest.skip("Django asks for mysqlclient there")
     where = {"HOST": url.host, "PORT": url.port, "USER": url.username, "NAME": url.database}
     kind = {"sqlite": "sqlite3"}.get(url.get_backend_name(), url.get_backend_name())
     made = ConnectionHandler({"default": {"ENGINE": f"django.db.backends.{kind}", **where}})["default"]
@@ -51,6 +53,7 @@ def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Itera
     made.close()
 
 
+@ON_DJANGO
 def test_the_connections_of_django_are_joined_under_debug_too(sql_records: SqlRecordStore, django: Any) -> None:
     """What is guarded, completed and enqueued is Django's to commit."""
     record = won(sql_records, make_bid(fresh_key()), DatabaseLeaseStore(sql_records).name)
@@ -66,6 +69,7 @@ def test_the_connections_of_django_are_joined_under_debug_too(sql_records: SqlRe
     assert row(sql_records, key.stored).message == '["50%"]'
 
 
+@ON_DJANGO
 def test_a_cursor_is_not_taken_for_a_connection(sql_records: SqlRecordStore, django: Any) -> None:
     """Django's has one of its driver inside, which is not to be called."""
     with django.cursor() as cursor, pytest.raises(WrongDatabase, match="is no SQLAlchemy Session"):

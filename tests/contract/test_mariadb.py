@@ -3,13 +3,11 @@
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 
 from celery_leases.core.errors import KeyUnusable
 from celery_leases.core.records import Refused, State, Won
@@ -23,7 +21,7 @@ from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from celery_leases.testing.servers import MariaServer
-from tests.contract.sql_stores import database_url, mariadb_records, sql_records
+from tests.contract.sql_stores import database_url, mariadb_records, sql_records, statements_of
 
 __all__ = ["database_url", "mariadb_records", "sql_records"]
 
@@ -34,17 +32,9 @@ def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
     return mariadb_records
 
 
-@contextmanager
-def statements(records: SqlRecordStore) -> Iterator[list[str]]:
-    """The first words of all statements that are sent meanwhile."""
-    sent: list[str] = []
-
-    def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
-        sent.append(statement.split(maxsplit=1)[0])
-
-    event.listen(records.database.engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(records.database.engine, "before_cursor_execute", note)
+def first_words(sent: list[str]) -> list[str]:
+    """Of each statement."""
+    return [statement.split(maxsplit=1)[0] for statement in sent]
 
 
 # -- keys ----------------------------------------------------------------------------------------------------
@@ -91,22 +81,26 @@ def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) 
 
 
 def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
-    """Two for the claim; one more where there is a record; none writes where the claim is refused."""
+    """A claim looks and then inserts or updates; one that is refused only looks."""
     leases, bid = DatabaseLeaseStore(records), make_bid(fresh_key())
-    with statements(records) as sent:
+    with statements_of(records.database) as sent:
         leases.acquire(bid)
-    assert sent == ["INSERT", "SELECT"]
+    assert first_words(sent) == ["SELECT", "INSERT"]
     record = row(records, bid.stored_key)
-    with statements(records) as sent:
+    with statements_of(records.database) as sent:
         leases.acquire(make_bid(bid.stored_key))
-        assert sent == ["INSERT", "UPDATE", "SELECT"]
+    assert first_words(sent) == ["SELECT"]
     assert row(records, bid.stored_key).owner == record.owner
-    with statements(records) as sent:
-        records.settle(record, outcome(record, result="1"))
-    assert sent == ["UPDATE"]
-    with statements(records) as sent:
+    with statements_of(records.database) as sent:
+        records.settle(record, outcome(record, State.PENDING))
+    assert first_words(sent) == ["UPDATE"]
+    with statements_of(records.database) as sent:
+        record = won(records, make_bid(bid.stored_key), "database")
+    assert first_words(sent) == ["SELECT", "UPDATE"]
+    records.settle(record, outcome(record, result="1"))
+    with statements_of(records.database) as sent:
         assert isinstance(records.claim(make_bid(bid.stored_key), "database"), Refused)
-    assert sent == ["INSERT", "UPDATE", "SELECT"]
+    assert first_words(sent) == ["SELECT"]
 
 
 def commands(records: SqlRecordStore) -> int:
@@ -124,7 +118,7 @@ def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore)
 
 
 def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
-    """MySQL changes one column after the other, and what comes later sees it: each must be made of the old row."""
+    """Each column is made of the row as it was before."""
     bid = make_bid(fresh_key(), fingerprint="v1:a")
     first = won(records, bid)
     second = won(records, make_bid(bid.stored_key, fingerprint="v1:a"))

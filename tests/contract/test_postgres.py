@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
 from sqlalchemy import text
 
 from celery_leases.core.errors import StoreUnavailable
+from celery_leases.core.ports import Claimed
 from celery_leases.core.records import Refused
 from celery_leases.stores import postgres
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import outcome, won
 from celery_leases.testing.process import wait_until
@@ -67,6 +70,46 @@ def test_a_statement_that_waits_is_told_of_its_connection(
     with engine.connect() as connection:
         assert connection.execute(text("SELECT 1")).scalar_one() == 1
     engine.dispose()
+
+
+def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_id(server: PostgresServer) -> None:
+    """Behind the gate of a group too. The server says so: by its WAL, its transaction ids, and the rows' own marks."""
+    records = SqlRecordStore(engine_for(server.new_database()))
+    records.migrate()
+    leases = DatabaseLeaseStore(records)
+    done, running = (won(records, make_bid(fresh_key()), "database") for _ in range(2))
+    assert records.settle(done, outcome(done, result="1"))
+
+    def refusals() -> None:
+        for _ in range(20):
+            for record in (done, running):
+                for group in (None, "open"):
+                    answer = leases.acquire(make_bid(record.stored_key, group=group))
+                    assert isinstance(answer, Claimed)
+                    assert isinstance(answer.claim, Refused)
+
+    def seen() -> dict[str, Any]:
+        asked = """SELECT pg_current_wal_insert_lsn()::text AS wal,
+            pg_snapshot_xmax(pg_current_snapshot())::text AS xid,
+            array_agg(concat_ws(' ', xmin, xmax, ctid) ORDER BY stored_key) AS rows FROM celery_leases_records"""
+        with records.database.engine.connect() as connection:
+            return dict(connection.execute(text(asked)).mappings().one())
+
+    refusals()  # hints are set, statements prepared
+
+    def nothing_written() -> bool:
+        before = seen()
+        refusals()
+        after = seen()
+        assert (after["xid"], after["rows"]) == (before["xid"], before["rows"])
+        return bool(after["wal"] == before["wal"])
+
+    wait_until(nothing_written, 30, "a while in which the server itself writes no WAL")
+    before = seen()
+    won(records, make_bid(fresh_key()))
+    assert seen()["wal"] != before["wal"]
+    assert seen()["xid"] != before["xid"]
+    records.database.close()
 
 
 @pytest.mark.parametrize("asked", ["", "?options=-c%20lock_timeout%3D700"])

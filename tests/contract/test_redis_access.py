@@ -9,11 +9,12 @@ import pytest
 import redis
 
 from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Acquired, Kept, Renewal, Unsettled
+from celery_leases.core.ports import Acquired, Kept, Renewal
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.stores.redis_errors import ACL_COMMANDS
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.gate_case import half_open
+from celery_leases.testing.process import wait_until
 from celery_leases.testing.servers import RedisCluster, RedisSentinels, RedisServer
 from tests.contract.redis_stores import (
     PASSWORD,
@@ -83,8 +84,9 @@ def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
 def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store: Reached) -> None:
     """INFO is among the rights, and foreign prefixes are not."""
     store = RedisLeaseStore.from_url(acl_store.url, prefix="celery_leases:own")
-    assert store.acquire(make_bid(fresh_key())) == Unsettled(0.0)
-    assert len(store._client.get("celery_leases:own:epoch")) == 40
+    assert store.age(fresh_key()) == 0.0
+    _, history = store._client.get("celery_leases:own:epoch").split()
+    assert len(history) == 40
     assert not refusals(store)
     assert set(refusals(RedisLeaseStore.from_url(acl_store.url, prefix="other"))) == set(steps(store)) - {
         "holders",
@@ -122,7 +124,7 @@ def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
     """Whether the user cannot make a lease longer, and is told what is missing."""
     store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
     bid = make_bid(fresh_key())
-    assert whole.acquire(bid, settled=True) == Acquired()
+    assert whole.acquire(bid) == Acquired()
     with pytest.raises(StoreUnavailable, match="pexpire") as caught:
         store.renew([Renewal(bid.stored_key, bid.token, 60.0)])
     return "the user of leases needs" in str(caught.value)
@@ -134,11 +136,12 @@ def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> N
         admin.execute_command("ACL", "SETUSER", "leases", *(word for word in documented_user() if word != "+info"))
     meek = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
     whole = RedisLeaseStore.from_url(server.url)
-    assert meek.acquire(make_bid(fresh_key(), ttl=0.001)) == Unsettled(0.0)
-    assert whole.acquire(make_bid(fresh_key(), ttl=0.001)) == Unsettled(0.0)
-    for store in (meek, whole, meek, whole):
-        while store.acquire(make_bid(fresh_key(), ttl=0.001)) != Acquired():
-            pass
+    key = fresh_key()
+    assert meek.acquire(make_bid(key)) == Acquired()
+    wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
+    assert whole.age(key) == 0.0
+    wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
+    assert whole.age(key) > 0.05
 
 
 # -- passwords that change -----------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
         def renewed() -> bool:
             return store.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.OURS]
 
-        assert store.acquire(bid, settled=True) == Acquired()
+        assert store.acquire(bid) == Acquired()
         admin.config_set("requirepass", "second")
         assert renewed()
         assert provider.asked == 1

@@ -9,7 +9,7 @@ import redis
 from redis.crc import key_slot
 
 from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.core.ports import Acquired, Held, Kept, Renewal, Shut, Unsettled
+from celery_leases.core.ports import Acquired, Held, Kept, Renewal, Shut
 from celery_leases.core.records import Bid
 from celery_leases.stores import lua, lua_gates
 from celery_leases.stores.redis import RedisLeaseStore
@@ -62,7 +62,7 @@ def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer
         bid = make_bid(fresh_key())
         bids.setdefault(cluster.node_of(store._keys.lease(bid.stored_key)), bid)
     for bid in bids.values():
-        assert store.acquire(bid, settled=True) == Acquired()
+        assert store.acquire(bid) == Acquired()
     return bids
 
 
@@ -97,11 +97,11 @@ def test_a_prefix_that_would_tear_keys_apart_is_refused(prefix: str) -> None:
 
 
 def test_every_slot_comes_up_empty_by_itself(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """The first bid in a slot must look at the record, the next one need not."""
-    first, second = make_bid("g:{a", ttl=0.01), make_bid("g:{b", ttl=0.01)
-    for bid in (first, second):
-        assert store.acquire(bid) == Unsettled(0.0)
-        wait_until(lambda bid=bid: store.acquire(bid) == Acquired(), 10, "the slot to settle")  # type: ignore[misc]
+    """A bid in one slot does not make another one known."""
+    first, second = make_bid("g:{a"), make_bid("g:{b")
+    assert store.acquire(first) == Acquired()
+    wait_until(lambda: store.age(first.stored_key) > 0.05, 10, "the slot to age")
+    assert store.age(second.stored_key) == 0.0
     assert store._client.send([("PTTL", store._keys.epoch(first.stored_key))])[0] > 29 * 86_400_000
 
 
@@ -120,7 +120,7 @@ def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
                 admin.script_load(script.text)
     leases_on(cluster, store)
     bid = make_bid(fresh_key(), group="half-open")
-    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    assert store.acquire(bid) == Acquired(probe=True)
     sent: list[Any] = []
     send: Any = redis.connection.AbstractConnection.send_packed_command
 
@@ -130,11 +130,11 @@ def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
 
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
     steps: tuple[tuple[int, Callable[[], Any]], ...] = (
-        (1, lambda: store.acquire(make_bid(fresh_key()), settled=True)),
-        (2, lambda: store.acquire(make_bid(fresh_key(), group="open"), settled=True)),
-        (3, lambda: store.acquire(make_bid(fresh_key(), group="closed"), settled=True)),
-        (2, lambda: store.acquire(bid, settled=True)),
-        (1, lambda: store.acquire(make_bid(bid.stored_key, group="half-open"), settled=True)),
+        (1, lambda: store.acquire(make_bid(fresh_key()))),
+        (2, lambda: store.acquire(make_bid(fresh_key(), group="open"))),
+        (3, lambda: store.acquire(make_bid(fresh_key(), group="closed"))),
+        (2, lambda: store.acquire(bid)),
+        (1, lambda: store.acquire(make_bid(bid.stored_key, group="half-open"))),
         (1, lambda: store.release(bid.stored_key, bid.token)),
     )
     for trips, step in steps:
@@ -149,12 +149,12 @@ def test_a_shut_gate_leaves_no_lease_behind(cluster: RedisCluster, store: RedisL
     group = group_apart(cluster, store, bid)
     closed(store, group, 60.0)
     for _ in range(2):
-        assert isinstance(store.acquire(make_bid(bid.stored_key, group=group), settled=True), Shut)
+        assert isinstance(store.acquire(make_bid(bid.stored_key, group=group)), Shut)
         assert store.holder(bid.stored_key) is None
         store.open_gate(group)
         half_open(store, group)
-        assert store.acquire(make_bid(fresh_key(), group=group), settled=True) == Acquired(probe=True)
-    assert store.acquire(bid, settled=True) == Acquired()
+        assert store.acquire(make_bid(fresh_key(), group=group)) == Acquired(probe=True)
+    assert store.acquire(bid) == Acquired()
 
 
 def test_a_gate_that_does_not_answer_lets_nobody_in(cluster: RedisCluster, store: RedisLeaseStore) -> None:
@@ -165,7 +165,7 @@ def test_a_gate_that_does_not_answer_lets_nobody_in(cluster: RedisCluster, store
     gate = cluster.node_of(store._keys.gate(group)[0])
     gate.pause()
     with pytest.raises(StoreUnavailable):
-        store.acquire(make_bid(bid.stored_key, bid.token, group=group), settled=True)
+        store.acquire(make_bid(bid.stored_key, bid.token, group=group))
     assert store.release(bid.stored_key, bid.token)
     gate.resume()
     store.give_back_probe(group, bid.token)
@@ -173,7 +173,7 @@ def test_a_gate_that_does_not_answer_lets_nobody_in(cluster: RedisCluster, store
     lease = cluster.node_of(store._keys.lease(bid.stored_key))
     lease.pause()
     with pytest.raises(StoreUnavailable):
-        store.acquire(make_bid(bid.stored_key, bid.token, group=group), settled=True)
+        store.acquire(make_bid(bid.stored_key, bid.token, group=group))
     assert found(store, group).probe is None
 
 
@@ -274,13 +274,16 @@ def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
 
 
 def test_a_node_that_comes_back_empty_is_noticed(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """Newcomers must look at the record, the holder asserts its lease again."""
+    """A newcomer learns it, and makes way for the holder, which asserts its lease again."""
     bids = leases_on(cluster, store)
     gone = cluster.nodes[2]
     gone.kill()
     gone.start()
     cluster.await_agreed()
-    assert store.acquire(make_bid(bids[gone].stored_key)) == Unsettled(0.0)
+    newcomer = make_bid(bids[gone].stored_key)
+    assert store.acquire(newcomer) == Acquired()
+    assert store.age(newcomer.stored_key) < 0.5
+    assert store.release(newcomer.stored_key, newcomer.token)
     answers = dict(zip(bids, store.renew([renewal(bid) for bid in bids.values()]), strict=True))
     assert [node for node, answer in answers.items() if answer is Kept.MISSING] == [gone]
     assert store.reassert(bids[gone])
@@ -314,7 +317,7 @@ def test_a_slot_that_nobody_serves_has_executed_nothing(cluster: RedisCluster, s
         admin.execute_command("CLUSTER", "DELSLOTS", slot)
         for _ in range(2):
             with pytest.raises(StoreUnavailable) as caught:
-                store.acquire(bid, settled=True)
+                store.acquire(bid)
             assert caught.value.executed is False
         admin.execute_command("CLUSTER", "ADDSLOTS", slot)
     wait_until(lambda: acquires(store, bid), 10, "the slot to be served")
@@ -323,7 +326,7 @@ def test_a_slot_that_nobody_serves_has_executed_nothing(cluster: RedisCluster, s
 def acquires(store: RedisLeaseStore, bid: Bid) -> bool:
     """Whether the lease is taken now."""
     try:
-        return store.acquire(bid, settled=True) == Acquired()
+        return store.acquire(bid) == Acquired()
     except StoreUnavailable:
         return False
 
@@ -334,7 +337,7 @@ def acquires(store: RedisLeaseStore, bid: Bid) -> bool:
 def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     """On its way and afterwards, for a store that knew the old place, it is renewed and keeps others out."""
     bid = make_bid(fresh_key())
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     lease = store._keys.lease(bid.stored_key)
     slot, source = key_slot(lease.encode()), cluster.node_of(lease)
     target = next(node for node in cluster.nodes if node is not source)
@@ -343,7 +346,8 @@ def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseSto
         new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[old])
         old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[new])
         assert store.renew([renewal(bid)]) == [Kept.OURS]
-        old.execute_command("MIGRATE", "127.0.0.1", target.port, lease, 0, 5000)
+        epoch = store._keys.epoch(bid.stored_key)
+        old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", lease, epoch)
         assert store.renew([renewal(bid)] * 2) == [Kept.OURS] * 2
         assert store.holder(bid.stored_key) is not None
         for client in (new, old):
@@ -354,6 +358,7 @@ def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseSto
             assert [key for key, _ in store.holders()] == [bid.stored_key]
             assert store.release(bid.stored_key, bid.token)
         finally:
+            new.delete(epoch)
             for client in (old, new):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[old])
 

@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.ports import Acquired, Cooling, Held, Renewal, Shut, Unsettled
+from celery_leases.core.ports import Acquired, Cooling, Held, Renewal, Shut
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.testing.contracts import GateStoreContract
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
@@ -39,8 +39,8 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore) -> Non
     store = open_store(decode_responses=True)
     half_open(store, GROUP)
     bid = make_bid(fresh_key(), group=GROUP)
-    assert store.acquire(bid, settled=True) == Acquired(probe=True)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP), settled=True), Shut)
+    assert store.acquire(bid) == Acquired(probe=True)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Shut)
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.close_gate(GROUP, closing(60.0), bid.token).trips == 2
     assert found(store, GROUP).message == "slow"
@@ -49,28 +49,27 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore) -> Non
 # -- what comes before the gate ------------------------------------------------------------------------------
 
 
-def test_a_store_that_came_up_empty_gives_no_slot(store: RedisLeaseStore) -> None:
-    """The bidder must look at the record first; until it has, others may probe."""
+def test_a_store_that_came_up_empty_says_so_at_a_gate_too(store: RedisLeaseStore) -> None:
+    """With the slot, which the bidder gives back with the lease if the row is running."""
     half_open(store, GROUP)
     bid = make_bid(fresh_key(), group=GROUP)
-    assert store.acquire(bid) == Unsettled(0.0)
-    assert found(store, GROUP).probe is None
-    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    assert store.acquire(bid) == Acquired(probe=True)
+    assert store.age(bid.stored_key) < 0.5
+    assert store.give_back_probe(GROUP, bid.token)
     closed(store, GROUP, 60.0)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Unsettled)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP), settled=True), Shut)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Shut)
 
 
 def test_a_key_that_is_held_or_cools_says_so_at_any_gate(store: RedisLeaseStore) -> None:
     """And takes no slot; the holder itself is let in again, as its body may have begun."""
     held, cooling = make_bid(fresh_key(), group=GROUP), make_bid(fresh_key(), group=GROUP)
     for bid in (held, cooling):
-        assert store.acquire(bid, settled=True) == Acquired()
+        assert store.acquire(bid) == Acquired()
     assert store.cool(cooling.stored_key, cooling.token, 60.0)
     half_open(store, GROUP)
     for _ in range(2):
-        assert isinstance(store.acquire(make_bid(held.stored_key, group=GROUP), settled=True), Held)
-        assert isinstance(store.acquire(make_bid(cooling.stored_key, group=GROUP), settled=True), Cooling)
+        assert isinstance(store.acquire(make_bid(held.stored_key, group=GROUP)), Held)
+        assert isinstance(store.acquire(make_bid(cooling.stored_key, group=GROUP)), Cooling)
         assert found(store, GROUP).probe is None
         assert store.acquire(held) == Acquired()
         closed(store, GROUP, 60.0)
@@ -85,7 +84,7 @@ def test_every_step_is_one_trip_and_closing_two(leases_redis_url: str, monkeypat
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
     bid, plain = make_bid(fresh_key(), group=GROUP), make_bid(fresh_key())
-    store.acquire(bid, settled=True)
+    store.acquire(bid)
     store.give_back_probe(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
@@ -100,11 +99,11 @@ def test_every_step_is_one_trip_and_closing_two(leases_redis_url: str, monkeypat
 
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
     for trips, step in (
-        (1, lambda: store.acquire(plain, settled=True)),
-        (1, lambda: store.acquire(make_bid(fresh_key(), group="open"), settled=True)),
-        (1, lambda: store.acquire(make_bid(fresh_key(), group="closed"), settled=True)),
+        (1, lambda: store.acquire(plain)),
+        (1, lambda: store.acquire(make_bid(fresh_key(), group="open"))),
+        (1, lambda: store.acquire(make_bid(fresh_key(), group="closed"))),
         (1, lambda: store.acquire(bid)),
-        (1, lambda: store.acquire(make_bid(fresh_key(), group=GROUP), settled=True)),
+        (1, lambda: store.acquire(make_bid(fresh_key(), group=GROUP))),
         (1, lambda: store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)] * 20)),
         (1, lambda: store.gate(GROUP)),
         (2, lambda: store.close_gate(GROUP, closing(60.0), bid.token)),
@@ -128,7 +127,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     half_open(store, GROUP)
     bid = make_bid(fresh_key(), group=GROUP)
     store._client.script_flush()
-    assert store.acquire(bid, settled=True) == Acquired(probe=True)
+    assert store.acquire(bid) == Acquired(probe=True)
     for step in (
         lambda: found(store, GROUP).probe == bid.token,
         lambda: [gate.group for gate in store.gates()] == [GROUP],
@@ -160,7 +159,7 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     bid = make_bid(fresh_key(), group=GROUP)
     while store.gate(GROUP) is not None:
         pass
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     assert closed(store, GROUP, 60.0).trips == 1
 
 
@@ -169,7 +168,7 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
     closed(store, GROUP, 60.0)
     store._client.flushall()
     assert store.gate(GROUP) is None
-    assert store.acquire(make_bid(fresh_key(), group=GROUP), settled=True) == Acquired()
+    assert store.acquire(make_bid(fresh_key(), group=GROUP)) == Acquired()
 
 
 # -- values and names ----------------------------------------------------------------------------------------
@@ -178,10 +177,10 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
     """Cluster keeps them on one node, and none of them is kept for ever."""
     half_open(store, GROUP)
-    store.acquire(make_bid("t:x|y", group=GROUP), settled=True)
+    store.acquire(make_bid("t:x|y", group=GROUP))
     closed(store, GROUP, 60.0)
     found_keys = {name.decode() for name in store._client.keys("*")}
-    assert found_keys == {TRIPS, CLOSED, PROBE, "celery_leases:{t:x|y}:lease"}
+    assert found_keys == {TRIPS, CLOSED, PROBE, "celery_leases:{t:x|y}:lease", "celery_leases:epoch"}
     assert all(store._client.pttl(name) > 0 for name in found_keys)
 
 
@@ -193,7 +192,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     gate = found(store, GROUP)
     assert gate.trips == (7 if value.startswith(b"7") else 1)
     assert (gate.probe, gate.half_open) == ("stranger", True)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP), settled=True), Shut)
+    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Shut)
     assert closed(store, GROUP, 60.0).trips == gate.trips
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.open_gate(GROUP)
@@ -205,9 +204,9 @@ def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
     for name in (TRIPS, PROBE):
         store._client.hset(name, "a", "b")
     assert store.gate(GROUP) is None
-    assert store.acquire(make_bid(fresh_key(), group=GROUP), settled=True) == Acquired()
+    assert store.acquire(make_bid(fresh_key(), group=GROUP)) == Acquired()
     half_open(store, GROUP)
-    assert store.acquire(make_bid(fresh_key(), group=GROUP), settled=True) == Acquired(probe=True)
+    assert store.acquire(make_bid(fresh_key(), group=GROUP)) == Acquired(probe=True)
 
 
 @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.core.ports import Acquired, Held, Kept, LeaseStore, MarkStore, Renewal, Unsettled
+from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
+from celery_leases.core.ports import Acquired, Cooling, Held, Kept, LeaseStore, MarkStore, Renewal
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
@@ -54,8 +55,7 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore, key: s
     """Whoever gives a client of their own may have one of either kind."""
     store = open_store(decode_responses=True)
     bid = make_bid(key)
-    assert store.acquire(bid) == Unsettled(0.0)
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     assert isinstance(store.acquire(make_bid(key)), Held)
     assert store.renew([Renewal(key, bid.token, 60)]) == [Kept.OURS]
     holder = store.holder(key)
@@ -70,111 +70,114 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore, key: s
 # -- a store that came up empty ----------------------------------------------------------------------------
 
 
-def test_a_store_that_came_up_empty_grants_nothing_for_one_ttl(store: RedisLeaseStore, key: str) -> None:
-    """Live holders need that long to assert their leases again."""
-    bid = make_bid(key, ttl=0.5)
-    assert store.acquire(bid) == Unsettled(0.0)
-    assert store.holder(key) is None
-    ages = [0.0]
-
-    def granted() -> bool:
-        answer = store.acquire(bid)
-        if isinstance(answer, Unsettled):
-            ages.append(answer.age)
-        return isinstance(answer, Acquired)
-
-    wait_until(granted, 10, "the store to settle")
-    assert ages == sorted(ages)
-    assert 0.3 < ages[-1] < 0.5
-
-
-def test_how_old_is_old_enough_depends_on_the_bid(store: RedisLeaseStore, key: str) -> None:
-    """A long lease takes long to be asserted again."""
-    assert store.acquire(make_bid(fresh_key(), ttl=0.3)) == Unsettled(0.0)
-    wait_until(lambda: isinstance(store.acquire(make_bid(key, ttl=0.3)), Acquired), 10, "the store to settle")
-    assert isinstance(store.acquire(make_bid(fresh_key(), ttl=60.0)), Unsettled)
-
-
-def test_a_settled_bid_leaves_the_epoch_alone(store: RedisLeaseStore, key: str) -> None:
-    """Others must still be told that the store is young."""
-    assert store.acquire(make_bid(key), settled=True) == Acquired()
-    assert store.acquire(make_bid(fresh_key())) == Unsettled(0.0)
+@pytest.mark.parametrize("first", ["acquired", "asked"])
+def test_a_store_that_came_up_empty_says_how_long_ago(store: RedisLeaseStore, key: str, first: str) -> None:
+    """Counted from the first lease that it gives, or from the first question; it forgets that a month later."""
+    if first == "acquired":
+        store.acquire(make_bid(key))
+    assert store.age(key) < 0.1
+    wait_until(lambda: store.age(key) > 0.1, 10, "the store to age")
+    store.acquire(make_bid(fresh_key()))
+    assert 0.1 < store.age(fresh_key()) < 10
+    assert MONTH - 60 < store._client.pttl("celery_leases:epoch") / 1000 <= MONTH
 
 
 def test_a_held_key_is_held_in_a_young_store_too(store: RedisLeaseStore, key: str) -> None:
-    """The epoch only matters where the key is free."""
+    """The age only matters where the key is free."""
     bid = make_bid(key)
-    assert store.acquire(bid, settled=True) == Acquired()
     assert store.acquire(bid) == Acquired()
     assert isinstance(store.acquire(make_bid(key)), Held)
 
 
-def test_emptying_the_store_starts_a_new_epoch(store: RedisLeaseStore, key: str) -> None:
-    """FLUSHALL takes the epoch with the leases; it lasts a month at most."""
-    assert store.acquire(make_bid(key)) == Unsettled(0.0)
-    assert MONTH - 60 < store._client.pttl("celery_leases:epoch") / 1000 <= MONTH
-    store._client.pexpire("celery_leases:epoch", (MONTH - 3600) * 1000)
-    assert store.acquire(make_bid(key)) == Acquired()
+def test_emptying_the_store_makes_it_young_again(store: RedisLeaseStore, key: str) -> None:
+    """FLUSHALL takes the epoch with the leases, and keeps the replication id."""
+    store.acquire(make_bid(key))
+    wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
     store._client.flushall()
-    assert store.acquire(make_bid(key)) == Unsettled(0.0)
+    assert store.age(key) == 0.0
+
+
+@pytest.mark.parametrize("value", ["", "garbage", "a" * 40, "up", "up 1 name", {"up": "1"}])
+def test_a_foreign_value_for_the_epoch_is_none(store: RedisLeaseStore, key: str, value: str | dict[str, str]) -> None:
+    """The store counts as newly come up."""
+    if isinstance(value, dict):
+        store._client.hset("celery_leases:epoch", mapping=value)
+    else:
+        store._client.set("celery_leases:epoch", value)
+    assert store.acquire(make_bid(key)) == Acquired()
+    assert store.age(key) == 0.0
+    wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
 
 
 # -- values that are not ours ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "call_id", "host"),
-    [
-        (b"garbage", "", ""),
-        (b"", "", ""),
-        (b"tok {not json", "", ""),
-        (b"tok [1, 2]", "", ""),
-        (b"\xff\xfe \x00", "", ""),
-        (b'tok {"v":9,"call":7,"ttl":"soon","more":{}}', "7", ""),
-        (b'tok {"v":2,"ttl":5,"host":"h/1","call":"c","boot":"x"}', "c", "h/1"),
-    ],
-)
-def test_a_foreign_value_is_held_for_its_ttl(
-    store: RedisLeaseStore, key: str, value: bytes, call_id: str, host: str
-) -> None:
-    """By a holder we may know nothing of; nothing of ours changes it."""
+@pytest.mark.parametrize("value", [b"garbage", b"", b"tok {not json", b"tok [1, 2]", b"\xff\xfe \x00", {"a": "b"}])
+def test_a_foreign_value_is_named_as_one(store: RedisLeaseStore, key: str, value: bytes | dict[str, str]) -> None:
+    """With its key and what to do: no call holds the key, so waiting for one would never end. Nothing changes it."""
     lease = store._keys.lease(key)
-    store._client.set(lease, value, px=60_000)
+    if isinstance(value, dict):
+        store._client.hset(lease, mapping=value)
+    else:
+        store._client.set(lease, value, px=60_000)
     bid = make_bid(key)
-    for settled in (True, False):
-        answer = store.acquire(bid, settled=settled)
-        assert isinstance(answer, Held)
-        assert (answer.holder.call_id, answer.holder.host) == (call_id, host)
-        assert 50 < answer.holder.remaining <= 60
+    with pytest.raises(StoreUnavailable, match="was not written by celery_leases; delete it") as caught:
+        store.acquire(bid)
+    assert repr(lease) in str(caught.value)
+    assert caught.value.executed is False
     assert store.renew([Renewal(key, bid.token, 90)]) == [Kept.OTHER]
     assert not store.reassert(bid)
     assert not store.release(key, bid.token)
     holder = store.holder(key)
     assert holder is not None
-    assert holder.call_id == call_id
+    assert (holder.call_id, holder.host) == ("", "")
+    assert holder.remaining == 60 if isinstance(value, dict) else 50 < holder.remaining <= 60
     assert [found for found, _ in store.holders()] == [key]
-    assert store._client.get(lease) == value
-    assert store._client.pttl(lease) <= 60_000
 
 
-def test_a_foreign_type_is_held_too(store: RedisLeaseStore, key: str) -> None:
-    """A key that is no string at all, and one that never ends, do not break anything."""
-    store._client.hset(store._keys.lease(key), "a", "b")
+@pytest.mark.parametrize(
+    ("value", "call_id", "host"),
+    [
+        (b'tok {"v":9,"call":7,"ttl":"soon","more":{}}', "7", ""),
+        (b'tok {"v":2,"ttl":5,"host":"h/1","call":"c","boot":"x"}', "c", "h/1"),
+    ],
+)
+def test_a_value_of_a_later_version_is_held_for_its_ttl(
+    store: RedisLeaseStore, key: str, value: bytes, call_id: str, host: str
+) -> None:
+    """By a holder we may know little of; nothing of ours changes it."""
+    lease = store._keys.lease(key)
+    store._client.set(lease, value, px=60_000)
     bid = make_bid(key)
-    answer = store.acquire(bid, settled=True)
+    answer = store.acquire(bid)
     assert isinstance(answer, Held)
-    assert answer.holder.token == ""
-    assert answer.holder.remaining == 60
+    assert (answer.holder.call_id, answer.holder.host) == (call_id, host)
+    assert 50 < answer.holder.remaining <= 60
     assert store.renew([Renewal(key, bid.token, 90)]) == [Kept.OTHER]
-    assert not store.reassert(bid)
     assert not store.release(key, bid.token)
-    assert [found for found, _ in store.holders()] == [key]
+    assert store._client.get(lease) == value
+
+
+@pytest.mark.parametrize("cools", [False, True], ids=["held", "cooling"])
+def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(store: RedisLeaseStore, key: str, cools: bool) -> None:
+    """Two environments on one prefix: neither waits for the other's calls, nor ends its cooldown. Both are named."""
+    bid = make_bid(key, database="aa")
+    assert isinstance(store.acquire(bid), Acquired)
+    assert not cools or store.cool(key, bid.token, 60.0)
+    rival = make_bid(key, database="bb")
+    with pytest.raises(LeaseStoreMismatch, match="leases_prefix") as caught:
+        store.acquire(rival)
+    assert (caught.value.key, caught.value.ours, caught.value.theirs) == (key, "bb", "aa")
+    assert bid.holder in str(caught.value)
+    assert rival.holder in str(caught.value)
+    for neighbour in (make_bid(key, database="aa"), make_bid(key)):
+        assert isinstance(store.acquire(neighbour), Cooling if cools else Held)
 
 
 def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str) -> None:
     """Somebody persisted the key by hand."""
     bid = make_bid(key, ttl=15.0)
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     repairs: tuple[Callable[[], bool], ...] = (
         lambda: store.renew([Renewal(key, bid.token, 15.0)]) == [Kept.OURS],
         lambda: store.reassert(bid),
@@ -189,7 +192,7 @@ def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str)
 def test_acquiring_again_never_cuts_a_longer_lease(store: RedisLeaseStore, key: str) -> None:
     """A repeat whose first try was answered, and extended, long ago."""
     bid = make_bid(key, ttl=1.0)
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     assert store.renew([Renewal(key, bid.token, 600)]) == [Kept.OURS]
     assert store.acquire(bid) == Acquired()
     holder = store.holder(key)
@@ -211,18 +214,18 @@ def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) 
 def test_any_prefix_finds_its_own_leases_only(open_store: OpenStore, prefix: str, key: str) -> None:
     """Characters that mean something to SCAN stand for themselves; other prefixes are other stores."""
     store, other = open_store(prefix), open_store("aab")
-    assert store.acquire(make_bid(key), settled=True) == Acquired()
-    assert other.acquire(make_bid(key), settled=True) == Acquired()
-    assert other.acquire(make_bid(fresh_key()), settled=True) == Acquired()
+    assert store.acquire(make_bid(key)) == Acquired()
+    assert other.acquire(make_bid(key)) == Acquired()
+    assert other.acquire(make_bid(fresh_key())) == Acquired()
     assert [found for found, _ in store.holders()] == [key]
 
 
 def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: str) -> None:
     """Cluster keeps them on one node."""
-    assert store.acquire(make_bid(key), settled=True) == Acquired()
+    assert store.acquire(make_bid(key)) == Acquired()
     assert store.swap_mark(key, "waiter", None, "x", 5)
     found = {name.decode() for name in store._client.keys("*")}
-    assert found == {f"celery_leases:{{{key}}}:lease", f"celery_leases:{{{key}}}:mark:waiter"}
+    assert found == {f"celery_leases:{{{key}}}:lease", f"celery_leases:{{{key}}}:mark:waiter", "celery_leases:epoch"}
 
 
 # -- the server forgets, the process forks -----------------------------------------------------------------
@@ -232,7 +235,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     """SCRIPT FLUSH, or a failover, between any two steps."""
     bids = [make_bid(fresh_key()) for _ in range(50)]
     for bid in bids:
-        assert store.acquire(bid, settled=True) == Acquired()
+        assert store.acquire(bid) == Acquired()
     store._client.script_flush()
     renewals = [Renewal(bid.stored_key, bid.token, 60) for bid in bids]
     assert store.renew(renewals) == [Kept.OURS] * 50
@@ -253,7 +256,7 @@ def test_every_step_is_one_round_trip(leases_redis_url: str, monkeypatch: pytest
     store = RedisLeaseStore.from_url(leases_redis_url)
     bids = [make_bid(fresh_key()) for _ in range(50)]
     for bid in bids:
-        store.acquire(bid, settled=True)
+        store.acquire(bid)
     renewals = [Renewal(bid.stored_key, bid.token, 60) for bid in bids]
     store.renew(renewals)
     store.release(bids[0].stored_key, bids[0].token)

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Acquired, Kept, Renewal, Unsettled
+from celery_leases.core.ports import Acquired, Kept, Renewal
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.gate_case import closing
@@ -43,7 +43,8 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
     """Every way to talk to the server."""
     bid = make_bid(key or fresh_key())
     return {
-        "acquire": lambda: store.acquire(bid, settled=True),
+        "acquire": lambda: store.acquire(bid),
+        "age": lambda: store.age(bid.stored_key),
         "renew": lambda: store.renew([Renewal(bid.stored_key, bid.token, 15.0)]),
         "reassert": lambda: store.reassert(bid),
         "holder": lambda: store.holder(bid.stored_key),
@@ -109,10 +110,10 @@ def test_the_ghost_of_a_frozen_acquire_is_ours(server: RedisServer, store: Redis
     """The server executes the command when it thaws; the same token finds its own lease, nobody else gets it."""
     bid = make_bid(fresh_key())
     server.pause()
-    assert refusal(lambda: store.acquire(bid, settled=True)).executed is None
+    assert refusal(lambda: store.acquire(bid)).executed is None
     server.resume()
     wait_until(lambda: store.holder(bid.stored_key) is not None, 10, "the server to execute what it was sent")
-    assert store.acquire(make_bid(bid.stored_key), settled=True) != Acquired()
+    assert store.acquire(make_bid(bid.stored_key)) != Acquired()
     assert store.acquire(bid) == Acquired()
     assert store.release(bid.stored_key, bid.token)
 
@@ -136,7 +137,7 @@ def test_a_server_that_dies_with_the_command_may_have_executed_it(
 
     def ask() -> None:
         try:
-            store.acquire(make_bid(fresh_key()), settled=True)
+            store.acquire(make_bid(fresh_key()))
         except StoreUnavailable as error:
             errors.append(error)
 
@@ -154,21 +155,24 @@ def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseS
     """CLIENT KILL between two steps is not an outage."""
     key = fresh_key()
     bid = make_bid(key)
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     for _ in range(3):
         with redis.Redis.from_url(server.url) as admin:
             admin.client_kill_filter(_type="normal")
         assert store.renew([Renewal(key, bid.token, 15.0)]) == [Kept.OURS]
 
 
-def test_a_restart_comes_back_empty_and_unsettled(server: RedisServer, store: RedisLeaseStore) -> None:
-    """A holder asserts its lease again; a newcomer is told to look at the record first."""
+def test_a_restart_comes_back_empty_and_young(server: RedisServer, store: RedisLeaseStore) -> None:
+    """A newcomer learns that a holder may be about to assert its lease again, and makes way for it."""
     bid = make_bid(fresh_key())
-    assert store.acquire(bid, settled=True) == Acquired()
+    assert store.acquire(bid) == Acquired()
     server.kill()
     server.start()
     assert store.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.MISSING]
-    assert store.acquire(make_bid(bid.stored_key)) == Unsettled(0.0)
+    newcomer = make_bid(bid.stored_key)
+    assert store.acquire(newcomer) == Acquired()
+    assert store.age(bid.stored_key) < 0.5
+    assert store.release(bid.stored_key, newcomer.token)
     assert store.reassert(bid)
     holder = store.holder(bid.stored_key)
     assert holder is not None
@@ -249,7 +253,7 @@ def test_one_lease_that_is_refused_does_not_fail_the_others(server: RedisServer,
     """Its own result is the error; a store that refuses all of them raises it."""
     ours, theirs = make_bid(f"g:ours-{fresh_key()}"), make_bid(fresh_key())
     for bid in (ours, theirs):
-        assert store.acquire(bid, settled=True) == Acquired()
+        assert store.acquire(bid) == Acquired()
     with redis.Redis.from_url(server.url) as admin:
         admin.acl_setuser(
             "half", enabled=True, passwords=[f"+{SECRET}"], keys=["celery_leases:{g:ours*"], commands=["+@all"]
@@ -275,7 +279,7 @@ def test_a_bounded_store_has_connections_of_its_own(server: RedisServer, store: 
     assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)
     assert hasty._client.connection_pool is not patient._client.connection_pool
     bid = make_bid(fresh_key())
-    assert patient.acquire(bid, settled=True) == Acquired()
+    assert patient.acquire(bid) == Acquired()
     assert hasty.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.OURS]
     server.pause()
     assert refusal(lambda: hasty.holder(bid.stored_key)).executed is None

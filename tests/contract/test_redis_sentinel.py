@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Acquired, Held, Kept, Renewal, Unsettled
+from celery_leases.core.ports import Acquired, Held, Kept, Renewal
 from celery_leases.core.records import Bid
 from celery_leases.stores.redis import RedisLeaseStore
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
@@ -30,14 +30,13 @@ def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
 def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
     """A store that has settled, with a connection to the primary."""
     opened = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
-    assert opened.acquire(short()) == Unsettled(0.0)
-    opened._client.pexpire("celery_leases:epoch", (30 * 86_400 - 3600) * 1000)  # it came up an hour ago
+    assert opened.acquire(make_bid(fresh_key())) == Acquired()
     yield opened
     opened.close()
 
 
 def short() -> Bid:
-    """A bid for which a store settles at once."""
+    """A bid that wants little."""
     return make_bid(fresh_key(), ttl=0.01)
 
 
@@ -66,7 +65,7 @@ def replicated(sentinels: RedisSentinels) -> bool:
 
 @pytest.mark.parametrize("end", ["killed", "frozen"])
 def test_a_lease_goes_on_at_the_promoted_replica(sentinels: RedisSentinels, store: RedisLeaseStore, end: str) -> None:
-    """Calls in between are refusals in time; newcomers are told to look at the record first, for one ttl."""
+    """Calls in between are refusals in time; newcomers learn that the store is young."""
     bid, other = make_bid(fresh_key()), make_bid(fresh_key())
     assert store.acquire(bid) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
@@ -75,15 +74,15 @@ def test_a_lease_goes_on_at_the_promoted_replica(sentinels: RedisSentinels, stor
     wait_until(lambda: renewed(store, bid) is Kept.OURS, 30, "the failover")
     wait_until(lambda: sentinels.primary is not old, 30, "the first Sentinel to know what the store knows")
     assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
-    assert store.acquire(other) == Unsettled(0.0)
-    assert store.acquire(other, settled=True) == Acquired()
-    wait_until(lambda: store.acquire(short()) == Acquired(), 10, "the store to settle")
+    assert store.acquire(other) == Acquired()
+    assert store.age(other.stored_key) == 0.0
+    assert store.acquire(short()) == Acquired()
     if end == "frozen":
         old.resume()
 
 
 def test_a_lease_that_the_replica_never_got_is_missing_there(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
-    """The replica is cut off, a lease is given, the primary dies: nobody gets the key before its holder had time."""
+    """The replica is cut off, a lease is given, the primary dies: who asks learns that the holder may need time."""
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
     bid = make_bid(fresh_key(), ttl=60.0)
@@ -92,7 +91,10 @@ def test_a_lease_that_the_replica_never_got_is_missing_there(sentinels: RedisSen
     assert store.acquire(bid) == Acquired()
     sentinels.primary.kill()
     wait_until(lambda: renewed(store, bid) is Kept.MISSING, 30, "the failover")
-    assert isinstance(store.acquire(make_bid(bid.stored_key)), Unsettled)
+    newcomer = make_bid(bid.stored_key)
+    assert store.acquire(newcomer) == Acquired()
+    assert store.age(bid.stored_key) < 0.5
+    assert store.release(bid.stored_key, newcomer.token)
     assert store.reassert(bid)
     assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
 
@@ -106,14 +108,15 @@ def test_a_primary_that_steps_down_executes_nothing_more(sentinels: RedisSentine
     with redis.Redis(port=old.port) as admin:
         admin.replicaof("127.0.0.1", str(free_port()))  # a call that is on its way meets it before Sentinel repairs it
         with pytest.raises(StoreUnavailable) as caught:
-            store.acquire(make_bid(fresh_key()), settled=True)
+            store.acquire(make_bid(fresh_key()))
         assert caught.value.executed is False
         admin.replicaof("NO", "ONE")
     with redis.Redis(port=sentinels.sentinels[0].port) as sentinel:
         sentinel.execute_command("SENTINEL", "FAILOVER", "leases")
     wait_until(lambda: sentinels.primary is not old, 30, "the failover")
     wait_until(lambda: renewed(store, bid) is Kept.OURS, 30, "the new primary")
-    assert isinstance(store.acquire(short()), Unsettled)
+    assert store.acquire(short()) == Acquired()
+    assert store.age(bid.stored_key) == 0.0
 
 
 def test_sentinels_that_do_not_answer_are_passed_over_in_time(sentinels: RedisSentinels) -> None:
@@ -122,7 +125,7 @@ def test_sentinels_that_do_not_answer_are_passed_over_in_time(sentinels: RedisSe
         sentinel.pause()
     store = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
     began = time.monotonic()
-    assert store.acquire(make_bid(fresh_key()), settled=True) == Acquired()
+    assert store.acquire(make_bid(fresh_key())) == Acquired()
     assert time.monotonic() - began < 2 * TIMEOUT + SLACK
     sentinels.sentinels[2].pause()
     alone = store.bounded(TIMEOUT)

@@ -42,8 +42,8 @@ def let_come_after(monkeypatch: pytest.MonkeyPatch, store: Any, look: str, come:
     """Somebody comes just after the first *look* into *store*."""
     looks, came = getattr(store, look), []
 
-    def looked(*given: Any) -> Any:
-        answer = looks(*given)
+    def looked(*given: Any, **options: Any) -> Any:
+        answer = looks(*given, **options)
         if not came:
             came.append(True)
             come()

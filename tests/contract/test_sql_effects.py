@@ -12,7 +12,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from celery_leases.core.effects import Begun, Effect, EffectState, Found
-from celery_leases.core.errors import KeyUnusable, StoreUnavailable
+from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.records import Record, Won
 from celery_leases.stores import database
 from celery_leases.stores.database import engine_for
@@ -152,7 +152,7 @@ def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(sql_records:
         assert finished(effects, begun, '"kept"')
     assert effects.of_key(record)[0].result == '"kept"'
     with reply_lost(effects):
-        assert effects.save_progress(record, "1")
+        assert effects.save_progress(record, '{"n": 1}')
 
 
 @contextmanager
@@ -190,12 +190,12 @@ def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(sql_recor
     assert begun.effect.fence == record.fence
 
 
-def test_a_reference_no_database_takes_is_refused_and_not_taken_for_an_outage(postgres: SqlRecordStore) -> None:
-    """PostgreSQL takes no NUL; whoever calls must see to it before."""
+def test_a_reference_no_database_takes_is_left_out_and_not_taken_for_an_outage(postgres: SqlRecordStore) -> None:
+    """PostgreSQL takes no NUL; the effect has happened all the same."""
     effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
-    with pytest.raises(KeyUnusable):
-        effects.finish(sent(effects, record), None, "a\x00b")
-    assert effects.of_key(record)[0].state is EffectState.SENT
+    assert effects.finish(sent(effects, record), '"kept"', "a\x00b")
+    (found,) = effects.of_key(record)
+    assert (found.state, found.reference, found.result) == (EffectState.DONE, None, None)
 
 
 def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str) -> None:

@@ -2,23 +2,28 @@
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
+from celery_leases.core import claims
+from celery_leases.core.claims import Claim
 from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import Ended, Refused, State, Won
-from celery_leases.stores.claims import claim_of
+from celery_leases.core.records import Ended, Record, Refusal, Refused, State, Won
+from celery_leases.stores import sql
+from celery_leases.stores.claiming import ROUNDS
 from celery_leases.stores.database import engine_for
-from celery_leases.stores.schema import Tables
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContract, RecordStoreContract
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, won
+from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, timeless, won
+from celery_leases.testing.process import wait_until
 from tests.contract.sql_stores import (
     database_url,
     end_other_connections,
@@ -91,11 +96,147 @@ def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(serv
     assert row(records, bid.stored_key).owner == record.owner
 
 
-def test_the_claim_is_short_enough_for_psycopg_to_keep_it_parsed() -> None:
-    """Above 4096 characters it would be taken apart anew for every task, which costs more than the round trip."""
-    engine = engine_for("postgresql+psycopg://127.0.0.1/x")
-    claim = claim_of(Tables("celery_leases").records, engine.dialect).answer
-    assert len(str(claim.compile(dialect=engine.dialect))) < 4096
+@pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
+def test_a_claim_that_is_refused_waits_for_no_lock(sql_records: SqlRecordStore, state: State) -> None:
+    """Neither for the row, which a transaction of its holder's may have locked, nor for another writer of SQLite's."""
+    record = won(sql_records, make_bid(fresh_key()), "database")
+    if state is State.DONE:
+        closed(sql_records, record, state, result="1")
+    sqlite = sql_records.database.host_clock
+    with sql_records.database.engine.connect() as other:
+        other.execute(text("BEGIN IMMEDIATE" if sqlite else "BEGIN"))
+        other.execute(text("UPDATE celery_leases_records SET attempt = 7"))
+        began = time.monotonic()
+        assert refused(sql_records, make_bid(record.stored_key), "database").attempt == 1
+        assert time.monotonic() - began < 1.0
+        other.execute(text("ROLLBACK"))
+
+
+def before_the_write(
+    records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Record], object], times: int = 1
+) -> list[Record]:
+    """Let something happen between a claim's look and its write, so many times; what it had seen each time."""
+    seen: list[Record] = []
+    swap = records.swap
+
+    def swapped(before: Record, after: Record) -> bool:
+        seen.append(before)
+        if len(seen) <= times:
+            happens(before)
+        return swap(before, after)
+
+    monkeypatch.setattr(records, "swap", swapped)
+    return seen
+
+
+def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
+    sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked so often, and has written nothing."""
+    record = closed(sql_records, won(sql_records, make_bid(fresh_key())), State.PENDING, ended=Ended.LOST)
+
+    def moves(_: Record) -> None:
+        with sql_records.database.engine.connect() as connection:
+            connection.execute(text("UPDATE celery_leases_records SET fence = fence + 1"))
+
+    seen = before_the_write(sql_records, monkeypatch, moves, times=ROUNDS)
+    answer = sql_records.claim(make_bid(record.stored_key), "redis:one")
+    assert isinstance(answer, Refused)
+    assert (answer.why, len(seen)) == (Refusal.CHANGED, ROUNDS)
+    assert (row(sql_records, record.stored_key).owner, row(sql_records, record.stored_key).attempt) == (record.owner, 1)
+
+
+@pytest.mark.parametrize("happens", ["renewed", "settled", "released", "claimed", "forgotten", "purged", "repeated"])
+def test_what_happens_between_the_look_and_the_write_of_a_claim_counts(
+    sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: str
+) -> None:
+    """The claim looks again, and decides on what the row is by then."""
+    leases = DatabaseLeaseStore(sql_records)
+    first = make_bid(fresh_key(), ttl=0.001)
+    record, key = won(sql_records, first, "database"), first.stored_key
+    wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
+    bid, rival = make_bid(key), make_bid(key)
+    swap = sql_records.swap
+    actions: dict[str, Callable[[Record], object]] = {
+        "renewed": lambda _: leases.renew([Renewal(key, first.token, 60.0)]),
+        "settled": lambda _: sql_records.settle(record, outcome(record, result="1")),
+        "released": lambda _: leases.release(key, first.token),
+        "claimed": lambda seen: swap(seen, claims.claimed(seen, Claim(rival, "database"), seen.now)),
+        "forgotten": lambda _: sql_records.reset(key, keep=False),
+        "purged": lambda _: (sql_records.reset(key, keep=False, retention=0.0), sql_records.purge(10)),
+        "repeated": lambda seen: swap(seen, claims.claimed(seen, Claim(bid, "database"), seen.now)),
+    }
+    seen = before_the_write(sql_records, monkeypatch, actions[happens])
+    answer = sql_records.claim(bid, "database")
+    now = row(sql_records, key)
+    refusals = {"renewed": Refusal.HELD, "settled": Refusal.DONE, "claimed": Refusal.HELD}
+    if happens in refusals:
+        assert isinstance(answer, Refused)
+        assert answer.why is refusals[happens]
+        assert now.owner == (rival.token if happens == "claimed" else first.token)
+    else:
+        assert isinstance(answer, Won)
+        assert timeless(answer.record) == now
+        assert now.fence > record.fence
+        counts = {"released": (2, 0), "repeated": (2, 1)}
+        assert (now.attempt, now.crashes) == counts.get(happens, (1, 0))
+    assert len(seen) == (2 if happens in ("released", "forgotten") else 1)
+
+
+def test_a_lapsed_lease_in_a_row_is_taken_only_with_evidence(database_url: str) -> None:
+    """A process that has just begun to ask does not know whether the holder could reach the database."""
+    holder, rival = (DatabaseLeaseStore(SqlRecordStore(engine_for(database_url))) for _ in range(2))
+    holder.records.migrate()
+    rival.records.evidence.grace = 0.6
+    key = fresh_key()
+    assert acquired(holder.acquire(make_bid(key, ttl=0.1)))
+    wait_until(lambda: holder.holder(key) is None, 10, "the lease to end")
+    began, bid = time.monotonic(), make_bid(key)
+    assert not acquired(rival.acquire(bid))
+    wait_until(lambda: acquired(rival.acquire(bid)), 10, "evidence")
+    assert time.monotonic() - began >= 0.6
+    for store in (holder, rival):
+        store.records.database.close()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_claim_that_is_carried_out_late_takes_no_lapsed_lease(
+    sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """A frozen database carries out at once what holders and rivals have sent meanwhile, in any order.
+
+    A third of the row's ttl is allowed on the way; a living holder has twice as much left.
+    """
+    leases, key = DatabaseLeaseStore(sql_records), fresh_key()
+    assert acquired(leases.acquire(make_bid(key, ttl=0.9)))
+    wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
+    lapsed = sql_records.read(key)
+    assert lapsed is not None
+    sent = lapsed.now + (-310_000 if late else 10_000_000)
+    monkeypatch.setattr(sql_records.evidence, "takes_until", lambda _: sent)
+    assert acquired(leases.acquire(make_bid(key))) is not late
+
+
+def test_all_who_meet_in_a_database_give_it_one_name(
+    sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever URL each of them reaches it, and however many ask first; a purge leaves it."""
+    with sql_records.database.engine.connect() as connection:
+        connection.execute(text("DELETE FROM celery_leases_marks"))
+    stores = [SqlRecordStore(engine_for(sql_records.database.engine.url.render_as_string(False))) for _ in range(4)]
+    monkeypatch.setattr(sql, "_identities", _Forgetful())
+    with ThreadPoolExecutor(4) as threads:
+        names = set(threads.map(lambda store: store.identity(), stores))
+    sql_records.purge(100)
+    assert {sql_records.identity()} == names
+    assert len(names) == 1
+
+
+class _Forgetful(dict[str, str]):
+    """As if each look were that of another process."""
+
+    def __contains__(self, _: object) -> bool:
+        return False
 
 
 def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(sql_records: SqlRecordStore) -> None:
@@ -155,19 +296,20 @@ def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str
     records.check()
 
 
-def test_tables_of_another_version_are_refused_and_named(sql_records: SqlRecordStore) -> None:
-    """Both versions are in the message."""
+def test_tables_of_a_later_version_are_refused_and_named(sql_records: SqlRecordStore) -> None:
+    """All versions are in the message, and the release to install; ``leases migrate`` says the same."""
     with sql_records.database.engine.connect() as connection:
-        connection.execute(text("UPDATE celery_leases_version SET version = 99"))
-    with pytest.raises(SchemaOutdated, match="version 99, this release needs 1"):
-        sql_records.check()
+        connection.execute(text("UPDATE celery_leases_version SET version = 99, made_by = '9.9'"))
+    for refuses in (sql_records.check, sql_records.migrate):
+        with pytest.raises(SchemaOutdated, match=r"version 99, this release .* knows 1 to 2: .* 9.9 or later"):
+            refuses()
 
 
 def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) -> None:
-    """An operator may run it by hand, and migrate afterwards."""
+    """An operator may run it by hand, also twice, and migrate afterwards."""
     records = SqlRecordStore(engine_for(server_url))
     with records.database.engine.connect() as connection:
-        for statement in records.tables.ddl(records.database.engine).strip().removesuffix(";").split(";\n"):
+        for statement in 2 * records.tables.ddl(records.database.engine).strip().removesuffix(";").split(";\n"):
             connection.execute(text(statement))
     records.check()
     records.migrate()

@@ -106,13 +106,13 @@ class Scene(Stage):
         hidden = "" if self.record_store == "sqlite" else "xmin::text, ctid::text, "
         query = text(f"SELECT {hidden}* FROM celery_leases_records WHERE stored_key = :key")  # noqa: S608
         with self._engine.connect() as connection:
-            row = connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key, "task")}).one()
+            row = connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key)}).one()
         return tuple(row)
 
     def holder(self, task: str, key: str) -> Holder | None:
         """Who has a live lease on the key; nobody where the stores do not answer."""
         with contextlib.suppress(RedisError, SQLAlchemyError, OSError, StoreUnavailable):
-            return self.client._leases.holder(stored_key(f"{self.home}.{task}", key, "task"))
+            return self.client._leases.holder(stored_key(f"{self.home}.{task}", key))
         return None
 
     def wait_until_free(self, task: str, key: str, timeout: float = PATIENCE) -> float:

@@ -55,12 +55,13 @@ def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any
     return scene.tasks.books.delay(name, way, script, BOOKED)
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
 def test_a_process_that_is_killed_around_the_completion_books_once(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """SIGKILL at each line: what was committed is never done again, what was not is done by the next attempt."""
-    scene = make_books(scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), visibility=30))
+    scene = make_books(scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30))
     names = {where: f"{name}-{number}" for number, where in enumerate(DEATHS)}
     results = {where: run(scene, names[where], script) for where, (script, _) in DEATHS.items()}
     for where, (_, runs) in DEATHS.items():

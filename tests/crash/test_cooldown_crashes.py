@@ -41,6 +41,7 @@ def second_run(scene: Scene, name: str) -> dict[str, object]:
 # -- kills around the outcome of a failure -----------------------------------------------------------------
 
 
+@pytest.mark.both_lease_stores
 @BOTH
 def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_no_call(
     scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
@@ -205,23 +206,24 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
 # -- copies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.both_lease_stores
 @BOTH
 def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """A wait of several hops, a copy with the mark of a redelivery, and the copy of a worker that freezes."""
     scene = scene_factory(combination, visibility=2, home=COOLING, concurrency=2)
+    other = scene.another(queue=scene.side_queue())  # ready before the cooldown begins
     script, side = [limited(5), OK], scene.side_queue()
     call = scene.tasks.resumes.delay(name, script)
     row = cooled(scene, "resumes", name)
     scene.send("resumes", name, script, task_id=call.id, queue=side)
     scene.redeliver(side)
     scene.wait_for_log(call.id, "put back for", 2)
-    scene.another()
+    scene.consume(scene.queue, other)
     scene.worker.pause()
     if scene.broker == "redis":  # RabbitMQ leaves its messages to a worker whose connection lives
-        log = scene.workers[1]
-        wait_until(lambda: call.id in log.full_log(), 20, "a copy at the other worker")
+        wait_until(lambda: call.id in other.full_log(), 20, "a copy at the other worker")
     scene.worker.resume()
     assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     scene.wait_until_drained()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
@@ -25,7 +26,7 @@ REDIS_LEASES = ("rabbit", "redis", "postgres")
 DATABASE_LEASES = ("redis", "database", "postgres")
 BOTH_LEASES = pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 CLAIM = b"INSERT INTO celery_leases_records"
-SETTLE = b"SET state="
+SETTLE = b"SET attempt="
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def test_a_restart_during_the_settle_is_decided_by_reading_back(
     scene.wait_for("begin", name=name)
     with table_locked(scene):
         gate.touch()
-        wait_for_statement(scene, "UPDATE celery_leases_records SET state=%")
+        wait_for_statement(scene, "UPDATE celery_leases_records SET attempt=%")
         own_postgres.restart("immediate")
     value = result.get(timeout=40)
     assert value["name"] == name
@@ -87,6 +88,7 @@ def test_a_restart_during_the_settle_is_decided_by_reading_back(
     assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (1, value["fence"], 1)
 
 
+@pytest.mark.both_lease_stores
 @BOTH_LEASES
 @pytest.mark.parametrize("carried_out", [True, False], ids=["reply lost", "request lost"])
 @pytest.mark.parametrize("statement", [CLAIM, SETTLE], ids=["claim", "settle"])
@@ -137,6 +139,7 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
         assert row["previous_ended"] == "lost"
 
 
+@pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
     scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
@@ -158,6 +161,35 @@ def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
     assert (len(scene.events("begin", name=name)), row["attempt"]) == (1, 1)
     assert scene.tasks.work.delay(name, gate=str(gate), answer="kept").get(timeout=20) == "kept"
     print(f"settled {settled - back:.2f} s after the database was back")
+
+
+def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
+    scene_factory: SceneFactory, leases_postgres: PostgresServer, name: str
+) -> None:
+    """Rows are leases, the outage has outlasted one, and its body has ended: the outcome is written, not repeated."""
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        env = {"LEASES_DATABASE_URL": url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")}
+        scene = scene_factory(DATABASE_LEASES, urls={"postgres": url}, ttl=2, visibility=60, env=env)
+        gate = scene.gate()
+        result = scene.tasks.work.delay(name, gate=str(gate))
+        scene.wait_for("begin", name=name)
+        scene.another(env={"LEASES_DATABASE_URL": url})
+        proxy.refusing = True
+        proxy.cut(SETTLE, before=True)
+        gate.touch()
+        assert proxy.bitten.wait(20)
+        engine = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            ends = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+            connection.execute(text(f"{ends} AND pid <> pg_backend_pid()"))
+        scene.wait_until_free("work", f"work:{name}")
+        duplicate = scene.tasks.work.delay(name, gate=str(gate))
+        scene.wait_for_log(duplicate.id, "received")
+        proxy.refusing = False
+        assert duplicate.get(timeout=40) == result.get(timeout=40)
+        assert len(scene.events("begin", name=name)) == 1
+        scene.done_once("work", name, crashes=0)
 
 
 def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
@@ -221,3 +253,43 @@ def _sqlite_locked(file: str, seconds: float) -> Iterator[None]:
     assert held.wait(20)
     yield
     thread.join()
+
+
+def test_a_worker_without_a_descriptor_left_fails_no_call(
+    scene_factory: SceneFactory, leases_postgres: PostgresServer, tmp_path: Path, name: str
+) -> None:
+    """Each connection that it opens raises a bare OSError: a call that has not begun waits, an outcome is kept."""
+    starved = tmp_path / "starved"
+    url, env = leases_postgres.new_database(), {"STARVED": str(starved)}
+    scene = scene_factory(
+        DATABASE_LEASES, urls={"postgres": url}, ttl=3, concurrency=2, module="tests.apps.starved", env=env
+    )
+    gate = scene.gate()
+    begun = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    starved.touch()
+    with create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect() as other:
+        ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        other.execute(text(f"{ended} AND datname = current_database()"))
+    gate.touch()
+    waiting = scene.tasks.work.delay(f"{name}-2")
+    scene.wait_for_log(waiting.id, "Too many open files")
+    starved.unlink()
+    assert [result.get(timeout=40)["name"] for result in (begun, waiting)] == [name, f"{name}-2"]
+    scene.done_once("work", name)
+    scene.done_once("work", f"{name}-2")
+
+
+def test_a_worker_that_has_no_descriptor_left_for_its_first_calls_fails_none(
+    scene_factory: SceneFactory, tmp_path: Path, name: str
+) -> None:
+    """It tries again, then gives them back to the broker, and runs them once it can."""
+    starved = tmp_path / "starved"
+    scene = scene_factory(DATABASE_LEASES, concurrency=2, module="tests.apps.starved", env={"STARVED": str(starved)})
+    starved.touch()
+    calls = [scene.tasks.work.delay(f"{name}-{number}") for number in range(4)]
+    scene.wait_for_log("was not begun, given to the broker again", "Too many open files", number=2)
+    assert len(scene.log("was not begun, tried again")) >= 2
+    starved.unlink()
+    assert {call.get(timeout=40)["name"] for call in calls} == {f"{name}-{number}" for number in range(4)}
+    assert "raised unexpected" not in scene.logs()

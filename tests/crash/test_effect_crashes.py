@@ -79,6 +79,7 @@ def case_of(wave: Wave, way: str, step: str) -> Case:
     return case
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("way", ["dedupe", "verify"])
 def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(wave: Wave, way: str, step: str) -> None:
@@ -92,6 +93,7 @@ def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(wave: 
     assert set(wave.provider.looks(case.name)) == expected
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
 def test_where_nobody_can_know_it_is_never_charged_twice(wave: Wave, step: str) -> None:
     """Either it is certain what has happened, and the work goes on; or the key waits for an operator."""

@@ -20,7 +20,7 @@ def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:
 
 def test_a_soft_limit_during_the_claim_keeps_the_body_from_beginning() -> None:
     """The attempt is given back; the limit was not the body's."""
-    found = interrupted("step", "SIGUSR1", "claim")
+    found = interrupted("step", "SIGUSR1", "insert_or_read")
     assert found == {"outcome": "lost", "exits": None, "sent": True, "ran": False, "state": "pending", "crashes": 0}
 
 
@@ -30,7 +30,7 @@ def test_a_soft_limit_during_the_settle_is_dropped() -> None:
     assert found == {"outcome": "done", "exits": None, "sent": True, "ran": True, "state": "done", "crashes": 0}
 
 
-@pytest.mark.parametrize(("step", "state", "ran"), [("claim", "pending", False), ("settle", "done", True)])
+@pytest.mark.parametrize(("step", "state", "ran"), [("insert_or_read", "pending", False), ("settle", "done", True)])
 def test_sigterm_waits_for_the_statement_and_then_ends_the_process(step: str, state: str, ran: bool) -> None:
     """The step is finished and the attempt closed before ``SystemExit`` goes on; nothing is left to be a crash."""
     found = interrupted("step", "SIGTERM", step)

@@ -10,6 +10,7 @@ TAKEOVER = 3.0
 """By when the work of a killed child runs again on a busy machine, in seconds: far below ttl and billiard's five."""
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", PAIRWISE, ids=spelled)
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
@@ -36,6 +37,7 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
     print(f"takeover after {second['t'] - killed:.2f} s")
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize(
     "combination", [*BOTH_WAYS, ("redis", "database", "mariadb"), ("redis", "database", "sqlite")], ids=spelled
 )
@@ -64,6 +66,7 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
     print(f"free after {free - killed:.2f} s, takeover after {second['t'] - killed:.2f} s")
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_one_put_back(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]

@@ -31,7 +31,7 @@ DATABASE_LEASES = ("redis", "database", "postgres")
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider: Provider) -> Scene:
     """A worker whose child will be paused; the broker does not deliver its message again meanwhile."""
-    return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "5"}, **OPTIONS)
+    return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "10"}, **OPTIONS)
 
 
 def status(scene: Scene, task: str, name: str) -> LeaseStatus:
@@ -161,6 +161,7 @@ def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
 INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_effects"
 
 
+@pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
     scene_factory: SceneFactory,

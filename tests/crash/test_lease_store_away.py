@@ -5,6 +5,8 @@ import time
 import pytest
 import redis
 
+from celery_leases.core.keys import stored_key
+from celery_leases.testing.process import wait_until
 from celery_leases.testing.servers import RedisServer
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
@@ -36,6 +38,7 @@ def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
     scene.wait_for_state("checks", f"checks:{name}", "pending")
     # The copy comes back while the store is still away, finds no lease to take, and stays away longer.
     scene.wait_for_log(result.id, "put back for", 2)
+    assert any("WARNING" in line and "lease store" in line for line in scene.log("put back for"))
     assert len(scene.events("begin", name=name)) == 1
     stop.touch()
     own_redis.resume() if how == "frozen" else own_redis.start()
@@ -110,6 +113,34 @@ def test_a_body_keeps_its_lease_when_the_store_is_flushed(
     assert len(scene.events("begin", name=name)) == 1
 
 
+def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
+    scene_factory: SceneFactory, own_redis: RedisServer, name: str
+) -> None:
+    """As in a deploy that changes ``lease_ttl``: the store is older than the newcomer's ttl, and the holder lives."""
+    scene = scene_factory(ELSEWHERE, ttl=15, visibility=60, env={"LEASES_URL": own_redis.url})
+    stop = scene.gate()
+    result = scene.tasks.checks.delay(name, stop=str(stop))
+    scene.wait_for("begin", name=name)
+    scene.another(env={"TTL": "1"})
+    mine = scene.holder("checks", f"checks:{name}")
+    lease = f"celery_leases:{{{stored_key('tests.apps.leased.checks', f'checks:{name}')}}}:lease"
+    with redis.Redis.from_url(own_redis.url) as client:
+        wait_until(lambda: client.pttl(lease) > 14_000, 10, "a renewal, so that the next one is 5 s away")
+        client.flushall()
+        scene.tasks.work.delay(f"{name}-other").get(timeout=20)  # somebody has seen that the store came up empty
+        born = client.pttl("celery_leases:epoch")
+        wait_until(lambda: born - client.pttl("celery_leases:epoch") > 1_200, 10, "the newcomer's ttl")
+    duplicate = scene.tasks.checks.delay(name, stop=str(stop))
+    scene.wait_for_log(duplicate.id, "put back for")
+    again = _wait_for_holder(scene, name)
+    assert mine is not None
+    assert again == mine.token
+    stop.touch()
+    assert result.get(timeout=20)["name"] == name
+    assert len(scene.events("begin", name=name)) == 1
+    scene.done_once("checks", name, crashes=0)
+
+
 def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
     scene_factory: SceneFactory, durable_redis: RedisServer, name: str
 ) -> None:
@@ -132,8 +163,6 @@ def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
 
 
 def _wait_for_holder(scene: Scene, name: str, task: str = "checks") -> str:
-    from celery_leases.testing.process import wait_until
-
     wait_until(lambda: scene.holder(task, f"{task}:{name}") is not None, 10, "a holder")
     holder = scene.holder(task, f"{task}:{name}")
     assert holder is not None

@@ -116,7 +116,7 @@ def test_a_cluster_that_loses_a_node_loses_its_leases_only(
     scene = scene_factory(BROKER_APART, ttl=3, visibility=30, concurrency=3, env={"LEASES_URL": cluster.url})
     names = {}
     for number in range(100):
-        key = stored_key(f"{scene.home}.checks", f"checks:{name}-{number}", "task")
+        key = stored_key(f"{scene.home}.checks", f"checks:{name}-{number}")
         names.setdefault(cluster.node_of(Keys("celery_leases", clustered=True).lease(key)), f"{name}-{number}")
     assert len(names) == 3
     gone, *others = cluster.nodes

@@ -25,6 +25,7 @@ def resumed(scene: Scene, pid: int) -> float:
     return time.monotonic()
 
 
+@pytest.mark.both_lease_stores
 def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, name: str) -> None:
     """``check()`` raises, result, record and release are refused, and the row stays byte for byte what it was."""
     stop = scene.gate()
@@ -52,6 +53,7 @@ def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, n
     print(f"told {lost['t'] - at:.3f} s after SIGCONT")
 
 
+@pytest.mark.both_lease_stores
 def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene: Scene, name: str) -> None:
     """M9: the first ends after the second took over; the second keeps its lease and finishes."""
     stop = scene.gate()

@@ -4,9 +4,12 @@ What the process of a body survives is in ``tests/integration/test_pool_stalls.p
 """
 
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from sqlalchemy import text
 
+from celery_leases.testing.process import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene, kill
 from tests.integration.possessions import possessions, wait_until_none_is_left
@@ -141,3 +144,26 @@ def test_children_that_end_after_each_task_leave_nothing(scene_factory: SceneFac
     begun = [event for each in names for event in scene.events("begin", name=each)]
     assert len(begun) == len({event["pid"] for event in begun}) == 30
     wait_until_none_is_left(worker.pid, before)
+
+
+def test_children_that_live_for_one_task_purge_what_is_over(scene_factory: SceneFactory, name: str) -> None:
+    """1,000 records whose retention is over go within seconds of traffic, in batches, though no process gets old."""
+    scene = scene_factory(("redis", "redis", "postgres"), visibility=60, start=False)
+    columns = "task, key, state, fence, owner, call_id, holder, lease_store, attempt"
+    old = "'t', 'k', 'done', 1, '', '', '', '', 1, 1, 1, 1"
+    with scene._engine.connect() as connection:
+        connection.execute(
+            text(
+                f"INSERT INTO celery_leases_records (stored_key, {columns}, created_at, started_at, "  # noqa: S608
+                f"expires_at) SELECT 'old:' || n, {old} FROM generate_series(1, 1000) AS n"
+            )
+        )
+    scene.another(concurrency=2, options=("--max-tasks-per-child", "1"))
+    left = text("SELECT count(*) FROM celery_leases_records WHERE expires_at = 1")
+
+    def gone() -> bool:
+        scene.tasks.work.delay(f"{name}-{uuid4().hex}").get(timeout=30)
+        with scene._engine.connect() as connection:
+            return not connection.execute(left).scalar_one()
+
+    wait_until(gone, 60, "the old records to be purged")

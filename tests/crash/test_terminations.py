@@ -12,16 +12,18 @@ from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import FAILING, Scene
 from tests.integration.stages import BOTH_WAYS, spelled
 
-FREED = 3.0
+TTL = 30
+FREED = TTL / 6
 """By when the main process has freed the key of a child that Celery has killed, on a busy machine, in seconds."""
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
     """One worker; the broker does not deliver anything again by itself, and no lease ends by itself."""
-    return scene_factory(request.param, ttl=15, visibility=60)
+    return scene_factory(request.param, ttl=TTL, visibility=60)
 
 
+@pytest.mark.both_lease_stores
 def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(scene: Scene, name: str) -> None:
     """M8: FAILURE as in Celery, no redelivery, counted as a crash, and the key is free a second later."""
     result = scene.tasks.limited.delay(name)
@@ -78,6 +80,25 @@ def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str
     scene.done_once("work", name, crashes=0)
     scene.wait_until_drained()
     print(f"the next call runs {second['t'] - asked:.2f} s after revoke by {sig}")
+
+
+@pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
+def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_call(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """It is combined with ours: both are asked, and the next call only needs a child."""
+    scene = scene_factory(combination, ttl=TTL, visibility=60)
+    gate = scene.gate()
+    result = scene.tasks.audited.delay(name, str(gate))
+    scene.wait_for("begin", name=name)
+    asked = time.monotonic()
+    result.revoke(terminate=True, signal="SIGKILL")
+    following = scene.tasks.audited.delay(name, str(gate))
+    second = scene.wait_for("begin", 2, name=name)[1]
+    assert second["t"] - asked < FREED
+    assert scene.wait_for_log(f"audited {result.id}", "")
+    gate.touch()
+    assert following.get(timeout=20) == {"name": name}
 
 
 def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: str) -> None:

@@ -69,8 +69,9 @@ def name() -> str:
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL that logs every statement and is asked by nobody else."""
-    server = PostgresServer(settings={"log_statement": "all", "autovacuum": "off"})
+    """A PostgreSQL that logs every statement, is asked by nobody else, and writes nothing by itself."""
+    alone = {"autovacuum": "off", "wal_level": "minimal", "max_wal_senders": "0"}
+    server = PostgresServer(settings={"log_statement": "all", **alone})
     with server:
         yield server
 
@@ -92,10 +93,8 @@ def bench_factory(stage_factory: StageFactory, postgres: PostgresServer, lease_s
         env, ours = {"TTL": "600"}, "redis" in combination[1]
         if ours:
             env["LEASES_URL"] = lease_server.url
-            # A store that has been up for longer than a ttl is past its settling period.
             with redis.Redis.from_url(lease_server.url) as client:
                 client.flushall()
-                client.set("celery_leases:epoch", client.info("replication")["master_replid"], px=60_000)
         urls = {"postgres": postgres.new_database()}
         stage = stage_factory(combination, env=env, urls=urls, worker={"concurrency": 1}, **options)
         # Where no Redis is for leases, the result backend is the only one that could have been asked.

@@ -70,7 +70,7 @@ def record(stage: Stage, name: str, task: str = "order") -> dict[str, Any]:
 
 def change(stage: Stage, name: str, values: str, task: str = "order") -> None:
     """Change columns of a record, as time or a crash would."""
-    key = {"key": stored_key(f"{stage.home}.{task}", f"{task}:{name}", "task")}
+    key = {"key": stored_key(f"{stage.home}.{task}", f"{task}:{name}")}
     with stage._engine.connect() as connection:
         done = connection.execute(text(f"UPDATE celery_leases_records SET {values} WHERE stored_key = :key"), key)  # noqa: S608 - the test's own words
         assert done.rowcount == 1

@@ -16,11 +16,13 @@ import redis
 from celery import _state
 from kombu.exceptions import ChannelError
 from redis.exceptions import RedisError
-from sqlalchemy import create_engine, select
+from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 from celery_leases.client import LeaseClient
 from celery_leases.core.keys import stored_key
+from celery_leases.stores.layouts import WIDE
+from celery_leases.stores.rows import to_record
 from celery_leases.stores.schema import Tables
 from celery_leases.testing.process import wait_until
 from celery_leases.testing.workers import QUEUE_VARIABLE, LocalWorker
@@ -195,8 +197,12 @@ class Stage:
             message = channel.basic_get(side)
             assert message is not None
             channel.basic_reject(message.delivery_tag, requeue=True)
-        host = f"{self.worker.name}@{os.uname().nodename}"
-        assert self.app.control.add_consumer(side, destination=[host], reply=True, timeout=10)
+        self.consume(side)
+
+    def consume(self, queue: str, worker: LocalWorker | None = None) -> None:
+        """Have a worker, by default the stage's own, consume one more queue."""
+        host = f"{(worker or self.worker).name}@{os.uname().nodename}"
+        assert self.app.control.add_consumer(queue, destination=[host], reply=True, timeout=10)
 
     def redeliver_expired(self, task: str, *args: Any, **options: Any) -> Any:
         """Have a message delivered a second time whose ``expires`` is over by then; its result.
@@ -244,12 +250,14 @@ class Stage:
         return seen()
 
     def row(self, task: str, key: str) -> dict[str, Any] | None:
-        """The whole row of a key; on PostgreSQL with the version of its tuple."""
-        records = Tables().records
-        query = select(records).where(records.c.stored_key == stored_key(f"{self.home}.{task}", key, "task"))
+        """The whole row of a key, with a column for each field of its details."""
+        query = text("SELECT * FROM celery_leases_records WHERE stored_key = :key")
         with self._engine.connect() as connection:
-            found = connection.execute(query).mappings().first()
-        return dict(found) if found is not None else None
+            found = connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key)}).mappings().first()
+        if found is None:
+            return None
+        record = to_record({**found, "now": 0}, lenient=True)
+        return {**found, **WIDE.details_of(record), "ended": record.ended}
 
     def wait_for_state(self, task: str, key: str, state: str, timeout: float = PATIENCE) -> dict[str, Any]:
         """The row once it is in *state*."""

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import redis
@@ -82,6 +83,19 @@ class SqlTape:
         return [statement for statement in told if "marker-" not in statement]
 
 
+@dataclass(frozen=True)
+class Writes:
+    """What a PostgreSQL server wrote: bytes of WAL, transaction ids given out, rows locked and not changed."""
+
+    wal: float
+    xids: float
+    row_locks: float
+
+    def within(self, budget: Self) -> bool:
+        """Whether it is nowhere more than *budget*."""
+        return self.wal <= budget.wal and self.xids <= budget.xids and self.row_locks <= budget.row_locks
+
+
 class Bench:
     """A stage with one warmed-up child, and what its servers were asked."""
 
@@ -105,9 +119,28 @@ class Bench:
         statements = self.sql.during(both)
         return commands, [statement.split()[0].upper() for statement in statements]
 
+    def writes(self, action: Callable[[], object]) -> Writes:
+        """What the server wrote while *action* ran; of the locks those on rows of records that were there before."""
+        before, lockers = self._written(), self._lockers()
+        action()
+        after = self._written()
+        left = self._lockers()
+        locked = sum(left.get(row, locker) != locker for row, locker in lockers.items())
+        return Writes(after["wal"] - before["wal"], after["xid"] - before["xid"], locked)
+
+    def _written(self) -> dict[str, Any]:
+        lsn = "(pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint AS wal"
+        (found,) = self.ask(f"SELECT {lsn}, pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xid")
+        return found
+
+    def _lockers(self) -> dict[tuple[str, str], str]:
+        """The transaction that locked each version of a row last."""
+        rows = self.ask("SELECT ctid::text, xmin::text, xmax::text FROM celery_leases_records")
+        return {(row["ctid"], row["xmin"]): row["xmax"] for row in rows}
+
     def version(self, key: str) -> dict[str, Any]:
-        """Where the row's tuple lies and which transaction wrote it: any write moves both."""
-        (found,) = self.ask(f"SELECT xmin::text, ctid::text FROM celery_leases_records WHERE key = '{key}'")  # noqa: S608
+        """Where the row's tuple lies, and which transactions wrote and locked it: no write or lock leaves all three."""
+        (found,) = self.ask(f"SELECT xmin::text, xmax::text, ctid::text FROM celery_leases_records WHERE key = '{key}'")  # noqa: S608
         return found
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
     """Taken for an interruption it would run again with each delivery, and be paid for each time."""
     app = Celery("ends", broker="memory://", set_as_current=False)
 
-    @app.task(base=LeasedTask, bind=True, lease_key="ends:{name}", name="ends", lease_after_cooldown="stop")
+    @app.task(base=LeasedTask, bind=True, lease_key="ends:{name}", name="ends", lease_resume="never")
     def ends(self: Any, name: str) -> None:
         raise error
 

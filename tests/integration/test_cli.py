@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from celery_leases.core.records import Ended, State
 from celery_leases.stores.database import engine_for
@@ -15,7 +17,8 @@ from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts.bids import make_bid
 from celery_leases.testing.contracts.record_case import outcome, won
 
-WORK, RERUN = "tests.apps.leased.work", "tests.apps.leased.rerun"
+APP = "tests.apps.leased"
+WORK, RERUN = f"{APP}.work", f"{APP}.rerun"
 
 
 class Operator:
@@ -45,11 +48,11 @@ class Operator:
         bid = make_bid(f"t:{task}|{key}", task=task, key=key, ttl=600.0)
         DatabaseLeaseStore(self.records).acquire(bid)
 
-    def finished(self, task: str, key: str, state: State = State.DONE) -> None:
+    def finished(self, task: str, key: str, state: State = State.DONE, result: str = '{"sent": 1}') -> None:
         """Let a call of *task* have ended."""
         bid = make_bid(f"t:{task}|{key}", task=task, key=key)
         record = won(self.records, bid, "database")
-        assert self.records.settle(record, outcome(record, state, Ended.RETURNED, result='{"sent": 1}'))
+        assert self.records.settle(record, outcome(record, state, Ended.RETURNED, result=result))
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(oper
     assert refused.returncode == 1
     assert "force" in refused.stderr
     before = operator.records.read(f"t:{WORK}|invoice:1")
-    assert json.loads(operator.sees("forget", "invoice:1", "--force", "--json"))["state"] == "pending"
+    assert json.loads(operator.sees("forget", "invoice:1", "--force", "--json"))["state"] == "absent"
     after = operator.records.read(f"t:{WORK}|invoice:1")
     assert before is not None
     assert after is not None
@@ -109,7 +112,7 @@ def test_a_failed_key_is_freed_by_forget_and_release_says_so(operator: Operator)
     """A tired operator should not have to guess which of the two it is."""
     operator.finished(WORK, "invoice:3", State.FAILED)
     assert "leases retry" in operator.types("release", "invoice:3").stderr
-    assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "pending"
+    assert json.loads(operator.sees("forget", "invoice:3", "--json"))["state"] == "absent"
 
 
 def test_the_list_names_states_and_can_be_narrowed(operator: Operator) -> None:
@@ -136,6 +139,50 @@ def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
     assert json.loads(operator.sees("show", "invoice:5", "--task", RERUN, "--json"))["result"] == {"sent": 1}
 
 
+@pytest.mark.parametrize(
+    "words", [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")], ids=" ".join
+)
+def test_a_task_that_does_not_exist_is_no_empty_answer(operator: Operator, words: tuple[str, ...]) -> None:
+    """Exit code 2 and the names that could be meant. A task whose records are older than its name is no typo."""
+    operator.finished(WORK, "invoice:5")
+    asked = operator.types(*words, "--task", "tests.apps.leased.wrok")
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert "known are " in asked.stderr
+    assert f" {APP}.auto," in asked.stderr
+    operator.finished("renamed.since", "invoice:5")
+    assert operator.types(*words, "--task", "renamed.since").returncode != 2
+
+
+def test_a_number_that_json_does_not_know_is_printed_as_text(operator: Operator) -> None:
+    """A program that reads JSON strictly would refuse it."""
+    operator.finished(WORK, "invoice:6", result='{"mean": NaN, "bounds": [-Infinity, Infinity, 1.5]}')
+
+    def strictly(text: str) -> Any:
+        return json.loads(text, parse_constant=pytest.fail)
+
+    for shown in (strictly(operator.sees("show", "invoice:6", "--json")), *strictly(operator.sees("list", "--json"))):
+        assert shown["result"] == {"mean": "NaN", "bounds": ["-Infinity", "Infinity", 1.5]}
+
+
+@pytest.mark.parametrize("option", ["--open", "--close"])
+def test_a_group_without_a_name_is_refused(operator: Operator, option: str) -> None:
+    """No task can be in it."""
+    asked = operator.types("groups", option, " ")
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert "is blank" in asked.stderr
+    assert operator.sees("groups") == "all gates are open\n"
+
+
+def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Operator) -> None:
+    """The app knows the namespaces of its tasks; another task's key of that name is another key."""
+    operator.finished("ours", "shared:1")
+    operator.finished(WORK, "shared:1")
+    assert "ours" in operator.sees("show", "shared:1", "--namespace", "ours")
+    assert "forgotten" in operator.types("forget", "shared:1", "--task", "tests.apps.leased.shared").stderr
+    states = {record.stored_key: record.state for record in operator.records.named("shared:1")}
+    assert states == {"t:ours|shared:1": State.PENDING, f"t:{WORK}|shared:1": State.DONE}
+
+
 def test_a_key_nobody_knows_is_said_to_be_absent(operator: Operator) -> None:
     """With exit code 1, for scripts; and there is nothing to release."""
     asked = operator.types("show", "nothing", "--json")
@@ -152,9 +199,17 @@ def test_without_tables_the_command_to_run_is_named_and_runs(leases_postgres_url
     assert "leases migrate" in asked.stderr
     assert "CREATE TABLE" in operator.sees("migrate", "--sql")
     assert operator.types("list").returncode == 1
-    operator.sees("migrate")
-    operator.sees("migrate")
+    assert "the tables were created in version 2: " in operator.sees("migrate")
+    assert "the tables have version 2 already: " in operator.sees("migrate")
+    assert "from version 2 to 1, with 0 records: " in operator.sees("migrate", "--downgrade")
+    assert operator.types("migrate", "--downgrade", "--sql").returncode != 0
+    assert "from version 1 to 2, with 0 records: " in operator.sees("migrate")
     assert operator.sees("list").startswith("STATE")
+    with operator.records.database.engine.connect() as connection:
+        connection.execute(text("UPDATE celery_leases_version SET version = 3, made_by = '9.9'"))
+    refused = operator.types("migrate")
+    assert refused.returncode == 1
+    assert "install celery_leases 9.9 or later" in refused.stderr
 
 
 def test_a_database_that_is_away_is_one_line(tmp_path: Path) -> None:
@@ -164,3 +219,17 @@ def test_a_database_that_is_away_is_one_line(tmp_path: Path) -> None:
     assert asked.returncode == 1
     assert "Traceback" not in asked.stderr
     assert "secret" not in asked.stderr
+
+
+def test_a_terminal_obeys_nothing_that_a_key_holds(operator: Operator) -> None:
+    """Shown, listed and refused with escapes; as JSON it is the key itself."""
+    key = "evil\x1b[2J\nline\u202e"
+    operator.runs(WORK, key)
+    for words in (("show", f"t:{WORK}|{key}"), ("list",)):
+        seen = operator.sees(*words)
+        assert r"evil\x1b[2J\nline\u202e" in seen
+        assert all(line.isprintable() for line in seen.splitlines())
+    refused = operator.types("forget", f"t:{WORK}|{key}").stderr
+    assert "\x1b" not in refused
+    (listed,) = json.loads(operator.sees("list", "--json"))
+    assert (listed["key"], listed["message_code"]) == (key, "running")

@@ -88,6 +88,31 @@ def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Stage, name:
     assert len(stage.events("begin", name=name)) == 1
 
 
+def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(stage: Stage, name: str) -> None:
+    """As the caller of the task that replaced itself does; here by a chain, whose last step has the id."""
+    gate = stage.gate()
+    first = stage.tasks.passes.delay(name, str(gate))
+    stage.wait_for_state("passes", f"passes:{name}", "done")
+    other = stage.tasks.passes.delay(name, str(gate))
+    stage.wait_for_log(other.id, f"call {first.id} goes on as another task, which has not ended")
+    gate.touch()
+    assert first.get(timeout=PATIENCE) == other.get(timeout=PATIENCE) == name
+    steps = (stage.tasks.passes.si(name, str(gate)) | stage.tasks.plain.s())()
+    assert steps.get(timeout=PATIENCE) == name
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_another_call_gets_the_error_of_a_replacement_that_failed(stage: Stage, name: str) -> None:
+    """The key is done, by a call that has failed elsewhere."""
+    gate = stage.gate()
+    gate.write_text(f"broken {name}")
+    calls = [stage.tasks.passes.delay(name, str(gate)) for _ in range(2)]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"broken {name}"):
+            call.get(timeout=PATIENCE)
+    assert len(stage.events("begin", name=name)) == 1
+
+
 # -- direct calls ------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Presses during a cooldown, quick retries, and failures for good: what reaches the paid side, and what callers get."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -79,6 +80,24 @@ def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(stage
     assert_sound(stage, "resumes", name)
 
 
+def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Stage, name: str) -> None:
+    """Once its worker has discarded the message: it does not come back, and the key goes on cooling for others."""
+    first = stage.tasks.resumes.delay(name, [limited(5), OK])
+    before = cooled(stage, "resumes", name)
+    host = f"{stage.worker.name}@{os.uname().nodename}"
+    assert stage.app.control.revoke(first.id, destination=[host], reply=True, timeout=10)
+    stage.wait_for_log(first.id, "it was revoked while it waited")
+    seen = status(stage, "resumes", name)
+    assert (seen.state, seen.reason, seen.detail, seen.resumes) == ("cooling", "terminated", "revoked", False)
+    assert seen.message().startswith("Revoked: ")
+    row = stage.row("resumes", f"resumes:{name}")
+    assert row is not None
+    assert row["retry_at"] == before["retry_at"]
+    wait_until_over(stage, "resumes", name)
+    assert status(stage, "resumes", name).message() == "Revoked: runs when called again"
+    assert stage.tasks.resumes.delay(name, [limited(5), OK]).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+
+
 def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is(stage: Stage, name: str) -> None:
     """For jobs a person restarts: the error goes to its caller, nobody is queued, and the key waits all the same."""
     script = [limited(1.5), OK]
@@ -89,6 +108,20 @@ def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is
     assert (shown.state, shown.resumes) == ("cooling", False)
     wait_until_over(stage, "stops", name)
     assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert_sound(stage, "stops", name)
+
+
+def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_and_runs(
+    stage: Stage, name: str
+) -> None:
+    """Forwarded from a dead-letter queue while the key cools down: it is put back, in hops, and is no copy."""
+    script = [limited(1.5), OK]
+    call = stage.tasks.stops.delay(name, script)
+    with pytest.raises(Answered):
+        call.get(timeout=PATIENCE)
+    stage.send("stops", name, script, task_id=call.id)
+    assert stage.wait_for("paid", 2, name=name)[1]["id"] == call.id
+    stage.wait_until_drained()
     assert_sound(stage, "stops", name)
 
 
@@ -146,7 +179,7 @@ def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(stage: 
         assert (told.value.error, told.value.rule) == ("ValueError", "no such document")
     assert len(paid(stage, name)) == 1
     shown = status(stage, "firm", name)
-    assert (shown.state, shown.message()) == ("failed", f"Failed for good: no document {name}")
+    assert (shown.state, shown.message()) == ("failed", "Failed for good")
 
     assert not stage.client.retry(f"firm:{name}", task=f"{COOLING}.firm").resumes
     assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}

@@ -1,9 +1,13 @@
 """The pytest plugin says what it could not test: a skip and one line on a laptop, a failure in CI."""
 
+import tomllib
+
 import pytest
 
+from tests.unit.pages import ROOT
+
 CONFTEST = """
-pytest_plugins = ["celery_leases.testing.plugin"]
+pytest_plugins = ["celery_leases.testing.plugin", "celery_leases.testing.node_plugin"]
 
 def pytest_configure(config):
     from celery_leases.testing import plugin, servers
@@ -60,3 +64,19 @@ def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytes
     docker.stdout.fnmatch_lines(["celery_broker_cluster*pytest_celery*"])
     ran = project.runpytest_subprocess("--leases-docker", "-m", "docker")
     ran.assert_outcomes(passed=1, deselected=3)
+
+
+def test_the_plugin_hides_no_fixture_of_celery(pytester: pytest.Pytester) -> None:
+    """Neither Celery's own worker, nor pytest-celery's nodes, which another plugin replaces if it is asked to."""
+    pytester.makeconftest('pytest_plugins = ["celery.contrib.pytest", "celery_leases.testing.plugin"]')
+    alone = pytester.runpytest_subprocess("--fixtures", "-q", "-p", "no:celery")
+    alone.stdout.fnmatch_lines(["celery_worker *celery/contrib/pytest.py*"])
+    pytester.makeconftest('pytest_plugins = ["celery_leases.testing.plugin"]')
+    beside = pytester.runpytest_subprocess("--fixtures", "-q")
+    beside.stdout.fnmatch_lines(["celery_broker_cluster*pytest_celery*"])
+
+
+def test_the_extra_for_testing_does_not_install_pytest_celery() -> None:
+    """Its fixture ``celery_worker`` would hide Celery's own wherever the extra is installed."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert not [line for line in extras["testing"] if line.startswith("pytest-celery")]

@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event
 
 from celery_leases.handle import SAVE_EVERY
 from celery_leases.seam.apps import parts_of
 from celery_leases.testing.process import wait_until
 from tests.apps.failpoints import armed
+from tests.contract.sql_stores import statements_of
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, environment, spelled
 
@@ -40,7 +40,7 @@ def module_stage(
     yield made
     try:
         if not request.session.testsfailed:
-            made.wait_until_drained()
+            made.wait_until_drained(3 * PATIENCE)  # as long as the test of the loops waits for them
     finally:
         made.close()
 
@@ -156,10 +156,10 @@ def test_a_new_generation_begins_at_its_first_page(stage: Stage, name: str) -> N
 
 def test_saving_is_throttled(stage: Stage, name: str) -> None:
     """Ten thousand items are a statement a second, and not ten thousand."""
-    statements: list[str] = []
-    with environment({"JOURNAL": str(stage.journal)}):
-        engine = parts_of(stage.app, eager=True).records.database.engine
-        event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    with (
+        environment({"JOURNAL": str(stage.journal)}),
+        statements_of(parts_of(stage.app, eager=True).records.database) as statements,
+    ):
         began = time.monotonic()
         assert stage.tasks.loops.apply((name, MANY)).get() == {"name": name, "count": MANY}
         took = time.monotonic() - began

@@ -50,28 +50,14 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
         made.close()
 
 
-@pytest.fixture
-def on_server(stage: Stage) -> Stage:
-    """The stage, where the database is a server."""
-    if stage.record_store == "sqlite":
-        pytest.skip("there are no row locks on SQLite")
-    return stage
-
-
-@pytest.fixture
-def on_postgres(stage: Stage) -> Stage:
-    """The stage, where it is one of PostgreSQL."""
-    if stage.record_store != "postgres":
-        pytest.skip("other databases have no serialization failures")
-    return stage
-
-
-@pytest.fixture
-def on_database(on_server: Stage) -> Stage:
-    """The stage, where the row is the lease, and can be locked."""
-    if on_server.lease_store != "database":
-        pytest.skip("a Redis lease has no row")
-    return on_server
+ON_SERVER = pytest.mark.only(database=("postgres", "mariadb"))
+"""There are no row locks on SQLite."""
+ON_POSTGRES = pytest.mark.only(database="postgres")
+"""Other databases have no serialization failures."""
+ROW_IS_LEASE = pytest.mark.only(leases="database", database=("postgres", "mariadb"))
+"""Where the row is the lease, and can be locked."""
+TELLS_TRANSACTIONS = pytest.mark.only(database=("postgres", "sqlite"))
+"""A connection to MariaDB does not tell one transaction from the next."""
 
 
 def run(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
@@ -301,11 +287,11 @@ def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, wa
     assert_balanced(stage, name, done=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[TELLS_TRANSACTIONS] if way in {"driver", "django"} else []) for way in WAYS]
+)
 def test_a_guarded_transaction_that_is_left_open_is_a_failure(stage: Stage, name: str, way: str) -> None:
     """Its rows are rolled back, so the call has not succeeded, whatever its body returned."""
-    if stage.record_store == "mariadb" and way in {"driver", "django"}:
-        pytest.skip("its connections do not tell one transaction from the next")
     result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
     with pytest.raises(Exception, match=r"after guard\(\), but its transaction was not committed") as told:
         result.get(timeout=PATIENCE)
@@ -314,11 +300,10 @@ def test_a_guarded_transaction_that_is_left_open_is_a_failure(stage: Stage, name
     assert (record(stage, name)["state"], record(stage, name)["failures"]) == ("cooling", 1)
 
 
+@TELLS_TRANSACTIONS
 @pytest.mark.parametrize("way", ["driver", "django", "raw"])
 def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(stage: Stage, name: str, way: str) -> None:
     """An effect may follow it, and the end of the body neither fails nor rolls it back."""
-    if stage.record_store == "mariadb":
-        pytest.skip("its connections do not tell one transaction from the next")
     begin = [["sql", "BEGIN"]] if stage.record_store == "sqlite" else []
     script = [OPEN, GUARD, WRITE, COMMIT, *begin, ["read"], ["effect"], ["keep"], ["say", "paid"]]
     assert answer(stage, name, script, way=way) == "paid"
@@ -343,7 +328,7 @@ def test_with_a_stale_fence_the_rows_do_not_commit(stage: Stage, name: str, step
     stage.wait_for("ready", name=name)
     with stage._engine.connect() as connection:  # as another attempt would, which then dies
         stale = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'another', lease_until = 0"
-        key = {"key": stored_key(f"{BOOKING}.books", f"books:{name}", "task")}
+        key = {"key": stored_key(f"{BOOKING}.books", f"books:{name}")}
         connection.execute(text(f"{stale} WHERE stored_key = :key"), key)
     gate.touch()
     assert result.get(timeout=PATIENCE) == "paid"
@@ -374,9 +359,9 @@ def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(s
     assert_balanced(stage, name, done=True)
 
 
-def test_in_repeatable_read_a_guard_comes_first(on_postgres: Stage, name: str) -> None:
+@ON_POSTGRES
+def test_in_repeatable_read_a_guard_comes_first(stage: Stage, name: str) -> None:
     """A row that was written since the snapshot is 40001, raised as it is; a guard as the first statement works."""
-    stage = on_postgres
     early = [["open", "session repeatable"], ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
     late = [["open", "session repeatable"], GUARD, ["read"], ["sleep", TTL], WRITE, COMPLETE, COMMIT]
     assert answer(stage, name, [*early, *late]) == "paid"
@@ -386,9 +371,9 @@ def test_in_repeatable_read_a_guard_comes_first(on_postgres: Stage, name: str) -
     assert_balanced(stage, name, done=True)
 
 
-def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(on_postgres: Stage, name: str) -> None:
+@ON_POSTGRES
+def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(stage: Stage, name: str) -> None:
     """No wrapping, so that whoever retries such transactions recognises it."""
-    stage = on_postgres
     level = ["sql", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"]
     early = [OPEN, level, ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
     assert answer(stage, name, [*early, *BOOKED], way="driver") == "paid"
@@ -429,9 +414,9 @@ def contend(stage: Stage, name: str) -> list[AsyncResult]:
     return calls
 
 
-def test_a_long_transaction_keeps_the_key_and_succeeds(on_server: Stage, name: str) -> None:
+@ON_SERVER
+def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Stage, name: str) -> None:
     """Three times the ttl after ``complete()``: nobody takes over, contenders are put back soon, all get one answer."""
-    stage = on_server
     script = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ["note", "still"], ["check"], COMMIT]
     result = run(stage, name, script)
     stage.wait_for("locked", name=name)
@@ -444,9 +429,9 @@ def test_a_long_transaction_keeps_the_key_and_succeeds(on_server: Stage, name: s
     assert_balanced(stage, name, done=True)
 
 
-def test_contenders_of_a_locked_row_give_up_soon(on_server: Stage, name: str) -> None:
+@ON_SERVER
+def test_contenders_of_a_locked_row_give_up_soon(stage: Stage, name: str) -> None:
     """They hold a pool process for no longer than the lock timeout."""
-    stage = on_server
     gate = stage.gate()
     result = run(stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT])
     stage.wait_for("locked", name=name)
@@ -462,9 +447,9 @@ def test_contenders_of_a_locked_row_give_up_soon(on_server: Stage, name: str) ->
     print(f"put back after {took:.2f} s")
 
 
-def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_server: Stage, name: str) -> None:
+@ON_SERVER
+def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(stage: Stage, name: str) -> None:
     """Whoever is the next then, one of them books it, and all get its answer."""
-    stage = on_server
     first = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ROLLBACK, ["sleep", 0.5], *BOOKED]
     result = run(stage, name, first, BOOKED, way="driver")
     stage.wait_for("locked", name=name)
@@ -476,9 +461,8 @@ def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(on_serv
 
 
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(on_server: Stage, name: str, way: str) -> None:
+def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(stage: Stage, name: str, way: str) -> None:
     """Three times the ttl, a commit, an effect, the end: one attempt."""
-    stage = on_server
     script = [OPEN, WRITE, GUARD, ["sleep", 3 * TTL], ["note", "still"], COMMIT, ["effect"], ["say", "paid"]]
     assert answer(stage, name, script, way=way) == "paid"
     assert [event["held"] for event in stage.events("still", name=name)] == [True]
@@ -486,12 +470,10 @@ def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(on_server: Sta
     assert_balanced(stage, name, done=True)
 
 
+@ON_SERVER
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
-    on_server: Stage, name: str, way: str
-) -> None:
+def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(stage: Stage, name: str, way: str) -> None:
     """The lease was over long ago, but the commit lets him see a live one; one attempt, and he gets its answer."""
-    stage = on_server
     gate = stage.gate()
     script = [OPEN, WRITE, GUARD, ["sleep", 2 * TTL], ["note", "long"], ["wait", str(gate)], COMMIT, ["effect"]]
     result = run(stage, name, [*script, ["sleep", TTL], ["say", "paid"]], BOOKED, way=way)
@@ -512,11 +494,9 @@ def waiting_for_rows(stage: Stage) -> int:
         return waiting_in(connection)
 
 
-def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(
-    on_database: Stage, name: str
-) -> None:
+@ROW_IS_LEASE
+def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(stage: Stage, name: str) -> None:
     """The lock is gone while the transaction says that it is open: the row is renewed again, and nobody else runs."""
-    stage = on_database
     gone = [OPEN, WRITE, GUARD, ["sleep", 1.5 * TTL], ["end backend"], ["note", "gone"], ["sleep", 2 * TTL]]
     result = run(stage, name, [*gone, ["note", "still"], ["try", *COMMIT], ROLLBACK, *BOOKED], BOOKED)
     stage.wait_for("gone", name=name)
@@ -529,11 +509,11 @@ def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody
     assert_balanced(stage, name, done=True)
 
 
+@ROW_IS_LEASE
 def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
-    on_database: Stage, name: str, request: pytest.FixtureRequest
+    stage: Stage, name: str, request: pytest.FixtureRequest
 ) -> None:
     """The server has ended the idle transaction, and another attempt has done the work: lost, within the window."""
-    stage = on_database
     mariadb = stage.record_store == "mariadb"
     if mariadb and request.config.getoption("--leases-mysql"):
         pytest.skip("MySQL ends idle connections only, by wait_timeout")
@@ -557,10 +537,9 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
     print(f"told {took:.2f} s after SIGCONT")
 
 
+@pytest.mark.only(database="sqlite")
 def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: str) -> None:
     """Read first, another writer in between: SQLite refuses for ever, so the message says how to begin."""
-    if stage.record_store != "sqlite":
-        pytest.skip("SQLite alone")
     gate = stage.gate()
     plain = [["read"], ["note", "read"], ["wait", str(gate)], ["try", *COMPLETE], ROLLBACK]
     ways = ("session plain", "driver plain")

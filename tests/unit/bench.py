@@ -51,7 +51,7 @@ class Bench:
     hurried: bool = False
 
     def __post_init__(self) -> None:
-        self.records = FakeRecords(self.clock, self.journal)
+        self.records = FakeRecords(self.clock, self.journal, "acquire" if self.in_records else "claim")
         self.stores = FakeStores(self.clock, self.records, self.journal, self.in_records)
         self.renewer = NoRenewer()
         self._tokens = count(1)
@@ -73,8 +73,8 @@ class Bench:
         self.execution = Execution(entry, renewer)
 
     def call(self, **changes: Any) -> Call:
-        """A call of the group, under a token of its own."""
-        given: dict[str, Any] = {"group": GROUP, "token": f"attempt-{next(self._tokens)}"}
+        """A call of the group that comes back whatever it fails of, under a token of its own."""
+        given: dict[str, Any] = {"group": GROUP, "resume": "always", "token": f"attempt-{next(self._tokens)}"}
         return a_call(**(given | changes))
 
     def again(self, call: Call, **changes: Any) -> Call:

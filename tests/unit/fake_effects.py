@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -157,7 +158,7 @@ class Attempt:
         renewer: Any = FakeRenewer(desk.journal, desk.clock)
         transaction: Any = None
         steps = Steps(renewer, store, self.effects, self.closed, transaction, transaction)
-        self.lease = Lease(self.tenure, record, steps)
+        self.lease = Lease(self.tenure, record, lambda: steps, os.getpid())
         #: Raised at the end of the next step that signals are kept away from.
         self.pending: BaseException | None = None
 
@@ -194,7 +195,7 @@ class Desk:
 
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
         """Claim the key, from whoever has it."""
-        claim = self.records.claim_now(make_bid(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake")
+        claim = self.records.others.claim(make_bid(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake")
         assert isinstance(claim, Won), claim
         return Attempt(self, claim.record, **options)
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.events import Event
-from celery_leases.core.gates import Closing, Gate, closed
-from celery_leases.core.ports import Acquired, Claimed, Cooling, Held, Holder, Kept, Renewal, Shut, Unsettled
-from celery_leases.core.records import Bid, State, Won
+from celery_leases.core.gates import Closing, Gate, admits, closed
+from celery_leases.core.options import DATABASE
+from celery_leases.core.ports import (
+    Acquired,
+    Claimed,
+    Cooling,
+    Held,
+    Holder,
+    Kept,
+    Renewal,
+    Shut,
+)
+from celery_leases.core.records import Bid, Refused, State, Won
 from tests.unit.fake_records import FakeRecords, StillClock
 
 T = TypeVar("T")
@@ -48,6 +59,10 @@ class Journal(list[str]):
 class Seen(list[Event]):
     """All that was observed."""
 
+    def hears(self, kind: type[Event]) -> bool:
+        """Always."""
+        return True
+
     def observe(self, event: Event) -> None:
         """Remember."""
         self.append(event)
@@ -74,22 +89,35 @@ class FakeStores:
     records: FakeRecords
     journal: Journal
     in_records: bool = False
-    name: str = "fake"
     leases: dict[str, Lasting] = field(default_factory=dict)
     marks: dict[tuple[str, str], str] = field(default_factory=dict)
     known: dict[str, Gate] = field(default_factory=dict)
     #: When the gates were noted, as their times are spans.
     noted: dict[str, float] = field(default_factory=dict)
-    young: bool = False
+    #: When the store came up empty, if it did.
+    born: float | None = None
+
+    def __post_init__(self) -> None:
+        self.name = DATABASE if self.in_records else "fake"
+        self.records.gate = self._gate
 
     # -- leases --------------------------------------------------------------------------------------------
 
-    def acquire(self, bid: Bid, *, settled: bool = False) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
+    def acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut | Claimed:
         """Take the lease, unless it is held, cooling, or behind a gate."""
-        return self.journal.step("acquire", lambda: self._acquire(bid, settled))
+        if self.in_records:
+            return self._claim(bid)
+        return self.journal.step("acquire", lambda: self._acquire(bid))
 
-    def _acquire(self, bid: Bid, settled: bool) -> Acquired | Held | Cooling | Shut | Unsettled | Claimed:
-        found = None if self.in_records else self._found(bid.stored_key)
+    def _claim(self, bid: Bid) -> Shut | Claimed:
+        answer, gate = self.records.claim_at_gate(bid, self.name, self)
+        if isinstance(answer, Refused) and not admits(gate, bid.token):
+            assert gate is not None
+            return Shut(gate, answer.record, looked=True)
+        return Claimed(answer, probe=isinstance(answer, Won) and gate is not None and gate.probe == bid.token)
+
+    def _acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut:
+        found = self._found(bid.stored_key)
         if found is not None and found.bid is None:
             return Cooling(found.until - self.clock.now())
         if found is not None and found.bid is not None and found.token != bid.token:
@@ -97,20 +125,15 @@ class FakeStores:
                 found.token, found.bid.call_id, found.bid.holder, found.bid.ttl, found.until - self.clock.now()
             )
             return Held(holder)
-        if self.young and not settled:
-            return Unsettled(0.0)
         gate = self._gate(bid.group) if bid.group is not None else None
-        free = gate is None or (gate.half_open and gate.probe in (None, bid.token))
-        if self.in_records:
-            row = self.records.row(bid.stored_key)
-            if not free and gate is not None and self.records.would_win(bid, self.name):
-                return Shut(gate, row, looked=True)
-            claim = self.records.claim_now(bid, self.name, in_records=True)
-            return Claimed(claim, probe=isinstance(claim, Won) and self._take_slot(bid, gate))
-        if not free and gate is not None:
+        if gate is not None and not admits(gate, bid.token):
             return Shut(gate)
         self.leases[bid.stored_key] = Lasting(bid.token, bid, self.clock.now() + bid.ttl)
         return Acquired(self._take_slot(bid, gate))
+
+    def age(self, stored_key: str) -> float:
+        """How long ago it came up empty, if it did."""
+        return self.journal.step("age", lambda: self.clock.now() - self.born if self.born is not None else math.inf)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
         """Not by these tests."""
@@ -185,6 +208,17 @@ class FakeStores:
         if may:
             del self.known[group]
         return may
+
+    def take_probe(self, group: str, token: str, ttl: float) -> bool:
+        """Take the probe's slot of a half-open gate."""
+        return self.journal.step("take_probe", lambda: self._take_probe(group, token, ttl))
+
+    def _take_probe(self, group: str, token: str, ttl: float) -> bool:
+        gate = self._gate(group)
+        if gate is None or not admits(gate, token):
+            return False
+        self._note(replace(gate, probe=token, probe_for=ttl))
+        return True
 
     def give_back_probe(self, group: str, token: str) -> bool:
         """Free the probe's slot."""

@@ -10,7 +10,7 @@ from celery_leases.core.endings import Raised
 from celery_leases.core.failures import AfterFailure, CoolDown, RetryAfter, after_failure
 from celery_leases.core.gates import Gate
 from celery_leases.core.keys import CallKey
-from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
+from celery_leases.core.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Failure, Record, State
 from celery_leases.core.rulings import Judgement, Reason, Ruling
@@ -31,7 +31,7 @@ FAILURE = Failure("ValueError", "boom")
 def a_call(*, on_held: OnHeld = "put_back", on_done: OnDone = "replay", **changes: Any) -> Call:
     """A call of ours; a name of an option among *changes* changes that option, any other the call."""
     options = changes.pop("options", LeaseOptions(key="invoice:{id}"))
-    chosen = {name: changes.pop(name) for name in list(changes) if name in LeaseOptions.__slots__ and name != "key"}
+    chosen = {name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"}
     options = replace(options, on_held=on_held, on_done=on_done, **chosen)
     key = replace(KEY, fingerprint=None, digests=None) if on_done == "rerun" else KEY
     return Call(**({"task": "billing.send", "call_id": OURS, "key": key, "options": options} | changes))

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import product
 from typing import Any, get_args
 
-from celery_leases.core import decisions
+from celery_leases.core import claims, decisions
 from celery_leases.core.decisions import before_run
 from celery_leases.core.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
 from celery_leases.core.records import Ended, Failure, Record, State
@@ -43,7 +43,7 @@ class Combination:
         record = self.facts.record
         if self.facts.callbacks_out:
             return True
-        return record is not None and not record.expired and decisions.finished_by(self.call, record)
+        return record is not None and not record.expired and claims.finished_by(self.call.call_id, record)
 
     @property
     def live(self) -> bool:
@@ -120,8 +120,8 @@ def combinations() -> list[Combination]:
 @cache
 def cooldowns() -> list[Combination]:
     calls = [
-        a_call(on_done=on_done, on_cooldown=on_cooldown, canvas=canvas, started=started, repeat=repeat)
-        for on_done, on_cooldown, canvas, started, repeat in product(
+        a_call(on_done=on_done, on_cooling=on_cooling, canvas=canvas, started=started, repeat=repeat)
+        for on_done, on_cooling, canvas, started, repeat in product(
             ON_DONE[::3], (None, "fail", "put_back", "ignore"), (False, True), (False, True), (False, True)
         )
     ]
@@ -192,7 +192,7 @@ class TestEveryCombination:
 
 
 class TestEveryCooldown:
-    """Some 40 000 combinations of row, gate, ``lease_on_cooldown``, canvas, and what the message knows."""
+    """Some 40 000 combinations of row, gate, ``lease_on_cooling``, canvas, and what the message knows."""
 
     def breaches(self, broken: Any) -> list[Combination]:
         return breaches(cooldowns(), broken)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
@@ -16,7 +16,7 @@ from celery_leases.core.gates import Gate
 from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
 from celery_leases.core.records import Ended, Failure, State
 from celery_leases.core.results import NOT_JSON, TOO_LARGE
-from celery_leases.core.verdicts import Drop, PutBack, Refuse, Replay, Run, Wait
+from celery_leases.core.verdicts import Drop, Follow, PutBack, Refuse, Replay, Run, Wait
 from tests.unit.situations import (
     FAILURE,
     KEY,
@@ -102,6 +102,20 @@ class TestDoneByAnotherCall:
         assert isinstance(error, ResultMissing)
         assert reason in str(error)
 
+    def test_the_result_of_a_call_that_replaced_itself_is_asked_of_celery(self) -> None:
+        """The record has none: the replacement may be any task, and has the call's id."""
+        gone_on = a_record(State.DONE, reason="replaced", finished_at=NOW - 40 * SECOND)
+        delays = []
+        for tries in (0, 3, 30):
+            verdict = decide(a_call(tries=tries), gone_on, chance=0.0)
+            assert isinstance(verdict, Follow)
+            assert (verdict.call_id, verdict.age) == (THEIRS, 40.0)
+            assert isinstance(verdict.missing, ResultMissing)
+            delays.append(verdict.delay)
+        assert delays == pytest.approx([1.1, 8.1, 60.1])
+        assert isinstance(decide(a_call(on_done="ignore"), gone_on), Drop)
+        assert isinstance(decide(a_call(), a_record(State.DONE, OURS, reason="replaced")), Drop)
+
     @pytest.mark.parametrize("on_done", ["replay", "ignore"])
     def test_a_copy_of_a_call_that_was_replayed_is_dropped_once_its_callbacks_are_out(self, on_done: OnDone) -> None:
         """Callbacks of one Celery id are sent once, also for the duplicate that got the first call's result."""
@@ -142,7 +156,7 @@ class TestABegunCall:
         verdict = decide(a_call(repeat=True), told, gate=gate)
         assert isinstance(verdict, Refuse)
         assert verdict.own
-        assert str(verdict.error) == "boom"
+        assert str(verdict.error) == "ValueError: boom"
 
     @pytest.mark.parametrize("state", WAITING)
     def test_a_copy_of_a_call_that_comes_back_by_itself_waits_and_runs(self, state: State) -> None:
@@ -155,6 +169,20 @@ class TestABegunCall:
     def test_a_fresh_message_under_the_id_of_a_call_whose_caller_was_told_runs(self, state: State) -> None:
         """From a dead-letter queue, or sent again by hand: somebody wants it tried once more."""
         assert decide(a_call(repeat=False), waiting(state, 0, OURS, ended=Ended.FAILED, failure=FAILURE)) == Run()
+
+    @pytest.mark.parametrize("state", WAITING)
+    def test_a_fresh_message_that_was_put_back_waits_for_the_failure_it_has_met(self, state: State) -> None:
+        """And for no later one: its copy is a copy of the run that it has had."""
+        told: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "fence": 17}
+        verdict = decide(a_call(), waiting(state, 60, OURS, **told))
+        assert isinstance(verdict, PutBack)
+        assert verdict.met == 17
+        for met in (17, 0):
+            copy = a_call(repeat=True, met=met)
+            assert isinstance(decide(copy, waiting(state, 60, OURS, **told)), PutBack)
+            assert decide(copy, waiting(state, 0, OURS, **told)) == Run()
+        for met in (16, 18, None):
+            assert isinstance(decide(a_call(repeat=True, met=met), waiting(state, 0, OURS, **told)), Refuse)
 
     @pytest.mark.parametrize("state", WAITING)
     def test_another_call_may_try_with_other_arguments_once_the_caller_was_told(self, state: State) -> None:
@@ -210,7 +238,20 @@ class TestFailedForGood:
         failure = Failure("shop.errors.Declined", "card declined", "card")
         error = refusal(decide(a_call(), a_record(State.FAILED, call_id, failure=failure)))
         assert isinstance(error, PermanentFailure)
-        assert (str(error), error.rule, error.error) == ("card declined", "card", "shop.errors.Declined")
+        said = "shop.errors.Declined: card declined"
+        assert (str(error), error.rule, error.error) == (said, "card", "shop.errors.Declined")
+
+    @pytest.mark.parametrize(
+        ("failure", "said"),
+        [
+            (Failure("celery_leases.core.errors.PermanentFailure", "unknown invoice"), "unknown invoice"),
+            (Failure("KeyError", ""), "KeyError"),
+            (Failure("TimeoutError", "no", ambiguous=True), "TimeoutError: no (the call may have been executed)"),
+        ],
+    )
+    def test_the_error_is_told_with_its_class_and_its_doubt(self, failure: Failure, said: str) -> None:
+        """What the body has said by itself needs no class."""
+        assert str(refusal(decide(a_call(), a_record(State.FAILED, THEIRS, failure=failure)))) == said
 
     def test_a_failure_without_details_still_has_a_message(self) -> None:
         assert KEY.key in str(refusal(decide(a_call(), a_record(State.FAILED))))
@@ -235,7 +276,6 @@ class TestHeldByThisCall:
         running = a_record(State.RUNNING, OURS, lease_until=NOW + 9 * SECOND)
         assert decide(a_call(), running) == decide(a_call(), holder=held_by(OURS, 9.0))
 
-    @settings(deadline=None)
     @given(st.floats(0, 1, exclude_max=True))
     def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(self, chance: float) -> None:
         verdict = decide(a_call(), holder=held_by(OURS, 9.0), chance=chance)

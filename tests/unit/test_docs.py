@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from celery_leases.core.gates import Gate
 from celery_leases.core.options import OPTION_NAMES, LeaseOptions
 from celery_leases.core.records import Ended, Failure, State
 from celery_leases.core.rulings import Reason
-from celery_leases.core.status import status_of_group
+from celery_leases.core.status import MESSAGES, status_of_group
 from celery_leases.core.verdicts import Verdict
-from celery_leases.wiring import _SETTINGS, read_settings
+from celery_leases.settings import _SETTINGS, read_settings
 from tests.unit.pages import PAGES, README, ROOT, blocks, eagerly, executed, markdown_rows, page, rest_rows, section
 
 
@@ -61,9 +62,10 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
     assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES}
     worded = {
         "key": "none",
+        "namespace": "the task's name",
         "fingerprint": "all arguments but defaults",
         "max_hold": "`time_limit`, else 24 h",
-        "on_cooldown": '`"fail"`',
+        "on_cooling": '`"fail"` for a cooling key, `"put_back"` at a closed gate',
         "cooldown_group": "none",
         "rules": "`Rules.default()`",
     }
@@ -71,8 +73,8 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
         assert rows[f"lease_{name}"] == worded.get(name, spelled(name, default))
     assert LeaseOptions().max_hold == 24 * 3600
     assert LeaseOptions().cooldown.factor == 2
-    assert LeaseOptions().on_cooldown is LeaseOptions().cooldown_group is None
-    assert LeaseOptions().rules == Rules.default()
+    assert LeaseOptions().on_cooling is LeaseOptions().cooldown_group is None
+    assert LeaseOptions().classifier == Rules.default()
 
 
 def test_the_settings_table_names_every_setting() -> None:
@@ -158,6 +160,12 @@ def test_the_status_table_names_every_field() -> None:
     named = [name for row in rows[start + 1 :] for name in re.findall(r"`(\w+)`", row[0])]
     assert Counter(named) == Counter(field.name for field in fields(LeaseStatus))
     assert callable(LeaseStatus.message)
+
+
+def test_every_message_is_listed_with_its_code() -> None:
+    """docs/operating.md says what a status may tell, word for word."""
+    rows = markdown_rows(section(operating(), "Messages"))[1:]
+    assert {row[0].strip("`"): row[1] for row in rows} == {code.value: text for code, text in MESSAGES.items()}
 
 
 def test_every_method_of_the_client_is_named() -> None:
@@ -253,6 +261,57 @@ def test_the_alert_tells_what_only_a_human_can_mend(capsys: pytest.CaptureFixtur
         "b is cooling: no credit (out_of_quota)",
         "c is failed: no credit (out_of_quota)",
     ]
+
+
+def test_a_renamed_task_answers_with_what_was_done_under_the_old_name(tmp_path: Path) -> None:
+    """docs/keys.md renames a task: new name and alias have the records of the old one, and its keys are found."""
+    (source,) = blocks(page("keys"), "python")
+    with executed(_renamed(source, tmp_path, old=True), "billing") as before:
+        done = before["app"].tasks["billing.send"].apply((7,))
+        assert done.get() == {"invoice": 7, "run": 1}
+    with executed(_renamed(source, tmp_path), "billing") as after:
+        tasks = after["app"].tasks
+        for name in ("billing.send_invoice", "billing.send"):
+            assert tasks[name].apply((7,)).get() == {"invoice": 7, "run": 1}
+            assert tasks[name].lease_status(7).state == "done"
+            assert after["app"].tasks[name].apply((name,)).get() == {"invoice": name, "run": 1}
+        client = LeaseClient("database", after["app"].conf.leases_database_url)
+        assert client.status("invoice:7", namespace="billing.send").state == "done"
+        assert client.status("invoice:7", task="billing.send_invoice").state == "absent"
+
+
+def test_five_calls_are_one_run_and_the_key_is_free_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/comparison.md says how; once the retention is over the next call runs."""
+    (source,) = blocks(page("comparison"), "python")
+    eager = "app.conf.leases_eager_stores = True\napp.conf.leases_url = 'database'\nruns = []\n"
+    source = source.replace("postgresql+psycopg://localhost/shop", f"sqlite:///{tmp_path / 'records.db'}")
+    source = source.replace("app.conf.leases_database_url", f"{eager}app.conf.leases_database_url", 1)
+    source = source.replace('return {"shop": shop}', 'runs.append(report.apply((shop,)).state); return {"shop": shop}')
+    with executed(source, "shop") as names:
+        states = [names["report"].apply(("north",)).state for _ in range(5)]
+        assert states == ["SUCCESS", *["IGNORED"] * 4]
+        assert names["runs"] == ["IGNORED"]  # one that came during the run
+        later = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: later() + 181 * 10**9)
+        assert names["report"].apply(("north",)).state == "SUCCESS"
+        assert len(names["runs"]) == 2
+
+
+def _renamed(source: str, tmp_path: Path, *, old: bool = False) -> str:
+    """The example on stores that stay; *old*: as the task was before it had a namespace and another name."""
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    conf = f'app.conf.update(leases_url="database", leases_database_url="{url}", leases_eager_stores=True)'
+    source = source.replace("\n\n\ndef send", f"\n{conf}\nruns = []\n\n\ndef send")
+    source = source.replace(
+        'return {"invoice": customer_id}',
+        'runs.append(customer_id); return {"invoice": customer_id, "run": runs.count(customer_id)}',
+    )
+    if old:
+        source = source.replace(', "lease_namespace": "billing.send"', "")
+    assert conf in source
+    assert "runs.append" in source
+    assert ("lease_namespace" in source) is not old
+    return source
 
 
 def test_the_eager_example_for_unit_tests_passes() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from celery_leases.body.effect_calls import EffectReply
+from celery_leases.body.steps import Steps
 from celery_leases.body.unleased import Unleased
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.effects import (
@@ -40,6 +43,7 @@ from celery_leases.core.errors import (
     Uncertain,
 )
 from celery_leases.core.rulings import cooldown, permanent, retry
+from celery_leases.handle import Lease
 from tests.unit.fake_effects import CHARGE, KEY, Attempt, Desk
 from tests.unit.lookalikes import http_error, lookalike
 
@@ -883,3 +887,21 @@ def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
     assert len(set(keys)) == 2
     with pytest.raises(socket.gaierror):
         Unleased().effect(CHARGE, lambda _: (_ for _ in ()).throw(socket.gaierror()))
+
+
+def test_threads_of_one_body_take_their_first_steps_through_one_object(attempt: Attempt) -> None:
+    """It knows the names that this attempt has used."""
+    both_make = threading.Barrier(2, timeout=10)
+    taken: list[Steps] = []
+
+    def made() -> Steps:
+        both_make.wait()
+        return replace(attempt.lease._steps)
+
+    lease = Lease(attempt.tenure, attempt.record, made, os.getpid())
+    threads = [threading.Thread(target=lambda: taken.append(lease._steps)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert taken[0] is taken[1] is lease._steps

@@ -44,6 +44,7 @@ SAMPLES: dict[str, Any] = {
     "rule": "crash_loop",
     "error": "shop.errors.Declined",
     "executed": True,
+    "column": "progress",
     "ours": "redis://one",
     "theirs": "database",
     "retry_at": 1_800_000_000.5,

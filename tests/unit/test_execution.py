@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
 from celery_leases.core.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
-from celery_leases.core.events import GateClosed, GateOpened
+from celery_leases.core.events import AttemptSettled, GateClosed, GateOpened
 from celery_leases.core.records import Ended, State
 from celery_leases.core.replies import Again, Answer, News, Over, Throw
+from celery_leases.core.results import failure_of
 from celery_leases.core.rulings import Reason, cooldown, permanent, retry
 from celery_leases.core.waiting import RETRY_GRACE
 from tests.unit.bench import RATE_LIMITED, Bench
@@ -38,6 +40,16 @@ class TestAFailure:
         assert bench.run(bench.call()) == Answer(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
+
+    def test_what_nobody_hears_is_not_made_but_for_a_failure(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A failure may have been executed, which is told at a higher level than the end of an attempt usually is."""
+        monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
+        bench.run(bench.call())
+        assert not bench.seen
+        bench.run(replace(bench.call(), call_id="another", key=replace(KEY, stored="t:billing.send|other")), OF_THE_KEY)
+        assert [type(event) for event in bench.seen] == [AttemptSettled]
 
     def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(self, bench: Bench) -> None:
         """Between the two the lease keeps everybody out; the value ends a little earlier than the row's time."""
@@ -85,9 +97,20 @@ class TestAFailure:
         assert bench.run(bench.call(), FOR_GOOD) == Throw(FOR_GOOD.error)
         assert (bench.state, bench.held, bench.cools) == (State.FAILED, False, False)
 
+    def test_a_failure_no_rule_knows_to_pass_is_raised_and_cools(self, bench: Bench) -> None:
+        """By default; what is known to pass comes back."""
+        assert bench.run(bench.call(resume="transient"), OF_THE_KEY) == Throw(
+            OF_THE_KEY.error, news=News("cooldown", 60.0, "error")
+        )
+        assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
+        bench.clock.sleep(60.0)
+        reply = bench.run(bench.call(resume="transient", call_id=THEIRS), OF_THE_GROUP)
+        assert isinstance(reply, Again)
+        assert (reply.cause, bench.row.resumes) == (OF_THE_GROUP.error, True)
+
     def test_a_call_that_shall_stop_raises_and_cools(self, bench: Bench) -> None:
         """A person starts it again."""
-        reply = bench.run(bench.call(after_cooldown="stop"), OF_THE_KEY)
+        reply = bench.run(bench.call(resume="never"), OF_THE_KEY)
         assert reply == Throw(OF_THE_KEY.error, news=News("cooldown", 60.0, "error"))
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
 
@@ -125,7 +148,7 @@ class TestWhatTheBodyAskedFor:
     def test_a_call_that_shall_stop_is_told_when_to_ask_again(self, bench: Bench) -> None:
         """Not that the task has asked for something."""
         ending = Raised(Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED))
-        reply = bench.run(bench.call(after_cooldown="stop"), ending)
+        reply = bench.run(bench.call(resume="never"), ending)
         assert isinstance(reply, Throw)
         assert isinstance(reply.error, CoolingDown)
         assert str(reply.error).startswith("Retry available in 60 seconds: ")
@@ -155,6 +178,22 @@ class TestEagerCalls:
         assert (reply.error.key, reply.error.retry_after, reply.error.retry_at) == (KEY.key, 60.0, TODAY + 60.0)
         assert (reply.error.reason, reply.error.rule) == ("asked", "row")
         assert reply.error.__cause__ is error
+
+    @pytest.mark.parametrize("max_failures", [1, 10])
+    def test_what_the_caller_is_told_has_no_secret_and_is_one_printable_line(
+        self, bench: Bench, max_failures: int
+    ) -> None:
+        """A body may put the text of a client's error into what it asks for; Celery logs what is raised."""
+        error = Cooldown(60, "password=one-nobody-sees\x1b[2J\nforged " + "x" * 5000)
+        ending = Raised(error, failure_of(error), judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED))
+        reply = bench.run(bench.call(comes_back=False, max_failures=max_failures), ending)
+        again = bench.run(bench.call(comes_back=False, max_failures=max_failures, call_id=THEIRS))
+        assert isinstance(reply, Throw)
+        assert isinstance(again, Throw)
+        for told in (str(reply.error), str(again.error)):
+            assert "one-nobody-sees" not in told
+            assert told.isprintable()
+            assert len(told) < 3000
 
     def test_a_snooze_is_told_as_a_cooldown(self, bench: Bench) -> None:
         """An exception that no ``except Exception`` sees must not reach the caller."""
@@ -212,6 +251,17 @@ class TestStoresAwayAfterTheRun:
 
 class TestALostLease:
     """It is somebody else's now: nothing is sent for it any more."""
+
+    def test_its_row_is_closed_though_the_database_comes_back_later(self, bench: Bench) -> None:
+        """While the row is open, the next claim of the key counts a crash of a process that lives."""
+
+        def lose(tenure: Any) -> None:
+            tenure.lost = "not renewed in time"
+            bench.journal.away("settle", times=3)
+
+        bench.run(bench.call(settle_timeout=5.0), Lost("not renewed in time"), during=lose)
+        assert bench.steps("settle") == ["settle"] * 4
+        assert (bench.state, bench.row.ended, bench.row.crashes) == (State.PENDING, Ended.LOST, 0)
 
     @pytest.mark.parametrize("ending", [Lost("taken"), Returned(1, "1"), OF_THE_KEY, SOON])
     def test_nothing_of_it_is_touched(self, bench: Bench, ending: Ending) -> None:
@@ -274,3 +324,51 @@ class TestPassingThrough:
         bench.run(bench.call(), during=lambda _: bench.half_open())
         assert bench.gate is not None
         assert bench.seen.of(GateOpened) == []
+
+
+def _raise(error: Exception) -> Callable[[], object]:
+    def step() -> object:
+        raise error
+
+    return step
+
+
+class TestAnUnexpectedError:
+    """Of a store: a driver, a pool or a callable of the user's may raise anything."""
+
+    @pytest.mark.parametrize("step", ["acquire", "claim"])
+    @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("pool"), TypeError("row")])
+    def test_before_the_body_brings_the_delivery_back(self, bench: Bench, step: str, error: Exception) -> None:
+        """Celery sees no failure, and the next attempt counts no crash."""
+        call = bench.call()
+        bench.journal.before(step, _raise(error))
+        reply = bench.run(call)
+        assert isinstance(reply, Again)
+        assert (reply.away, reply.prior, bench.ran) == (True, call.token, [])
+        assert str(error) in reply.reason
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.again(call, prior=(call.token,))) == Answer(1)
+        assert bench.row.crashes == 0
+
+    def test_after_the_body_is_met_by_writing_the_outcome_again(self, bench: Bench) -> None:
+        """As when the store does not answer."""
+        bench.journal.before("settle", _raise(RuntimeError("pool")))
+        assert bench.run(bench.call()) == Answer(1)
+        assert (len(bench.ran), bench.state) == (1, State.DONE)
+
+    def test_of_the_renewer_gives_the_attempt_back(self, bench: Bench) -> None:
+        """No thread can be started: the body would lose its lease."""
+        call = bench.call()
+        bench.renewer.add = lambda _: _raise(RuntimeError("can't start new thread"))()  # type: ignore[method-assign]
+        reply = bench.run(call)
+        assert isinstance(reply, Again)
+        assert (bench.ran, bench.state, bench.row.attempt, bench.held) == ([], State.PENDING, 0, False)
+
+    def test_of_a_result_that_cannot_be_read_keeps_the_delivery(self, bench: Bench) -> None:
+        """It names the key, the column and the command."""
+        assert bench.run(bench.call()) == Answer(1)
+        bench.records.rows[KEY.stored] = replace(bench.row, result="{")
+        reply = bench.run(bench.call(call_id=THEIRS))
+        assert isinstance(reply, Again)
+        assert "column result" in reply.reason
+        assert "leases forget" in reply.reason

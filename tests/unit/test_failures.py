@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.core.endings import Raised
@@ -20,7 +20,7 @@ from celery_leases.core.failures import (
     RetryAfter,
     says_nothing_of_the_group,
 )
-from celery_leases.core.options import AfterCooldown
+from celery_leases.core.options import Resume
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.rulings import Kind, Reason, Ruling, Scope, Told, cooldown, exactly, permanent, retry
 from tests.unit.situations import (
@@ -92,7 +92,6 @@ class TestEachKind:
 class TestWhatTheAnswerTold:
     """A wait the other side asked for is only ever made longer."""
 
-    @settings(deadline=None)
     @given(CHANCES, st.floats(SHORTEST_TOLD, 21_600))
     @pytest.mark.parametrize("told", ["instead", "at_least"])
     @pytest.mark.parametrize("group", [None, GROUP])
@@ -102,14 +101,12 @@ class TestWhatTheAnswerTold:
         wait = cooled(raised(ruling, delay), chance=chance, group=group).delay
         assert delay <= wait <= delay + min(LONGEST_SPREAD, 0.1 * delay)
 
-    @settings(deadline=None)
     @given(CHANCES)
     def test_told_instead_counts_where_the_policy_says_longer(self, chance: float) -> None:
         """The other side knows best when its window begins."""
         ruling = replace(cooldown("1h"), told="instead")
         assert 20.0 <= cooled(raised(ruling, 20.0), chance=chance).delay <= 22.0
 
-    @settings(deadline=None)
     @given(CHANCES)
     def test_told_at_least_never_cuts_the_policy(self, chance: float) -> None:
         """It raises a shorter wait only."""
@@ -146,7 +143,6 @@ class TestGrowth:
         waits = [verdict.delay for verdict in in_a_row(raised(retry("1s")), 5) if isinstance(verdict, RetryAfter)]
         assert waits == pytest.approx([1, 2, 4, 8, 16])
 
-    @settings(deadline=None)
     @given(CHANCES)
     def test_jitter_only_shortens_a_wait_of_the_policy(self, chance: float) -> None:
         """So its full length may be shown."""
@@ -206,15 +202,48 @@ class TestComingBack:
     """Whether the call is put back, or its caller told."""
 
     @pytest.mark.parametrize("comes_back", [True, False])
-    @pytest.mark.parametrize("after_cooldown", ["resume", "stop"])
+    @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_a_cooldown_resumes_where_the_option_says_so_and_it_can(
-        self, comes_back: bool, after_cooldown: AfterCooldown, group: str | None
+    def test_a_groups_failure_resumes_where_the_option_says_so_and_it_can(
+        self, comes_back: bool, resume: Resume, group: str | None
     ) -> None:
-        """An eager call cannot."""
+        """Also without a group; an eager call cannot."""
         ruling = cooldown("60s", scope="group")
-        verdict = cooled(raised(ruling), comes_back=comes_back, after_cooldown=after_cooldown, group=group)
-        assert verdict.resume is (comes_back and after_cooldown == "resume")
+        verdict = cooled(raised(ruling), comes_back=comes_back, resume=resume, group=group)
+        assert verdict.resume is (comes_back and resume != "never")
+
+    @pytest.mark.parametrize(
+        ("failing", "transient"),
+        [
+            (raised(cooldown("60s")), False),
+            (raised(cooldown("60s"), 20.0), True),
+            (raised(replace(cooldown("60s"), told="ignore"), 20.0), False),
+            (raised(cooldown(), None, Reason.ASKED), True),
+            (raised(cooldown(), 20.0, Reason.ASKED), True),
+            (raised(cooldown("60s", scope="group")), True),
+            (raised(retry("1s", max=0)), True),
+            (raised(retry("1s", max=0, then=cooldown("60s"))), True),
+            (raised(retry("1s", ambiguous=True)), False),
+            (raised(retry("1s", ambiguous=True), 20.0), False),
+            (raised(cooldown("60s", scope="group", ambiguous=True)), False),
+            (raised(cooldown("60s", ambiguous=True), 20.0, Reason.ASKED), False),
+        ],
+        ids=[
+            *("no rule's", "told", "told and ignored", "asked", "asked for a time", "the group's"),
+            *("retries used up", "used up, then", "ambiguous", "ambiguous and told"),
+            *("the group's, ambiguous", "asked, ambiguous"),
+        ],
+    )
+    @pytest.mark.parametrize("resume", ["transient", "always", "never"])
+    def test_what_is_transient_resumes_by_default(self, failing: Raised, resume: Resume, *, transient: bool) -> None:
+        """What the rules do not know to pass ends with the error, and so does what may have been executed."""
+        assert cooled(failing, resume=resume).resume is (resume == "always" or (transient and resume == "transient"))
+
+    @pytest.mark.parametrize("then", [None, cooldown("60s")])
+    def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(self, then: Ruling | None) -> None:
+        """Calling twice does no harm: once its quick retries are used up, it waits and comes back."""
+        verdict = cooled(raised(retry("1s", max=0, ambiguous=True, then=then)), idempotent=True)
+        assert (verdict.resume, verdict.failure.ambiguous) == (True, True)
 
 
 class TestWhatAProbeFound:

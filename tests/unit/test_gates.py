@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.core.gates import Closing, Gate, closed, remembered_for
@@ -113,7 +113,6 @@ CLOSINGS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.none() | GATES, CLOSINGS, st.sampled_from([OURS, LATE]))
 def test_whatever_happens(gate: Gate | None, closing: Closing, token: str) -> None:
     """A standing time is never cut, one failure is at most one trip, and its own slot is never kept."""

@@ -1,24 +1,29 @@
-"""A lease whose row a transaction of the body's own has locked: how long that is believed, and what comes after it."""
+"""A lease whose row a transaction of the body's own has locked: how long that counts, and what comes after it."""
 
+import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from celery_leases.body.steps import Steps
 from celery_leases.core.errors import LeaseLost, StoreUnavailable
 from celery_leases.core.events import LeaseGone, LeaseRenewed
 from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import State
-from celery_leases.core.validity import answer_awaited, lock_believed, lock_looked_at
+from celery_leases.core.validity import lock_believed, renewal_retry
+from celery_leases.handle import Lease
 from celery_leases.renewal import RELEASED, TAKEN
-from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, Tenure
-from tests.unit.test_renewal import STOP, TTL, Bench, Row, running, until
+from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, Tenure
+from tests.unit.situations import NOW, a_record
+from tests.unit.test_renewal import HARD, STOP, THEIRS, TTL, Bench, Row, running, until
 
 __all__ = ["running"]
 
 START = 1000.0
 BELIEVED = TTL / 3
-AWAITED = 2.0
+AGAIN = TTL / 12
 
 
 class Transaction:
@@ -34,6 +39,16 @@ class Transaction:
         """Whether it is not."""
         return not self.open
 
+    def is_of(self, given: Any) -> bool:
+        """Whatever is given is in it."""
+        return True
+
+    def join(self, key: str) -> None:
+        """Nothing to begin."""
+
+    def guard(self, record: Any) -> None:
+        """The row is locked."""
+
 
 @pytest.fixture
 def bench() -> Bench:
@@ -41,12 +56,13 @@ def bench() -> Bench:
     return Bench()
 
 
-def guard(bench: Bench, tenure: Tenure) -> Transaction:
-    """The body locks the row just now."""
+def guard(bench: Bench, tenure: Tenure, lease_until: int | None = NOW) -> Transaction:
+    """The body locks the row just now; with *lease_until* the row is the lease."""
     transaction: Any = Transaction()
-    with tenure.work.locking(transaction):
-        bench.renewer.make_way(tenure)
-    bench.renewer.locked(tenure, bench.clock.now())
+    nothing: Any = None
+    steps = Steps(bench.renewer, nothing, nothing, nullcontext, lambda _: transaction, nothing)
+    record = a_record(State.RUNNING, lease_until=lease_until)
+    Lease(tenure, record, lambda: steps, os.getpid()).guard(None)
     locked: Transaction = transaction
     return locked
 
@@ -54,8 +70,6 @@ def guard(bench: Bench, tenure: Tenure) -> Transaction:
 def guarded(bench: Bench, **options: Any) -> tuple[Tenure, Transaction]:
     """A database lease whose row the body has locked at once."""
     tenure = bench.tenure(**options)
-    tenure.row_is_lease = True
-    tenure.confirm = lambda: bench.renewer.confirm(tenure)
     bench.clock.time += 0.0001
     return tenure, guard(bench, tenure)
 
@@ -67,22 +81,14 @@ def see(bench: Bench, tenure: Tenure, kept: Kept, at: float) -> None:
     bench.renew(tenure)
 
 
-@pytest.mark.parametrize(
-    ("ttl", "believed", "looked", "awaited"),
-    [
-        (1.0, 1.0, 0.2, 1 / 3),
-        (3.0, 1.0, 0.3, 1.0),
-        (6.0, 2.0, 0.6, 2.0),
-        (15.0, 5.0, 1.0, 2.0),
-        (900.0, 300.0, 1.0, 2.0),
-    ],
-)
-def test_how_long_a_lock_is_believed_and_how_often_looked_at(
-    ttl: float, believed: float, looked: float, awaited: float
-) -> None:
-    """It is looked at more than twice before it is not believed any more."""
-    assert (lock_believed(ttl), lock_looked_at(ttl), answer_awaited(ttl)) == pytest.approx((believed, looked, awaited))
-    assert lock_believed(ttl) > 2 * lock_looked_at(ttl)
+# -- while the row is locked -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ttl", "believed"), [(1.0, 1.0), (3.0, 1.0), (6.0, 2.0), (15.0, 5.0), (900.0, 300.0)])
+def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(ttl: float, believed: float) -> None:
+    """It counts for a third of the ttl, at least for a second."""
+    assert lock_believed(ttl) == pytest.approx(believed)
+    assert lock_believed(ttl) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_that_is_seen_keeps_the_lease_beyond_its_ttl(bench: Bench) -> None:
@@ -91,12 +97,13 @@ def test_a_lock_that_is_seen_keeps_the_lease_beyond_its_ttl(bench: Bench) -> Non
     for at in range(1, 20):
         see(bench, tenure, Kept.LOCKED, at)
         assert tenure.held
-    assert tenure.due == pytest.approx(START + 19 + TTL / 10)
+    assert tenure.due == pytest.approx(START + 19 + AGAIN)
     assert tenure.stop == pytest.approx(START + 19 + BELIEVED)
     bench.clock.time = START + 19 + BELIEVED - 0.001
-    assert tenure.held
+    assert tenure.overdue(bench.clock.time) is None
     bench.clock.time += 0.001
     assert not tenure.held
+    assert tenure.overdue(bench.clock.time) == DEADLINE
     assert not bench.seen.of(LeaseRenewed)
 
 
@@ -109,6 +116,19 @@ def test_guarding_is_itself_a_sight_of_the_lock(bench: Bench) -> None:
     assert tenure.stop == pytest.approx(START + STOP - 0.1 + BELIEVED)
 
 
+def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
+    """It is renewed as ever, its deadline is the ordinary one, and a check is arithmetic."""
+    tenure = bench.tenure()
+    bench.clock.time = START + STOP - 0.001
+    guard(bench, tenure, lease_until=None)
+    tenure.check()
+    bench.clock.time = START + STOP
+    assert not tenure.held
+    with pytest.raises(LeaseLost, match=DEADLINE):
+        tenure.check()
+    assert not bench.leases.renewed
+
+
 def test_a_guard_that_raised_is_none(bench: Bench) -> None:
     """The transaction before counts on."""
     tenure, first = guarded(bench)
@@ -119,44 +139,16 @@ def test_a_guard_that_raised_is_none(bench: Bench) -> None:
     assert not tenure.work.guarded
 
 
-def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
-    """It is renewed as ever, and its deadline is the ordinary one."""
-    tenure, _ = guarded(bench)
-    tenure.row_is_lease = False
-    bench.clock.time = START + STOP
-    assert not tenure.held
-    assert not tenure.in_doubt(bench.clock.time)
-    bench.renew(tenure)
-    assert bench.leases.renewed[-1].waits
-
-
-def test_the_keeper_waits_for_the_row_only_where_the_body_has_not_locked_it(bench: Bench) -> None:
-    """Else it would wait for the body, and all other leases with it."""
+def test_the_keeper_says_which_rows_the_body_may_have_locked(bench: Bench) -> None:
+    """It must not wait for the body, and all other leases with it."""
     tenure, transaction = guarded(bench)
     see(bench, tenure, Kept.LOCKED, 1)
     transaction.open = False
     see(bench, tenure, Kept.OURS, 2)
-    assert [renewal.waits for renewal in bench.leases.renewed] == [False, True]
+    assert [renewal.guarded for renewal in bench.leases.renewed] == [True, False]
 
 
-def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench) -> None:
-    """The transaction object says that it is open; nobody has come in between."""
-    tenure, _ = guarded(bench)
-    see(bench, tenure, Kept.LOCKED, 5)
-    see(bench, tenure, Kept.OURS, 6)
-    assert tenure.stop == pytest.approx(START + 6 + STOP)
-    assert tenure.due == pytest.approx(START + 6 + TTL / 3)
-
-
-@pytest.mark.parametrize(("kept", "reason"), [(Kept.OTHER, TAKEN), (Kept.MISSING, RELEASED)])
-def test_a_lock_that_is_gone_and_used_by_another_means_lost(bench: Bench, kept: Kept, reason: str) -> None:
-    """At the next look, while the transaction object still says that it is open."""
-    tenure, _ = guarded(bench)
-    see(bench, tenure, kept, 1)
-    assert (tenure.lost, tenure.held) == (reason, False)
-
-
-def test_no_lock_is_believed_beyond_lease_max_hold(bench: Bench) -> None:
+def test_no_lock_counts_beyond_lease_max_hold(bench: Bench) -> None:
     """However often it is seen."""
     tenure, _ = guarded(bench, max_hold=10.0)
     see(bench, tenure, Kept.LOCKED, 9.5)
@@ -167,171 +159,210 @@ def test_no_lock_is_believed_beyond_lease_max_hold(bench: Bench) -> None:
     assert tenure.overdue(bench.clock.time) == HELD_TOO_LONG
 
 
-def test_without_renewal_the_lock_is_looked_at_and_nothing_pushed_out(bench: Bench) -> None:
-    """``lease_renew=False``: 0 seconds are asked for."""
-    tenure, _ = guarded(bench, renew=False)
-    assert tenure.looked_after(START)
-    assert tenure.due == pytest.approx(START + TTL / 10)
+def test_a_body_that_is_to_be_killed_lives_as_long_as_the_lock_is_seen(bench: Bench) -> None:
+    """And has as long to end afterwards as with any lease."""
+    tenure, _ = guarded(bench)
+    told: list[float] = []
+    tenure.put_off = told.append
+    assert tenure.dead_by == pytest.approx(START + HARD)
     see(bench, tenure, Kept.LOCKED, 1)
-    assert tenure.stop == pytest.approx(START + STOP)
-    see(bench, tenure, Kept.LOCKED, 4.5)
-    assert tenure.stop == pytest.approx(START + 4.5 + BELIEVED)
-    see(bench, tenure, Kept.OURS, 5)
-    assert [renewal.ttl for renewal in bench.leases.renewed] == [0.0, 0.0, 0.0]
-    assert tenure.stop == pytest.approx(START + STOP)
-    assert not tenure.looked_after(bench.clock.time)
+    see(bench, tenure, Kept.LOCKED, 19)
+    assert told == pytest.approx([START + HARD, START + 19 + BELIEVED + HARD - STOP])
 
 
-# -- in doubt ----------------------------------------------------------------------------------------------
+# -- the lock is gone --------------------------------------------------------------------------------------
 
 
-def outlasted(bench: Bench, **options: Any) -> Tenure:
-    """A lease whose transaction has ended two ttls later."""
-    tenure, transaction = guarded(bench, **options)
+def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench) -> None:
+    """Whatever the transaction object says; nobody has come in between."""
+    tenure, _ = guarded(bench)
     see(bench, tenure, Kept.LOCKED, 2 * TTL)
-    transaction.open = False
-    return tenure
-
-
-def test_a_transaction_that_outlasts_the_lease_leaves_it_in_doubt(bench: Bench) -> None:
-    """Not held, but not lost either: the watcher leaves it alone, the keeper is to ask."""
-    tenure = outlasted(bench)
-    assert (tenure.held, tenure.gone, tenure.remaining()) == (False, False, 0)
-    assert tenure.overdue(bench.clock.now()) is None
-    assert tenure.looked_after(bench.clock.now())
-
-
-def test_the_keepers_renewal_ends_the_doubt(bench: Bench) -> None:
-    """Counted from when it was sent."""
-    tenure = outlasted(bench)
     see(bench, tenure, Kept.OURS, 2 * TTL + 0.5)
-    assert tenure.held
     assert tenure.stop == pytest.approx(START + 2 * TTL + 0.5 + STOP)
-    assert not tenure.in_doubt(tenure.stop)
-    assert tenure.overdue(tenure.stop) == DEADLINE
+    assert tenure.due == pytest.approx(START + 2 * TTL + 0.5 + TTL / 3)
 
 
-def test_a_check_asks_by_itself_and_once(bench: Bench) -> None:
-    """One renewal; the next check is arithmetic again."""
-    tenure = outlasted(bench)
-    bench.leases.answer = lambda _: Kept.OURS
-    before = len(bench.leases.renewed)
-    tenure.check()
-    tenure.check()
-    assert [(renewal.ttl, renewal.waits) for renewal in bench.leases.renewed[before:]] == [(TTL, True)]
-    assert tenure.held
-
-
-def test_a_check_without_renewal_asks_too(bench: Bench) -> None:
-    """``lease_renew=False`` says that nobody renews by himself."""
-    tenure = outlasted(bench, renew=False)
-    bench.leases.answer = lambda _: Kept.OURS
-    tenure.check()
-    assert tenure.held
-
-
-@pytest.mark.parametrize(("kept", "reason"), [(Kept.OTHER, TAKEN), (Kept.MISSING, DEADLINE)])
-def test_a_check_that_finds_another_owner_raises(bench: Bench, kept: Kept, reason: str) -> None:
-    """Lost as ever."""
-    tenure = outlasted(bench)
-    bench.leases.answer = lambda _: kept
-    with pytest.raises(LeaseLost, match=reason):
-        tenure.check()
-    assert (tenure.lost, tenure.gone) == (reason, True)
+@pytest.mark.parametrize(("kept", "row", "reason"), [(Kept.OTHER, THEIRS, TAKEN), (Kept.MISSING, None, RELEASED)])
+def test_a_lock_that_is_gone_and_used_by_another_means_lost(
+    bench: Bench, kept: Kept, row: Row | None, reason: str
+) -> None:
+    """At the next look, while the transaction object still says that it is open."""
+    tenure, _ = guarded(bench)
+    bench.leases.reasserts = False
+    see(bench, tenure, Kept.LOCKED, 2 * TTL)
+    bench.records.row = row
+    see(bench, tenure, kept, 2 * TTL + 0.5)
+    assert (tenure.lost, tenure.held) == (reason, False)
     assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
 
 
-def test_a_check_without_an_answer_raises(bench: Bench) -> None:
-    """The keeper may still get one."""
-    tenure = outlasted(bench)
+def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
+    """The row is done under our fence: nobody comes."""
+    tenure, transaction = guarded(bench)
+    tenure.work.completing = True
+    see(bench, tenure, Kept.LOCKED, 2 * TTL)
+    transaction.open = False
+    bench.records.row = Row(State.DONE, 7, "token")
+    see(bench, tenure, Kept.MISSING, 2 * TTL + 0.5)
+    bench.clock.time += 100 * TTL
+    assert tenure.held
+    assert not tenure.looked_after(bench.clock.now())
+
+
+# -- lease_renew=False -------------------------------------------------------------------------------------
+
+
+def test_without_renewal_the_lock_is_looked_at_and_nothing_pushed_out(bench: Bench) -> None:
+    """0 seconds are asked for while the lease itself lasts."""
+    tenure, _ = guarded(bench, renew=False)
+    assert tenure.looked_after(START)
+    assert tenure.due == pytest.approx(START + AGAIN)
+    see(bench, tenure, Kept.LOCKED, 1)
+    assert tenure.stop == pytest.approx(START + STOP)
+    see(bench, tenure, Kept.OURS, 4.5)
+    assert [renewal.ttl for renewal in bench.leases.renewed] == [0.0, 0.0]
+    assert tenure.stop == pytest.approx(START + STOP)
+    assert not tenure.looked_after(bench.clock.time)
+    assert tenure.overdue(START + STOP) == NOT_EXTENDED
+
+
+def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_whole_one(bench: Bench) -> None:
+    """The body could not extend it: ``extend()`` raises while the transaction is open."""
+    tenure, _ = guarded(bench, renew=False)
+    see(bench, tenure, Kept.LOCKED, 5)
+    see(bench, tenure, Kept.OURS, 6)
+    assert [renewal.ttl for renewal in bench.leases.renewed] == [TTL, TTL]
+    assert tenure.stop == pytest.approx(START + 6 + STOP)
+    assert not tenure.looked_after(bench.clock.time)
+
+
+# -- check() -----------------------------------------------------------------------------------------------
+
+
+def outlasted(bench: Bench, **options: Any) -> tuple[Tenure, Transaction]:
+    """A lease that only the lock on its row keeps, two ttls later."""
+    tenure, transaction = guarded(bench, **options)
+    see(bench, tenure, Kept.LOCKED, 2 * TTL)
+    bench.leases.renewed.clear()
+    return tenure, transaction
+
+
+def test_before_the_lease_is_over_a_check_is_arithmetic(bench: Bench) -> None:
+    """Nobody else can claim the row, locked or not."""
+    tenure, _ = guarded(bench)
+    see(bench, tenure, Kept.LOCKED, 2)
+    bench.leases.renewed.clear()
+    bench.clock.time = START + STOP - 0.001
+    tenure.check()
+    assert not bench.leases.renewed
+
+
+def test_a_check_of_a_lock_asks_the_store(bench: Bench) -> None:
+    """Each time, as long as the row is locked."""
+    tenure, _ = outlasted(bench)
+    bench.clock.time += BELIEVED - 0.1
+    tenure.check()
+    tenure.check()
+    assert [(renewal.ttl, renewal.guarded) for renewal in bench.leases.renewed] == [(TTL, True)] * 2
+    assert tenure.remaining() == pytest.approx(BELIEVED)
+
+
+@pytest.mark.parametrize("renew", [True, False])
+def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: bool) -> None:
+    """Once; the next check is arithmetic again."""
+    tenure, transaction = outlasted(bench, renew=renew)
+    transaction.open = False
+    bench.leases.answer = lambda _: Kept.OURS
+    tenure.check()
+    tenure.check()
+    assert [(renewal.ttl, renewal.guarded) for renewal in bench.leases.renewed] == [(TTL, False)]
+    assert tenure.stop == pytest.approx(bench.clock.now() + STOP)
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "ended"])
+@pytest.mark.parametrize(("kept", "row", "reason"), [(Kept.OTHER, THEIRS, TAKEN), (Kept.MISSING, None, RELEASED)])
+def test_a_check_that_finds_another_owner_raises(
+    bench: Bench, kept: Kept, row: Row | None, reason: str, is_open: bool
+) -> None:
+    """Whatever the transaction object says: its session may have died."""
+    tenure, transaction = outlasted(bench)
+    transaction.open = is_open
+    bench.leases.reasserts, bench.records.row = False, row
+    bench.leases.answer = lambda _: kept
+    with pytest.raises(LeaseLost, match=reason):
+        tenure.check()
+    assert tenure.lost == reason
+    assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
+
+
+def test_without_an_answer_the_last_sight_of_the_lock_decides(bench: Bench) -> None:
+    """The keeper may still get an answer, but not after that."""
+    tenure, _ = outlasted(bench)
 
     def away(_: Renewal) -> Kept:
         raise StoreUnavailable("away", None)
 
     bench.leases.answer = away
+    bench.clock.time += BELIEVED - 0.001
+    tenure.check()
+    bench.clock.time += 0.001
     with pytest.raises(LeaseLost, match=DEADLINE):
         tenure.check()
-    assert tenure.lost is None
 
 
 def test_a_lease_that_is_lost_is_not_asked_about(bench: Bench) -> None:
     """Whatever the answer would be."""
-    tenure = outlasted(bench)
+    tenure, _ = outlasted(bench)
     bench.renewer._lose(tenure, DEADLINE)
-    before = len(bench.leases.renewed)
     with pytest.raises(LeaseLost):
         tenure.check()
-    assert len(bench.leases.renewed) == before
+    assert not bench.leases.renewed
 
 
-def test_without_a_guard_a_deadline_that_has_passed_is_no_doubt(bench: Bench) -> None:
-    """Nor is it after a renewal since the guard: the row was free to be renewed."""
-    tenure, transaction = guarded(bench)
-    transaction.open = False
-    see(bench, tenure, Kept.OURS, 1)
-    bench.clock.time = START + 1 + STOP
-    before = len(bench.leases.renewed)
-    with pytest.raises(LeaseLost, match=DEADLINE):
-        tenure.check()
-    assert len(bench.leases.renewed) == before
-    assert tenure.gone
+# -- the threads -------------------------------------------------------------------------------------------
 
 
-def test_a_completion_that_has_committed_ends_the_doubt(bench: Bench) -> None:
-    """The row is done under our fence: there is nothing to renew, and nobody comes."""
-    tenure = outlasted(bench)
-    tenure.work.completing = True
-    bench.records.row = Row(State.DONE, 7, "token")
-    see(bench, tenure, Kept.MISSING, 2 * TTL + 1)
-    assert tenure.held
-    assert not tenure.looked_after(bench.clock.now())
-
-
-def test_the_watcher_has_the_keeper_asked_and_waits_for_the_answer(running: Bench) -> None:
-    """It comes late, and in time."""
-    asked = []
-
-    def slow(renewal: Renewal) -> Kept:
-        asked.append(renewal)
-        if not renewal.waits:
-            return Kept.LOCKED
-        time.sleep(0.1)
-        return Kept.OURS
-
-    running.leases.answer = slow
-    tenure = running.tenure(ttl=0.6)
-    tenure.row_is_lease = True
+def begun(running: Bench, ttl: float) -> tuple[Tenure, Transaction]:
+    """A lease that the threads look after, whose row is locked."""
+    tenure = running.tenure(ttl=ttl)
     transaction = guard(running, tenure)
     running.renewer.add(tenure)
-    ordinary = tenure.stop
-    until(lambda: running.clock.now() > ordinary + 0.3, "the lease to be outlasted")
-    assert tenure.held
+    return tenure, transaction
+
+
+def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(running: Bench) -> None:
+    """The keeper looks by itself, and the watcher lets it."""
+    held: list[bool] = []
+    running.leases.answer = lambda renewal: Kept.LOCKED if renewal.guarded else Kept.OURS
+    tenure, transaction = begun(running, ttl=0.6)
+    over = running.clock.now() + 3 * 0.6
+    while running.clock.now() < over:
+        held.append(tenure.held)
+        time.sleep(0.001)
     transaction.open = False
-    assert not tenure.held
-    until(lambda: tenure.held, "the confirmation")
-    assert tenure.lost is None
-    assert not asked[0].waits
+    until(lambda: running.seen.of(LeaseRenewed), "the renewal")
+    assert all(held)
+    assert (tenure.lost, tenure.held) == (None, True)
 
 
-def test_the_watcher_gives_up_when_there_is_no_answer(running: Bench) -> None:
-    """A third of this ttl after it has noticed, and not before."""
+def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) -> None:
+    """A second after the last look that was answered, and not before."""
     gone: list[float] = []
+    seen: list[float] = []
+    away: list[bool] = []
 
-    def away(renewal: Renewal) -> Kept:
-        if renewal.waits:
+    def answer(_: Renewal) -> Kept:
+        if away:
             raise StoreUnavailable("away", None)
+        seen.append(running.clock.now())
         return Kept.LOCKED
 
-    running.leases.answer = away
-    tenure = running.tenure(ttl=1.2)
-    tenure.row_is_lease = True
+    running.leases.answer = answer
+    tenure, _ = begun(running, ttl=1.2)
     tenure.interrupt = lambda: gone.append(running.clock.now())
-    transaction = guard(running, tenure)
-    running.renewer.add(tenure)
-    ordinary = tenure.stop
-    until(lambda: running.clock.now() > ordinary + 0.2, "the lease to be outlasted")
-    transaction.open = False
-    ended = running.clock.now()
+    ordinary = tenure.hard
+    until(lambda: running.clock.now() > ordinary, "the lease to be outlasted")
+    away.append(True)
     until(lambda: gone, "the loss")
     assert tenure.lost == DEADLINE
-    assert gone[0] - ended >= 0.4 - 0.01
+    assert gone[0] - seen[-1] >= 1.0 - 0.05

@@ -8,7 +8,7 @@ import pytest
 
 from celery_leases.core.decisions import before_run
 from celery_leases.core.records import State
-from celery_leases.core.verdicts import Facts, PutBack, Run
+from celery_leases.core.verdicts import Facts, PutBack
 from celery_leases.core.waiting import SHORTEST_DELAY, store_came_up_empty
 from tests.unit.situations import (
     OURS,
@@ -35,7 +35,7 @@ class TestHops:
         ids=["own copy", "another call", "retry time", "cooldown", "gate"],
     )
     def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
-        verdict = before_run(a_call(longest_hop=30.0, tries=20, on_cooldown="put_back"), facts)
+        verdict = before_run(a_call(longest_hop=30.0, tries=20, on_cooling="put_back"), facts)
         assert isinstance(verdict, PutBack)
         assert verdict.delay == 30.0
 
@@ -51,9 +51,3 @@ class TestAStoreThatCameUpEmpty:
         verdict = store_came_up_empty(a_call(), running, 4.0, 0.0)
         assert isinstance(verdict, PutBack)
         assert verdict.delay == pytest.approx(11.0)
-        assert store_came_up_empty(a_call(), running, 15.0, 0.0) == Run()
-
-    @pytest.mark.parametrize("state", [state for state in State if state is not State.RUNNING])
-    def test_any_other_key_may_be_claimed_at_once(self, state: State) -> None:
-        assert store_came_up_empty(a_call(), a_record(state), 0.0, 0.0) == Run()
-        assert store_came_up_empty(a_call(), None, 0.0, 0.0) == Run()

@@ -1,4 +1,7 @@
-"""Two workers and an operator, step by step: what the one does between two steps of the other."""
+"""Two workers and an operator, step by step: what the one does between two steps of the other.
+
+The claim is searched: all that two calls, their renewals and outcomes, an operator and time can do in so many steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from celery_leases.core.events import GateOpened
 from celery_leases.core.records import State
 from celery_leases.core.replies import Again, Answer, Reply, Throw
 from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.stores.claiming import COMPARED
+from tests.unit import fake_records
 from tests.unit.bench import RATE_LIMITED, Bench, error
+from tests.unit.claim_model import Broken, beginnings, search, walk
 from tests.unit.situations import GROUP, KEY, THEIRS, raised
 
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
@@ -102,6 +108,35 @@ class TestAnotherCallDuringACooldown:
         assert len(bench.ran) == 2
 
 
+class TestAFreshMessage:
+    """Bears the id of a call that has failed and was told so: from a dead-letter queue, or sent by hand."""
+
+    def test_that_comes_during_the_cooldown_runs_once_after_it(self, bench: Bench) -> None:
+        """In hops; its copies do not run, nor does a copy of the first message."""
+        call = bench.call(resume="never")
+        bench.run(call, OF_THE_KEY)
+        reply = bench.run(bench.call())
+        assert isinstance(reply, Again)
+        assert reply.met == bench.row.fence
+        copy = bench.again(call, met=reply.met)
+        hop = bench.run(copy)
+        assert isinstance(hop, Again)
+        assert hop.met == reply.met
+        bench.clock.sleep(60.0)
+        assert str(error(bench.run(bench.redelivered(call)))) == "ValueError: boom"
+        bench.run(bench.again(copy), OF_THE_KEY)
+        bench.clock.sleep(120.0)
+        assert str(error(bench.run(bench.again(copy)))) == "ValueError: boom"
+        assert len(bench.ran) == 2
+
+    def test_that_comes_while_a_store_is_away_is_still_fresh_afterwards(self, bench: Bench) -> None:
+        """Nobody has read the record that it is measured by."""
+        call = bench.call(resume="never")
+        bench.run(call, OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.again(call, met=0)) == Answer(1)
+
+
 class TestAnOperator:
     """Retries a key while a copy of its call is on its way."""
 
@@ -116,7 +151,7 @@ class TestAnOperator:
 
     def test_the_copy_that_comes_meanwhile_is_put_back(self, bench: Bench) -> None:
         """It has begun before, so it is never refused."""
-        call = bench.call(on_held="fail", on_cooldown="fail", on_done="fail")
+        call = bench.call(on_held="fail", on_cooling="fail", on_done="fail")
         bench.run(call, OF_THE_KEY)
         bench.records.reset(KEY.stored)
         met: list[Reply] = []
@@ -149,7 +184,7 @@ class TestAnOperator:
 
     def test_a_retry_ends_what_was_told(self, bench: Bench) -> None:
         """A copy of a call that had stopped runs, where it was refused before."""
-        call = bench.call(after_cooldown="stop")
+        call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(error(bench.run(bench.again(call))), PermanentFailure)
         bench.records.reset(KEY.stored)
@@ -178,7 +213,7 @@ class TestOtherArguments:
 
     def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(self, bench: Bench) -> None:
         """Somebody corrects the input; the first call's copy is answered with the new result, never run."""
-        call = bench.call(after_cooldown="stop")
+        call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), CoolingDown)
         bench.clock.sleep(60.0)
@@ -255,3 +290,35 @@ def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> No
         bench.run(bench.again(call), ending)
         bench.clock.sleep(10.0)
     assert (bench.state, bench.row.failures, bench.row.attempt, bench.row.crashes) == (State.COOLING, 1, 3, 0)
+
+
+# -- two claims of one key, and all that happens between their steps ------------------------------------------------
+
+
+@pytest.mark.parametrize(("accidents", "depth"), [(0, 8), (1, 6)])
+@pytest.mark.parametrize("begin", [name for name, _ in beginnings(0)])
+def test_each_claim_is_one_step_whatever_happens_between_its_look_and_its_write(
+    begin: str, accidents: int, depth: int
+) -> None:
+    """The row that it writes is what the rule makes of the row that is there then, and the fence grows.
+
+    An accident: a reply that is lost, a clock that jumps back, a purge, progress, a message, a call that is given up.
+    """
+    assert search(dict(beginnings(accidents))[begin], depth) > 5_000
+
+
+@pytest.mark.parametrize("begin", [name for name, _ in beginnings(0)])
+def test_so_it_is_in_long_walks_with_many_accidents(begin: str) -> None:
+    """At random; the seed is in the error."""
+    for seed in range(100):
+        walk(dict(beginnings(4))[begin], seed, 40)
+
+
+@pytest.mark.parametrize("column", sorted(set(COMPARED) - {"state", "owner"}))
+def test_the_search_finds_what_a_column_is_compared_for(monkeypatch: pytest.MonkeyPatch, column: str) -> None:
+    """Without it a claim overwrites what it has not seen. A state changes with how an attempt ended or with its lease,
+    and an owner with the fence.
+    """
+    monkeypatch.setattr(fake_records, "COMPARED", [name for name in COMPARED if name != column])
+    with pytest.raises(Broken):
+        all(search(world, 6) for _, world in beginnings(1))

@@ -26,7 +26,8 @@ def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
     """Told twice at once, it could not clean up; told only once, it might go on, as the first may have vanished."""
     clock, shield = StillClock(), SignalShield()
     tenure = Tenure(make_bid("t:task|key"), 0.0, clock)
-    with shield.around(), shield.opened(tenure, "interrupt"):
+    with shield:
+        shield.open(tenure, "interrupt")
         shield._on_loss(0, None)  # nothing is lost
         tenure.lost = "taken by another owner"
         with pytest.raises(LeaseLost):
@@ -35,4 +36,5 @@ def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
         clock.sleep(LEFT_ALONE)
         with pytest.raises(LeaseLost):
             shield._on_loss(0, None)
-    shield._on_loss(0, None)  # the body is over
+        shield.shut()
+        shield._on_loss(0, None)  # the body is over

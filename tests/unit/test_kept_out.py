@@ -123,10 +123,13 @@ class TestAShutGate:
         """Neither lease nor row; the call is told of the group's wait."""
         bench = Bench(in_records)
         bench.shut()
-        reply = bench.run(bench.call())
+        reply = bench.run(bench.call(on_cooling="fail"))
         assert isinstance(reply, Throw)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.retry_after, reply.error.reason) == (60.0, "rate_limited")
+        waits = bench.run(bench.call())
+        assert isinstance(waits, Again)
+        assert (waits.delay, waits.started) == (60.1, False)
         assert (bench.ran, bench.records.rows, bench.held) == ([], {}, False)
 
     @KINDS

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import re
+from contextlib import suppress
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from enum import Enum
@@ -21,9 +22,26 @@ from hypothesis import strategies as st
 from kombu.utils import json as wire
 
 from celery_leases.core.errors import KeyUnusable
-from celery_leases.core.keys import STORED_KEY_MAX, CallKey, bind, call_key, canonical, differing, stored_key
+from celery_leases.core.keys import (
+    STORED_KEY_MAX,
+    CallKey,
+    Parameters,
+    bind,
+    call_group,
+    call_key,
+    canonical,
+    differing,
+    stored_key,
+)
 from celery_leases.core.options import LeaseOptions
+from celery_leases.stores.gate_values import gate_name
 
+#: What an argument may be, text that no store holds included.
+ARGUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.just("\ud83d\ude00"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
 #: Characters that a key may hold.
 STORABLE = st.characters(exclude_categories=["Cs"], exclude_characters="\x00")
 PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
@@ -36,10 +54,10 @@ def _published() -> list[dict[str, Any]]:
     return vectors
 
 
-def signature(parameters: str) -> inspect.Signature:
+def signature(parameters: str) -> Parameters:
     made: dict[str, Any] = {}
     exec(f"def body({parameters}): ...", made)  # noqa: S102 - a signature from its text, as the docs write it
-    return inspect.signature(made["body"])
+    return Parameters(list(inspect.signature(made["body"]).parameters.values()))
 
 
 def key_of(parameters: str, *args: Any, _options: dict[str, Any], **kwargs: Any) -> CallKey:
@@ -58,7 +76,7 @@ class TestPublishedForm:
     )
     def test_a_vector_gives_its_key_stored_key_and_fingerprint(self, vector: dict[str, Any]) -> None:
         args, kwargs = wire.loads(json.dumps(vector["args"])), wire.loads(json.dumps(vector["kwargs"]))
-        options = LeaseOptions(key=vector["lease_key"], scope=vector["lease_scope"])
+        options = LeaseOptions(key=vector["lease_key"], namespace=vector.get("lease_namespace"))
         made = call_key("shop.work", options, signature(vector["parameters"]), "call-1", args, kwargs)
         assert (made.key, made.stored, made.fingerprint) == (
             vector["key"],
@@ -72,8 +90,8 @@ class TestPublishedForm:
         assert vector["fingerprint"] == f"v1:{digest}"
 
     @pytest.mark.parametrize("vector", _published(), ids=lambda vector: vector["lease_key"])
-    def test_the_stored_key_is_scope_task_and_key_or_its_hashed_tail(self, vector: dict[str, Any]) -> None:
-        scoped = {"task": f"t:shop.work|{vector['key']}", "global": f"g:{vector['key']}"}[vector["lease_scope"]]
+    def test_the_stored_key_is_namespace_and_key_or_its_hashed_tail(self, vector: dict[str, Any]) -> None:
+        scoped = f"t:{vector.get('lease_namespace', 'shop.work')}|{vector['key']}"
         if len(scoped) > STORED_KEY_MAX:
             scoped = f"{scoped[:190]}#{hashlib.sha256(scoped.encode()).hexdigest()}"
         assert vector["stored_key"] == scoped
@@ -88,9 +106,9 @@ class TestPublishedForm:
                 seen += 1
         assert seen == 8
 
-    def test_the_vectors_cover_both_scopes_and_a_hashed_tail(self) -> None:
+    def test_the_vectors_cover_a_namespace_and_a_hashed_tail(self) -> None:
         vectors = _published()
-        assert {vector["lease_scope"] for vector in vectors} == {"task", "global"}
+        assert any("lease_namespace" in vector for vector in vectors)
         assert any("#" in vector["stored_key"] for vector in vectors)
 
 
@@ -136,25 +154,56 @@ class TestCanonical:
 
 
 class TestStoredKey:
-    def test_two_tasks_share_a_key_in_the_global_scope_only(self) -> None:
-        assert stored_key("a", "k", "task") != stored_key("b", "k", "task")
-        assert stored_key("a", "k", "global") == stored_key("b", "k", "global")
+    def test_two_tasks_share_a_key_in_one_namespace_only(self) -> None:
+        options = LeaseOptions(key="k"), LeaseOptions(key="k", namespace="ours")
+        keys = [[call_key(task, each, signature(""), "1", (), {}).stored for task in "ab"] for each in options]
+        assert keys == [["t:a|k", "t:b|k"], ["t:ours|k", "t:ours|k"]]
 
     def test_255_characters_are_kept_and_256_get_a_hashed_tail(self) -> None:
-        whole = stored_key("work", "x" * (STORED_KEY_MAX - len("t:work|")), "task")
+        whole = stored_key("work", "x" * (STORED_KEY_MAX - len("t:work|")))
         assert whole == "t:work|" + "x" * 248
-        cut = stored_key("work", "x" * 249, "task")
+        cut = stored_key("work", "x" * 249)
         assert len(cut) == STORED_KEY_MAX
         assert cut[190] == "#"
 
     @given(st.text(min_size=240, max_size=400), st.text(min_size=240, max_size=400))
     def test_long_keys_fit_and_stay_apart(self, one: str, other: str) -> None:
-        keys = [stored_key("work", key, "task") for key in (one, other)]
+        keys = [stored_key("work", key) for key in (one, other)]
         assert all(len(key) <= STORED_KEY_MAX for key in keys)
         assert (keys[0] == keys[1]) == (one == other)
 
+    def test_the_short_form_of_a_key_is_the_stored_key_of_no_other(self) -> None:
+        short = stored_key("work", "x" * 400)
+        chosen = stored_key("work", short.removeprefix("t:work|"))
+        assert chosen != short
+        assert len(chosen) == STORED_KEY_MAX
+        assert stored_key("work", chosen.removeprefix("t:work|")) not in (short, chosen)
+        harmless = "x" * 183 + "#" + "g" * 64
+        assert stored_key("work", harmless) == f"t:work|{harmless}"
+
+    @given(st.text("a|%7C", max_size=4), st.text("a|%7C", max_size=4), st.text("a|%7C", max_size=4))
+    def test_where_the_name_of_the_task_ends_is_never_in_doubt(self, task: str, other: str, key: str) -> None:
+        assert stored_key("a|b", "c") != stored_key("a", "b|c")
+        if task != other and stored_key(task, key).startswith(stored_key(other, "")):
+            raise AssertionError("the key of one task begins as those of another")
+
+    @given(st.text("a#0", min_size=250, max_size=258), st.text("a#0", min_size=250, max_size=258))
+    def test_gates_have_one_name_each(self, one: str, other: str) -> None:
+        groups = {one, other, f"{one}\0", f"\0{one}", one[:200], f"{one[:200]}\0"}
+        names = {gate_name(group) for group in groups}
+        assert len(names) == len(groups)
+        assert all(len(name) <= STORED_KEY_MAX and gate_name(name) == name for name in names)
+
+    def test_a_group_that_is_the_short_form_of_another_is_refused(self) -> None:
+        def ask(model: str) -> None: ...
+
+        options, signature = LeaseOptions(cooldown_group="{model}"), inspect.signature(ask)
+        assert call_group("ask", options, signature, ("m" * 300,), {}) == "m" * 300
+        with pytest.raises(KeyUnusable, match="the short form of another group"):
+            call_group("ask", options, signature, (gate_name("m" * 300),), {})
+
     def test_long_keys_that_differ_in_the_last_character_stay_apart(self) -> None:
-        assert stored_key("work", "x" * 400 + "a", "task") != stored_key("work", "x" * 400 + "b", "task")
+        assert stored_key("work", "x" * 400 + "a") != stored_key("work", "x" * 400 + "b")
 
 
 class TestBinding:
@@ -180,6 +229,31 @@ class TestBinding:
             for first, second in [(1, 2), (3, 2), (1, 4)]
         }
         assert len(keys) == 3
+
+    def test_a_keyword_with_stars_cannot_pass_for_one_that_was_given_stars(self) -> None:
+        named = key_of("a, /, **more", 1, _options={"key": "constant"}, a=2)
+        starred = key_of("a, /, **more", 1, _options={"key": "constant"}, **{"**a": 2})
+        assert named.fingerprint != starred.fingerprint
+        assert named.digests != starred.digests
+
+    @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: {"a": inner}], ids=["list", "dict"])
+    @pytest.mark.parametrize("depth", [900, 990, 5000])
+    def test_arguments_nested_too_deep_are_refused(self, wrap: Any, depth: int) -> None:
+        value: Any = 1
+        for _ in range(depth):
+            value = wrap(value)
+        options: dict[str, Any] = {"key": "{x}", "cooldown_group": "{x}"}
+        for make in (
+            lambda: key_of("x", value, _options=options),
+            lambda: key_of("x", value, _options={"key": "constant"}),
+            lambda: call_group("shop.work", LeaseOptions(**options), signature("x"), (value,), {}),
+            lambda: bind("shop.work", signature("x"), (value,), {}),
+        ):
+            with suppress(KeyUnusable):  # how deep is too deep depends on where the call stands
+                make()
+        if depth == 5000:
+            with pytest.raises(KeyUnusable, match=r"task shop\.work: its arguments are nested too deep"):
+                key_of("x", value, _options=options)
 
     def test_arguments_that_do_not_fit_are_refused_with_the_task_named(self) -> None:
         with pytest.raises(KeyUnusable, match=r"task shop\.work: the arguments do not fit"):
@@ -221,6 +295,29 @@ class TestBinding:
             *values,
             _options={"key": lambda a, b, c, d: f"{a}|{b}|{c}|{d}", "fingerprint": lambda *args: args},
         )
+
+    @given(
+        st.sampled_from(["", "a", "a, b", "a, b=1", "a=None, b=(2,)", "a, /, b", "a, *, b=1", "a, *rest", "a, **more"]),
+        st.lists(ARGUMENTS, max_size=3),
+        st.dictionaries(st.sampled_from("abc"), ARGUMENTS, max_size=2),
+        st.sampled_from(
+            ["k", "{a}", "{a}-{b}", "{b[0]}{{}}", "{a!r:>3}", "{a.b}", lambda *args, **more: f"{args}{more}"]
+        ),
+        st.sampled_from([None, False, ("a", "b"), lambda *args, **more: {"args": args, **more}]),
+    )
+    def test_plain_parameters_make_the_keys_that_pythons_own_binding_makes(
+        self, parameters: str, args: list[Any], kwargs: dict[str, Any], template: Any, chosen: Any
+    ) -> None:
+        ours = signature(parameters)
+        pythons = inspect.Signature(list(ours.parameters.values()))
+        options = LeaseOptions(key=template, fingerprint=chosen)
+        made: list[Any] = []
+        for each in (ours, pythons):
+            try:
+                made.append((call_key("t", options, each, "c", args, kwargs), bind("t", each, args, kwargs)))
+            except KeyUnusable as error:
+                made.append(str(error))
+        assert repr(made[0]) == repr(made[1])
 
 
 class TestTemplates:
@@ -272,6 +369,14 @@ class TestTemplates:
         with pytest.raises(KeyUnusable, match="NUL"):
             templated("x", "{x}", "a\x00b")
 
+    def test_an_absurdly_long_key_is_refused_with_what_to_write(self) -> None:
+        """Every other length is a key, whose stored form is bounded."""
+        for length in (300, 140_000, 1_000_000):
+            made = call_key("t", LeaseOptions(key="{a}"), inspect.signature(lambda a: a), "id", ("x" * length,), {})
+            assert (len(made.key), len(made.stored), len(made.shown)) == (length, 255, 255)
+        with pytest.raises(KeyUnusable, match="came out with 1000001 characters; a key has at most 1000000: let a"):
+            call_key("t", LeaseOptions(key="{a}"), inspect.signature(lambda a: a), "id", ("x" * 1_000_001,), {})
+
     def test_half_a_surrogate_pair_is_refused_as_a_key_and_hashed_in_a_fingerprint(self) -> None:
         with pytest.raises(KeyUnusable, match="surrogate"):
             templated("x", "{x}", "a\ud800")
@@ -281,6 +386,23 @@ class TestTemplates:
         with pytest.raises(KeyUnusable, match="no JSON form"):
             key_of("x, y", 1, object(), _options={"key": "{x}"})
         assert key_of("x, y", 1, object(), _options={"key": "{x}", "fingerprint": False}).key == "1"
+
+
+class TestAValueAndItsText:
+    """They make one key in a template, and are different content unless the task says otherwise."""
+
+    @pytest.mark.parametrize("value", [UUID(int=1842), Decimal("1.10"), date(2026, 4, 1), 7], ids=repr)
+    def test_they_differ_by_default_and_agree_where_their_text_is_compared(self, value: Any) -> None:
+        def pair(**options: Any) -> tuple[CallKey, CallKey]:
+            ours, theirs = (key_of("x", given, _options={"key": "{x}"} | options) for given in (value, str(value)))
+            assert ours.key == theirs.key
+            return ours, theirs
+
+        ours, theirs = pair()
+        assert differing(ours.digests, theirs.digests) == ["x"]
+        for fingerprint in (str, ("y",)):
+            ours, theirs = pair(fingerprint=fingerprint)
+            assert ours.fingerprint == theirs.fingerprint
 
 
 class TestCallables:
@@ -336,6 +458,15 @@ class TestFingerprint:
         left_out = call_key("t", options, body, "c", (1,), {})
         assert left_out.fingerprint == self.fingerprint("a", 1)
         assert call_key("t", options, body, "c", (1, 2), {}).fingerprint != left_out.fingerprint
+
+    @given(st.dictionaries(st.sampled_from(["a", "b", "ü", "_"]), ARGUMENTS, min_size=1))
+    def test_it_is_the_digest_of_the_arguments_in_canonical_form(self, arguments: dict[str, Any]) -> None:
+        compared = {name: canonical(value) for name, value in bind("t", signature("**more"), (), arguments).items()}
+        made = key_of("**more", _options={"key": "k"}, **arguments)
+        whole = canonical(bind("t", signature("**more"), (), arguments))
+        assert made.fingerprint == f"v1:{hashlib.sha256(whole.encode('utf-8', 'surrogatepass')).hexdigest()}"
+        digests = {name: hashlib.sha256(text.encode("utf-8", "surrogatepass")) for name, text in compared.items()}
+        assert made.digests == {name: digest.hexdigest()[:12] for name, digest in digests.items()}
 
     def test_chosen_names_count_with_their_defaults_and_others_do_not(self) -> None:
         chosen = ("a", "b")

@@ -6,8 +6,8 @@ import pytest
 from celery import Celery
 
 from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.seam.apps import settings_of
-from celery_leases.wiring import Settings, read_settings
+from celery_leases.seam.app_settings import settings_of
+from celery_leases.settings import Settings, read_settings
 
 DATABASE = "sqlite:///x.db"
 SENTINELS = "sentinel://a:26379;sentinel://b:26379/0"
@@ -50,5 +50,14 @@ def test_options_of_its_own_replace_those_of_the_broker() -> None:
 
 def test_options_that_are_no_dict_are_refused() -> None:
     """With the name of the setting."""
-    with pytest.raises(LeaseConfigurationError, match="leases_transport_options='x'"):
+    with pytest.raises(LeaseConfigurationError, match="leases_transport_options is of type str"):
         read_settings({"leases_transport_options": "x", "leases_database_url": DATABASE}, "redis://h")
+
+
+def test_a_broker_from_the_environment_is_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Celery reads CELERY_BROKER_URL for the attribute ``conf.broker_url`` only: hops and the lease store follow it."""
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://broker:6379/3")
+    app = Celery("environment")
+    app.conf.update(leases_database_url="sqlite://", broker_transport_options={"visibility_timeout": 60})
+    settings = settings_of(app)
+    assert (settings.leases_url, settings.longest_hop) == ("redis://broker:6379/3", 30.0)

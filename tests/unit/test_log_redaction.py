@@ -1,11 +1,17 @@
-"""Tracebacks in the log lines of celery_leases: without secrets, and never in the way of what is being done."""
+"""The log lines of celery_leases: printable, without secrets, and never in the way of what is being done."""
 
 import logging
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
 
-from celery_leases.signals import logger
+from celery_leases import signals
+from celery_leases.core.errors import KeyReused
+from celery_leases.core.events import CallRefused, Event, LeaseHeldElsewhere
+from celery_leases.core.records import Failure
+from celery_leases.core.texts import printable
+from celery_leases.signals import LINE_MAX, Announcer, logger
 
 
 class Kept(logging.Handler):
@@ -27,7 +33,9 @@ def kept() -> Any:
     """A handler on the library's logger."""
     handler = Kept()
     logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
     yield handler
+    logger.setLevel(logging.NOTSET)
     logger.removeHandler(handler)
 
 
@@ -59,3 +67,71 @@ def test_lines_without_an_exception_are_left_alone(kept: Kept) -> None:
     """Nothing is formatted that is not there."""
     logger.warning("a plain line")
     assert kept.records[0].exc_text is None
+
+
+FORGED = "invoice:1\n[2026-11-22 06:00:00,000: WARNING/MainProcess] forged\x1b[2J\u202e"
+
+
+def test_a_key_with_a_line_feed_forges_no_line(kept: Kept) -> None:
+    """Key, call id, host and reason come from messages; handlers for machines get them as they are."""
+    subject = {"task": f"shop.work{FORGED}", "key": FORGED, "call_id": FORGED}
+    Announcer().observe(CallRefused(**subject, error=f"token=abc {FORGED}"))
+    held = LeaseHeldElsewhere(**subject, holder=FORGED, holder_call_id=FORGED, remaining=1.0, same_call=False)
+    Announcer().observe(held)
+    logger.warning("%s[%s] could not be put back: %s", "shop.work", FORGED, OSError(f"no way {FORGED}"))
+    assert len(kept.texts) == 3
+    for text in kept.texts:
+        assert text.isprintable()
+        assert r"invoice:1\n[2026-11-22" in text
+    assert "token=[redacted]" in kept.texts[0]
+    assert kept.records[0].__dict__["data"]["key"] == FORGED
+
+
+def an_event(kind: type[Event], text: str) -> Event:
+    """One of that kind, *text* in each of its texts."""
+    values = {"int": 3, "float": 1.25, "bool": True, "Failure": Failure("ValueError", text, "a-rule")}
+    given: dict[str, Any] = {each.name: values.get(str(each.type).partition(" ")[0], text) for each in fields(kind)}
+    return kind(**given)
+
+
+@pytest.mark.parametrize("kind", signals._SIGNALS)
+@pytest.mark.parametrize("text", ["plain", FORGED, "k" * 1000])
+def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
+    kept: Kept, kind: type[Event], text: str
+) -> None:
+    """The record has them as plain values, whatever the line shows of them."""
+    event = an_event(kind, text)
+    signals._log(event)
+    (record,) = kept.records
+    assert record.__dict__["data"] == asdict(event)
+    assert record.__dict__["lease_event"] == signals._SIGNALS[kind][0].name
+    shown = printable(text)
+    assert kept.texts[0].startswith(f"{shown}[{shown}] key {shown}: ")
+    assert kept.texts[0].isprintable()
+    assert len(kept.texts[0]) <= LINE_MAX
+    assert "{" not in kept.texts[0]
+
+
+def test_a_long_key_is_cut_and_a_long_line_too(kept: Kept) -> None:
+    """The log does not grow with what somebody sends."""
+    Announcer().observe(CallRefused(task="shop.work", key="k" * 100_000, call_id="call-1", error="no"))
+    logger.warning("raised: %s", "x" * 100_000)
+    assert kept.texts[0].endswith("…: refused: no")
+    assert all(len(text) <= LINE_MAX for text in kept.texts)
+
+
+def test_a_traceback_keeps_its_lines_and_nothing_else_that_a_terminal_obeys(kept: Kept) -> None:
+    """A message of many megabytes is cut."""
+    logger.warning("raised", exc_info=RuntimeError(f"\x1b[2J {'x' * 30_000_000}"))
+    assert "\x1b" not in kept.texts[0]
+    assert "RuntimeError: \\x1b[2J x" in kept.texts[0]
+    assert len(kept.texts[0]) < 40_000
+
+
+def test_the_message_of_an_error_shows_a_printable_key(kept: Kept) -> None:
+    """Celery logs our errors with their traceback; the detail has the key as it is."""
+    error = KeyReused(f"{FORGED}: it stands for other arguments", FORGED, ["amount"])
+    assert str(error).isprintable()
+    assert error.key == FORGED
+    assert str(type(error)(*error.args)) == str(error)
+    assert len(str(KeyReused(f"{'k' * 9000}: other arguments", "k" * 9000))) < 400

@@ -32,7 +32,7 @@ def refused(
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
-    ({"scope": "global"}, "scope", "add lease_key"),
+    ({"namespace": "ours"}, "namespace", "add lease_key"),
     ({"fingerprint": ["month"]}, "fingerprint", "add lease_key"),
     ({"fingerprint": False}, "fingerprint", "add lease_key"),
     ({"on_held": "ignore"}, "on_held", "add lease_key"),
@@ -65,7 +65,7 @@ class TestContradictions:
         assert gathered(on_done="rerun").rerun
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
-        assert gathered(scope="task", on_held="put_back", on_done="replay", fingerprint=None) == LeaseOptions()
+        assert gathered(namespace=None, on_held="put_back", on_done="replay", fingerprint=None) == LeaseOptions()
 
 
 class TestDefaultsOfTheApp:
@@ -76,7 +76,6 @@ class TestDefaultsOfTheApp:
         [
             *[{"on_held": value} for value in ("put_back", "wait", "ignore", "fail")],
             *[{"on_done": value} for value in ("replay", "ignore", "fail", "rerun")],
-            {"scope": "global"},
             {"wait": 5},
             {"fingerprint": False},
             {"fingerprint": ["a_parameter_of_some_tasks"]},
@@ -92,8 +91,8 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize(
         "defaults",
         [
-            {"on_cooldown": "ignore"},
-            {"after_cooldown": "stop"},
+            {"on_cooling": "ignore"},
+            {"resume": "never"},
             {"cooldown": "10m"},
             {"cooldown_group": "billing"},
             {"cooldown_group": str},

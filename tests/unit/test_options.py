@@ -12,7 +12,7 @@ import pytest
 
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.options import OPTION_NAMES, AfterCooldown, LeaseOptions, OnCooldown, gather
+from celery_leases.core.options import OPTION_NAMES, LeaseOptions, OnCooling, Resume, gather
 from celery_leases.core.policies import CooldownPolicy
 
 PARAMETERS = ("customer_id", "month")
@@ -35,7 +35,7 @@ def refused(
 def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
     assert gathered() == LeaseOptions(
         key=None,
-        scope="task",
+        namespace=None,
         fingerprint=None,
         ttl=15.0,
         renew=True,
@@ -44,11 +44,11 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         on_held="put_back",
         wait=30.0,
         on_done="replay",
-        on_cooldown=None,
-        after_cooldown="resume",
+        on_cooling=None,
+        resume="transient",
         cooldown=CooldownPolicy(300.0, factor=2.0, cap=6 * 3600.0, jitter=0.5),
         cooldown_group=None,
-        rules=Rules.default(),
+        rules=None,
         idempotent=False,
         max_retries=5,
         max_failures=10,
@@ -58,6 +58,7 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         settle_timeout=60.0,
         allow_loss=False,
     )
+    assert gathered().classifier == Rules.default()
 
 
 def test_options_are_frozen() -> None:
@@ -75,10 +76,11 @@ WRONG = [
     *[(name, value) for name in ("max_crashes", "result_max", "max_failures") for value in
       (0, -1, 1.5, True, None, "3", 3.0)],
     *[("max_retries", value) for value in (-1, 1.5, True, None, "3", 0.0)],
-    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooldown", "after_cooldown", "scope") for value in
+    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooling", "resume") for value in
       (None, "", "nonsense", True, 1, ["put_back"], "PUT_BACK")],
-    ("on_cooldown", "resume"),
-    ("after_cooldown", "fail"),
+    ("on_cooling", "resume"),
+    ("resume", "stop"),
+    ("resume", "fail"),
     *[("cooldown", value) for value in (0, -1, "", "soon", None, True, float("nan"), [300], {"base": 300})],
     *[("cooldown_group", value) for value in ("", 7, b"g", ["a"], True, "{", "a}", "{}", "{0}", "{month!x}")],
     *[("rules", value) for value in (None, "default", [], {}, Rules, print)],
@@ -105,12 +107,15 @@ class TestWrongValues:
             ("on_held", "skip", "'put_back' or 'wait' or 'ignore' or 'fail'"),
             ("on_done", "skip", "'replay' or 'ignore' or 'fail' or 'rerun'"),
             ("on_lost", "skip", "'interrupt' or 'flag' or 'kill'"),
-            ("scope", "app", "'task' or 'global'"),
+            ("namespace", "a|b", 'a name of at most 150 characters without "|"'),
+            ("namespace", " ", 'a name of at most 150 characters without "|"'),
+            ("namespace", "a\n", 'a name of at most 150 characters without "|"'),
+            ("namespace", "x" * 151, 'a name of at most 150 characters without "|"'),
             ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
             ("wait", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),
-            ("on_cooldown", "resume", "'fail' or 'put_back' or 'ignore'"),
-            ("after_cooldown", "fail", "'resume' or 'stop'"),
+            ("on_cooling", "resume", "'fail' or 'put_back' or 'ignore'"),
+            ("resume", "fail", "'transient' or 'always' or 'never'"),
             ("cooldown", "soon", "seconds above 0 (below ten years) as a number, as text such as"),
             ("cooldown_group", 7, 'a template such as "openai:{model}", or a callable of the arguments'),
             (
@@ -167,11 +172,11 @@ class TestRightValues:
     def test_names_for_the_fingerprint_are_kept_as_a_tuple(self) -> None:
         assert gathered(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
 
-    @pytest.mark.parametrize("on_cooldown", ["fail", "put_back", "ignore"])
-    @pytest.mark.parametrize("after_cooldown", ["resume", "stop"])
-    def test_what_is_done_about_a_cooldown(self, on_cooldown: OnCooldown, after_cooldown: AfterCooldown) -> None:
-        options = gathered(on_cooldown=on_cooldown, after_cooldown=after_cooldown)
-        assert (options.on_cooldown, options.after_cooldown) == (on_cooldown, after_cooldown)
+    @pytest.mark.parametrize("on_cooling", ["fail", "put_back", "ignore"])
+    @pytest.mark.parametrize("resume", ["transient", "always", "never"])
+    def test_what_is_done_about_a_cooldown(self, on_cooling: OnCooling, resume: Resume) -> None:
+        options = gathered(on_cooling=on_cooling, resume=resume)
+        assert (options.on_cooling, options.resume) == (on_cooling, resume)
 
     @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
     def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(self, base: Any) -> None:
@@ -211,7 +216,7 @@ class TestUnknownNames:
             ("retension", "retention"),
             ("keys", "key"),
             ("max_crash", "max_crashes"),
-            ("on_cooling", "on_cooldown"),
+            ("on_coolin", "on_cooling"),
             ("cooldown_groups", "cooldown_group"),
             ("rule", "rules"),
             ("max_failure", "max_failures"),

@@ -196,13 +196,13 @@ class TestAfterAFailure:
     @pytest.mark.parametrize("ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind)
     @pytest.mark.parametrize("comes_back", [True, False])
     def test_the_row_knows_whether_the_call_comes_back(self, ruling: Ruling, comes_back: bool) -> None:
-        assert closed(raised(ruling), comes_back=comes_back).resumes is comes_back
+        assert closed(raised(ruling), comes_back=comes_back, resume="always").resumes is comes_back
 
     def test_a_call_that_shall_stop_after_a_cooldown_does_not_come_back(self) -> None:
-        assert not closed(raised(cooldown("60s")), after_cooldown="stop").resumes
+        assert not closed(raised(cooldown("60s")), resume="never").resumes
 
     def test_a_call_that_shall_stop_after_a_cooldown_is_retried_quickly_all_the_same(self) -> None:
-        assert closed(raised(retry("1s")), after_cooldown="stop").resumes
+        assert closed(raised(retry("1s")), resume="never").resumes
 
     def test_under_rerun_a_call_that_failed_for_good_is_remembered_as_over(self) -> None:
         """And one that comes back is not."""

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from benchmarks.peers.cases import ALL
-from benchmarks.peers.environments import PACKAGES
+from benchmarks.peers.columns import PACKAGES
 from benchmarks.peers.table import BEGIN, END, NUMBERS, differences, on_page, put_on_page
 from tests.unit.pages import ROOT, markdown_rows, page, section
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.redaction import REDACTED, redact
+from celery_leases.core.redaction import REDACTED, redact, shortened
 from tests.unit.ids import steady
 
 SECRET = "Zx9-secretvalue_1"
@@ -45,6 +45,73 @@ HIDDEN = [
     f'api_key="{SECRET}',
 ]
 
+PROMISED = [
+    f"xapp-1-A012BCDEFGH-1234567890-{SECRET}",
+    f"xoxe.xoxp-1-{SECRET}",
+    f"POST https://hooks.slack.com/services/T0001/B0002/{SECRET} answered 404",
+    f"https://hooks.slack.com/workflows/T0001/{SECRET}",
+    f"https://discord.com/api/webhooks/1234567/{SECRET}",
+    f"https://api.telegram.org/bot1234567:{SECRET}/sendMessage",
+    f"postgresql://billing:pa/{SECRET}@db:5432/shop",
+    f"postgresql://billing:pa#{SECRET}@db:5432/shop",
+    f"postgresql://billing:12/{SECRET}@db:5432/shop",
+    f"postgresql+psycopg://billing:p@a/{SECRET}@db/shop",
+    f"redis://:/{SECRET}@cache:6379/0",
+    f"redis://:pa?{SECRET}@cache:6379/0",
+    f"redsi://:{SECRET}@cache",
+    f"https://billing:pa/{SECRET}@host/v1",
+    f"https://billing:pa?{SECRET}@host/v1?q=1",
+    f"sentinel://:{SECRET}@one:26379;sentinel://:{SECRET}@two:26379",
+    f"amqp://a:{SECRET}@one//,amqp://a:{SECRET}@two//",
+    f"[('Authorization', 'Bearer {SECRET}')]",
+    f"('Authorization', '{SECRET}')",
+    f"(b'X-Api-Key', b'{SECRET}')",
+    f'["authorization", "{SECRET}"]',
+    f"data=[('password', '{SECRET}')]",
+    f"{{b'x-api-key': b'{SECRET}'}}",
+    f"{{'x-api-key': ['{SECRET}']}}",
+    f"Cookie: theme=dark; session={SECRET}",
+    f"cookie: a=1; b=2; csrftoken={SECRET}",
+    f"Set-Cookie: id={SECRET}; Path=/; HttpOnly",
+    f"{{'Cookie': 'theme=dark; session={SECRET}'}}",
+    f"('Cookie', 'theme=dark; session={SECRET}')",
+    f"cookies={{'theme': 'dark', 'session': '{SECRET}'}}",
+    f"<RequestsCookieJar[<Cookie session={SECRET} for example.com/>]>",
+    f"Driver={{ODBC Driver 18}};Server=db;UID=sa;PWD={{pa;ss}}}}{SECRET}}};Encrypt=yes",
+    f"Server=db;User Id=sa;Password=correct {SECRET};Encrypt=yes",
+    f"Server=db;User Id=sa;Password=correct {SECRET}",
+    f"login(token => '{SECRET}')",
+    f"token -> '{SECRET}'",
+    f"token := '{SECRET}'",
+    f"password == '{SECRET}'",
+    f"password='correct {SECRET}'",
+    f'password: "correct {SECRET}"',
+    f"ALTER ROLE billing WITH PASSWORD 'correct {SECRET}'",
+    f"CREATE USER shop IDENTIFIED BY '{SECRET}'",
+    f"-----BEGIN PRIVATE KEY-----\nMIIE{SECRET}\n-----END PRIVATE KEY-----",
+    f"-----BEGIN RSA PRIVATE KEY-----\\nMIIE{SECRET}\\n-----END RSA PRIVATE KEY-----",
+    f"-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl{SECRET}",
+    f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n{SECRET}\n-----END PGP PRIVATE KEY BLOCK-----",
+    f"DB_PASS={SECRET}",
+    f"SMTP_PASS: '{SECRET}'",
+    f"{{'smtp_pass': '{SECRET}'}}",
+    f"user=billing&pass={SECRET}",
+    f"postgresql://db/shop?user=billing&password={SECRET}",
+    f"postgresql://db/shop?sslpassword={SECRET}&sslmode=require",
+    f"mysql://db/shop?ssl_key_password={SECRET}",
+    f"redis://cache/0?password=a,b({SECRET}",
+    f"password=pa,{SECRET}",
+    f"password=pa'{SECRET}",
+    f"password=pa(b){SECRET}",
+    f"<password>{SECRET}</password>",
+    f"<wsse:Password Type='x'>{SECRET}</wsse:Password>",
+    f"mysqldump --password {SECRET} shop",
+    f"tool --access-token {SECRET}",
+    f"ENCRYPTION_KEY={SECRET}",
+    f"ya29.{SECRET}-abcdefghijklmnop",
+    f"glpat-{SECRET}-abcdefgh",
+]
+
 SHAPES = [
     "sk-proj-abcDEF123456789",
     "sk-ant-api03-abcDEF_123-456",
@@ -79,10 +146,49 @@ KEPT = [
     "monkey=5 turkey=6",
     "task-123456 of the risk-assessment-team",
     "mail to them@example.com bounced",
+    "https://host:8443/v1/me@example.com",
+    "https://example.com/@somebody/notes?to=a@example.com#b@c",
+    "https://registry.example.com/@scope/package",
+    "postgresql://db:5432/shop?user=a@b",
+    "redis://cache:6379/0",
+    "https://[::1]:8443/v1/a@b",
+    "see https://hooks.slack.com/services for how to make one",
+    "https://api.telegram.org/",
+    "the xapp- prefix is missing",
+    "missing fields: ['password', 'email', 'name']",
+    "choose one of ['token', 'session']",
+    "loc=('body', 'user', 'password'), msg='field required'",
+    "required: 'password', 'email'",
+    "password=None",
+    "ApiError(api_key=None, token='', timeout=5)",
+    '{"token": null, "secret": false}',
+    "password=********",
+    "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
+    "-----BEGIN PUBLIC KEY-----\nMIIB\n-----END PUBLIC KEY-----",
+    "passed=12 compass=5 bypass=on",
+    "pass: 12, fail: 3",
+    "the password is too short",
+    "Password must have 12 characters or more",
+    "the --password option is required",
+    "unknown option --token-type",
+    "Passwords do not match",
+    "the secret of good tasks",
+    'secrets "db-credentials" not found',
+    "cookies are off",
+    "the cookie has expired",
+    "authorization failed",
+    "token expired 5 minutes ago",
+    "keyword = 7, keys = 9",
+    "PWD is not set",
+    "Server=db;Database=shop;Encrypt=yes",
+    "lambda x -> x, a => b, c := d",
+    "<b>password</b>",
+    "1 -- 2 --- 3",
+    "'it''s', \"quoted\"",
 ]
 
 
-@pytest.mark.parametrize("text", HIDDEN)
+@pytest.mark.parametrize("text", HIDDEN + PROMISED)
 def test_a_named_secret_is_taken_out(text: str) -> None:
     """Headers, JSON, query strings, keyword arguments and URLs."""
     shown = redact(text)
@@ -118,18 +224,24 @@ def test_the_rest_of_a_text_with_a_secret_stays_readable() -> None:
     assert redact(f"Authorization: Bearer {SECRET}, retried") == f"Authorization: Bearer {REDACTED}, retried"
 
 
-@given(st.text(alphabet="abekyst=:'\"\\/@ .-_[]\n0", max_size=200))
+ADVERSARIES = [
+    "a", "://", "sk-", "token=", 'token="', "token='\\", "eyJ", "eyJa.", "bearer ", "basic aaaaaaa ", "api_key",
+    "key=", "authorization: bearer ", "\\", "'", '"', "=", ":", " ", "AKIA", "AIza", "xoxb-", "://a",
+    "password" + " " * 3, "secret\\\"'", "e", "@", "://" + "a" * 600, "-----BEGIN PRIVATE KEY-----", "-----BEGIN ",
+    "://a:b/@", "://a:" + "/" * 600, "http://a:b?", "('cookie', '", "cookie: a=", "set-cookie: [", "pwd={", "pwd={}",
+    "}}", "password={" + "}}" * 9, ";pwd=", ";pwd=a ", "?password=", "&a.", "<password>", "<password ", "<a:",
+    "--password ", "--a-", "password '", "password '\\", "token=a,", "token=a,b",
+    "token=a,aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "token=a(b", "_pass", "pass ", "xapp-",
+    "hooks.slack.com/services/", "hooks.slack.com/services/aaa ", "<Cookie a", "a=>", "token=>", "('token',", "-",
+    "_", "[", "(b'", "identified by  ",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from([*"abekyst=:'\"\\/@ .-_[]{}()<>?#,;\n0", *ADVERSARIES]), max_size=60).map("".join))
 def test_redaction_never_fails_and_is_stable(text: str) -> None:
     """A text that went through once has nothing left to hide."""
     once = redact(text)
     assert redact(redact(once)) == redact(once)
-
-
-ADVERSARIES = [
-    "a", "://", "sk-", "token=", 'token="', "token='\\", "eyJ", "eyJa.", "bearer ", "basic aaaaaaa ", "api_key", "key=",
-    "authorization: bearer ", "\\", "'", '"', "=", ":", " ", "AKIA", "AIza", "xoxb-", "://a", "password" + " " * 3,
-    "secret\\\"'", "e", "@", "://" + "a" * 600,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("part", ADVERSARIES, ids=steady)
@@ -139,3 +251,23 @@ def test_a_long_hostile_text_takes_no_longer_than_its_length(part: str) -> None:
     begun = time.thread_time()
     redact(text)
     assert time.thread_time() - begun < 2
+
+
+@pytest.mark.parametrize("secret", [*HIDDEN, *PROMISED, *SHAPES], ids=steady)
+def test_no_cut_shows_part_of_a_secret(secret: str) -> None:
+    """Wherever the text is cut, what is left begins like the redacted text."""
+    text = f"the request failed: {secret} and what follows {'x ' * 5000}"
+    whole = redact(text)
+    for limit in range(20, 40 + len(secret), 3):
+        shown = shortened(text, limit)
+        assert len(shown) <= limit
+        assert whole.startswith(shown.removesuffix("…"))
+
+
+def test_a_short_text_is_not_cut_and_a_long_secret_is_not_shown() -> None:
+    """The limit counts what is shown."""
+    assert shortened("failed", 6) == "failed"
+    assert shortened("failed!", 6) == "faile…"
+    assert shortened(f"token={'x' * 3000}", 100) == f"token={REDACTED}…"
+    assert shortened(f"token={'x' * 30_000_000}", 100) == f"token={REDACTED}…"
+    assert shortened(f"a{'b ' * 50}token={'x' * 3000}", 20) == f"a{'b ' * 9}…"

@@ -4,21 +4,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pydantic
 import pytest
 from celery import Celery, Task
+from celery.worker.request import Request
 
 from celery_leases import LeaseClient, LeaseConfigurationError, LeasedMixin, LeasedTask
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import AlreadyDone, CoolingDown, LeaseHeld
+from celery_leases.core.keys import call_key
 from celery_leases.core.results import NOT_JSON, encode
 from celery_leases.core.rulings import permanent
-from celery_leases.seam import apps
-from celery_leases.seam.apps import settings_of
-from celery_leases.wiring import is_local
+from celery_leases.seam import apps, startup
+from celery_leases.seam.app_settings import settings_of
+from celery_leases.seam.request import LeaseRequest, request_class
+from celery_leases.settings import is_local
 
 
 def an_app(**conf: Any) -> Celery:
@@ -46,15 +51,18 @@ def test_what_is_said_about_failures_is_gathered_from_task_and_app() -> None:
     """The task's word counts, then the app's."""
     rules = Rules.default().on(status=404, to=permanent())
     app = an_app(leases_cooldown="10m", leases_cooldown_group="billing", leases_max_retries=2, leases_rules=rules)
-    options = registered(app, lease_max_retries=0, lease_after_cooldown="stop", lease_idempotent=True).lease_options
+    options = registered(app, lease_max_retries=0, lease_resume="never", lease_idempotent=True).lease_options
     assert (options.cooldown.base, options.cooldown_group, options.rules) == (600.0, "billing", rules)
-    assert (options.max_retries, options.after_cooldown, options.idempotent) == (0, "stop", True)
+    assert (options.max_retries, options.resume, options.idempotent) == (0, "never", True)
 
 
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"lease_on_cooldown": "wait"}, "'fail' or 'put_back' or 'ignore'"),
+        ({"lease_on_cooldown": "put_back"}, "write lease_on_cooling='put_back'"),
+        ({"lease_after_cooldown": "resume"}, "write lease_resume='always'"),
+        ({"lease_after_cooldown": "stop"}, "write lease_resume='never'"),
+        ({"lease_on_cooling": "wait"}, "'fail' or 'put_back' or 'ignore'"),
         ({"lease_cooldown_group": "openai:{model}"}, "'model' is none of them"),
         ({"lease_cooldown": 0}, "lease_cooldown=0 is not usable"),
         ({"lease_rules": [permanent()]}, "Rules.default().on(...)"),
@@ -82,12 +90,117 @@ class Traced(Task):
 
 
 def test_a_call_of_another_class_before_the_lease_is_refused() -> None:
-    """The body would run without its lease, and nobody would notice."""
+    """The body would run without its lease, so the class itself is refused."""
+    with pytest.raises(LeaseConfigurationError, match="put LeasedMixin first"):
+        type("Backwards", (Traced, LeasedTask), {})
+    with pytest.raises(LeaseConfigurationError, match="put LeasedMixin first"):
+        type("Own", (LeasedTask,), {"__call__": Traced.__call__})
 
-    class Backwards(Traced, LeasedTask):
-        """The wrong way round."""
 
-    assert "put LeasedMixin first" in refusal(Backwards)
+@pytest.mark.parametrize("other", [Traced, Task])
+def test_the_mixin_behind_a_task_class_is_refused(other: type) -> None:
+    """All of Celery's Task would hide the lease: such a task ran twice, and its options were never read."""
+    with pytest.raises(LeaseConfigurationError, match=r"stands before LeasedMixin.*LeasedMixin, OtherTask"):
+        type("Backwards", (other, LeasedMixin), {})
+
+
+def test_a_plain_mixin_before_the_lease_is_allowed() -> None:
+    """It overrides nothing that the lease needs."""
+
+    class Logged:
+        """Has a hook of Celery's."""
+
+        def on_success(self, *args: Any, **kwargs: Any) -> None:
+            """As in Celery."""
+
+    class Both(Logged, LeasedTask):
+        """Log and lease."""
+
+    assert registered(an_app(), Both).lease_options.ttl == 15.0
+
+
+def test_a_class_whose_messages_pass_the_lease_is_refused() -> None:
+    """As celery-batches does: its strategy runs many messages in one call of the body, past the tracer."""
+
+    class Batches(Task):
+        """The shape of celery_batches.Batches."""
+
+        abstract = True
+
+        def Strategy(self, task: Any, app: Celery, consumer: Any) -> Any:  # noqa: N802 - Celery's name
+            """Collect messages."""
+
+    for base in (type("Mine", (LeasedMixin, Batches), {}), LeasedTask):
+        options = {} if base is not LeasedTask else {"Strategy": "billing.strategies:collect"}
+        assert "Strategy takes messages past the lease" in refusal(base, **options)
+
+
+class AuditedRequest(Request):
+    """A request class of somebody else's."""
+
+    seen: list[str] = []  # noqa: RUF012 - shared on purpose
+
+    def on_failure(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(self.id)
+        return super().on_failure(*args, **kwargs)
+
+
+class Audited(Task):
+    """A task class that brings it along."""
+
+    abstract = True
+    Request = AuditedRequest
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (type("Behind", (LeasedMixin, Audited), {}), {}),
+        (type("Own", (LeasedTask,), {"Request": AuditedRequest}), {}),
+        (LeasedTask, {"Request": f"{__name__}:AuditedRequest"}),
+    ],
+    ids=["behind", "before", "by name"],
+)
+def test_a_request_class_of_another_is_combined_with_that_of_the_lease(base: Any, options: dict[str, Any]) -> None:
+    """Whether it stands behind the mixin or before it; ours comes first, as it frees the key of a dead child."""
+    made = request_class(registered(an_app(), base, **options))
+    assert made.__mro__[1:3] == (LeaseRequest, AuditedRequest)
+    assert request_class(registered(an_app())) is LeaseRequest
+
+
+def test_a_request_class_that_is_made_of_ours_is_taken_as_it_is() -> None:
+    """Its author knows of the lease."""
+    own = type("Own", (LeaseRequest,), {})
+    assert request_class(registered(an_app(), Request=own)) is own
+
+
+@pytest.mark.parametrize("other", ["billing.requests:Missing", object])
+def test_what_is_no_request_class_is_refused(other: Any) -> None:
+    """With the line to write."""
+    task = registered(an_app(), Request=other)
+    with pytest.raises(LeaseConfigurationError, match="write a subclass of"):
+        request_class(task)
+
+
+def test_options_of_the_task_are_refused_where_a_call_is_made() -> None:
+    """They would do nothing there."""
+    app = an_app(task_always_eager=True)
+    task = registered(app, lease_key="c:{customer_id}")
+    calls: list[Callable[[], Any]] = [
+        lambda: task.apply_async((1,), lease_ttl=30),
+        lambda: task.apply((1,), lease_ttl=30),
+        lambda: task.s(1).set(lease_ttl=30).apply_async(),
+        lambda: app.signature("billing.send", (1,)).apply_async(lease_ttl=30),
+    ]
+    app.conf.task_always_eager = True
+    for call in calls:
+        with pytest.raises(LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"):
+            call()
+    app.conf.task_always_eager = False
+    for call in calls:
+        with pytest.raises(LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"):
+            call()
+    assert task.delay(1).id
 
 
 def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
@@ -112,10 +225,34 @@ def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
         ({"lease_status": "x"}, "lease_<option>"),
         ({"lease_signature": 1}, "lease_<option>"),
         ({"lease_tll": 30}, "did you mean lease_ttl?"),
+        ({"lease_scope": "global"}, "lease_scope is replaced by lease_namespace"),
     ],
 )
 def test_what_would_lose_work_or_mean_nothing_is_refused(options: dict[str, Any], hint: str) -> None:
     assert hint in refusal(**options)
+
+
+class User(pydantic.BaseModel):
+    """An argument of a pydantic task."""
+
+    id: int
+    items: list[str] = []
+
+
+def test_a_template_may_name_the_fields_of_a_model_that_arrives_as_a_mapping() -> None:
+    """A task with ``pydantic=True`` gets its models as mappings; a field that is missing is named in the error."""
+    app = an_app()
+
+    @app.task(base=LeasedTask, name="billing.greet", lease_key="u:{user.id}:{user.items}", pydantic=True, shared=False)
+    def greet(user: User) -> str:
+        return "greeted"  # Celery 5.5.0 makes no model of an annotation that is text
+
+    app.finalize()
+    task: Any = app.tasks["billing.greet"]
+    sent = User(id=7, items=["a"]).model_dump()
+    assert task.apply((sent,)).get() == task.apply((), {"user": sent}).get() == "greeted"
+    assert call_key(task.name, task.lease_options, task.lease_signature, "", (sent,), {}).key == 'u:7:["a"]'
+    assert "KeyUnusable" in repr(task.apply(({"id": 7},)).result)
 
 
 def test_settings_may_carry_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +269,68 @@ def test_settings_may_carry_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None
     settings = settings_of(app)
     assert (settings.leases_url, settings.database_url) == ("database", "sqlite:///named.db")
     assert registered(app).lease_options.ttl == 44.0
+
+
+def test_settings_in_capitals_are_read_where_the_app_has_no_namespace() -> None:
+    """Where it has one, a setting that lacks it is refused with what to write; what is no setting of ours is let be."""
+
+    class Settings:
+        LEASES_URL = "database"
+        CELERY_LEASES_DATABASE_URL = LEASES_DATABASE_URL = "sqlite:///named.db"
+        LEASES_SIGNED_BY = "a landlord"
+
+    class Plain:
+        LEASES_URL = "database"
+        LEASES_DATABASE_URL = "sqlite:///named.db"
+
+    plain = Celery("registration", set_as_current=False)
+    plain.config_from_object(Plain)
+    assert settings_of(plain).database_url == "sqlite:///named.db"
+
+    named = Celery("registration", set_as_current=False)
+    named.config_from_object(Settings, namespace="CELERY")
+    with pytest.raises(LeaseConfigurationError, match=r"LEASES_URL: .* write CELERY_LEASES_URL"):
+        settings_of(named)
+    del Settings.LEASES_URL
+    assert settings_of(named).database_url == "sqlite:///named.db"
+
+
+def test_late_acknowledgement_is_on_whatever_the_app_says() -> None:
+    """Only the task itself may switch it off, where the task or the app allows for the loss."""
+    task = registered(an_app(task_acks_late=False, task_reject_on_worker_lost=False))
+    assert (task.acks_late, task.reject_on_worker_lost) == (True, True)
+    assert registered(an_app(leases_allow_loss=True), acks_late=False).acks_late is False
+
+
+def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Path) -> None:
+    """They know nothing of it, unless eager calls use them too."""
+    app = an_app(leases_url="database", leases_database_url=f"sqlite:///{tmp_path / 'records.db'}")
+
+    @app.task(base=LeasedTask, lease_key="order:{number}", shared=False)
+    def ship(number: int) -> int:
+        return number
+
+    assert ship.apply((7,)).get() == 7
+    assert ship.lease_status(7).state == "absent"
+    app.conf.leases_eager_stores = True
+    apps.forget()
+    assert ship.apply((8,)).get() == 8
+    assert ship.lease_status(8).state == "done"
+
+
+def test_an_eager_call_needs_no_database_whatever_the_broker() -> None:
+    """Its stores are in memory, unless the real ones are asked for."""
+    app = Celery("registration", broker="amqp://broker.example/", set_as_current=False)
+
+    @app.task(base=LeasedTask, lease_key="order:{number}", shared=False)
+    def ship(number: int) -> int:
+        return number
+
+    assert ship.apply((7,)).get() == 7
+    app.conf.leases_eager_stores = True
+    apps.forget()
+    with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
+        ship.apply((8,)).get()
 
 
 @pytest.mark.parametrize(
@@ -186,4 +385,4 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
 ) -> None:
     """The task's own limits count, then the worker's."""
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
-    assert apps._leaves_no_time(task, SimpleNamespace(soft_time_limit=worker[0], time_limit=worker[1])) is tight
+    assert startup._leaves_no_time(task, SimpleNamespace(soft_time_limit=worker[0], time_limit=worker[1])) is tight

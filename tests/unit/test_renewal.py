@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from celery_leases import renewal
 from celery_leases.core.errors import LeaseLost, StoreUnavailable
 from celery_leases.core.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import Bid, State
 from celery_leases.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer, Stores
-from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, Tenure
+from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, Tenure
 
 TTL = 6.0
 HARD = TTL - TTL * 0.01 - 0.002
@@ -82,6 +83,9 @@ class Row:
     owner: str
 
 
+THEIRS = Row(State.RUNNING, 8, "other")
+
+
 @dataclass
 class FakeRecords:
     """One row for all keys."""
@@ -92,13 +96,17 @@ class FakeRecords:
         """The row."""
         return self.row
 
-    def purge(self, limit: int) -> int:
+    def purge_in_turn(self, limit: int, every: float) -> bool:
         """Nothing to delete."""
-        return 0
+        return False
 
 
 class Seen(list[Event]):
     """All that was observed."""
+
+    def hears(self, kind: type[Event]) -> bool:
+        """Always."""
+        return True
 
     def observe(self, event: Event) -> None:
         """Remember."""
@@ -119,8 +127,9 @@ class Bench:
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        stores = Stores(self.leases, self.records)  # type: ignore[arg-type]
-        self.renewer = Renewer(stores, stores, self.seen, self.clock)
+        records: Any = self.records
+        stores = Stores(self.leases, records)  # type: ignore[arg-type]
+        self.renewer = Renewer(stores, stores, self.seen, self.clock, records)
 
     def tenure(self, token: str = OURS, ttl: float = TTL, **options: Any) -> Tenure:
         """A lease sent for just now, known to the renewer but not to its threads."""
@@ -210,6 +219,7 @@ def test_extend_of_a_lost_lease_asks_nobody(bench: Bench) -> None:
 def test_extend_finds_another_owner(bench: Bench) -> None:
     """It raises, and the lease stays lost."""
     tenure = bench.tenure()
+    bench.records.row = THEIRS
     bench.leases.answer = lambda _: Kept.OTHER
     with pytest.raises(LeaseLost, match=TAKEN):
         bench.renewer.extend(tenure, 60)
@@ -233,6 +243,7 @@ def test_another_owner_means_lost_at_once(bench: Bench) -> None:
     """Long before the deadline; the body is nudged, and it is told why."""
     tenure, nudged = bench.tenure(), []
     tenure.interrupt = lambda: nudged.append(1)
+    bench.records.row = THEIRS
     bench.leases.answer = lambda _: Kept.OTHER
     bench.renew(tenure)
     assert (tenure.lost, tenure.held, nudged) == (TAKEN, False, [1])
@@ -267,6 +278,7 @@ def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
 def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
     """One call, a result for each."""
     mine, theirs = bench.tenure("mine"), bench.tenure("theirs")
+    bench.records.row = THEIRS
     bench.leases.answer = lambda renewal: Kept.OURS if renewal.token == "mine" else Kept.OTHER
     bench.clock.time = 1001.0
     bench.renew(mine, theirs)
@@ -309,6 +321,30 @@ def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
     assert [event.error for event in bench.seen.of(RenewalFailed)] == ["node away", "cannot be asserted"]
 
 
+def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench: Bench) -> None:
+    """Leases that began within ttl / 30 of each other share their calls from then on; a later one keeps its own."""
+    early = bench.tenure("early")
+    bench.clock.time += TTL / 30
+    soon = bench.tenure("soon")
+    bench.clock.time += 0.001
+    later = bench.tenure("later")
+    leases = [early, soon, later]
+    assert renewal._due(leases, early.due - 0.001) == []
+    bench.clock.time = early.due
+    assert renewal._due(leases, bench.clock.now()) == [early, soon]
+    bench.renew(early, soon)
+    assert early.due == soon.due
+
+
+def test_an_event_nobody_hears_is_not_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand leases are renewed every few seconds."""
+    tenure = bench.tenure()
+    monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
+    bench.renew(tenure)
+    assert not bench.seen
+    assert tenure.due == pytest.approx(1000 + TTL / 3)
+
+
 def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
     """``lease_renew=False``: never due for the keeper, over by the clock, but ``extend`` pushes it out."""
     tenure = bench.tenure(renew=False)
@@ -331,8 +367,22 @@ def test_max_hold_ends_renewal_and_says_so(bench: Bench) -> None:
     assert tenure.overdue(1009 + STOP) == HELD_TOO_LONG
 
 
+def test_a_lease_that_nobody_extended_is_said_to_be_that(bench: Bench) -> None:
+    """``lease_max_hold`` has nothing to do with it, and the reason says what to write."""
+    tenure = bench.tenure(renew=False)
+    bench.clock.time = 1000 + STOP
+    assert tenure.overdue(bench.clock.time) == NOT_EXTENDED
+    with pytest.raises(LeaseLost, match=r"lease_renew=False: call self\.lease\.extend") as caught:
+        tenure.check()
+    assert caught.value.reason == NOT_EXTENDED
+    extended = bench.tenure(renew=False, max_hold=5.0)
+    extended.extended(1000.0, 60.0)
+    assert extended.overdue(1000.0 + 60.0) == HELD_TOO_LONG
+
+
 @pytest.mark.parametrize(
-    ("reason", "moved"), [(DEADLINE, []), (HELD_TOO_LONG, []), (TAKEN, [1000.0]), (RELEASED, [1000.0])]
+    ("reason", "moved"),
+    [(DEADLINE, []), (HELD_TOO_LONG, []), (NOT_EXTENDED, []), (TAKEN, [1000.0]), (RELEASED, [1000.0])],
 )
 def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
     bench: Bench, reason: str, moved: list[float]
@@ -375,16 +425,46 @@ def test_a_lease_asserted_again_in_vain_is_taken_away(bench: Bench, row: Row | N
     assert bench.leases.released == ["token"]
 
 
-@pytest.mark.parametrize(("in_records", "reason"), [(False, TAKEN), (True, RELEASED)])
-def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, in_records: bool, reason: str) -> None:
-    """Somebody was first; or the row was the lease, and it is closed."""
+def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench) -> None:
+    """Another attempt was first, and has claimed the record."""
     tenure = bench.tenure()
+    bench.records.row = THEIRS
     bench.leases.answer = lambda _: Kept.MISSING
     bench.leases.reasserts = False
-    bench.leases.in_records = in_records
     bench.renew(tenure)
-    assert tenure.lost == reason
+    assert tenure.lost == TAKEN
     assert not bench.leases.released
+
+
+@pytest.mark.parametrize("answer", [Kept.OTHER, Kept.MISSING])
+def test_a_lease_that_another_has_while_it_looks_at_the_record_is_not_lost(bench: Bench, answer: Kept) -> None:
+    """The store had come up empty. The other finds the row running and gives the lease back: then it is ours again.
+
+    No deadline moves meanwhile, and whoever asks for more time is not told that he has it.
+    """
+    tenure = bench.tenure()
+    bench.leases.answer = lambda _: answer
+    bench.leases.reasserts = False
+    bench.clock.time = 1002.0
+    bench.renew(tenure)
+    assert tenure.lost is None
+    assert tenure.hard == pytest.approx(1000 + HARD)
+    assert tenure.due == pytest.approx(1002 + TTL / 12)
+    assert len(bench.seen.of(RenewalFailed)) == 1
+    with pytest.raises(StoreUnavailable, match="another call looks at the record"):
+        bench.renewer.extend(tenure, 60)
+    bench.leases.answer, bench.leases.reasserts = (lambda _: Kept.MISSING), True
+    bench.renew(tenure)
+    assert tenure.hard == pytest.approx(1002 + HARD)
+
+
+def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> None:
+    """The record is not asked: the other may claim it at any moment."""
+    tenure = bench.tenure()
+    bench.clock.time = 1000 + STOP
+    bench.leases.answer = lambda _: Kept.OTHER
+    bench.renew(tenure)
+    assert tenure.lost == TAKEN
 
 
 def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) -> None:

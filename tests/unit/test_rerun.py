@@ -76,7 +76,7 @@ class TestRerun:
     def test_a_cooldown_holds_another_call_back(self) -> None:
         cooling = waiting(State.COOLING, 60, fingerprint=None)
         assert isinstance(refusal(decide(a_call(on_done="rerun"), cooling)), CoolingDown)
-        assert isinstance(decide(a_call(on_done="rerun", on_cooldown="put_back"), cooling), PutBack)
+        assert isinstance(decide(a_call(on_done="rerun", on_cooling="put_back"), cooling), PutBack)
         assert decide(a_call(on_done="rerun"), waiting(State.COOLING, 0, fingerprint=None)) == Run()
 
     def test_a_countdown_holds_another_call_back(self) -> None:
@@ -141,7 +141,7 @@ class TestRememberedCalls:
         listed: dict[str, Any] = {"finished_calls": tuple(outcome.finished), "finished_results": outcome.finished}
         verdict = decide(call, a_record(State.FAILED, OURS, failure=outcome.failure, **listed))
         assert isinstance(verdict, Refuse)
-        assert (str(verdict.error), verdict.own) == ("boom", True)
+        assert (str(verdict.error), verdict.own) == ("ValueError: boom", True)
         assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
 
     def test_what_it_remembers_is_what_it_answers(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Returned, Snoozed, Terminated
@@ -100,7 +100,6 @@ def is_sound(bench: Bench) -> None:
 
 
 @FAMILIES
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(CALLS, st.sampled_from([*HARMLESS, *FINAL]), WAITS), max_size=25),
     EITHER,
@@ -120,7 +119,6 @@ def test_what_ends_in_our_hands_is_never_a_crash(
 
 
 @FAMILIES
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(CALLS, st.sampled_from([*ALL, KILLED, RESET]), WAITS, st.booleans()), max_size=25),
     EITHER,
@@ -142,7 +140,6 @@ def test_crashes_are_those_of_processes_that_died_and_end_the_key(
 
 
 @FAMILIES
-@settings(deadline=None)
 @given(st.sampled_from(["cooldown", "retry", "ambiguous", "retry at once"]), st.integers(0, 3), st.integers(1, 4))
 def test_a_failure_that_repeats_itself_comes_to_an_end(
     in_records: bool, what: str, max_retries: int, max_failures: int

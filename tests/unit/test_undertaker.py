@@ -59,7 +59,7 @@ def deceased(pid: int, token: str, call: Any = lambda: None, death: Death = Deat
         def call(self) -> Any:
             return call()
 
-    return Known(SimpleNamespace(name="work"), "id", token, {}, (), {}, pid, death)
+    return Known(SimpleNamespace(name="work"), "id", token, None, (), {}, 0, pid, death)
 
 
 def took(pid: int, token: str, **given: Any) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from celery_leases.core.classifier.attributes import attribute, called, members, own, whole, word
+from celery_leases.core.classifier.attributes import Reader, members, whole, word
 
 VALUE_MAX: Final = 200
 BODY_MAX: Final = 20_000
@@ -43,44 +43,45 @@ _CODE_KEYS: Final = ("code", "error_code", "errorcode", "type", "__type", "statu
 _BODY_PLACES: Final = ("body", "json_body", "http_body", "details", "content", "response_data")
 
 
-def status_of(error: BaseException) -> int | None:
+def status_of(read: Reader, error: BaseException) -> int | None:
     """The HTTP status of the answer behind *error*."""
-    response = attribute(error, "response")
+    response = read.attribute(error, "response")
     for thing, names in (
         (error, ("status_code", "status", "http_status")),
         (response, ("status_code", "status")),
-        (attribute(error, "resp"), ("status",)),  # googleapiclient
+        (read.attribute(error, "resp"), ("status",)),  # googleapiclient
     ):
         for name in names:
-            if (status := _status(attribute(thing, name))) is not None:
+            if (status := _status(read.attribute(thing, name))) is not None:
                 return status
     if isinstance(response, dict) and isinstance(metadata := response.get("ResponseMetadata"), dict):  # botocore
         return _status(metadata.get("HTTPStatusCode"))
-    return _status(code_of(error))
+    return _status(code_of(read, error))
 
 
-def code_of(error: BaseException) -> Any:
+def code_of(read: Reader, error: BaseException) -> Any:
     """The attribute ``code``; not asked of classes whose ``status`` says it, since aiohttp's property warns."""
-    held = own(error, "code")
-    return held if held is not None or whole(attribute(error, "status")) is not None else attribute(error, "code")
+    held = read.own(error, "code")
+    said = held is not None or whole(read.attribute(error, "status")) is not None
+    return held if said else read.attribute(error, "code")
 
 
-def headers_of(error: BaseException, wanted: Container[str]) -> dict[str, str]:
+def headers_of(read: Reader, error: BaseException, wanted: Container[str]) -> dict[str, str]:
     """The answer's headers in *wanted* or looked at by the rules, by lower-case name, values cut to 200 characters."""
-    response = attribute(error, "response")
-    places = [attribute(error, "headers"), attribute(response, "headers"), attribute(error, "resp")]
+    response = read.attribute(error, "response")
+    places = [read.attribute(error, "headers"), read.attribute(response, "headers"), read.attribute(error, "resp")]
     if isinstance(response, dict) and isinstance(metadata := response.get("ResponseMetadata"), dict):
         places.append(metadata.get("HTTPHeaders"))
-    places.append(grpc_metadata(error))
+    places.append(grpc_metadata(read, error))
     for place in places:
-        if place is not None and (found := _headers(place, wanted)):
+        if place is not None and (found := _headers(read, place, wanted)):
             return found
     return {}
 
 
-def grpc_metadata(error: BaseException) -> Any:
+def grpc_metadata(read: Reader, error: BaseException) -> Any:
     """The trailing metadata of a failed gRPC call, which has ended and so does not block."""
-    return called(error, "trailing_metadata") if is_grpc(error) else None
+    return read.called(error, "trailing_metadata") if is_grpc(error) else None
 
 
 def is_grpc(error: BaseException) -> bool:
@@ -88,11 +89,11 @@ def is_grpc(error: BaseException) -> bool:
     return any(kind.__module__ == "grpc" and kind.__name__ == "RpcError" for kind in type(error).__mro__)
 
 
-def bodies_of(error: BaseException) -> list[Any]:
+def bodies_of(read: Reader, error: BaseException) -> list[Any]:
     """What the answer's body says, as parsed JSON: every place that has any."""
-    response = attribute(error, "response")
-    places = [attribute(error, name) for name in _BODY_PLACES]
-    places += [own(response, "_content"), own(response, "data")]
+    response = read.attribute(error, "response")
+    places = [read.attribute(error, name) for name in _BODY_PLACES]
+    places += [read.own(response, "_content"), read.own(response, "data")]
     if isinstance(response, dict):
         places.append(response.get("Error"))
     return [body for body in map(_parsed, places) if body]
@@ -139,9 +140,9 @@ def _parsed(body: Any) -> Any:
     return None
 
 
-def _headers(headers: Any, wanted: Container[str]) -> dict[str, str]:
+def _headers(read: Reader, headers: Any, wanted: Container[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for pair in members(called(headers, "items") if hasattr(type(headers), "items") else headers):
+    for pair in members(read.called(headers, "items") if hasattr(type(headers), "items") else headers):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             continue
         name = (_text(pair[0]) or "").lower()

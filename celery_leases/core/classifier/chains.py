@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from celery_leases.core.classifier.attributes import attribute, members
+from celery_leases.core.classifier.attributes import Reader, members
 
 DEPTH: Final = 8
 MEMBERS: Final = 16
@@ -22,8 +22,9 @@ _HIDING_PLACES: Final = (
 )
 
 
-def linked(error: BaseException) -> list[BaseException]:
+def linked(error: BaseException, read: Reader | None = None) -> list[BaseException]:
     """*error* first, then what it wraps, depth first; at most 16, at most 8 deep, each once. Never raises."""
+    read = read or Reader()
     found: list[BaseException] = []
     waiting = [(error, 1)]
     while waiting and len(found) < MEMBERS:
@@ -32,21 +33,21 @@ def linked(error: BaseException) -> list[BaseException]:
             continue
         found.append(current)
         if depth < DEPTH:
-            waiting += [(inner, depth + 1) for inner in reversed(_wrapped(current))]
+            waiting += [(inner, depth + 1) for inner in reversed(_wrapped(read, current))]
     return found
 
 
-def _wrapped(error: BaseException) -> list[BaseException]:
+def _wrapped(read: Reader, error: BaseException) -> list[BaseException]:
     try:
-        return list(_searched(error))
-    except Exception:  # noqa: BLE001 - what it holds may even lie about its class
+        return list(_searched(read, error))
+    except BaseException:  # noqa: BLE001 - what it holds may even lie about its class
         return []
 
 
-def _searched(error: BaseException) -> Iterator[BaseException]:
+def _searched(read: Reader, error: BaseException) -> Iterator[BaseException]:
     for name in _HIDING_PLACES:
-        yield from _errors_in(attribute(error, name))
-    keywords = attribute(error, "kwargs")  # botocore
+        yield from _errors_in(read.attribute(error, name))
+    keywords = read.attribute(error, "kwargs")  # botocore
     if isinstance(keywords, dict):
         yield from _errors_in(keywords.get("error"))
 

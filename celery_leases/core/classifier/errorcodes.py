@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from celery_leases.core.classifier.answers import is_grpc
-from celery_leases.core.classifier.attributes import attribute, called, members, whole, word
+from celery_leases.core.classifier.attributes import Reader, members, whole, word
 
 GRPC_CODES: Final = frozenset(
     {
@@ -35,45 +35,45 @@ _SQLSTATE: Final = re.compile(r"[0-9A-Z]{5}", re.ASCII)
 _MYSQL: Final = frozenset({"pymysql", "MySQLdb", "mysql", "mariadb", "asyncmy", "aiomysql"})
 
 
-def sqlstate_of(error: BaseException) -> str | None:
+def sqlstate_of(read: Reader, error: BaseException) -> str | None:
     """The SQLSTATE of a database driver's error."""
     for name in ("sqlstate", "pgcode"):
-        if (state := word(attribute(error, name))) and _SQLSTATE.fullmatch(state):
+        if (state := word(read.attribute(error, name))) and _SQLSTATE.fullmatch(state):
             return state
-    if type(error).__module__ == "pyodbc" and (state := word(_first(error))) and _SQLSTATE.fullmatch(state):
+    if type(error).__module__ == "pyodbc" and (state := word(_first(read, error))) and _SQLSTATE.fullmatch(state):
         return state
     return None
 
 
-def errno_of(error: BaseException, names: Sequence[str]) -> int | None:
+def errno_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | None:
     """The number of an OSError, of name resolution, or of MySQL, whose drivers put it first among the arguments."""
-    number = whole(attribute(error, "errno"))
+    number = whole(read.attribute(error, "errno"))
     if number is None and any(name.partition(".")[0] in _MYSQL for name in names):
-        return whole(_first(error))
+        return whole(_first(read, error))
     return number
 
 
-def _first(error: BaseException) -> Any:
-    return error.args[0] if error.args else None
+def _first(read: Reader, error: BaseException) -> Any:
+    return next(iter(members(read.attribute(error, "args"))), None)
 
 
-def grpc_of(error: BaseException) -> str | None:
+def grpc_of(read: Reader, error: BaseException) -> str | None:
     """The name of the gRPC status code, which Google's REST clients use too."""
-    code = called(error, "code") if is_grpc(error) else attribute(error, "grpc_status_code")
-    for found in (word(attribute(code, "name")), word(attribute(error, "status"))):
+    code = read.called(error, "code") if is_grpc(error) else read.attribute(error, "grpc_status_code")
+    for found in (word(read.attribute(code, "name")), word(read.attribute(error, "status"))):
         if found in GRPC_CODES:
             return found
     return None
 
 
-def smtp_of(error: BaseException, names: Sequence[str]) -> int | None:
+def smtp_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | None:
     """The reply code of a mail server; the mildest one where every recipient has its own."""
     if not any(name.rpartition(".")[2].startswith("SMTP") for name in names):
         return None
-    refused = attribute(error, "recipients")
+    refused = read.attribute(error, "recipients")
     if isinstance(refused, dict):
         return min(
             (code for reply in refused.values() if (code := whole(next(iter(members(reply)), None)))), default=None
         )
-    code = whole(attribute(error, "smtp_code"))
-    return code if code is not None else whole(attribute(error, "code"))
+    code = whole(read.attribute(error, "smtp_code"))
+    return code if code is not None else whole(read.attribute(error, "code"))

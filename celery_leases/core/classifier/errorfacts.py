@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from celery_leases.core.classifier import answers, errorcodes, retryinfo
-from celery_leases.core.classifier.attributes import attribute, members, span
+from celery_leases.core.classifier.attributes import Reader, members, span
 from celery_leases.core.classifier.chains import linked
-from celery_leases.core.redaction import redact
+from celery_leases.core.redaction import message_of
 
 MESSAGE_MAX: Final = 500
 NAMES_MAX: Final = 24
@@ -74,12 +74,13 @@ def facts_of(error: BaseException, headers: Container[str] = ()) -> ErrorFacts:
 
     *headers* are the lower-case names of further headers to keep. Never raises, fetches nothing.
     """
-    return facts_from(linked(error), headers)
+    read = Reader()
+    return facts_from(linked(error, read), read, headers)
 
 
-def facts_from(errors: Sequence[BaseException], headers: Container[str] = ()) -> ErrorFacts:
+def facts_from(errors: Sequence[BaseException], read: Reader, headers: Container[str] = ()) -> ErrorFacts:
     """The same of errors that are known to belong together, the outermost first; there is at least one."""
-    chain = tuple(_facts(error, headers) for error in errors)
+    chain = tuple(_facts(read, error, headers) for error in errors)
     first: dict[str, Any] = {}
     for one in _FIELDS:
         found = (value for facts in chain if (value := getattr(facts, one)) not in (None, (), "", {}, False))
@@ -102,72 +103,64 @@ def names_of(kind: type) -> tuple[str, ...]:
     )
 
 
-def _facts(error: BaseException, headers: Container[str]) -> ErrorFacts:
-    facts = ErrorFacts(names_of(type(error)), message=_message(error))
+def _facts(read: Reader, error: BaseException, headers: Container[str]) -> ErrorFacts:
+    facts = ErrorFacts(names_of(type(error)), message="" if read.late else message_of(error, MESSAGE_MAX))
     try:
-        return _read(error, facts, headers)
-    except Exception:  # noqa: BLE001 - nothing an error carries may hide the error
+        return _read(read, error, facts, headers)
+    except BaseException:  # noqa: BLE001 - nothing an error carries may hide the error
         return facts
 
 
-def _read(error: BaseException, facts: ErrorFacts, headers: Container[str]) -> ErrorFacts:
-    bodies = answers.bodies_of(error)
-    smtp = errorcodes.smtp_of(error, facts.names)
+def _read(read: Reader, error: BaseException, facts: ErrorFacts, headers: Container[str]) -> ErrorFacts:
+    bodies = answers.bodies_of(read, error)
+    smtp = errorcodes.smtp_of(read, error, facts.names)
     return replace(
         facts,
-        status=answers.status_of(error) if smtp is None else None,
-        codes=_codes(error, facts.names, bodies),
-        sqlstate=errorcodes.sqlstate_of(error),
-        errno=errorcodes.errno_of(error, facts.names),
-        grpc=errorcodes.grpc_of(error),
+        status=answers.status_of(read, error) if smtp is None else None,
+        codes=_codes(read, error, facts.names, bodies),
+        sqlstate=errorcodes.sqlstate_of(read, error),
+        errno=errorcodes.errno_of(read, error, facts.names),
+        grpc=errorcodes.grpc_of(read, error),
         smtp=smtp,
-        headers=answers.headers_of(error, headers),
-        retryable=_retryable(error, facts.names),
-        retry_after=span(attribute(error, "retry_after")),
-        retry_info=_retry_info(error, bodies),
-        invalidated=attribute(error, "connection_invalidated") is True,
+        headers=answers.headers_of(read, error, headers),
+        retryable=_retryable(read, error, facts.names),
+        retry_after=span(read.attribute(error, "retry_after")),
+        retry_info=_retry_info(read, error, bodies),
+        invalidated=read.attribute(error, "connection_invalidated") is True,
         arguments=not _VALIDATION.isdisjoint(facts.names) and _of_the_arguments(error),
     )
 
 
-def _message(error: BaseException) -> str:
-    try:
-        text = str(error)[: 2 * MESSAGE_MAX]
-        return redact(text.replace("\x00", "").encode("utf-8", "replace").decode())[:MESSAGE_MAX]
-    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure
-        return ""
-
-
-def _codes(error: BaseException, names: Sequence[str], bodies: list[Any]) -> tuple[str, ...]:
+def _codes(read: Reader, error: BaseException, names: Sequence[str], bodies: list[Any]) -> tuple[str, ...]:
     # SQLAlchemy's code is a link into its documentation.
-    first = [] if names and names[0].startswith("sqlalchemy.") else [answers.code_of(error)]
+    first = [] if names and names[0].startswith("sqlalchemy.") else [answers.code_of(read, error)]
     others = ("error_code", "type", "status", "reason", "error", "sqlite_errorname")
-    first += [attribute(error, name) for name in others]
+    first += [read.attribute(error, name) for name in others]
     found = dict.fromkeys(code for value in first if (code := answers.as_code(value)))
     for body in bodies:
         found |= dict.fromkeys(answers.codes_in(body))
     return tuple(found)[: answers.CODES_MAX]
 
 
-def _retryable(error: BaseException, names: Sequence[str]) -> bool | None:
-    if attribute(error, "non_retryable") is True:
+def _retryable(read: Reader, error: BaseException, names: Sequence[str]) -> bool | None:
+    if read.attribute(error, "non_retryable") is True:
         return False
     for name in ("retryable", "should_retry"):
-        said = attribute(error, name)
+        said = read.attribute(error, name)
         if said is True or (said is False and _FALSE_BY_DEFAULT.isdisjoint(names)):
             return said
     return None
 
 
-def _retry_info(error: BaseException, bodies: list[Any]) -> float | None:
-    for pair in members(answers.grpc_metadata(error)):
+def _retry_info(read: Reader, error: BaseException, bodies: list[Any]) -> float | None:
+    for pair in members(answers.grpc_metadata(read, error)):
         if isinstance(pair, tuple) and pair[:1] == ("grpc-status-details-bin",) and isinstance(pair[-1], bytes):
             return retryinfo.in_status(pair[-1])
-    told = retryinfo.in_details(members(attribute(error, "details")))
+    told = retryinfo.in_details(read, members(read.attribute(error, "details")))
     for body in bodies:
         inner = body.get("error", body) if isinstance(body, dict) else None
         if told is None and isinstance(inner, dict):
-            told = retryinfo.in_details(members(inner.get("details")))
+            told = retryinfo.in_details(read, members(inner.get("details")))
     return told
 
 

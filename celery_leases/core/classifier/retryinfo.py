@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery_leases.core.classifier.attributes import attribute, span, whole
+from celery_leases.core.classifier.attributes import Reader, span, whole
 
 LARGEST: Final = 16_384
 _LENGTHS: Final = {1: 8, 5: 4}
 
 
-def in_details(details: list[Any]) -> float | None:
+def in_details(read: Reader, details: list[Any]) -> float | None:
     """Seconds told by a RetryInfo among parsed error details: protobuf messages, or JSON as dicts."""
     for detail in details:
         if isinstance(detail, dict):
             if str(detail.get("@type", "")).endswith("google.rpc.RetryInfo"):
                 return span(detail.get("retryDelay"))
-        elif (delay := attribute(detail, "retry_delay")) is not None:
-            seconds, nanos = whole(attribute(delay, "seconds")), whole(attribute(delay, "nanos"))
+        elif (delay := read.attribute(detail, "retry_delay")) is not None:
+            seconds, nanos = whole(read.attribute(delay, "seconds")), whole(read.attribute(delay, "nanos"))
             return span((seconds or 0) + (nanos or 0) / 1e9)
     return None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from celery_leases.core.classifier import rule_syntax
+from celery_leases.core.classifier.attributes import Reader
 from celery_leases.core.classifier.chains import linked
 from celery_leases.core.classifier.conditions import HasHeader
 from celery_leases.core.classifier.default_rules import (
@@ -20,11 +21,11 @@ from celery_leases.core.classifier.default_rules import (
     LIMITS,
 )
 from celery_leases.core.classifier.delays import told_delay
-from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_from
+from celery_leases.core.classifier.errorfacts import MESSAGE_MAX, ErrorFacts, facts_from
 from celery_leases.core.classifier.hooks import answer
 from celery_leases.core.classifier.rule import Asking, Hook, Rule, Turn, matching
 from celery_leases.core.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
-from celery_leases.core.redaction import redact
+from celery_leases.core.redaction import message_of
 from celery_leases.core.rulings import Judgement, Reason, exact_delay, reason_of
 
 __all__ = ["Asking", "Hook", "Rule", "Rules"]
@@ -94,18 +95,21 @@ class Rules:
         defaults = [rule for turn in Turn for rule in DEFAULTS if rule.turn is turn] if self.defaults else []
         return (*CONTROL_FLOW, *self.written, LIMITS, *defaults, ANYTHING_ELSE)
 
-    def judge(self, error: BaseException, now: float) -> Judgement:
-        """What is done about *error*; *now* is the wall clock in seconds since the epoch. Never raises.
+    def judge(self, error: BaseException, now: float, clock: Callable[[], float] | None = None) -> Judgement:
+        """What is done about *error*; *now* is the wall clock in seconds since the epoch. Never raises,
+        but for the KeyboardInterrupt of a hook. *clock* gives seconds, for what
+        :class:`~celery_leases.core.classifier.attributes.Reader` says of time.
 
         Celery's own control flow and ``LeaseLost`` are no failures and are not to be asked about; ``Snooze`` is
         none either, and is answered as a retry after its delay.
         """
         try:
-            errors = linked(error)
+            read = Reader(clock)
+            errors = linked(error, read)
             for one in errors:
                 if isinstance(one, Cooldown | RetryLater | Snooze):
                     return _asked(one, now)
-            return self._judged(facts_from(errors, _headers(self.written)), now, error)
+            return self._judged(facts_from(errors, read, _headers(self.written)), now, error)
         except Exception:  # noqa: BLE001 - a failure must not grow into another one
             _log.exception("could not classify %s; it counts as any other error", type(error))
             return _of_anything_else("it could not be classified")
@@ -153,7 +157,7 @@ def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Judgement:
         if error.until is not None:
             delay = max(0.0, error.until - now)
     source = None if delay is None else "exception"
-    return Judgement(name, ruling, Reason.ASKED, delay, source, why=redact(str(error)))
+    return Judgement(name, ruling, Reason.ASKED, delay, source, why=message_of(error, MESSAGE_MAX))
 
 
 def _of_anything_else(why: str) -> Judgement:

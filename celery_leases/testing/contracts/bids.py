@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from celery_leases.core.ports import Acquired, Claimed, Cooling, Held, Holder, LeaseStore, Shut, Unsettled
+from celery_leases.core.ports import Acquired, Claimed, Cooling, Held, Holder, Shut
 from celery_leases.core.records import Bid, State, Won
 
-Answer = Acquired | Held | Cooling | Shut | Unsettled | Claimed
+Answer = Acquired | Held | Cooling | Shut | Claimed
 
 
 def fresh_key() -> str:
@@ -21,12 +21,6 @@ def make_bid(stored_key: str, token: str | None = None, *, ttl: float = 15.0, **
     token = token or uuid4().hex
     given = {"task": "contract", "key": stored_key, "call_id": f"call-{uuid4().hex}", "holder": f"host-{token[:6]}/1"}
     return Bid(stored_key=stored_key, token=token, ttl=ttl, **(given | more))
-
-
-def taken(store: LeaseStore, bid: Bid) -> Answer:
-    """Acquire as a worker does that finds nothing running in the record, so that a store that just came up grants."""
-    answer = store.acquire(bid)
-    return store.acquire(bid, settled=True) if isinstance(answer, Unsettled) else answer
 
 
 def acquired(answer: Answer) -> bool:

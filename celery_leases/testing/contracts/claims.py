@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errors import LeaseStoreMismatch
+from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
 from celery_leases.core.ports import RecordStore
-from celery_leases.core.records import Ended, Failure, Record, State, Won
+from celery_leases.core.records import Ended, Failure, Record, Refusal, Refused, State, Won
 from celery_leases.core.waiting import RETRY_GRACE
 from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import (
@@ -31,7 +31,7 @@ THREADS = 8
 
 
 class ClaimContract(RecordCase):
-    """One statement makes the row ours, or leaves it exactly as it is."""
+    """A claim makes the row ours, or leaves it exactly as it is."""
 
     def test_a_claim_of_an_absent_row_makes_it(self, records: RecordStore, key: str) -> None:
         """Running, under our token, with everything the bid says."""
@@ -75,6 +75,46 @@ class ClaimContract(RecordCase):
             assert (record.previous.ended, record.previous.host) == (Ended.CRASHED, dead.holder)
             assert record.created_at == dead.created_at
             dead = record
+
+    def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """However short the bidder's own ttl is: the holder may be about to assert its lease again."""
+        first = make_bid(key, ttl=15.0)
+        running = won(records, first)
+        answer = records.claim(make_bid(key, ttl=0.1), STORE, age=lambda: 14.9)
+        assert isinstance(answer, Refused)
+        assert answer.why is Refusal.EMPTIED
+        assert answer.record is not None
+        assert answer.record.owner == running.owner
+        assert answer.age == 14.9
+        second = records.claim(make_bid(key), STORE, age=lambda: 15.0)
+        assert isinstance(second, Won)
+        assert second.record.crashes == 1
+
+    def test_the_age_of_the_lease_store_is_asked_only_before_a_takeover(self, records: RecordStore, key: str) -> None:
+        """A key without a row, what an earlier attempt of the call has left open, and what is not running need none."""
+
+        def asked() -> float:
+            raise StoreUnavailable("the lease store is away", False)
+
+        first = make_bid(key, ttl=15.0)
+        assert isinstance(records.claim(first, STORE, age=asked), Won)
+        second = records.claim(again(first, prior=(first.token,)), STORE, age=asked)
+        assert isinstance(second, Won)
+        assert second.record.crashes == 0
+        with pytest.raises(StoreUnavailable, match="the lease store is away"):
+            records.claim(make_bid(key), STORE, age=asked)
+        closed(records, second.record, State.PENDING, ended=Ended.LOST)
+        third = make_bid(key)
+        assert isinstance(records.claim(third, STORE, age=asked), Won)
+        assert isinstance(records.claim(third, STORE, age=asked), Won)
+
+    def test_a_database_has_one_name_for_ever(self, records: RecordStore) -> None:
+        """A word that can stand in the value of a lease."""
+        name = records.identity()
+        assert name.isalnum()
+        assert records.identity() == name
 
     def test_an_attempt_that_was_closed_is_no_crash(self, records: RecordStore, key: str) -> None:
         """The next attempt sees how it ended, with its error and host."""

@@ -112,6 +112,21 @@ class FailureContract(RecordCase):
         assert won(records, again(bid)).attempt == 2
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
+    def test_a_fresh_message_that_waits_for_a_failure_runs_once(
+        self, records: RecordStore, key: str, state: State
+    ) -> None:
+        """A copy of it that comes after that run is refused: it waits for a failure that is not the last one."""
+        bid = make_bid(key)
+        ended: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "failed": True}
+        first = won(records, bid)
+        closed(records, first, state, **ended)
+        second = won(records, again(bid, repeat=True, met=first.fence))
+        closed(records, second, state, **ended)
+        assert second.attempt == 2
+        assert refused(records, again(bid, repeat=True, met=first.fence)).fence == second.fence
+        assert won(records, again(bid, repeat=True, met=second.fence)).attempt == 3
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_resumes_runs_at_its_time(
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from celery_leases.core.ports import LeaseStore, Renewal
 from celery_leases.core.validity import hard_deadline
-from celery_leases.testing.contracts.bids import acquired, make_bid, taken
+from celery_leases.testing.contracts.bids import acquired, make_bid
 
 TURNS = 12
 PATIENCE = 90.0
@@ -53,7 +53,7 @@ class LeaseFuzz:
         bid = make_bid(self.key, token, ttl=ttl)
         while time.monotonic() < self._until:
             sent = time.monotonic()
-            if acquired(taken(self.store, bid)):
+            if acquired(self.store.acquire(bid)):
                 return sent
             time.sleep(chance.uniform(0.001, 0.01))
         raise AssertionError(f"another thread failed, or the key was not free for {PATIENCE:g} s")
@@ -64,7 +64,7 @@ class LeaseFuzz:
         if chance.random() < 0.3:
             self.store.renew([Renewal(self.key, token, ttl)])
         if chance.random() < 0.1:
-            assert acquired(taken(self.store, make_bid(self.key, token, ttl=ttl)))
+            assert acquired(self.store.acquire(make_bid(self.key, token, ttl=ttl)))
         if time.monotonic() > hard_deadline(sent, ttl) - ttl / 2:
             return 0
         self.counter = seen + 1

@@ -11,7 +11,7 @@ from celery_leases.core.gates import Closing, Gate
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.ports import Acquired, Claimed, GateStore, LeaseStore, Shut
 from celery_leases.core.records import Bid
-from celery_leases.testing.contracts.bids import Answer, acquired, fresh_key, make_bid, taken
+from celery_leases.testing.contracts.bids import Answer, acquired, fresh_key, make_bid
 from celery_leases.testing.process import wait_until
 
 PATIENCE = 10.0
@@ -73,7 +73,7 @@ def found(store: GateStore, group: str) -> Gate:
 
 def shut(store: LeaseStore, bid: Bid) -> Gate:
     """The gate that must shut *bid* out."""
-    answer = taken(store, bid)
+    answer = store.acquire(bid)
     assert isinstance(answer, Shut), answer
     assert answer.looked is store.in_records
     assert answer.record is None
@@ -82,7 +82,7 @@ def shut(store: LeaseStore, bid: Bid) -> Gate:
 
 def let_in(store: LeaseStore, bid: Bid) -> Bid:
     """The bid, which must be granted, and not as a probe."""
-    answer = taken(store, bid)
+    answer = store.acquire(bid)
     assert acquired(answer), answer
     assert not probing(answer)
     return bid
@@ -90,7 +90,7 @@ def let_in(store: LeaseStore, bid: Bid) -> Bid:
 
 def probe(store: LeaseStore, bid: Bid) -> Bid:
     """The bid, which must be granted as the probe."""
-    answer = taken(store, bid)
+    answer = store.acquire(bid)
     assert probing(answer), answer
     return bid
 

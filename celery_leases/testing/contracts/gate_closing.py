@@ -10,7 +10,7 @@ import pytest
 
 from celery_leases.core.gates import Gate
 from celery_leases.core.policies import CooldownPolicy
-from celery_leases.testing.contracts.bids import acquired, make_bid, taken
+from celery_leases.testing.contracts.bids import acquired, make_bid
 from celery_leases.testing.contracts.gate_case import (
     PATIENCE,
     POLICY,
@@ -53,7 +53,7 @@ class GateClosingContract(GateCase):
                 assert not seen.half_open
                 assert (seen.probe, seen.probe_for) == (None, 0.0)
             assert store.holder(bid.stored_key) is None
-            assert acquired(taken(store, make_bid(bid.stored_key, ttl=self.ttl)))
+            assert acquired(store.acquire(make_bid(bid.stored_key, ttl=self.ttl)))
 
     def test_a_reason_alone_is_enough(self, store: GatedLeaseStore, group: str) -> None:
         """Not every failure has a rule or a message."""

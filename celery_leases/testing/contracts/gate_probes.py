@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.core.ports import Kept, Renewal, Shut
-from celery_leases.testing.contracts.bids import Answer, acquired, held, taken
+from celery_leases.testing.contracts.bids import Answer, acquired, held
 from celery_leases.testing.contracts.gate_case import (
     PATIENCE,
     GateCase,
@@ -44,7 +44,7 @@ class GateProbeContract(GateCase):
 
         def acquire(number: int) -> Answer:
             together.wait(PATIENCE)
-            return taken(store, bids[number])
+            return store.acquire(bids[number])
 
         with ThreadPoolExecutor(BIDS) as threads:
             answers = list(threads.map(acquire, range(BIDS)))
@@ -79,7 +79,7 @@ class GateProbeContract(GateCase):
         sent = time.monotonic()
         probe(store, self.bid(group, ttl=self.short))
         bid = self.bid(group)
-        wait_until(lambda: probing(taken(store, bid)), self.short + PATIENCE, "the slot to end")
+        wait_until(lambda: probing(store.acquire(bid)), self.short + PATIENCE, "the slot to end")
         assert time.monotonic() - sent >= self.short * 0.99
         assert (found(store, group).trips, found(store, group).probe) == (1, bid.token)
 
@@ -129,7 +129,7 @@ class GateProbeContract(GateCase):
         """Somebody holds the key: that comes before the gate."""
         half_open(store, group)
         bid = let_in(store, self.bid(None))
-        assert held(taken(store, self.bid(group, key=bid.stored_key)))
+        assert held(store.acquire(self.bid(group, key=bid.stored_key)))
         assert found(store, group).probe is None
         probe(store, self.bid(group))
 
@@ -157,7 +157,7 @@ class GateProbeContract(GateCase):
         half_open(store, group)
         lost = probe(store, self.bid(group, ttl=self.short))
         bid = self.bid(group)
-        wait_until(lambda: probing(taken(store, bid)), self.short + PATIENCE, "the slot to end")
+        wait_until(lambda: probing(store.acquire(bid)), self.short + PATIENCE, "the slot to end")
         assert not store.open_gate(group, lost.token)
         assert not store.give_back_probe(group, lost.token)
         assert store.close_gate(group, closing(0.0), lost.token).trips == 1
@@ -202,7 +202,7 @@ class GateProbeContract(GateCase):
             chance, former, failures = random.Random(seed), [uuid4().hex], 0
             for _ in range(TURNS):
                 bid = self.bid(group)
-                while not probing(taken(store, bid)):
+                while not probing(store.acquire(bid)):
                     assert time.monotonic() < until
                     time.sleep(chance.uniform(0.001, 0.01))
                 inside.append(bid.token)

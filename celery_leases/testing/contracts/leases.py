@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.core.ports import Kept, LeaseStore, Renewal
-from celery_leases.testing.contracts.bids import acquired, fresh_key, held, make_bid, taken
+from celery_leases.testing.contracts.bids import acquired, fresh_key, held, make_bid
 from celery_leases.testing.contracts.fuzz import LeaseFuzz
 from celery_leases.testing.process import wait_until
 
@@ -43,7 +43,7 @@ class LeaseStoreContract:
         """A stranger sees token, call, host, ttl and the time left."""
         bid = make_bid(key, ttl=self.ttl)
         assert store.holder(key) is None
-        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
         holder = store.holder(key)
         assert holder is not None
         assert (holder.token, holder.call_id, holder.host) == (bid.token, bid.call_id, bid.holder)
@@ -53,9 +53,9 @@ class LeaseStoreContract:
     def test_a_held_key_is_refused_and_names_its_holder(self, store: LeaseStore, key: str) -> None:
         """The refusal carries what the loser needs to know when to come back, and changes nothing."""
         bid = make_bid(key, ttl=self.ttl)
-        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
         for _ in range(2):
-            answer = taken(store, make_bid(key, ttl=self.ttl))
+            answer = store.acquire(make_bid(key, ttl=self.ttl))
             assert not acquired(answer)
             holder = held(answer)
             assert holder is not None
@@ -68,7 +68,7 @@ class LeaseStoreContract:
 
         def bid(_: int) -> bool:
             together.wait(PATIENCE)
-            return acquired(taken(store, make_bid(key, ttl=self.ttl)))
+            return acquired(store.acquire(make_bid(key, ttl=self.ttl)))
 
         with ThreadPoolExecutor(THREADS) as threads:
             assert sum(threads.map(bid, range(THREADS))) == 1
@@ -76,16 +76,16 @@ class LeaseStoreContract:
     def test_a_lease_under_our_own_token_is_ours(self, store: LeaseStore, key: str) -> None:
         """The reply to an earlier try may have been lost; its ghost must not keep us out."""
         bid = make_bid(key, ttl=self.ttl)
-        assert acquired(taken(store, bid))
         assert acquired(store.acquire(bid))
-        assert held(taken(store, make_bid(key, ttl=self.ttl)))
+        assert acquired(store.acquire(bid))
+        assert held(store.acquire(make_bid(key, ttl=self.ttl)))
 
     def test_keys_do_not_touch_each_other(self, store: LeaseStore) -> None:
         """Whatever characters they are made of."""
         stem = fresh_key()
         odd = ["", "{x}", "}:lease", "}:mark:a", ":lease", " ", "*", "[a-z]?", "%", "'\"\\", "ключ", "a\nb", "x" * 180]
         bids = [make_bid(stem + tail, ttl=self.ttl) for tail in odd]
-        assert all(acquired(taken(store, bid)) for bid in bids)
+        assert all(acquired(store.acquire(bid)) for bid in bids)
         for bid in bids:
             holder = store.holder(bid.stored_key)
             assert holder is not None
@@ -94,9 +94,9 @@ class LeaseStoreContract:
     def test_a_lease_ends_by_itself_and_not_before(self, store: LeaseStore, key: str) -> None:
         """A dead worker's key is free after its ttl."""
         sent = time.monotonic()
-        assert acquired(taken(store, make_bid(key, ttl=self.short)))
+        assert acquired(store.acquire(make_bid(key, ttl=self.short)))
         successor = make_bid(key, ttl=self.ttl)
-        wait_until(lambda: acquired(taken(store, successor)), self.short + PATIENCE, "the lease to end")
+        wait_until(lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end")
         assert time.monotonic() - sent >= self.short * 0.99
 
     # -- renewal -------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class LeaseStoreContract:
             bid = make_bid(fresh_key(), ttl=self.ttl)
             kept = (Kept.OURS, Kept.OTHER, Kept.MISSING)[number % 3]
             if kept is not Kept.MISSING:
-                assert acquired(taken(store, bid))
+                assert acquired(store.acquire(bid))
             token = uuid4().hex if kept is Kept.OTHER else bid.token
             renewals.append(Renewal(bid.stored_key, token, 4 * self.ttl))
             expected.append(kept)
@@ -129,15 +129,15 @@ class LeaseStoreContract:
     def test_a_renewed_lease_outlives_its_first_ttl(self, store: LeaseStore, key: str) -> None:
         """The new length counts from the renewal."""
         bid = make_bid(key, ttl=self.short)
-        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
         assert store.renew([Renewal(key, bid.token, self.ttl)]) == [Kept.OURS]
         time.sleep(1.5 * self.short)
-        assert held(taken(store, make_bid(key, ttl=self.ttl)))
+        assert held(store.acquire(make_bid(key, ttl=self.ttl)))
 
     def test_renewal_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
         """A body that has extended its lease for an hour keeps the hour."""
         bid = make_bid(key, ttl=self.ttl)
-        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
         for ttl in (60 * self.ttl, self.ttl, self.short):
             assert store.renew([Renewal(key, bid.token, ttl)]) == [Kept.OURS]
         holder = store.holder(key)
@@ -147,9 +147,9 @@ class LeaseStoreContract:
     def test_a_lost_lease_is_not_renewed(self, store: LeaseStore, key: str) -> None:
         """Once another holds the key the old holder is told so, and its renewal adds nothing."""
         lost = make_bid(key, ttl=self.short)
-        assert acquired(taken(store, lost))
+        assert acquired(store.acquire(lost))
         successor = make_bid(key, ttl=self.ttl)
-        wait_until(lambda: acquired(taken(store, successor)), self.short + PATIENCE, "the lease to end")
+        wait_until(lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end")
         assert store.renew([Renewal(key, lost.token, 9 * self.ttl)]) == [Kept.OTHER]
         holder = store.holder(key)
         assert holder is not None
@@ -161,21 +161,21 @@ class LeaseStoreContract:
     def test_release_frees_the_key_at_once_and_once(self, store: LeaseStore, key: str) -> None:
         """The next bid wins; releasing again finds nothing."""
         bid = make_bid(key, ttl=self.ttl)
-        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
         assert store.release(key, bid.token)
         assert store.holder(key) is None
         assert not store.release(key, bid.token)
         assert store.renew([Renewal(key, bid.token, self.ttl)]) != [Kept.OURS]
-        assert acquired(taken(store, make_bid(key, ttl=self.ttl)))
+        assert acquired(store.acquire(make_bid(key, ttl=self.ttl)))
 
     def test_a_stranger_cannot_release(self, store: LeaseStore, key: str) -> None:
         """Not even one whose token begins or ends like the holder's."""
         bid = make_bid(key, ttl=self.ttl)
-        assert acquired(taken(store, bid))
+        assert acquired(store.acquire(bid))
         for token in (uuid4().hex, bid.token[:-1], bid.token[1:], bid.token + "0"):
             assert not store.release(key, token)
             assert store.renew([Renewal(key, token, 9 * self.ttl)]) == [Kept.OTHER]
-            assert held(taken(store, make_bid(key, token, ttl=self.ttl)))
+            assert held(store.acquire(make_bid(key, token, ttl=self.ttl)))
         holder = store.holder(key)
         assert holder is not None
         assert holder.token == bid.token
@@ -191,7 +191,7 @@ class LeaseStoreContract:
         """With their holders, under the keys they were asked for."""
         live = [make_bid(fresh_key() + tail, ttl=self.ttl) for tail in ("", "{x}", "}:lease")]
         freed = make_bid(fresh_key(), ttl=self.ttl)
-        assert all(acquired(taken(store, bid)) for bid in (*live, freed))
+        assert all(acquired(store.acquire(bid)) for bid in (*live, freed))
         assert store.release(freed.stored_key, freed.token)
         listed = {key: holder.token for key, holder in store.holders(100_000)}
         assert {bid.stored_key: bid.token for bid in live}.items() <= listed.items()

@@ -43,7 +43,7 @@ class ProgressContract(EffectCase):
     ) -> None:
         """It changes nothing."""
         record = won(records, make_bid(key))
-        assert effects.save_progress(record, '"first"')
+        assert effects.save_progress(record, '{"n": 1}')
         match how:
             case "overtaken":
                 won(records, make_bid(key))
@@ -54,10 +54,10 @@ class ProgressContract(EffectCase):
             case _:
                 records.reset(key, keep=False)
         before = row(records, key)
-        assert not effects.save_progress(record, '"late"')
+        assert not effects.save_progress(record, '{"n": 2}')
         effects.clear_crashes(record)
         assert row(records, key) == before
-        assert before.progress == (None if how == "forgotten" else '"first"')
+        assert before.progress == (None if how == "forgotten" else '{"n": 1}')
 
     @pytest.mark.parametrize("how", ["progress", "effect"])
     def test_what_gets_on_ends_the_row_of_crashes(
@@ -68,7 +68,7 @@ class ProgressContract(EffectCase):
         record = won(records, make_bid(key))
         assert record.crashes == 1
         if how == "progress":
-            assert effects.save_progress(record, "1")
+            assert effects.save_progress(record, '{"n": 1}')
         else:
             effects.clear_crashes(record)
         assert row(records, key).crashes == 0
@@ -79,12 +79,12 @@ class ProgressContract(EffectCase):
     ) -> None:
         """What an attempt has not saved before it ends is saved with that."""
         record = won(records, make_bid(key))
-        assert effects.save_progress(record, "1")
-        assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED, progress="2"))
-        assert row(records, key).progress == "2"
+        assert effects.save_progress(record, '{"n": 1}')
+        assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED, progress='{"n": 2}'))
+        assert row(records, key).progress == '{"n": 2}'
         record = won(records, make_bid(key))
         assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED))
-        assert won(records, make_bid(key)).progress == "2"
+        assert won(records, make_bid(key)).progress == '{"n": 2}'
 
     def test_the_row_tells_whether_the_attempt_still_runs(
         self, records: RecordStore, effects: EffectStore, key: str

@@ -1,0 +1,22 @@
+"""What Celery's signals start in a process that has leased tasks.
+
+Every process with leased tasks imports this module, also one that only publishes. So it loads nothing before a worker
+starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import signals
+
+
+def _before_work(sender: Any, **_: Any) -> None:
+    """Check the worker's settings; and load all that runs tasks, which pool children that are forked later share."""
+    from celery_leases.seam import apps, delivery, startup  # noqa: F401
+
+    apps.note_worker(sender)
+    startup.check_before_work(sender)
+
+
+signals.worker_init.connect(_before_work, weak=False)

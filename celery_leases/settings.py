@@ -1,0 +1,160 @@
+"""The ``leases_*`` settings of an app: read, checked, and with their defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from celery_leases.core.durations import seconds
+from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.core.options import DATABASE, OPTION_NAMES, renamed
+from celery_leases.stores import redis_url
+
+DEFAULT_DATABASE = "sqlite:///celery_leases.db"
+IN_MEMORY = "sqlite://"
+REDIS_SCHEMES = redis_url.SCHEMES
+RABBIT_SCHEMES = ("amqp", "amqps", "pyamqp")
+POOL_SIZE: Final = 10
+"""At most so many connections of a process to each store, unless ``leases_pool_size`` says otherwise."""
+SMALLEST_POOL: Final = 3
+"""One for the keeper of the leases, one for a thread that purges or bodies that ask, one for everything else."""
+LONGEST_HOP = 600.0
+CONSUMER_TIMEOUT = 1800.0
+"""What RabbitMQ allows between a delivery and its end, in seconds, unless it was told something else."""
+
+_SETTINGS = (
+    "url",
+    "transport_options",
+    "database_url",
+    "database_schema",
+    "pool_size",
+    "prefix",
+    "eager_stores",
+    "consumer_timeout",
+)
+_NOT_APP_WIDE = ("key", "fingerprint", "namespace")
+_VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``leases_*`` settings say about a whole app, defaults filled in."""
+
+    leases_url: str = field(repr=False)
+    database_url: str = field(repr=False)
+    database_schema: str | None = None
+    #: At most so many connections of one process to the database, and as many to a lease store in Redis.
+    pool_size: int = POOL_SIZE
+    prefix: str = "celery_leases"
+    eager_stores: bool = False
+    #: kombu's transport options for the lease store: its own, or the broker's where that is the lease store.
+    transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    #: The longest countdown a delivery is put back with, in seconds: half the visibility timeout, on RabbitMQ a third
+    #: of the consumer timeout, at most 10 minutes.
+    longest_hop: float = LONGEST_HOP
+    #: RabbitMQ's ``consumer_timeout`` in seconds.
+    consumer_timeout: float = CONSUMER_TIMEOUT
+    #: App-wide defaults of task options.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_settings(
+    conf: Mapping[str, Any], broker_url: str | None, transport_options: Mapping[str, Any] | None = None
+) -> Settings:
+    """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown, wrong or missing ones.
+
+    *broker_url* and its *transport_options* are Celery's; the broker is the lease store unless another one is named.
+    """
+    given = {name.removeprefix("leases_"): value for name, value in conf.items() if name.startswith("leases_")}
+    for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
+        if (now := renamed("leases", name, given[name])) is not None:
+            raise LeaseConfigurationError(now)
+        known = ", ".join(f"leases_{known}" for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE)
+        raise LeaseConfigurationError(f"unknown setting leases_{name}; known are {known}")
+    for name in given.keys() & set(_NOT_APP_WIDE):
+        raise LeaseConfigurationError(f"leases_{name} cannot be set for a whole app; set lease_{name} on each task")
+    if given.get("eager_stores") not in (None, True, False):
+        raise LeaseConfigurationError(f"leases_eager_stores={given['eager_stores']!r}: write True or False")
+    pool_size = given.get("pool_size")
+    pool_size = POOL_SIZE if pool_size is None else pool_size
+    if type(pool_size) is not int or pool_size < SMALLEST_POOL:
+        raise LeaseConfigurationError(
+            f"leases_pool_size={pool_size!r}: write a whole number from {SMALLEST_POOL}, the number of connections "
+            "that each process may open to each store"
+        )
+    own = given.get("transport_options")
+    if not isinstance(own, Mapping | None):
+        raise LeaseConfigurationError(
+            f"leases_transport_options is of type {type(own).__name__}: write a dict of kombu's transport options"
+        )
+    broker = broker_url or ""
+    options = dict(transport_options or {})
+    is_redis = scheme_of(broker) in REDIS_SCHEMES
+    leases_url = given.get("url") or (broker if is_redis else DATABASE)
+    timeout = given.get("consumer_timeout")
+    consumer_timeout = CONSUMER_TIMEOUT if timeout is None else seconds(timeout, "leases_consumer_timeout")
+    return Settings(
+        leases_url=leases_url,
+        database_url=given.get("database_url") or _default_database(broker),
+        database_schema=given.get("database_schema"),
+        pool_size=pool_size,
+        prefix=given.get("prefix") or "celery_leases",
+        eager_stores=bool(given.get("eager_stores")),
+        transport_options=own if own is not None else options if _is_broker(leases_url, broker) else {},
+        longest_hop=_longest_hop(broker, options, consumer_timeout),
+        consumer_timeout=consumer_timeout,
+        defaults={name: value for name, value in given.items() if name in OPTION_NAMES},
+    )
+
+
+def is_setting(name: str) -> bool:
+    """Whether *name* (``leases_url``) is one of ours; unknown ones are refused where they carry the right namespace."""
+    return name.removeprefix("leases_") in (*_SETTINGS, *OPTION_NAMES)
+
+
+def is_local(broker: str) -> bool:
+    """Whether a broker URL names this machine: loopback, a unix socket, memory or the filesystem."""
+    scheme = scheme_of(broker)
+    if scheme in ("memory", "filesystem", "redis+socket", "unix", ""):
+        return True
+    if scheme not in (*REDIS_SCHEMES, *RABBIT_SCHEMES, "mongodb"):
+        return False
+    hosts = [urlsplit(part).hostname or "localhost" for part in broker.split(";")]
+    return all(host in ("localhost", "127.0.0.1", "::1") for host in hosts)
+
+
+def is_rabbit(broker: str) -> bool:
+    """Whether a broker URL is RabbitMQ's."""
+    return scheme_of(broker) in RABBIT_SCHEMES
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a URL in small letters; empty without one."""
+    return url.split("://", 1)[0].lower() if "://" in url else ""
+
+
+def _default_database(broker: str) -> str:
+    if is_local(broker):
+        return DEFAULT_DATABASE
+    raise LeaseConfigurationError(
+        "the broker is on another machine, so a SQLite file here would not be shared by all workers; write\n"
+        '    app.conf.leases_database_url = "postgresql+psycopg://user@host/database"'
+    )
+
+
+def _is_broker(leases_url: str, broker: str) -> bool:
+    """Whether the lease store is reached as the broker is: it is the broker, or both are behind Sentinels."""
+    return scheme_of(broker) in REDIS_SCHEMES and (
+        leases_url == broker or scheme_of(leases_url) == scheme_of(broker) == "sentinel"
+    )
+
+
+def _longest_hop(broker: str, options: Mapping[str, Any], consumer_timeout: float) -> float:
+    if is_rabbit(broker):
+        # A message with a countdown waits in a worker, and its body runs before it is acknowledged.
+        return min(consumer_timeout / 3, LONGEST_HOP)
+    default = _VISIBILITY_TIMEOUTS.get(scheme_of(broker))
+    timeout = options.get("visibility_timeout", default)
+    return min(float(timeout) / 2, LONGEST_HOP) if timeout else LONGEST_HOP

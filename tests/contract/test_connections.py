@@ -1,0 +1,300 @@
+"""How many connections a process has to its stores, and what becomes of calls that find all of them in use."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import redis
+from sqlalchemy import Engine, Integer, column, text
+
+from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.core.records import State
+from celery_leases.process.lending import Lender, Turn, patience
+from celery_leases.renewal import Renewer
+from celery_leases.settings import read_settings
+from celery_leases.stores.database import Database, engine_for
+from celery_leases.stores.mysql import is_mysql
+from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.tenure import Tenure
+from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import outcome, row
+from celery_leases.testing.process import wait_until
+from celery_leases.testing.servers import RedisServer
+from celery_leases.wiring import Parts, build
+from tests.contract.sql_stores import server_url
+from tests.unit.fake_stores import Seen
+
+__all__ = ["server_url"]
+
+TTL = 1.0
+
+
+@contextmanager
+def all_lent(*lenders: Lender[Any]) -> Iterator[None]:
+    """Others have all that there is."""
+    before = patience.set(lambda: 10.0)
+    things = [(lender, lender.lend()) for lender in lenders for _ in range(lender.size)]
+    patience.reset(before)
+    yield
+    for lender, thing in things:
+        lender.take_back(thing)
+
+
+def lender_of(engine: Engine) -> Lender[Any]:
+    """That of the connections of an engine."""
+    lender: Lender[Any] = cast(Any, engine.pool)._lender
+    return lender
+
+
+def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
+    """Make a call in so many threads at once; what they have raised."""
+    together, errors = threading.Barrier(number), list[BaseException]()
+
+    def run() -> None:
+        together.wait(30)
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - it is what is asked for
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return errors
+
+
+# -- the database --------------------------------------------------------------------------------------------
+
+
+def backends(engine: Engine) -> int:
+    """How many connections there are to this database, but for the one that asks."""
+    with engine.connect() as connection:
+        if is_mysql(connection.dialect):
+            query = "SELECT count(*) - 1 FROM information_schema.processlist WHERE db = database()"
+        else:
+            query = "SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database()"
+            query += " AND backend_type = 'client backend'"
+        return int(connection.execute(text(query)).scalar_one())
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["by SQLAlchemy", "on the cursor"])
+def test_many_threads_share_few_connections(server_url: str, times: int) -> None:
+    """Each waits for its turn, and all are served."""
+    database, watcher = Database(engine_for(server_url, 3, 30.0)), engine_for(server_url)
+    sleep = "SLEEP(0.1)" if is_mysql(watcher.dialect) else "pg_sleep(0.1)"
+    one = f"SELECT 1 AS one FROM (SELECT {sleep}) AS slept"  # noqa: S608
+    statement = text(one).columns(column("one", Integer))
+    for _ in range(times - 1):
+        database.first(statement, {})
+    counts: list[int] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            counts.append(backends(watcher))
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    began = time.monotonic()
+    assert in_threads(12, lambda: database.first(statement, {})) == []
+    assert time.monotonic() - began >= 12 / 3 * 0.1
+    done.set()
+    watching.join(30)
+    assert max(counts) == 3
+    database.close()
+    watcher.dispose()
+
+
+def test_where_all_connections_are_in_use_nothing_was_executed(server_url: str) -> None:
+    """The call is told for how long it has waited, and which setting to look at."""
+    database = Database(engine_for(server_url, 2, 0.3))
+    statement = text("SELECT 1 AS one").columns(column("one", Integer))
+    for _ in range(3):
+        with all_lent(lender_of(database.engine)):
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match=r"all 2 were in use for 0\.3 s; see leases_pool_size") as caught:
+                database.first(statement, {})
+            assert time.monotonic() - began >= 0.3
+            assert caught.value.executed is False
+        assert database.first(statement, {}) == {"one": 1}
+    database.close()
+
+
+def test_connections_that_cannot_be_made_take_no_place() -> None:
+    """A server that is away for long leaves a pool that is empty, not one that is full."""
+    database = Database(engine_for("postgresql+psycopg://127.0.0.1:1/x", 2, 0.0))
+    statement = text("SELECT 1 AS one").columns(column("one", Integer))
+    for _ in range(6):
+        with pytest.raises(StoreUnavailable) as caught:
+            database.first(statement, {})
+        assert "leases_pool_size" not in str(caught.value)
+    assert len(lender_of(database.engine).all()) <= 2
+    database.close()
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///x.db", "postgresql+psycopg://127.0.0.1:1/x"])
+def test_a_worker_at_debug_has_no_log_lines_of_the_pool(caplog: pytest.LogCaptureFixture, url: str) -> None:
+    """As with SQLAlchemy's own: under eventlet a line of the keeper, a real thread, would stop the worker for good."""
+    caplog.set_level("DEBUG")
+    engine = engine_for(url)
+    for pool in (engine.pool, engine.pool.recreate()):
+        assert not pool._should_log_debug()
+        assert pool.logger.getEffectiveLevel() >= logging.WARNING
+
+
+def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(server_url: str) -> None:
+    """As one of a thread that was still busy when the client was closed."""
+    engine, watcher = engine_for(server_url, 2), engine_for(server_url)
+    used, idle = engine.raw_connection(), engine.raw_connection()
+    idle.close()
+    assert backends(watcher) == 2
+    engine.dispose()
+    wait_until(lambda: backends(watcher) == 1, 10, "the idle one to be closed")
+    used.close()
+    wait_until(lambda: backends(watcher) == 0, 10, "the other one to be closed")
+    watcher.dispose()
+
+
+# -- Redis ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
+    """A server of the test's own, whose clients are the test's."""
+    with RedisServer() as started:
+        yield started
+
+
+def clients(admin: redis.Redis) -> int:
+    """How many clients there are but for the one that asks."""
+    return len(admin.client_list()) - 1
+
+
+def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> None:
+    """Scripts, reads and pipelines are sent on the same ones; a server that is slow does not get more."""
+    store = RedisLeaseStore.from_url(server.url, timeout=20.0, turns=Lender(3, Turn, 30.0))
+    bids = [make_bid(fresh_key()) for _ in range(4)]
+    for bid in bids:
+        assert acquired(store.acquire(bid))
+
+    def use() -> None:
+        store.holder(bids[0].stored_key)
+        store.mark(bids[0].stored_key, "x")
+        store.release(bids[1].stored_key, "another")
+        list(store.holders())
+
+    with redis.Redis.from_url(server.url) as admin:
+        admin.execute_command("CLIENT", "PAUSE", "600", "ALL")
+        assert in_threads(20, use) == []
+        assert clients(admin) == 3
+    store.close()
+
+
+def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer) -> None:
+    """And they come back, whatever the calls have ended in."""
+    turns = Lender(2, Turn, 0.2)
+    store = RedisLeaseStore.from_url(server.url, timeout=1.0, turns=turns)
+    taken = [turns.lend(), turns.lend()]
+    for step in (lambda: store.mark("a", "b"), lambda: store.release("a", "b"), lambda: store.holder("a")):
+        with pytest.raises(StoreUnavailable, match=r"all 2 were in use for 0\.2 s; see leases_pool_size") as caught:
+            step()
+        assert caught.value.executed is False
+    for turn in taken:
+        turns.take_back(turn)
+    server.pause()
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable) as caught:
+            store.mark("a", "b")
+        assert "leases_pool_size" not in str(caught.value)
+    server.resume()
+    wait_until(lambda: len(turns._idle) == 2, 10, "both to be free")
+    store.close()
+
+
+# -- a process -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["redis", "database"])
+def parts(request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str) -> Iterator[Parts]:
+    """The parts of a process that may have three connections to each store."""
+    leases = leases_redis_url if request.param == "redis" else "database"
+    conf = {"leases_url": leases, "leases_database_url": leases_postgres_url, "leases_pool_size": 3}
+    made = build(read_settings(conf, None), Seen(), TTL)
+    made.records.migrate()
+    made.records.evidence.grace = 0.0
+    yield made
+    made.close()
+
+
+def begun(parts: Parts, key: str) -> tuple[Tenure, Any]:
+    """A lease that is renewed, and its record."""
+    bid, renewer = make_bid(key, ttl=TTL), parts.execution.renewer
+    tenure = Tenure(bid, renewer._clock.now(), renewer._clock)
+    claim: Any = parts.leases.acquire(bid)
+    assert acquired(claim)
+    if not parts.leases.in_records:
+        claim = parts.records.claim(bid, parts.leases.name)
+    record = getattr(claim, "claim", claim).record
+    tenure.fence = record.fence
+    renewer.add(tenure)
+    return tenure, record
+
+
+def test_a_full_pool_loses_no_lease(parts: Parts) -> None:
+    """Bodies have all connections of theirs for three ttls: the keeper has its own, and the leases are renewed.
+
+    Who wants a connection meanwhile is told in time that there is none; and in the end all outcomes are written.
+    """
+    held = [begun(parts, fresh_key()) for _ in range(3)]
+    lenders = [lender_of(parts.records.database.engine)]
+    if isinstance(parts.leases, RedisLeaseStore):
+        lenders.append(parts.leases._scripts._turns)
+    with all_lent(*lenders):
+        until = time.monotonic() + 3 * TTL
+        while time.monotonic() < until:
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable) as caught:
+                parts.records.claim(make_bid(fresh_key(), ttl=TTL), parts.leases.name)
+            assert caught.value.executed is False
+            assert time.monotonic() - began < TTL
+    for tenure, record in held:
+        assert tenure.held, tenure.lost
+        assert parts.records.settle(record, outcome(record))
+        parts.execution.renewer.drop(tenure)
+        assert row(parts.records, record.stored_key).state is State.DONE
+
+
+def test_a_process_has_at_most_as_many_connections_as_it_may(parts: Parts, leases_postgres_url: str) -> None:
+    """Tasks, the keeper, bodies that ask and the thread that purges: all of them together."""
+    tenure, record = begun(parts, fresh_key())
+    renewer: Renewer = parts.execution.renewer
+    watcher = engine_for(leases_postgres_url)
+
+    def use() -> None:
+        patience.set(lambda: 30.0)
+        for _ in range(20):
+            parts.records.read(record.stored_key)
+            renewer.extend(tenure, TTL)
+            assert not parts.leases.holder("nothing")
+
+    assert in_threads(8, use) == []
+    wait_until(lambda: backends(watcher) <= 3, 10, "no more than three")
+    engines = {store.database.engine for _, store in parts._opened}
+    assert sum(lender_of(engine).size for engine in engines) == 3
+    assert parts.records.settle(record, outcome(record))
+    renewer.drop(tenure)
+    watcher.dispose()
+
+
+@pytest.mark.parametrize("size", [0, 2, -1, 10.0, "10", True, [3]])
+def test_a_number_of_connections_that_cannot_be_is_refused(size: object) -> None:
+    """When the worker starts, with what to write."""
+    conf = {"leases_url": "database", "leases_database_url": "sqlite:///x.db", "leases_pool_size": size}
+    with pytest.raises(LeaseConfigurationError, match=r"leases_pool_size=.* whole number from 3"):
+        read_settings(conf, None)

@@ -1,0 +1,472 @@
+"""Tables of version 1, made as release 0.1.0 made them: workers run on them, and migrations convert them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from celery_leases.core.effects import scope_of
+from celery_leases.core.errors import RecordUnreadable, SchemaOutdated, StoreUnavailable
+from celery_leases.core.keys import CallKey
+from celery_leases.core.ports import Kept, Renewal
+from celery_leases.core.records import Ended, Failure, Record, State, Won
+from celery_leases.stores import migrations
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.layouts import DOCUMENT, NARROW, WIDE, Migrated
+from celery_leases.stores.outbox import Outbox
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.testing.contracts import EffectStoreContract, RecordStoreContract
+from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import closed, outcome, row, timeless, won
+from celery_leases.testing.process import wait_until
+from tests.contract.sql_stores import database_url, wait_for_locks
+
+__all__ = ["database_url"]
+
+DAMAGED = {
+    "finished_results": "{",
+    "progress": "{",
+    "state": "bogus",
+    "ended": "bogus",
+    "error": "{",
+    "previous_error": "[]",
+    "digests": "{",
+}
+"""By column: what cannot be read of a row."""
+UNREADABLE = {"finished_results", "progress", "state", "ended"}
+FAILURE = Failure("builtins.ValueError", "bad \N{SNOWMAN}", "rule", "busy", group="g", ambiguous=True)
+
+
+def make_old(url: str) -> None:
+    """Make the tables of version 1."""
+    engine = engine_for(url)
+    dialect = "mysql" if engine.dialect.name == "mariadb" else engine.dialect.name
+    written = (Path(__file__).parent / "version_1" / f"{dialect}.sql").read_text()
+    with engine.connect() as connection:
+        for statement in written.strip().removesuffix(";").split(";\n"):
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+def opened(url: str) -> SqlRecordStore:
+    """A store that has looked at its tables."""
+    store = SqlRecordStore(engine_for(url))
+    store.evidence.grace = 0.0
+    store.check()
+    return store
+
+
+@pytest.fixture
+def old(database_url: str) -> Iterator[SqlRecordStore]:
+    """Records in tables of version 1."""
+    make_old(database_url)
+    with closing(opened(database_url).database) as database:
+        store = SqlRecordStore(database.engine)
+        store.evidence.grace = 0.0
+        store.check()
+        assert store.by.layout is WIDE
+        yield store
+
+
+def migrated(store: SqlRecordStore, to: int = NARROW.version) -> Migrated:
+    """What an operator does, in a process of his own."""
+    other = SqlRecordStore(engine_for(store.database.engine.url.render_as_string(False)))
+    try:
+        return other.migrate(to)
+    finally:
+        other.database.close()
+
+
+@pytest.mark.nightly
+class TestOldRecords(RecordStoreContract):
+    """The published suite, on tables of version 1."""
+
+    @pytest.fixture
+    def records(self, old: SqlRecordStore) -> SqlRecordStore:
+        """One of the databases."""
+        return old
+
+
+@pytest.mark.nightly
+class TestOldEffects(EffectStoreContract):
+    """The same for effects and progress."""
+
+    @pytest.fixture
+    def records(self, old: SqlRecordStore) -> SqlRecordStore:
+        """One of the databases."""
+        return old
+
+    @pytest.fixture
+    def effects(self, old: SqlRecordStore) -> SqlEffectStore:
+        """Beside the records."""
+        return SqlEffectStore(old.database, old.tables)
+
+
+def fill(records: SqlRecordStore) -> list[str]:
+    """Rows in every state, with all that a row may have; their keys."""
+    keys: list[str] = []
+
+    def begun(lease_store: str = "database", **bid: Any) -> Record:
+        keys.append(fresh_key())
+        given: dict[str, Any] = {"fingerprint": f"v1:{'ab' * 32}", "digests": {"a": "b"}, "retention": 9.5, "ttl": 40.0}
+        return won(records, make_bid(keys[-1], **(given | bid)), lease_store)
+
+    counts: dict[str, Any] = {"failures": 2, "quick_retries": 3, "cooldowns": 4, "crashes": 1, "crashed_call": "c"}
+    failed: dict[str, Any] = counts | {"ended": Ended.FAILED, "failure": FAILURE, "failed": True, "reason": "busy"}
+    begun()
+    begun("redis:other/", ttl=2.3, retention=None, fingerprint=None, digests=None)
+    for state in (State.PENDING, State.COOLING, State.FAILED, State.UNCERTAIN):
+        closed(records, begun(), state, **failed, retry_after=60.0, resumes=state is State.COOLING, retries=3)
+    closed(records, begun(message='{"a": "50%"}'), result='"\N{SNOWMAN}"', finished={"a!b c": '"1"', "!": None})
+    closed(records, begun(), retention=None, reason="result_too_large")
+    closed(records, begun(), State.PENDING, **failed)
+    again = won(records, make_bid(keys[-1], rerun=True), "database")  # with a previous attempt, and counts of old
+    closed(records, again, State.PENDING, ended=Ended.RETRIED)
+    won(records, make_bid(keys[-1], rerun=True), "database")
+    begun("redis:one")
+    won(records, make_bid(keys[-1]), "redis:one")  # it has crashed
+    saving = begun()
+    effects = SqlEffectStore(records.database, records.tables)
+    assert effects.save_progress(saving, '{"generation": 0, "value": "1", "positions": {"items": 3}}')
+    assert effects.begin(saving, "charge", "key", scope_of(saving, rerun=False, retention=1.0)) is not None
+    closed(records, begun(), State.FAILED, **failed)
+    assert records.reset(keys[-1], keep=True) is not None
+    closed(records, begun(), State.FAILED, **failed)
+    assert records.reset(keys[-1], keep=False) is not None
+    begun()
+    assert records.resolve(keys[-1], '"by hand"')
+    key = CallKey("enqueued", fresh_key(), f"v1:{'cd' * 32}", {"x": "y"})
+    keys.append(key.stored)
+    assert records.database.touch(Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), {})
+    return keys
+
+
+def damage(records: SqlRecordStore) -> dict[str, str]:
+    """A row for each column that cannot be read; their keys by column."""
+    broken = {}
+    for column, value in DAMAGED.items():
+        record = won(records, make_bid(fresh_key(), retention=None), "database")
+        closed(records, record, State.PENDING, ended=Ended.FAILED, failure=FAILURE, finished={"a": "1"})
+        won(records, make_bid(record.stored_key, rerun=True), "database")
+        with records.database.engine.connect() as connection:
+            written = text(f"UPDATE celery_leases_records SET {column} = :value WHERE stored_key = :key")  # noqa: S608
+            connection.execute(written, {"value": value, "key": record.stored_key})
+        broken[column] = record.stored_key
+    return broken
+
+
+def reads(records: SqlRecordStore, keys: list[str]) -> dict[str, Record | None]:
+    """The rows of keys, without the moment of the look."""
+    found = {key: records.read(key) for key in keys}
+    return {key: timeless(record) if record is not None else None for key, record in found.items()}
+
+
+def columns(records: SqlRecordStore) -> set[str]:
+    """The columns that the table has."""
+    with records.database.engine.connect() as connection:
+        return set(connection.execute(records.tables.any_column()).keys())
+
+
+def test_each_record_reads_the_same_after_a_migration_and_back(old: SqlRecordStore) -> None:
+    """In every state; and again after the next one."""
+    keys = fill(old)
+    before = reads(old, keys)
+    done = migrated(old)
+    assert (done.before, done.after, done.rows >= len(keys)) == (1, 2, True)
+    assert reads(old, keys) == before
+    assert old.by.layout.version == 2
+    assert columns(old) == set(old.tables.records.c.keys())
+    assert migrated(old) == Migrated(2, 2)
+    assert migrated(old, 1).rows == len(keys)
+    assert reads(old, keys) == before
+    assert old.by.layout.version == 1
+    assert migrated(old, 1) == Migrated(1, 1)
+    assert migrated(old).before == 1
+    assert reads(old, keys) == before
+
+
+@pytest.mark.parametrize("to", [2, 1], ids=["upgrade", "downgrade"])
+def test_work_that_was_done_before_a_migration_may_be_run_again(old: SqlRecordStore, to: int) -> None:
+    """By another call, where each call is work of its own, or once the retention is over."""
+    if to == 1:
+        migrated(old)
+    rerun, expired = (won(old, make_bid(fresh_key()), "database") for _ in range(2))
+    closed(old, rerun)
+    closed(old, expired, retention=1e-6)
+    migrated(old, to)
+    assert won(old, make_bid(rerun.stored_key, rerun=True), "database").generation == 1
+    assert won(old, make_bid(expired.stored_key), "database").generation == 1
+
+
+def test_a_migration_that_has_nothing_to_do_waits_for_no_transaction(old: SqlRecordStore) -> None:
+    """Run again while a transaction of the user's has written a row."""
+    migrated(old)
+    won(old, make_bid(fresh_key()), "database")
+    with old.database.engine.connect() as connection:
+        if connection.dialect.name == "sqlite":
+            pytest.skip("there is one writer at a time")
+        connection.exec_driver_sql("BEGIN")
+        connection.exec_driver_sql("UPDATE celery_leases_records SET holder = 'me'")
+        assert migrated(old) == Migrated(2, 2)
+        connection.exec_driver_sql("ROLLBACK")
+
+
+def test_what_cannot_be_read_cannot_be_read_afterwards_either(old: SqlRecordStore) -> None:
+    """Nobody takes it for absent; it survives the way back."""
+    broken = damage(old)
+    for version in (2, 1, 2):
+        migrated(old, version)
+        for column, key in broken.items():
+            if column not in UNREADABLE:
+                assert old.read(key) is not None, column
+                continue
+            with pytest.raises(RecordUnreadable) as caught:
+                old.read(key)
+            moved = column == "finished_results" and version == 2
+            assert caught.value.column == (DOCUMENT if moved else column)
+    assert old.reset(broken["finished_results"], keep=False) is not None
+    assert old.read(broken["finished_results"]) is not None
+
+
+def test_a_downgrade_that_would_lose_something_is_refused(old: SqlRecordStore) -> None:
+    """With the key; nothing has changed then."""
+    keys = fill(old)
+    migrated(old)
+    before = reads(old, keys)
+    with old.database.engine.connect() as connection:
+        written = text("UPDATE celery_leases_records SET details = :value WHERE stored_key = :key")
+        connection.execute(written, {"value": json.dumps({"later": 1}), "key": keys[0]})
+    with pytest.raises(SchemaOutdated, match="cannot hold what its column details has"):
+        migrated(old, 1)
+    assert {**reads(old, keys), keys[0]: None} == {**before, keys[0]: None}
+    assert migrated(old) == Migrated(2, 2, 0)
+    assert columns(old) == set(old.tables.records.c.keys())
+
+
+STEPS: dict[str, Callable[[SqlRecordStore, Record], object]] = {
+    "read": lambda records, record: records.read(record.stored_key),
+    "settle": lambda records, record: records.settle(record, outcome(record, failure=FAILURE, failed=True)),
+    "claim": lambda records, _: won(records, make_bid(fresh_key()), "database"),
+    "take over": lambda records, record: records.claim(make_bid(record.stored_key), "redis:one"),
+    "search": lambda records, _: records.search(states=[State.RUNNING]),
+    "named": lambda records, record: records.named(record.key),
+    "reset": lambda records, record: records.reset(record.stored_key, keep=True, seen=record),
+    "resolve": lambda records, record: records.resolve(record.stored_key, "1"),
+    "holders": lambda records, _: list(DatabaseLeaseStore(records).holders()),
+    "renew": lambda records, record: (
+        DatabaseLeaseStore(records).renew([Renewal(record.stored_key, record.owner, 60.0)]) == [Kept.OURS]
+    ),
+    "stranded": lambda records, _: Outbox(records).stranded(0.0, 10),
+    "take": lambda records, _: Outbox(records).take("absent") is None,
+    "progress": lambda records, record: SqlEffectStore(records.database, records.tables).save_progress(record, "{}"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_worker_finds_out_that_its_tables_were_migrated(old: SqlRecordStore, step: str) -> None:
+    """At whatever it does next, in either direction; nothing fails."""
+    for version in (2, 1):
+        record = won(old, make_bid(fresh_key()), "redis:one" if step == "take over" else "database")
+        for _ in range(8):  # psycopg prepares what comes often
+            STEPS["read"](old, record)
+        migrated(old, version)
+        assert STEPS[step](old, record) is not None
+        STEPS[step](old, record)
+        assert isinstance(old.claim(make_bid(fresh_key()), "database"), Won)
+
+
+def test_an_attempt_that_was_claimed_before_ends_after_the_migration(old: SqlRecordStore) -> None:
+    """With what its row had: counts, calls that have finished, how the attempt before ended."""
+    first = won(old, make_bid(fresh_key(), rerun=True), "database")
+    closed(old, first, State.PENDING, ended=Ended.FAILED, failure=FAILURE, failures=2, finished={"a": "1"}, failed=True)
+    record = won(old, make_bid(first.stored_key, rerun=True), "database")
+    migrated(old)
+    done = closed(old, record, result="1", finished={"a": "1", "b": "2"})
+    assert (done.finished_calls, done.finished_results) == (("a", "b"), {"a": "1", "b": "2"})
+    assert done.previous == record.previous
+    assert (done.generation, done.lease_ttl, done.fingerprint) == (1, record.lease_ttl, record.fingerprint)
+
+
+def test_many_claims_and_outcomes_go_on_during_migrations(old: SqlRecordStore) -> None:
+    """Each key is claimed once and done once, up and down and up again."""
+    url = old.database.engine.url.render_as_string(False)
+    stop, ran, lock = threading.Event(), [], threading.Lock()
+
+    def work(number: int) -> None:
+        store = opened(url)
+        while not stop.is_set():
+            try:
+                record = won(store, make_bid(fresh_key(), ttl=60.0), "database")
+            except StoreUnavailable as error:  # locked for too long: the delivery would be put back
+                assert error.executed is not True  # noqa: PT017
+                continue
+            while True:
+                try:
+                    assert store.settle(record, outcome(record, result=str(number)))
+                    break
+                except StoreUnavailable:
+                    continue
+            with lock:
+                ran.append(record.stored_key)
+        store.database.close()
+
+    def grows(by: int) -> None:
+        wanted = len(ran) + by
+        wait_until(lambda: len(ran) >= wanted, 30, "work to go on")
+
+    with ThreadPoolExecutor(4) as threads:
+        working = [threads.submit(work, number) for number in range(4)]
+        try:
+            for version in (2, 1, 2):
+                grows(20)
+                migrated(old, version)
+            grows(20)
+        finally:
+            stop.set()
+        for one in working:
+            one.result()
+    found = reads(old, ran)
+    assert {record.state for record in found.values() if record is not None} == {State.DONE}
+    assert {record.attempt for record in found.values() if record is not None} == {1}
+    assert len(set(ran)) == len(ran)
+
+
+class KilledError(BaseException):
+    """As if the process had ended there."""
+
+
+KILLED_AT = [(name, number) for name, times in (("_alter", 2), ("_batch", 2), ("_note", 1)) for number in range(times)]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("name", "number"), KILLED_AT)
+@pytest.mark.parametrize("to", [2, 1])
+def test_a_migration_that_was_killed_is_run_again(
+    old: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, to: int, name: str, number: int, after: bool
+) -> None:
+    """Wherever that was, workers go on with the tables as they are, and the next one ends it, or goes back."""
+    keys = fill(old)
+    before = reads(old, keys)
+    if to == 1:
+        migrated(old)
+        name = {"_batch": "_convert_back"}.get(name, name)
+    kind = type(migrations.migration(old.database.engine, old.tables))
+    step, calls = getattr(kind, name), [0]
+
+    def killed(*given: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] <= number:
+            return step(*given, **more)
+        if after:
+            step(*given, **more)
+        raise KilledError
+
+    with monkeypatch.context() as dying:
+        dying.setattr(kind, name, killed)
+        if name == "_convert_back" and number:
+            migrated(old, to)
+        else:
+            with pytest.raises(KilledError):
+                migrated(old, to)
+    assert reads(old, keys) == before
+    for store in (old, opened(old.database.engine.url.render_as_string(False))):
+        record = won(store, make_bid(fresh_key()), "database")
+        assert closed(store, record, result="1", finished={"a": "1"}).state is State.DONE
+        keys.append(record.stored_key)
+    before = reads(old, keys)
+    for version in (to, 3 - to, 2):
+        migrated(old, version)
+        assert reads(old, keys) == before
+        assert columns(old) == set(old.tables.layouts[version].c.keys())
+    old.check()
+
+
+def test_two_migrations_at_once_do_it_once(old: SqlRecordStore) -> None:
+    """The other finds that it is done."""
+    keys = fill(old)
+    before = reads(old, keys)
+    with ThreadPoolExecutor(4) as threads:
+        done = list(threads.map(lambda _: migrated(old), range(4)))
+    assert {each.after for each in done} == {2}
+    assert reads(old, keys) == before
+    assert columns(old) == set(old.tables.records.c.keys())
+
+
+def test_a_migration_waits_for_a_transaction_that_guards_a_row(old: SqlRecordStore) -> None:
+    """It gives others way meanwhile, and goes on once the transaction has ended."""
+    if old.database.host_clock:
+        pytest.skip("SQLite has one writer")
+    record = won(old, make_bid(fresh_key()), "database")
+    user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
+        isolation_level="READ COMMITTED"
+    )
+    with user.connect() as connection, ThreadPoolExecutor(1) as threads:
+        transaction = JoinedTransaction(connection, old)
+        transaction.guard(record)
+        migrating = threads.submit(migrated, old)
+        if old.database.engine.dialect.name == "postgresql":
+            wait_for_locks(old)
+        transaction.complete(record, outcome(record, result="1"))
+        connection.commit()
+        assert migrating.result(60).after == 2
+    assert row(old, record.stored_key).state is State.DONE
+
+
+def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(old: SqlRecordStore) -> None:
+    """An error would end the transaction, so the columns are looked at first."""
+    record = won(old, make_bid(fresh_key()), "database")
+    migrated(old)
+    user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
+        isolation_level="READ COMMITTED" if not old.database.host_clock else "SERIALIZABLE"
+    )
+    key = CallKey("enqueued", fresh_key(), None, None)
+    with user.connect() as connection:
+        transaction = JoinedTransaction(connection, old)
+        transaction.know_layout("k")
+        writes = Outbox(old).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0)
+        assert transaction.write(writes, "k")
+        transaction.complete(record, outcome(record, result="1"))
+        connection.commit()
+    assert row(old, record.stored_key).state is State.DONE
+    assert row(old, key.stored).call_id == "first"
+
+
+def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> None:
+    """Also when it is run twice; they are converted afterwards."""
+    keys = fill(old)
+    before = reads(old, keys)
+    with old.database.engine.connect() as connection:
+        for statement in 2 * old.tables.ddl(old.database.engine).strip().removesuffix(";").split(";\n"):
+            connection.execute(text(statement))
+    old.tables.create(old.database.engine)
+    assert reads(old, keys) == before
+    assert migrated(old).before == 1
+    assert reads(old, keys) == before
+
+
+def test_a_worker_on_old_tables_says_so(old: SqlRecordStore, caplog: pytest.LogCaptureFixture) -> None:
+    """And runs."""
+    old.check()
+    assert "have version 1" in caplog.text
+    assert "leases migrate" in caplog.text
+
+
+def test_a_lease_is_kept_through_a_migration(old: SqlRecordStore) -> None:
+    """By the row that is the lease."""
+    leases = DatabaseLeaseStore(old)
+    bid = make_bid(fresh_key(), ttl=60.0)
+    assert acquired(leases.acquire(bid))
+    migrated(old)
+    assert leases.renew([Renewal(bid.stored_key, bid.token, 60.0)]) == [Kept.OURS]
+    assert not acquired(leases.acquire(make_bid(bid.stored_key)))

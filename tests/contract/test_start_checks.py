@@ -1,0 +1,302 @@
+"""What a worker finds out before it starts: rights that are missing, tables of another form, a store that evicts."""
+
+# ruff: noqa: D103 - names state the behaviour
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from sqlalchemy import Engine, create_engine, make_url, text
+
+from celery_leases import LeaseClient, LeasedTask
+from celery_leases.seam import apps, startup
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.schema import Tables
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.testing.servers import RedisServer
+
+TABLES = ("records", "effects", "marks", "gates")
+PASSWORD = "a-word-nobody-sees"
+
+
+class AWorker:
+    """What is looked at of a worker that starts."""
+
+    pool_cls = "threads"
+    soft_time_limit = time_limit = None
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+
+
+@pytest.fixture(scope="module")
+def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
+    """A server of the module's own, to change users and settings on."""
+    with RedisServer() as started:
+        yield started
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """An app with one leased task, whose stores each test names."""
+    made = Celery("checked", broker="memory://", set_as_current=False)
+
+    @made.task(base=LeasedTask, name="checked.send", lease_key="c:{number}", shared=False)
+    def send(number: int) -> None:
+        """Do nothing."""
+
+    made.finalize()
+    yield made
+    apps.forget()
+
+
+def started(app: Celery, **conf: Any) -> None:
+    """What happens when a worker of *app* starts."""
+    app.conf.update(conf)
+    apps.forget()
+    startup.check_before_work(AWorker(app))
+
+
+def refusal(app: Celery, **conf: Any) -> str:
+    with pytest.raises(SystemExit) as caught:
+        started(app, **conf)
+    return str(caught.value)
+
+
+def migrated(url: str) -> Engine:
+    engine = engine_for(url)
+    Tables().create(engine)
+    return engine
+
+
+@pytest.fixture(params=["postgres", "mariadb"])
+def owner(request: pytest.FixtureRequest) -> Engine:
+    """The owner's engine on a database server with the tables in it."""
+    return migrated(request.getfixturevalue(f"leases_{request.param}_url"))
+
+
+# -- records -------------------------------------------------------------------------------------------------
+
+
+def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
+    """The URL of a user who may do *rights* on all tables."""
+    mysql = owner.dialect.name != "postgresql"
+    name = f"few_{owner.url.database}"[:30]
+    with owner.connect() as connection:
+        if mysql:
+            connection.execute(text(f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"))
+            connection.execute(text(f"GRANT {rights} ON {owner.url.database}.* TO '{name}'@'%'"))
+        else:
+            connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}' {extra}"))
+            connection.execute(text(f"GRANT {rights} ON ALL TABLES IN SCHEMA public TO {name}"))
+    return owner.url.set(username=name, password=PASSWORD).render_as_string(hide_password=False)
+
+
+@pytest.mark.parametrize("rights", ["SELECT", "SELECT, INSERT, UPDATE", "SELECT, UPDATE, DELETE"])
+def test_a_user_who_may_not_write_stops_the_worker(app: Celery, owner: Engine, rights: str) -> None:
+    """With the rights that are to be given."""
+    said = refusal(app, leases_url="database", leases_database_url=a_user(owner, rights=rights))
+    assert "SELECT, INSERT, UPDATE and DELETE on celery_leases_records" in said
+    assert PASSWORD not in said
+
+
+def test_a_role_whose_transactions_are_read_only_stops_the_worker(app: Celery, leases_postgres_url: str) -> None:
+    """Its statements would fail for ever."""
+    owner = migrated(leases_postgres_url)
+    url = a_user(owner, rights="ALL")
+    with owner.connect() as connection:
+        connection.execute(text(f"ALTER ROLE {make_url(url).username} SET default_transaction_read_only = on"))
+    assert "that may write" in refusal(app, leases_url="database", leases_database_url=url)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_column_that_is_missing_stops_the_worker(app: Celery, owner: Engine, table: str) -> None:
+    """Each table is looked at, with all its columns."""
+    with owner.connect() as connection:
+        column = {"records": "reason", "effects": "reference", "marks": "value", "gates": "why"}[table]
+        connection.execute(text(f"ALTER TABLE celery_leases_{table} DROP COLUMN {column}"))
+    said = refusal(app, leases_url="database", leases_database_url=_url(owner))
+    assert column in said
+    assert f"change celery_leases_{table} to what" in said
+    assert "leases migrate --sql" in said
+
+
+def test_a_sqlite_file_that_has_another_form_stops_the_worker(app: Celery, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    with migrated(url).connect() as connection:
+        connection.execute(text("ALTER TABLE celery_leases_records DROP COLUMN reason"))
+    assert "reason" in refusal(app, leases_url="database", leases_database_url=url)
+
+
+def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_path: Path) -> None:
+    """It will be free again; the worker starts with a warning."""
+    url = f"sqlite:///{tmp_path / 'records.db'}"
+    migrated(url)
+    other = create_engine(url)
+    with other.connect() as connection:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        started(app, leases_url="database", leases_database_url=url)
+        connection.exec_driver_sql("ROLLBACK")
+
+
+def test_rights_that_are_enough_say_nothing(app: Celery, owner: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The checks write nothing but the mark that names the database."""
+    url = a_user(owner, rights="SELECT, INSERT, UPDATE, DELETE")
+    started(app, leases_url="database", leases_database_url=url)
+    assert not caplog.records
+    with owner.connect() as connection:
+        for table in TABLES:
+            there = connection.execute(text(f"SELECT count(*) FROM celery_leases_{table}")).scalar()  # noqa: S608 - our names
+            assert there == (1 if table == "marks" else 0)
+
+
+def test_a_web_process_may_ask_with_the_right_to_read_alone(owner: Engine) -> None:
+    """Also before a worker has run."""
+    with closing(LeaseClient("database", a_user(owner))) as leases:
+        assert leases.status("c:1", task="checked.send").state == "absent"
+
+
+@pytest.mark.parametrize("server", ["postgres", "mariadb", "sqlite"])
+def test_a_worker_starts_on_tables_that_are_in_use(
+    app: Celery, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture, server: str
+) -> None:
+    """The checks touch no row, not even the mark that names the database, which is kept under an empty key."""
+    url = f"sqlite:///{tmp_path / 'r.db'}" if server == "sqlite" else request.getfixturevalue(f"leases_{server}_url")
+    migrated(url)
+    named = SqlRecordStore(engine_for(url)).identity()
+    started(app, leases_url="database", leases_database_url=url)
+    assert not caplog.records
+    with engine_for(url).connect() as connection:
+        assert connection.execute(text("SELECT value FROM celery_leases_marks")).scalars().all() == [named]
+
+
+def _url(engine: Engine) -> str:
+    return engine.url.render_as_string(hide_password=False)
+
+
+# -- lease store ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Settings with leases in Redis, for a user of so many words."""
+
+    def settings(*words: str) -> dict[str, Any]:
+        user = ""
+        if words:
+            with redis.Redis.from_url(server.url) as admin:
+                admin.execute_command("ACL", "SETUSER", "few", "reset", "on", f">{PASSWORD}", *words)
+            user = f"few:{PASSWORD}@"
+        url = server.url.replace("redis://", f"redis://{user}")
+        return {"leases_url": url, "leases_database_url": f"sqlite:///{tmp_path / 'records.db'}"}
+
+    return settings
+
+
+@pytest.mark.parametrize("missing", ["-evalsha", "-eval", "-set", "~other:*"])
+def test_a_user_of_the_lease_store_without_its_rights_stops_the_worker(
+    app: Celery, server: RedisServer, in_redis: Callable[..., dict[str, Any]], missing: str
+) -> None:
+    """With the words of ACL SETUSER that are needed."""
+    with redis.Redis.from_url(server.url) as admin:
+        admin.script_flush()
+    words = ["+@all", missing if missing.startswith("~") else "~*", *([missing] if missing.startswith("-") else [])]
+    said = refusal(app, **in_redis(*words))
+    assert "+evalsha +eval +get +set" in said
+    assert PASSWORD not in said
+
+
+def test_a_wrong_password_of_the_lease_store_stops_the_worker(
+    app: Celery, in_redis: Callable[..., dict[str, Any]]
+) -> None:
+    conf = in_redis("+@all", "~*")
+    conf["leases_url"] = conf["leases_url"].replace(PASSWORD, "another")
+    assert "user and password of the server into leases_url" in refusal(app, **conf)
+
+
+def test_a_server_without_scripts_stops_the_worker(app: Celery, tmp_path: Path) -> None:
+    """A proxy, or a server whose operator has renamed the command."""
+    with RedisServer(options=("--rename-command", "EVALSHA", "")) as bare:
+        said = refusal(app, leases_url=bare.url, leases_database_url=f"sqlite:///{tmp_path / 'records.db'}")
+    assert "leases need EVALSHA and EVAL" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [((), True), (("+@all", "~*", "-info"), True), (("+@all", "~*", "-info", "-config"), False)]
+)
+def test_a_lease_store_that_evicts_is_a_warning(
+    app: Celery,
+    server: RedisServer,
+    in_redis: Callable[..., dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    words: tuple[str, ...],
+    told: bool,
+) -> None:
+    """By INFO or CONFIG; for a user who may call neither nothing is said."""
+    with redis.Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            started(app, **in_redis(*words))
+        finally:
+            admin.config_set("maxmemory-policy", "noeviction")
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [("maxmemory-policy allkeys-lru" in line, "maxmemory-policy noeviction" in line) for line in said] == (
+        [(True, True)] if told else []
+    )
+
+
+def test_stores_that_do_not_answer_are_warnings(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker may start before its servers."""
+    nowhere = "127.0.0.1:9"
+    started(app, leases_url=f"redis://{nowhere}/0", leases_database_url=f"postgresql+psycopg://{nowhere}/x")
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "the records database does not answer yet" in said
+    assert "the lease store does not answer yet" in said
+
+
+# -- the app -------------------------------------------------------------------------------------------------
+
+
+def test_options_on_a_task_without_a_lease_are_a_warning(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """Task and options are named; a worker without any leased task says so too."""
+    bare = Celery("bare", broker="memory://", set_as_current=False)
+
+    @bare.task(name="bare.send", lease_key="c:{number}", lease_ttl=30, shared=False)
+    def send(number: int) -> None:
+        """Do nothing."""
+
+    bare.finalize()
+    startup.check_before_work(AWorker(bare))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("task bare.send has lease_key, lease_ttl, but runs without a lease: write base=LeasedTask")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "comes back after 3600 s, found by a sweep every 100 s"),
+        ({"unacked_restore_interval": 5, "unacked_restore_throttle": 1}, "after 3600 s, found by a sweep every 5 s"),
+        ({"visibility_timeout": 90}, None),
+    ],
+)
+def test_a_redis_broker_without_a_visibility_timeout_is_a_warning(
+    app: Celery,
+    server: RedisServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    told: str | None,
+) -> None:
+    """With the two numbers that follow from it, and the lines to write."""
+    database = f"sqlite:///{tmp_path / 'records.db'}"
+    started(app, broker_url=server.url, broker_transport_options=options, leases_database_url=database)
+    said = [record.getMessage() for record in caplog.records if "visibility_timeout" in record.getMessage()]
+    assert bool(said) is (told is not None)
+    assert told is None or (told in said[0] and '"visibility_timeout": 90, "unacked_restore_interval": 5' in said[0])

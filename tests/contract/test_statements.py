@@ -1,0 +1,266 @@
+"""Statements on the driver's own cursor: they take and give what SQLAlchemy's execution does, and fail as it does."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from sqlalchemy import JSON, BigInteger, Executable, Integer, bindparam, column, literal, or_, select, text, update
+
+from celery_leases.core.errors import KeyUnusable, StoreUnavailable, ValueRefused
+from celery_leases.core.records import State
+from celery_leases.stores.database import Database, engine_for
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.record_case import closed, outcome, row, won
+from tests.contract.sql_stores import (
+    end_other_connections,
+    migrated,
+    server_records,
+    server_url,
+)
+
+__all__ = ["server_records", "server_url"]
+
+DRIVERS = ("sqlite", "postgresql+psycopg", "postgresql+psycopg2", "mysql+pymysql", "mysql+mysqldb")
+ON_SERVERS = DRIVERS[1:]
+
+
+@pytest.fixture
+def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlRecordStore]:
+    """A record store by each driver."""
+    backend, _, driver = request.param.partition("+")
+    if backend == "sqlite":
+        url = f"sqlite:///{tmp_path / 'records.db'}"
+    else:
+        pytest.importorskip({"mysqldb": "MySQLdb"}.get(driver, driver))
+        server = request.getfixturevalue("leases_postgres" if backend == "postgresql" else "leases_mariadb")
+        url = f"{request.param}://{server.new_database().partition('://')[2]}"
+    with migrated(url) as store:
+        yield store
+
+
+@contextmanager
+def on_cursors(database: Database) -> Iterator[list[int]]:
+    """How many statements have been executed on the driver's cursor meanwhile, in the only item of the list."""
+    number, on_cursor = [0], database._on_cursor
+
+    def noted(*given: Any) -> Any:
+        number[0] += 1
+        return on_cursor(*given)
+
+    database._on_cursor = noted  # type: ignore[method-assign]
+    yield number
+    del database._on_cursor
+
+
+# -- values and rows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_a_statement_that_comes_again_gives_what_sqlalchemy_gave(records: SqlRecordStore) -> None:
+    """The first time is SQLAlchemy's own, the others are not: texts with % and :, numbers, nulls, truths."""
+    key = fresh_key() + "50%s :x 'ä'"
+    closed(records, won(records, make_bid(key, fingerprint="v1:a")), State.DONE, result='{"%(a)s": "100%"}')
+    table = records.tables.records
+    truths = select(
+        or_(table.c.fence > 0, table.c.fence < bindparam("least", type_=BigInteger)).label("yes"),
+        (table.c.state == "running").label("no"),
+        (table.c.attempt + bindparam("more", type_=Integer)).label("sum"),
+        literal("%s 100%").label("percent"),
+        bindparam("said", type_=JSON).label("said"),
+    ).where(table.c.stored_key == bindparam("stored_key"))
+    given = {"stored_key": key, "least": 2**62, "more": 41, "said": {"a": [1]}}
+    whole = records.reading.where(table.c.stored_key == bindparam("stored_key"))
+    for statement in (whole, truths):
+        with on_cursors(records.database) as number:
+            first, *others = [records.database.first(statement, given) for _ in range(4)]
+            everything = [records.database.all(statement, given) for _ in range(2)]
+        assert number == [5]
+        assert first is not None
+        expected = {name: value for name, value in first.items() if name != "now"}
+        for found in [*others, *(rows[0] for rows in everything)]:
+            assert found is not None
+            assert list(found) == list(first)
+            assert {name: value for name, value in found.items() if name != "now"} == expected
+            assert [type(value) for value in found.values()] == [type(value) for value in first.values()]
+        assert records.database.first(statement, given | {"stored_key": "absent"}) is None
+        assert records.database.all(statement, given | {"stored_key": "absent"}) == []
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_a_write_that_comes_again_counts_what_it_touches(records: SqlRecordStore) -> None:
+    """Rows that are found count, also where nothing changes in them; a key that is there already is none."""
+    record, database = won(records, make_bid(fresh_key())), records.database
+    table = records.tables.records
+    same = update(table).where(table.c.stored_key == bindparam("for_key")).values(state=State.RUNNING)
+    with on_cursors(database) as number:
+        assert [database.count(same, {"for_key": record.stored_key}) for _ in range(3)] == [1, 1, 1]
+        assert [database.count(same, {"for_key": "absent"}) for _ in range(2)] == [0, 0]
+    assert number == [4]
+    marks = DatabaseLeaseStore(records)
+    for value in "abc":
+        assert marks.swap_mark(record.stored_key, value, None, value, 60.0)
+        assert not marks.swap_mark(record.stored_key, value, None, "other", 60.0)
+        assert marks.mark(record.stored_key, value) == value
+
+
+def test_a_statement_of_one_call_is_not_compiled_for_it_and_nor_is_an_in(server_records: SqlRecordStore) -> None:
+    """What is built for a call goes with it; the text of an IN depends on the number of its values."""
+    database, table = server_records.database, server_records.tables.records
+    many = select(table.c.stored_key).where(table.c.stored_key.in_(bindparam("keys", expanding=True)))
+    keys = [won(server_records, make_bid(fresh_key())).stored_key for _ in range(3)]
+    with on_cursors(database) as number:
+        for size in (1, 3, 2):
+            found = database.all(many, {"keys": keys[:size]})
+            assert sorted(row["stored_key"] for row in found) == sorted(keys[:size])
+            assert database.first(select(table.c.key).where(table.c.stored_key == keys[0]), {}) is not None
+    assert number == [0]
+    assert len(database._statements._executed) < 8
+
+
+def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(server_records: SqlRecordStore) -> None:
+    """PostgreSQL refuses to execute what was prepared for other columns, on every connection that has it."""
+    records, record = server_records, won(server_records, make_bid(fresh_key()))
+    for _ in range(8):  # psycopg prepares what comes often
+        before = row(records, record.stored_key)
+        won(records, make_bid(fresh_key()))
+    name = records.tables.records.name
+    engine = engine_for(records.database.engine.url.render_as_string(False))  # psycopg forgets what it alters itself
+    with engine.connect() as connection:
+        connection.execute(text(f"ALTER TABLE {name} ADD COLUMN added INTEGER DEFAULT 7"))
+    engine.dispose()
+    for _ in range(2):
+        assert row(records, record.stored_key).owner == before.owner
+        assert records.settle(record, outcome(record, result="1"))
+        assert won(records, make_bid(fresh_key())).attempt == 1
+        assert not DatabaseLeaseStore(records).release(record.stored_key, "another")
+
+
+# -- errors and connections ----------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """What a signal raises in the middle of anything."""
+
+
+class Ended(BaseException):
+    """The same, which nobody may catch."""
+
+
+@contextmanager
+def interrupted_after(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise *error* in this thread after so many seconds."""
+
+    def raises(_: int, __: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, raises)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def slow(records: SqlRecordStore) -> Executable:
+    """A statement that takes a second, and answers with 0."""
+    name = records.database.engine.dialect.name
+    sleep = "SELECT 0 AS answer FROM (SELECT pg_sleep(:span)) AS slept"
+    if name in ("mysql", "mariadb"):
+        sleep = "SELECT SLEEP(:span) AS answer"
+    return text(sleep).columns(column("answer", Integer))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["on the cursor", "by SQLAlchemy"])
+@pytest.mark.parametrize("error", [Interrupted, Ended])
+@pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
+def test_what_is_raised_in_the_middle_of_a_statement_leaves_no_half_read_connection(
+    records: SqlRecordStore, error: type[BaseException], kept: bool
+) -> None:
+    """The next statement gets its own answer, at once, and no other connection was thrown away for it."""
+    database, statement = records.database, slow(records)
+    if kept:
+        database.first(statement, {"span": 0})
+    others = [database.engine.raw_connection() for _ in range(2)]
+    others.pop().close()
+    with on_cursors(database) as number, pytest.raises(error), interrupted_after(0.3, error):
+        database.first(statement, {"span": 1})
+    assert number == [int(kept)]
+    for answer in (5, 6, 7):
+        found = database.first(select(literal(answer).label("answer")), {})
+        assert found is not None
+        assert found["answer"] == answer
+    others.pop().close()
+
+
+def pooled(records: SqlRecordStore, number: int) -> None:
+    """Have so many connections in the pool."""
+    connections = [records.database.engine.raw_connection() for _ in range(number)]
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
+def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStore) -> None:
+    """All connections of the pool are dead: after one is found so, no other is tried."""
+    record = won(records, make_bid(fresh_key()))
+    row(records, record.stored_key)
+    pooled(records, 5)
+    assert end_other_connections(SqlRecordStore(engine_for(records.database.engine.url.render_as_string(False)))) == 5
+    with on_cursors(records.database) as number:
+        assert row(records, record.stored_key).owner == record.owner
+    assert number == [2]
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
+    """Nothing was sent of it, or the server has said no; and nobody else has it in the end."""
+    records.read("x")
+    used = []
+    for _ in range(3):
+        with pytest.raises((KeyUnusable, ValueRefused)):
+            records.read("\udcff")
+        if "postgresql" in records.database.engine.dialect.name:
+            with pytest.raises((KeyUnusable, ValueRefused)):
+                records.read("a\0b")
+        with records.database.engine.connect() as connection:
+            used.append(id(connection.connection.dbapi_connection))
+    assert len(set(used)) == 1
+
+
+@pytest.mark.parametrize("records", DRIVERS, indirect=True)
+def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> None:
+    """As many as there were; and what is said of it is the database's, with nothing of SQLAlchemy."""
+    gone = text("SELECT * FROM nowhere").columns(column("x"))
+    records.database.first(records._any_over, {})
+    compiled = records.database._statements._compile(gone)
+    records.database._statements._compiled[gone] = compiled
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="nowhere") as caught:
+            records.database.first(gone, {})
+        assert caught.value.executed is None
+    pool: Any = records.database.engine.pool
+    assert (len(pool._lender._idle), len(pool._lender.all())) == (1, 1)
+
+
+def test_threads_share_the_statements_and_no_connection(server_records: SqlRecordStore) -> None:
+    """Each gets the answers to its own questions."""
+    keys = [won(server_records, make_bid(fresh_key())).stored_key for _ in range(4)]
+    wrong: list[str] = []
+
+    def ask(key: str) -> None:
+        wrong.extend(key for _ in range(50) if row(server_records, key).stored_key != key)
+
+    threads = [threading.Thread(target=ask, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong

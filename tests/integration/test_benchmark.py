@@ -1,0 +1,69 @@
+"""The benchmark of docs/performance.md measures: its processes start, take turns, and count what they should."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.performance import bench as benches
+from benchmarks.performance import roster
+from benchmarks.performance.bench import Bench, keys
+from benchmarks.performance.draining import drained
+from benchmarks.performance.measures import mutex, renewals, writes
+from tests.integration.test_budgets import REPLAY
+
+TASKS = 40
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    """Its servers, with every contender in the environment of the tests."""
+    with pytest.MonkeyPatch.context() as patch, Bench() as made:
+        patch.setattr(benches, "interpreter", lambda _: sys.executable)
+        yield made
+
+
+def test_contenders_take_turns(bench: Bench) -> None:
+    """Each runs its tasks once, and costs something, while the others stand still."""
+    turns = []
+    with bench.running((roster.PLAIN, roster.LEASES)) as running:
+        for one in running:
+            before = len(one.journal)
+            turns.append(drained(one, TASKS, one.caller.publish(keys(TASKS))["cpu"]))
+            assert len(one.journal) - before == TASKS
+    plain, leases = turns
+    for turn in turns:
+        assert turn.rate > 0
+        assert turn.worker > turn.main > 0
+        assert turn.publisher > 0
+    assert plain.children < leases.children
+    assert plain.postgres < leases.postgres
+
+
+def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
+    """By hand a replay locks a row; a replay of ours writes no more than its budget."""
+    finding = writes.measure(bench, quick=True)
+    assert finding.facts["locks replay tight"].median == 1
+    assert finding.facts["wal run tight"].median < finding.facts["wal run leases"].median
+    for name in ("leases", "leases_database"):
+        measured = [round(finding.facts[f"{fact} replay {name}"].median, 1) for fact in ("wal", "xids", "locks")]
+        assert measured <= [REPLAY.wal, REPLAY.xids, REPLAY.row_locks]
+    assert round(finding.facts["trips run leases"].median) == 2
+    assert round(finding.facts["trips run leases_database"].median) == 0
+
+
+def test_leases_are_renewed_while_they_are_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once within the third of a ttl, and several with one call."""
+    monkeypatch.setattr(renewals, "QUICK", (20, 0.5, 5.0))
+    leases, database = renewals.measure(bench, quick=True).tables[0][1:]
+    for _, share, renewed, calls, _ in (leases, database):
+        assert float(share) < 50
+        assert 15 <= int(renewed) <= 40
+        assert int(calls) < int(renewed)
+
+
+def test_a_mutex_runs_every_call_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both kinds of stores."""
+    monkeypatch.setattr(mutex, "QUICK", (3, 0.05))
+    for _, ran, _, _, _, at_once, _ in mutex.measure(bench, quick=True).tables[0][1:]:
+        assert (ran, at_once) == ("3 of 3", "1")

@@ -1,0 +1,80 @@
+"""Workers of many greenlets or threads: few connections to the stores, and no call that suffers from it."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
+
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PATIENCE, REDIS_REDIS_POSTGRES, Stage
+
+CALLS = 300
+CHILDREN = 4
+POOLS = {
+    "gevent-redis": ("gevent", 100, REDIS_REDIS_POSTGRES),
+    "gevent-database": ("gevent", 100, ("redis", "database", "postgres")),
+    "threads": ("threads", 50, REDIS_REDIS_POSTGRES),
+    "prefork": ("prefork", CHILDREN, REDIS_REDIS_POSTGRES),
+}
+AT_MOST = dict.fromkeys(POOLS, (10, 10)) | {"prefork": (CHILDREN * 3 + 2, CHILDREN * 3 + 1)}
+"""Connections to the database and to the lease store, as the page on operating says it."""
+
+
+@pytest.fixture(params=POOLS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A kind of worker."""
+    return str(request.param)
+
+
+@pytest.fixture
+def stage(kind: str, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker of the kind."""
+    pool, concurrency, combination = POOLS[kind]
+    if pool == "gevent":
+        pytest.importorskip(pool)
+    # kombu allows a worker ten connections to Redis. A greenlet that finds none to acknowledge its call by breaks the
+    # consumer's connection, and calls wait for the visibility timeout then, with plain Celery too.
+    env = {"PREFETCH": "10", "TTL": "30", "BROKER_CONNECTIONS": str(2 * concurrency)}
+    made = stage_factory(combination, worker={"pool": pool, "concurrency": concurrency}, env=env)
+    yield made
+    made.close()
+
+
+class Watcher:
+    """Counts the connections of a stage's worker to its stores."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._database = stage._engine.url.database
+        self._engine = create_engine(stage._engine.url.set(database="postgres"), poolclass=NullPool)
+        self._redis = redis.Redis.from_url(stage.redis_url)
+
+    def databases(self) -> int:
+        """Those to the database."""
+        query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = :name AND backend_type = :kind")
+        with self._engine.connect() as connection:
+            return int(connection.execute(query, {"name": self._database, "kind": "client backend"}).scalar_one())
+
+    def lease_stores(self) -> int:
+        """Those to Redis whose last command was a script of the lease store."""
+        return sum(client["cmd"].startswith("evalsha") for client in self._redis.client_list())
+
+
+@pytest.mark.every_argument
+def test_a_worker_of_many_bodies_has_few_connections(stage: Stage, kind: str, name: str) -> None:
+    """Three hundred calls, a hundred at once: all are run once, none is put back, and no lease is lost."""
+    watcher = Watcher(stage)
+    results = [stage.tasks.work.delay(f"{name}-{number}", 0.05) for number in range(CALLS)]
+    seen = [(watcher.databases(), watcher.lease_stores())]
+    while not all(result.ready() for result in results[-1:]) or len(seen) < 20:
+        seen.append((watcher.databases(), watcher.lease_stores()))
+    values = [result.get(timeout=PATIENCE) for result in results]
+    seen.append((watcher.databases(), watcher.lease_stores()))
+    assert [value["name"] for value in values] == [f"{name}-{number}" for number in range(CALLS)]
+    assert len(stage.events("begin")) == CALLS
+    for most, allowed in zip(map(max, zip(*seen, strict=True)), AT_MOST[kind], strict=True):
+        assert most <= allowed, seen
+    log = stage.worker.full_log()
+    for trouble in ("leases_pool_size", "put back", "lease is lost"):
+        assert trouble not in log

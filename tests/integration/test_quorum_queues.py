@@ -1,0 +1,122 @@
+"""RabbitMQ's quorum queues, on topic and direct exchanges: what waits comes back, to its queue, and blocks nobody."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Exchange, Queue
+
+from celery_leases import PutBackFailed
+from celery_leases.testing.process import wait_until
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, Stage
+
+SLOTS = 2
+
+
+@pytest.fixture(scope="module", params=["topic", "direct"])
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A worker with two slots and a prefetch count of two on a quorum queue."""
+    env = {"QUORUM": request.param, "PREFETCH": "1"}
+    made = stage_factory(RABBIT_DATABASE_POSTGRES, env=env, worker={"concurrency": SLOTS})
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+def kind_of(stage: Stage, queue: str) -> Any:
+    """A quorum queue as the worker declares it."""
+    exchange = Exchange(queue, stage.env["QUORUM"])
+    return Queue(queue, exchange, queue, queue_arguments={"x-queue-type": "quorum"})
+
+
+def test_waits_in_sequence_come_back(stage: Stage, name: str) -> None:
+    """Short and long: each is a message that is new to RabbitMQ, and none costs one of the deliveries it allows."""
+    calls = [stage.tasks.snoozes.delay(f"{name}-{number}", 0.2, 1.0, 3.0) for number in range(3)]
+    assert [call.get(timeout=PATIENCE)["name"] for call in calls] == [f"{name}-{number}" for number in range(3)]
+    assert all(len(stage.events("begin", name=f"{name}-{number}")) == 4 for number in range(3))
+    assert not stage.log("could not be put back")
+
+
+def test_calls_that_wait_leave_the_worker_free(stage: Stage, name: str) -> None:
+    """Twice as many calls wait as the worker may have unacknowledged; fresh calls run all the same."""
+    waiting = [stage.tasks.snoozes.delay(f"{name}-{number}", 6.0) for number in range(2 * 2 * SLOTS)]
+    for number in range(len(waiting)):
+        stage.wait_for("begin", name=f"{name}-{number}")
+    assert stage.tasks.work.delay(name).get(timeout=4.0)["name"] == name
+    assert all(not call.ready() for call in waiting[-SLOTS:])
+    for call in waiting:
+        call.get(timeout=PATIENCE)
+
+
+def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
+    """A worker of another queue puts its calls back into that queue, not into the default one."""
+    high = stage.side_queue()
+    worker = stage.new_worker(queue=high, concurrency=1, env=stage.env | {"SIDE_QUEUE": high}).start()
+    try:
+        queue = kind_of(stage, high)
+        calls = [stage.tasks.snoozes.apply_async((f"{name}-{n}", 1.2, 1.2), queue=queue, priority=3) for n in range(3)]
+        assert {call.get(timeout=PATIENCE)["host"].partition("@")[0] for call in calls} == {worker.name}
+        begun = [event for number in range(3) for event in stage.events("begin", name=f"{name}-{number}")]
+        assert [(event["host"].partition("@")[0], event["priority"]) for event in begun] == [(worker.name, 3)] * 9
+    finally:
+        worker.teardown()
+        with stage.app.connection_for_write() as connection:
+            connection.default_channel.queue_delete(high)
+    wait_until(lambda: not stage.left_over(), PATIENCE, "the default queue to be empty")
+
+
+@pytest.fixture(scope="module")
+def refusing(stage_factory: StageFactory, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    """A worker whose broker takes no message that is put back; its queue allows two deliveries after the first."""
+    refused = tmp_path_factory.mktemp("refused") / "refused"
+    env = {"DELIVERY_LIMIT": "2", "REFUSED": str(refused)}
+    worker = {"concurrency": 2, "pool": "threads"}
+    return stage_factory(RABBIT_DATABASE_POSTGRES, home="tests.apps.messages", env=env, worker=worker)
+
+
+def test_a_call_fails_before_its_queue_would_discard_it(refusing: Stage, name: str) -> None:
+    """Its caller and its record are told, and no delivery is spent without a line in the log."""
+    Path(refusing.env["REFUSED"]).touch()
+    call = refusing.tasks.comes_back.delay(name)
+    with pytest.raises(PutBackFailed, match="the broker takes nothing"):
+        call.get(timeout=PATIENCE)
+    assert len(refusing.wait_for_log(call.id, "given to the broker again")) == 2
+    status = refusing.tasks.comes_back.lease_status(name)
+    assert (status.state, status.resumes) == ("pending", False)
+
+
+def test_a_call_comes_back_that_is_taken_at_last(refusing: Stage, name: str) -> None:
+    """It is published again and again by the worker that holds its delivery."""
+    Path(refusing.env["REFUSED"]).touch()
+    call = refusing.tasks.comes_back.delay(name)
+    refusing.wait_for_log(call.id, "could not be put back")
+    Path(refusing.env["REFUSED"]).unlink()
+    assert call.get(timeout=PATIENCE) == "NoneType"
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["that goes on", "that ends meanwhile"])
+def test_the_copy_of_a_running_call_spends_no_more_deliveries_than_there_are(
+    refusing: Stage, name: str, ends: bool
+) -> None:
+    """Its queue never discards it: it is held, and ends once no more may be given back."""
+    gate = refusing.gate()
+    call = refusing.tasks.stays.delay(name, str(gate))
+    refusing.wait_for("begin", name=name)
+    Path(refusing.env["REFUSED"]).touch()
+    refusing.send("stays", name, str(gate), task_id=call.id)
+    refusing.wait_for("refused", number=3, id=call.id)  # the last delivery has met the running one
+    if ends:
+        gate.touch()
+        refusing.wait_for_log(call.id, "its outcome is known already")
+    else:
+        refusing.wait_for_log(call.id, "the call cannot come back")
+        gate.touch()
+    assert len(refusing.wait_for_log(call.id, "given to the broker again")) == 2
+    Path(refusing.env["REFUSED"]).unlink()
+    wait_until(lambda: refusing.app.AsyncResult(call.id).state == "SUCCESS", PATIENCE, "the call that ran to be over")
+    assert len(refusing.events("begin", name=name)) == 1

@@ -1,0 +1,282 @@
+"""Two calls that claim one key, step by step: all states that the steps of both and of others can lead to.
+
+A claim runs in the code of :class:`Claiming`. It is stopped before each step in the store but the first that it has not
+taken yet, and begun again with the replies of before. So a state is a value: the row, and the replies of each claim.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from celery_leases.core.claims import Claim, claimed, decide, is_ours
+from celery_leases.core.options import DATABASE
+from celery_leases.core.records import Bid, Ended, Record, Refused, State
+from celery_leases.stores.claiming import Claiming, Met
+from tests.unit.fake_records import EPOCH, SECOND, AsTold, swapped
+
+TTL = 15.0
+KEY = "t:task|key"
+
+
+class Paused(Exception):
+    """The claim has taken its step, and is about to take the next one."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One call: the replies that its claim has had, and what has become of it."""
+
+    bid: Bid
+    replies: tuple[Met | bool, ...] = ()
+    won: Record | None = None
+    refused: Any = None
+    closed: bool = False
+
+    @property
+    def claims(self) -> bool:
+        """Whether its claim goes on."""
+        return self.won is None and self.refused is None
+
+    @property
+    def runs(self) -> bool:
+        """Whether its body may be running."""
+        return self.won is not None and not self.closed
+
+
+@dataclass(frozen=True)
+class World:
+    """A state. ``fence``: the highest one that the key ever had. ``accidents``: how many more may happen."""
+
+    row: Record | None
+    callers: tuple[Caller, Caller]
+    now: int = EPOCH
+    fence: int = 0
+    accidents: int = 0
+
+    def seen(self) -> Record | None:
+        """The row as a statement sees it now."""
+        return replace(self.row, now=self.now) if self.row is not None else None
+
+
+class Broken(AssertionError):
+    """A promise does not hold."""
+
+
+class _Claim(Claiming):
+    """The claim of one caller, up to its next step in the store."""
+
+    def __init__(self, world: World, caller: Caller) -> None:
+        self.evidence: Any = AsTold()
+        self.world = world
+        self.replies = list(caller.replies)
+        self._known = iter(caller.replies)
+        self._stepped = False
+
+    def insert_or_read(self, new: Record, group: str | None) -> Met:
+        """The look."""
+        met: Met = self._step(lambda: self._look_now(new))
+        return met
+
+    def swap(self, seen: Record, new: Record) -> bool:
+        """The write."""
+        written: bool = self._step(lambda: self._swap_now(seen, new))
+        return written
+
+    def see_columns(self) -> None:
+        """There are none."""
+
+    def await_lock(self, row: Record) -> None:
+        """A look locks nothing."""
+
+    def _step(self, do: Any) -> Any:
+        for reply in self._known:
+            return reply
+        if self._stepped:
+            raise Paused
+        self._stepped = True
+        self.replies.append(do())
+        return self.replies[-1]
+
+    def _look_now(self, new: Record) -> Met:
+        row, now = self.world.seen(), self.world.now
+        if row is not None:
+            return Met(now, row=row)
+        assert new.lease_until is not None
+        moments: dict[str, Any] = dict.fromkeys(("fence", "created_at", "started_at", "now"), now)
+        self._write(replace(new, lease_until=now + new.lease_until, **moments))
+        return Met(now, inserted=True)
+
+    def _swap_now(self, seen: Record, new: Record) -> bool:
+        written = swapped(self.world.row, seen, new)
+        if written is None:
+            return False
+        self._expect(seen.now, written)
+        self._write(written)
+        return True
+
+    def _expect(self, looked: int, written: Record) -> None:
+        """A look and its write are one step: the row is what the rule makes of the one that was there at the write."""
+        assert self.world.row is not None
+        before = replace(self.world.row, now=looked)
+        caller = next(one for one in self.world.callers if one.bid.token == written.owner)
+        claim = Claim(caller.bid, DATABASE)
+        if is_ours(before, caller.bid) or decide(before, claim) is not None:
+            raise Broken(f"claimed in spite of {decide(before, claim)}: {before}")
+        if written != claimed(before, claim, looked):
+            raise Broken(f"{written} is not made of {before}")
+
+    def _write(self, row: Record) -> None:
+        if row.fence <= self.world.fence:
+            raise Broken(f"the fence did not grow: {row.fence} after {self.world.fence}")
+        self.world = replace(self.world, row=row, fence=row.fence)
+
+
+def steps(world: World) -> Iterator[tuple[str, World]]:
+    """What can happen next, by name."""
+    for place, caller in enumerate(world.callers):
+        if caller.claims:
+            yield f"{place} goes on", _going_on(world, place)
+        if caller.runs:
+            yield from ((f"{place} {name}", after) for name, after in _running(world, place))
+    if world.row is not None:
+        yield "forget", _forgotten(world)
+    yield "time passes", replace(world, now=world.now + round(TTL * SECOND))
+    if world.accidents:
+        less = replace(world, accidents=world.accidents - 1)
+        yield from ((name, after) for name, after in _accidents(less))
+
+
+def _accidents(world: World) -> Iterator[tuple[str, World]]:
+    """What happens rarely."""
+    row = world.row
+    for place, caller in enumerate(world.callers):
+        if caller.claims:
+            yield f"{place} loses a reply", _losing(world, place)
+        if row is not None and caller.runs and is_ours(row, caller.bid):
+            yield f"{place} saves progress", replace(world, row=replace(row, progress="saved", crashes=0))
+    if row is not None and row.publish_at is None:
+        sent = replace(row, publish_at=world.now, message="sent")
+        yield "a message is to be published", replace(world, row=sent)
+    if row is not None and row.state is State.PENDING:
+        yield "the call is given up", replace(world, row=replace(row, resumes=False, ended=Ended.FAILED))
+        yield "the call is called off", replace(world, row=replace(row, resumes=False, ended=Ended.TERMINATED))
+    if row is not None and row.state is not State.RUNNING and row.fence < world.now:
+        yield "purge", replace(world, row=None, accidents=0)  # a key without a row has no fence but the clock
+    yield "the clock jumps back", replace(world, now=world.now - 60 * SECOND)
+
+
+def _going_on(world: World, place: int) -> World:
+    caller = world.callers[place]
+    claim = _Claim(world, caller)
+    try:
+        answer = claim.claim(caller.bid, DATABASE)
+    except Paused:
+        return _with(claim.world, place, replies=tuple(claim.replies))
+    if isinstance(answer, Refused):
+        return _with(claim.world, place, replies=(), refused=answer.why)
+    after = claim.world.row
+    if after is None or not is_ours(after, caller.bid):
+        # Its row was there once, and went on while the reply was on its way.
+        assert answer.record.fence < claim.world.fence or after is None
+    return _with(claim.world, place, replies=(), won=answer.record)
+
+
+def _losing(world: World, place: int) -> World:
+    """The step is carried out, its reply is lost, and the claim begins anew under the same token."""
+    caller = world.callers[place]
+    claim = _Claim(world, caller)
+    with suppress(Paused):
+        claim.claim(caller.bid, DATABASE)
+    return _with(claim.world, place, replies=())
+
+
+def _running(world: World, place: int) -> Iterator[tuple[str, World]]:
+    """What a holder does: each fenced by state, fence and owner, as in the stores, a renewal by state and owner."""
+    caller, row = world.callers[place], world.row
+    assert caller.won is not None
+    done = _with(world, place, closed=True)
+    ours = row is not None and is_ours(row, caller.bid)
+    if row is not None and ours:
+        assert row.lease_until is not None
+        until = max(row.lease_until, world.now + round(TTL * SECOND))
+        yield "renews", replace(world, row=replace(row, lease_until=until))
+    if row is None or not ours or row.fence != caller.won.fence:
+        return
+    closed = replace(row, lease_until=None, finished_at=world.now)
+    yield "is done", replace(done, row=replace(closed, state=State.DONE, ended=Ended.RETURNED, result="1"))
+    yield "gives back", replace(done, row=replace(closed, state=State.PENDING, ended=Ended.LOST, resumes=True))
+
+
+def _forgotten(world: World) -> World:
+    row = world.row
+    assert row is not None
+    fence = max(row.fence + 1, world.now)
+    empty: dict[str, Any] = {"state": State.PENDING, "owner": "", "call_id": "", "holder": "", "ended": None}
+    empty |= {"attempt": 0, "crashes": 0, "generation": row.generation + 1, "lease_until": None, "result": None}
+    return replace(world, row=replace(row, fence=fence, previous=None, crashed_at=None, **empty), fence=fence)
+
+
+def _with(world: World, place: int, **changes: Any) -> World:
+    callers = list(world.callers)
+    callers[place] = replace(callers[place], **changes)
+    return replace(world, callers=(callers[0], callers[1]))
+
+
+# -- searching -----------------------------------------------------------------------------------------------
+
+
+def beginnings(accidents: int) -> Iterator[tuple[str, World]]:
+    """No row, a row whose call comes back by itself, a dead holder's row, and one whose retention is over."""
+    bid = Bid(KEY, "task", "key", "token-one", "call-one", TTL, "host/1", repeat=True, message="of one")
+    callers = Caller(bid), Caller(replace(bid, token="token-two", call_id="call-two", message="of two"))
+    dead = claimed(None, Claim(replace(bid, token="dead"), DATABASE), EPOCH - 60 * SECOND)
+    closed = replace(dead, lease_until=None)
+    rows = {
+        "no row": None,
+        "pending": replace(closed, state=State.PENDING, ended=Ended.FAILED, resumes=True),
+        "running, lapsed": replace(dead, call_id="call-dead", crashes=1),
+        "done, over": replace(closed, state=State.DONE, ended=Ended.RETURNED, expires_at=EPOCH - SECOND),
+    }
+    for name, row in rows.items():
+        yield name, World(row, callers, fence=row.fence if row is not None else 0, accidents=accidents)
+
+
+def search(begin: World, depth: int) -> int:
+    """Walk through all states within *depth* steps; how many there are. Raises :class:`Broken` with the way there."""
+    known: dict[World, tuple[World, str] | None] = {begin: None}
+    edge = [begin]
+    for _ in range(depth):
+        reached: list[World] = []
+        for world in edge:
+            try:
+                for name, after in steps(world):
+                    if after not in known:
+                        known[after] = (world, name)
+                        reached.append(after)
+            except Broken as error:
+                raise Broken(f"{error} after {_way(known, world)}") from None
+        edge = reached
+    return len(known)
+
+
+def walk(begin: World, seed: int, length: int) -> None:
+    """A random walk of that many steps. Raises :class:`Broken` with the way and the seed."""
+    world, way, chance = begin, [], random.Random(seed)
+    for _ in range(length):
+        try:
+            name, world = chance.choice(list(steps(world)))
+        except Broken as error:
+            raise Broken(f"{error} after {way} (seed {seed})") from None
+        way.append(name)
+
+
+def _way(known: dict[World, tuple[World, str] | None], world: World) -> list[str]:
+    way: list[str] = []
+    while (before := known[world]) is not None:
+        world, name = before
+        way.insert(0, name)
+    return way

@@ -1,0 +1,153 @@
+"""Which tests ``make test`` runs of those that are written for many combinations, and which ``make test-all``."""
+
+from collections import Counter
+
+import pytest
+
+from tests.combinations import PARTS, Place, chosen
+
+MODULE = """
+import pytest
+
+SIX = [
+    ("redis", "redis", "postgres"),
+    ("rabbit", "database", "postgres"),
+    ("redis", "database", "mariadb"),
+    ("rabbit", "redis", "mariadb"),
+    ("redis", "database", "sqlite"),
+    ("rabbit", "redis", "sqlite"),
+]
+ANYWHERE = pytest.mark.parametrize("combination", SIX)
+
+@pytest.fixture(scope="module", params=SIX)
+def stage(request):
+    return request.param
+
+def test_alone():
+    pass
+
+@ANYWHERE
+def test_one(combination):
+    pass
+
+@ANYWHERE
+@pytest.mark.parametrize("way", ["up", "down", "left", "right"])
+def test_ways(combination, way):
+    pass
+
+def test_by_fixture(stage):
+    pass
+
+@ANYWHERE
+@pytest.mark.both_lease_stores
+def test_both(combination):
+    pass
+
+@ANYWHERE
+@pytest.mark.only(database=("postgres", "mariadb"), leases="database")
+@pytest.mark.parametrize("way", ["up", "down", "left"])
+def test_somewhere(combination, way):
+    pass
+"""
+
+
+def by_test(items: list[pytest.Item]) -> dict[str, list[dict[str, str]]]:
+    """The parts of the places where each test runs, by its name without the combination."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for item in items:
+        place = Place.of(item)
+        if place is not None:
+            found.setdefault(str(place.test), []).append(dict(place.parts))
+    return found
+
+
+@pytest.fixture
+def items(pytester: pytest.Pytester) -> list[pytest.Item]:
+    """All tests of the module above."""
+    pytester.makeini("[pytest]\nmarkers =\n  both_lease_stores\n  only")
+    return pytester.getitems(MODULE)
+
+
+def test_each_test_runs_once_and_each_part_is_used(items: list[pytest.Item]) -> None:
+    """One combination each, two where both lease stores are asked for, and no part of a combination is left out."""
+    found = by_test(chosen(items, everywhere=False))
+    assert set(found) == set(by_test(items))
+    for test, places in found.items():
+        assert len(places) == (2 if "::test_both" in test else 1)
+    used = Counter(part for places in found.values() for place in places for part in place.items())
+    assert set(used) == {(name, part) for name, parts in PARTS.items() for part in parts}
+
+
+def test_the_tests_of_a_module_share_its_combinations_evenly(items: list[pytest.Item]) -> None:
+    """No combination is used a second time before all were used once, where the tests leave the choice."""
+    free = [item for item in items if "test_somewhere" not in item.name and "test_both" not in item.name]
+    used = Counter(str(sorted(place.items())) for (place,) in by_test(chosen(free, everywhere=False)).values())
+    assert set(used.values()) == {1}
+    assert len(used) == 6
+
+
+def test_a_part_that_no_test_would_use_costs_one_test_more(items: list[pytest.Item]) -> None:
+    """A single test runs on three combinations more, which have all that the first has not."""
+    one = [item for item in items if "test_one" in item.name]
+    (places,) = by_test(chosen(one, everywhere=False)).values()
+    used = {part for place in places for part in place.items()}
+    assert used == {(name, part) for name, parts in PARTS.items() for part in parts}
+    assert len(places) == 4
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_mark_leaves_out_where_a_test_makes_no_sense(items: list[pytest.Item], everywhere: bool) -> None:
+    """Also with all combinations."""
+    found = by_test(chosen(items, everywhere=everywhere))
+    places = [place for test, places in found.items() if "::test_somewhere" in test for place in places]
+    assert {(place["leases"], place["database"]) for place in places} == {
+        ("database", "postgres"),
+        ("database", "mariadb"),
+    }
+    assert len(places) == (6 if everywhere else 3)
+
+
+def test_both_lease_stores_means_one_combination_with_each(items: list[pytest.Item]) -> None:
+    """A Redis lease and a lease in the row."""
+    ((first, second),) = (
+        places for test, places in by_test(chosen(items, everywhere=False)).items() if "::test_both" in test
+    )
+    assert {first["leases"], second["leases"]} == {"redis", "database"}
+
+
+def test_all_combinations_leave_nothing_out_that_makes_sense(items: list[pytest.Item]) -> None:
+    """In the order in which they were collected."""
+    everything = chosen(items, everywhere=True)
+    assert [item for item in items if "test_somewhere" not in item.name] == [
+        item for item in everything if "test_somewhere" not in item.name
+    ]
+
+
+MANY = """
+import pytest
+
+@pytest.mark.parametrize("step", range(9))
+def test_steps(step):
+    pass
+
+@pytest.mark.every_argument
+@pytest.mark.parametrize("step", range(9))
+def test_each(step):
+    pass
+
+@pytest.mark.nightly
+def test_at_night():
+    pass
+"""
+
+
+def test_a_test_with_workers_runs_on_three_sets_of_its_arguments(pytester: pytest.Pytester) -> None:
+    """The first, the middle and the last; elsewhere, and in ``make test-all``, it runs on all of them."""
+    crash = pytester.mkdir("crash")
+    (crash / "test_many.py").write_text(MANY)
+    items = pytester.getitems(MANY) + list(pytester.genitems([pytester.getpathnode(crash / "test_many.py")]))
+    names = Counter(item.nodeid.partition("[")[0] for item in chosen(items, everywhere=False))
+    assert sorted(names.values()) == [3, 9, 9, 9]
+    steps = [item.name for item in chosen(items, everywhere=False) if "crash" in item.nodeid and "steps" in item.name]
+    assert steps == ["test_steps[0]", "test_steps[4]", "test_steps[8]"]
+    assert len(chosen(items, everywhere=True)) == 38

@@ -1,0 +1,48 @@
+"""What eager calls leave in the memory of their process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import func, select
+
+from celery_leases import LeasedTask
+from celery_leases.seam import apps
+from celery_leases.stores import forgetful
+
+
+def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a call that runs stay however many others it makes, and so does the result of a recent one."""
+    app = Celery("eager", broker="memory://", set_as_current=False)
+    runs: list[Any] = []
+
+    @app.task(base=LeasedTask, bind=True, name="eager.work", lease_key="k:{number}", shared=False)
+    def work(self: Any, number: int, calls: int = 0) -> int:
+        """Work, and call others meanwhile."""
+        runs.append(number)
+        self.lease.effect("note", lambda _: number)
+        for other in range(calls):
+            work.apply((other,)).get()
+        self.lease.check()
+        return number
+
+    app.finalize()
+    kept, more = 20, 15
+    monkeypatch.setattr(forgetful, "KEYS_KEPT", kept)
+    assert app.tasks["eager.work"].apply((-1, kept + more)).get() == -1
+    latest = kept + more - 1
+    assert app.tasks["eager.work"].apply((latest,)).get() == latest
+    assert runs.count(latest) == runs.count(-1) == 1
+    records = apps.parts_of(app, eager=True).records
+    with records.database.engine.connect() as connection:
+        for table in (records.tables.records, records.tables.effects):
+            assert kept <= connection.execute(select(func.count()).select_from(table)).scalar_one() <= kept + 1
+    apps.forget()
+
+
+def test_nothing_is_purged_beside_an_eager_call() -> None:
+    """Its records have one connection: a thread that purged would use it in the middle of a statement."""
+    app = Celery("eager", broker="memory://", set_as_current=False)
+    assert apps.parts_of(app, eager=True).renewer._purged is None

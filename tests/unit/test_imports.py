@@ -1,0 +1,42 @@
+"""What an import loads: a web process and every ``celery`` command pay for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def _loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+@pytest.mark.parametrize("name", ["LeasedTask", "LeaseClient"])
+def test_an_import_loads_no_driver_and_not_celerys_worker(name: str) -> None:
+    """They are loaded when the first store is opened, and by a worker."""
+    loaded = _loaded_by(f"from celery_leases import {name}")
+    assert not {"sqlalchemy", "redis", "celery.worker.request", "celery.worker.consumer"} & loaded
+    assert f"celery_leases.{'task' if name == 'LeasedTask' else 'client'}" in loaded
+
+
+def test_a_task_class_loads_nothing_that_runs_tasks() -> None:
+    """A process that only publishes needs neither the protocol nor the classifier."""
+    loaded = _loaded_by("from celery_leases import LeasedTask")
+    assert not {"celery_leases.execution", "celery_leases.core.records", "celery_leases.core.redaction"} & loaded
+
+
+def test_a_client_does_not_need_celery() -> None:
+    """A status is asked for by processes that publish nothing."""
+    assert "celery" not in _loaded_by("from celery_leases import LeaseClient")
+
+
+def test_every_public_name_can_be_imported_and_is_listed() -> None:
+    """Whether it is loaded at once or at its first use."""
+    import celery_leases
+
+    assert all(getattr(celery_leases, name) is not None for name in celery_leases.__all__)
+    assert set(celery_leases.__all__) <= set(dir(celery_leases))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = celery_leases.no_such_name

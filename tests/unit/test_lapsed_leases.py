@@ -1,0 +1,224 @@
+"""Rows that are running without a lease: whether their holder may be alive, and who waits for it."""
+
+# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import pytest
+
+from celery_leases.core.claims import ALWAYS
+from celery_leases.core.events import CrashSeen
+from celery_leases.core.outcomes import after_run
+from celery_leases.core.records import State
+from celery_leases.core.replies import Again, Answer
+from celery_leases.core.verdicts import Call
+from celery_leases.core.waiting import LONGEST_LOOK
+from celery_leases.stores.evidence import GRACE, NEVER, SILENCE, Evidence
+from tests.unit.bench import DONE, Bench
+from tests.unit.situations import THEIRS
+
+
+def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
+    """Another call whose body runs in another process: the row is running, the lease is held."""
+    other = bench.call(call_id=THEIRS, ttl=ttl, **changes)
+    entered = bench.execution.entry.enter(other)
+    assert not isinstance(entered, Again)
+    bench.journal.clear()
+    return other
+
+
+def emptied(bench: Bench) -> None:
+    """The lease store has lost its data a moment ago."""
+    bench.stores.leases.clear()
+    bench.stores.born = bench.clock.now()
+
+
+class TestAnEmptiedLeaseStore:
+    @pytest.fixture
+    def bench(self) -> Bench:
+        return Bench()
+
+    @pytest.mark.parametrize("age", [0.0, 2.0, 10.0, 14.9])
+    def test_a_newcomer_with_a_shorter_ttl_leaves_the_key_to_its_holder(self, bench: Bench, age: float) -> None:
+        runs_elsewhere(bench, ttl=15.0)
+        emptied(bench)
+        bench.clock.sleep(age)
+        reply = bench.run(bench.call(ttl=2.0))
+        assert isinstance(reply, Again)
+        assert (reply.reason, bench.ran, bench.state) == ("the lease store came up empty", [], State.RUNNING)
+        assert reply.delay == pytest.approx(15.0 - age)
+
+    def test_after_the_holders_ttl_it_takes_over(self, bench: Bench) -> None:
+        runs_elsewhere(bench, ttl=15.0)
+        emptied(bench)
+        bench.clock.sleep(15.0)
+        assert bench.run(bench.call(ttl=2.0)) == Answer(1)
+        assert bench.seen.of(CrashSeen)
+
+    @pytest.mark.parametrize("age", [0.0, 1.0, 100.0])
+    def test_a_key_that_does_not_run_costs_what_it_always_does(self, bench: Bench, age: float) -> None:
+        """The claim has the row in its hands, so neither store is asked anything more."""
+        emptied(bench)
+        bench.clock.sleep(age)
+        bench.run(bench.call(ttl=600.0))
+        assert bench.steps() == ["acquire", "claim", "settle", "release"]
+        bench.journal.clear()
+        bench.run(bench.call(ttl=600.0, on_done="rerun", call_id="second"))
+        assert bench.steps() == ["acquire", "claim", "swap", "settle", "release"]
+
+    def test_the_lease_goes_back_at_once_where_the_row_runs(self, bench: Bench) -> None:
+        """Its holder may assert it again."""
+        runs_elsewhere(bench)
+        emptied(bench)
+        bench.run(bench.call())
+        assert bench.steps() == ["acquire", "claim", "age", "release"]
+        assert not bench.held
+
+    def test_a_store_that_does_not_say_its_age_is_away(self, bench: Bench) -> None:
+        """Nothing is taken over, the lease goes back, and the delivery is put back at once."""
+        runs_elsewhere(bench)
+        bench.stores.leases.clear()
+        bench.journal.away("age")
+        began = bench.clock.now()
+        reply = bench.run(bench.call())
+        assert isinstance(reply, Again)
+        assert (reply.away, reply.prior, bench.clock.now() - began) == (True, None, 0.0)
+        assert bench.steps() == ["acquire", "claim", "age", "release"]
+        assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
+
+    def test_the_age_counts_up_to_when_the_lease_was_asked_for(self, bench: Bench) -> None:
+        """While a claim is stuck its own lease may end, and the holder may have put the other one back."""
+        runs_elsewhere(bench, ttl=15.0)
+        emptied(bench)
+        bench.clock.sleep(5.0)
+        bench.journal.before("age", lambda: bench.clock.sleep(12.0))
+        reply = bench.run(bench.call(ttl=600.0))
+        assert isinstance(reply, Again)
+        assert reply.delay == pytest.approx(10.0)
+        assert (bench.ran, bench.state) == ([], State.RUNNING)
+
+    def test_a_claim_that_lands_after_the_lease_was_given_is_not_taken_over(self, bench: Bench) -> None:
+        """Its lease was given before the store was emptied, and its holder is about to put it back."""
+        emptied(bench)
+
+        def claims() -> None:
+            bench.records.others.claim(bench.execution.entry._bid(bench.call(call_id=THEIRS)), "fake")
+
+        bench.journal.before("claim", claims)
+        reply = bench.run(bench.call())
+        assert isinstance(reply, Again)
+        assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
+        assert not bench.seen.of(CrashSeen)
+
+
+class TestAfterAnOutageOfTheRecords:
+    @pytest.fixture
+    def bench(self) -> Bench:
+        """Rows are leases, and the process does not know whether the database was there for their holders."""
+        made = Bench(in_records=True)
+        made.records.evidence.answering = False
+        return made
+
+    def test_a_lapsed_lease_is_waited_for_and_its_holder_settles(self, bench: Bench) -> None:
+        other = runs_elsewhere(bench)
+        bench.clock.sleep(20.0)
+        record = bench.row
+
+        def settles() -> None:
+            if bench.clock.now() > 1021.0 and bench.state is State.RUNNING:
+                assert bench.records._settle(record, after_run(other, record, DONE))
+            bench.journal.before("acquire", settles)
+
+        settles()
+        assert bench.run(bench.call()) == Answer(1)
+        assert (bench.ran, bench.seen.of(CrashSeen)) == ([], [])
+
+    def test_once_there_is_evidence_the_key_is_taken_over(self, bench: Bench) -> None:
+        runs_elsewhere(bench)
+        bench.clock.sleep(20.0)
+
+        def answers() -> None:
+            bench.records.evidence.answering = bench.clock.now() > 1022.0
+            bench.journal.before("acquire", answers)
+
+        answers()
+        assert bench.run(bench.call()) == Answer(1)
+        assert len(bench.ran) == len(bench.seen.of(CrashSeen)) == 1
+
+    @pytest.mark.parametrize("on_held", ["put_back", "wait", "ignore", "fail"])
+    def test_whoever_may_not_take_over_comes_back(self, bench: Bench, on_held: str) -> None:
+        """It is neither dropped nor refused: nobody is known to hold the key."""
+        runs_elsewhere(bench)
+        bench.clock.sleep(20.0)
+        began = bench.clock.now()
+        reply = bench.run(bench.call(on_held=on_held))
+        assert isinstance(reply, Again)
+        assert "may be about to write" in reply.reason
+        assert LONGEST_LOOK <= bench.clock.now() - began < LONGEST_LOOK + 1
+        assert bench.state is State.RUNNING
+
+    def test_a_worker_that_stops_does_not_wait(self, bench: Bench) -> None:
+        runs_elsewhere(bench)
+        bench.clock.sleep(20.0)
+        bench.hurried = True
+        reply = bench.run(bench.call())
+        assert isinstance(reply, Again)
+        assert reply.reason == "the worker is stopping"
+
+    def test_what_we_left_open_ourselves_is_taken_at_once(self, bench: Bench) -> None:
+        """The token of an attempt that is known to be over is in the message."""
+        other = runs_elsewhere(bench, prior=())
+        bench.clock.sleep(20.0)
+        assert bench.run(bench.again(other, prior=(other.token,))) == Answer(1)
+        assert not bench.seen.of(CrashSeen)
+
+
+class TestEvidence:
+    """Seconds of a local clock, and what the database's clock said."""
+
+    @pytest.fixture
+    def evidence(self) -> Evidence:
+        return Evidence()
+
+    def asks(self, evidence: Evidence, *times: float, takes: float = 0.01) -> None:
+        for time in times:
+            evidence.answered(time, time + takes, int((time + takes) * 1e6))
+
+    def every(self, begin: float, end: float, step: float = 0.25) -> list[float]:
+        return [begin + step * number for number in range(round((end - begin) / step) + 1)]
+
+    def test_a_process_that_has_asked_nothing_knows_nothing(self, evidence: Evidence) -> None:
+        assert evidence.takes_until(100.0) == NEVER
+
+    def test_it_knows_after_the_time_of_grace(self, evidence: Evidence) -> None:
+        self.asks(evidence, *self.every(100.0, 100.0 + GRACE - 0.25))
+        assert evidence.takes_until(100.0 + GRACE - 0.1) == NEVER
+        self.asks(evidence, 100.0 + GRACE)
+        assert evidence.takes_until(100.5 + GRACE) == pytest.approx((100.5 + GRACE) * 1e6, abs=2)
+
+    def test_a_failure_ends_what_was_known(self, evidence: Evidence) -> None:
+        self.asks(evidence, *self.every(100.0, 105.0))
+        evidence.failed(105.1)
+        assert evidence.takes_until(105.2) == NEVER
+        self.asks(evidence, *self.every(105.2, 105.2 + GRACE - 0.3))
+        assert evidence.takes_until(105.2 + GRACE - 0.1) == NEVER
+
+    def test_so_does_silence(self, evidence: Evidence) -> None:
+        self.asks(evidence, *self.every(100.0, 105.0))
+        assert evidence.takes_until(105.0 + SILENCE) != NEVER
+        assert evidence.takes_until(105.1 + SILENCE) == NEVER
+
+    def test_an_answer_that_took_long_counts_for_no_more_than_silence(self, evidence: Evidence) -> None:
+        """A database that was frozen meanwhile was there for nobody."""
+        self.asks(evidence, 100.0)
+        self.asks(evidence, 100.1, takes=60.0)
+        assert evidence.takes_until(160.2) == NEVER
+
+    def test_a_database_that_is_always_slow_counts_too(self, evidence: Evidence) -> None:
+        """Or what has died would never be taken over."""
+        for number in range(5):
+            self.asks(evidence, 100.0 + 4 * number, takes=3.5)
+        assert evidence.takes_until(120.0) != NEVER
+
+    def test_without_grace_there_is_nothing_to_know(self) -> None:
+        assert Evidence(0.0).takes_until(1.0) == ALWAYS

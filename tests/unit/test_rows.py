@@ -1,0 +1,133 @@
+"""Records as rows of the table, and back."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from celery_leases.core.claims import claimed
+from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
+from celery_leases.core.repairs import settled
+from celery_leases.stores import rows
+from celery_leases.stores.claiming import COMPARED
+from celery_leases.stores.layouts import LAYOUTS, NARROW, WIDE, Layout
+from celery_leases.stores.schema import Tables
+from tests.unit.situations import NOW, OURS, a_record
+from tests.unit.test_claims import a_claim
+
+FULL: dict[str, Any] = {
+    "lease_until": NOW + 1,
+    "retry_at": NOW + 2,
+    "result": "1",
+    "reason": "r",
+    "ended": Ended.FAILED,
+    "failure": Failure("E", "no", rule="r", group="g", ambiguous=True),
+    "previous": Attempt(Ended.CRASHED, Failure("F", ""), "host-b/18"),
+    "crashed_at": NOW + 3,
+    "crashed_call": "c",
+    "finished_at": NOW + 4,
+    "expires_at": NOW + 5,
+    "retention": 2.3,
+    "quick_retries": 2,
+    "cooldowns": 3,
+    "failures": 4,
+    "failed_at": NOW + 6,
+    "resumes": True,
+    "message": "{}",
+    "publish_at": NOW + 7,
+    "published_at": NOW + 8,
+    "progress": '{"generation":0,"value":"1","positions":{}}',
+    "finished_calls": ("a!b c", "!", "ü"),
+    "finished_results": {"a!b c": "1", "!": None},
+}
+
+
+EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: f"version-{layout.version}")
+
+
+@EACH_LAYOUT
+@pytest.mark.parametrize("record", [a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)])
+def test_a_record_is_the_same_after_it_was_written_and_read(record: Record, layout: Layout) -> None:
+    """Each of its fields, in each layout; the table has a column for each value that is written."""
+    row = layout.of_record(record)
+    assert rows.to_record({**row, "now": record.now}) == record
+    assert set(row) == set(Tables().layouts[layout.version].c.keys())
+
+
+def test_a_running_row_says_when_it_expires_if_it_succeeds_soon() -> None:
+    """In version 2; as a record it does not, as its retention counts from its outcome."""
+    record = a_record(State.RUNNING, retention=9.0)
+    assert NARROW.of_record(record)["expires_at"] == record.started_at + 9_000_000
+    assert WIDE.of_record(record)["expires_at"] is None
+    assert rows.to_record({**NARROW.of_record(record), "now": NOW}) == record
+
+
+def test_a_record_of_a_first_run_has_no_details() -> None:
+    """What has its default is left out."""
+    plain: dict[str, Any] = {"retention": 7 * 86_400.0, "fingerprint": None, "digests": None}
+    assert NARROW.of_record(a_record(State.DONE, **plain))["details"] is None
+
+
+def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
+    """Or the test above would miss one."""
+    empty, full = a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)
+    same = {field.name for field in fields(Record) if getattr(empty, field.name) == getattr(full, field.name)}
+    given = {"stored_key", "task", "key", "fence", "owner", "call_id", "holder", "attempt", "generation", "crashes"}
+    given |= {"retries", "lease_store", "created_at", "started_at", "now", "fingerprint", "digests", "unreadable"}
+    assert same == given
+
+
+@EACH_LAYOUT
+@pytest.mark.parametrize("state", State)
+def test_a_swap_writes_all_that_a_claim_changes(state: State, layout: Layout) -> None:
+    """What it compares are columns too."""
+    for row in (a_record(state, **FULL), a_record(state, OURS), a_record(state, expires_at=NOW)):
+        claim = a_claim(rerun=True, message="m", retention=9.0, fingerprint="f", digests={})
+        before, after = layout.of_record(row), layout.of_record(claimed(row, claim, NOW))
+        changed = {name for name in before if before[name] != after[name]}
+        assert changed <= set(layout.swapped)
+    assert set(COMPARED) <= set(before)
+
+
+@EACH_LAYOUT
+@pytest.mark.parametrize("failed", [True, False])
+def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None:
+    """As the pure function says; the moments are those of the write."""
+    row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
+    given: dict[str, Any] = {"reason": "r", "result": "1", "failure": Failure("E", "no"), "finished": {"b": "2"}}
+    given |= {"quick_retries": 2, "cooldowns": 3, "resumes": True, "progress": "{}", "crashed_call": "c", "retries": 5}
+    outcome = Outcome(State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given)
+    values = layout.of_outcome(row, outcome)
+    written = {name: values[f"new_{name}"] for name in layout.settled} | {"progress": values["new_progress"]}
+    moments: dict[str, Any] = {"retry_at": NOW + 1_000_000, "expires_at": NOW + 10_000_000, "finished_at": NOW}
+    moments |= {"lease_until": None}
+    if layout.version == 1:
+        moments |= {"failed_at": NOW if values["failed"] else values["last_failed"]}
+    found = {**layout.of_record(row), **written, **moments, "now": row.now}
+    assert {**found, "progress": None} != {**layout.of_record(row), "now": row.now}
+    found |= {"progress": '{"generation":0,"positions":{}}'}
+    expected = replace(settled(row, outcome, NOW), progress=found["progress"])
+    assert rows.to_record(found) == expected
+
+
+def test_how_most_attempts_end_takes_no_room() -> None:
+    """Done is returned, unless something else is said."""
+    row = a_record(State.RUNNING)
+    done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
+    assert NARROW.of_outcome(row, done)["new_ended"] is None
+    assert NARROW.of_outcome(row, replace(done, ended=Ended.IGNORED))["new_ended"] == "ignored"
+    for ended in (Ended.RETURNED, Ended.RESOLVED):
+        found = NARROW.of_record(a_record(State.DONE, ended=ended))
+        assert rows.to_record({**found, "now": NOW}).ended is ended
+
+
+def test_the_details_stay_as_they_are_at_a_first_success() -> None:
+    """Nothing in them has changed, so they are not written again."""
+    row = a_record(State.RUNNING)
+    done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
+    assert "new_details" not in NARROW.of_outcome(row, done)
+    for change in ({"failures": 1}, {"retries": 1}, {"failed": True}, {"finished": {}}, {"crashed_call": "c"}):
+        given: dict[str, Any] = change
+        assert "new_details" in NARROW.of_outcome(row, replace(done, **given))

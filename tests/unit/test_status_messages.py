@@ -1,0 +1,108 @@
+"""What a person who waits is told: one line in every state, without any text of an exception, and a code for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from celery_leases.core.errors import Cooldown, RetryLater
+from celery_leases.core.outcomes import Death
+from celery_leases.core.ports import Holder
+from celery_leases.core.records import Ended, Failure, Record, State
+from celery_leases.core.results import failure_of
+from celery_leases.core.rulings import Reason
+from celery_leases.core.status import LeaseStatus, MessageCode, status_of
+
+SECRET_TEXT = "Server error '500' for url 'http://127.0.0.1:18099/a'\nFor more information check http://127.0.0.1"
+HOLDER = Holder("token", "call-1", "host/1", 15.0, 10.0)
+ROW = Record(
+    "t:shop.work|k", "shop.work", "k", State.PENDING, 1, "o", "call-1", "h/1", 1, 0, 0, 0, 0, "s", 15.0, 1, 1, 1
+)
+
+
+def situations() -> Iterator[tuple[Record | None, Holder | None]]:
+    """Every state with and without an error, a wait, a holder, a copy that comes back, and doubt."""
+    yield from ((None, None), (None, HOLDER))
+    flags = [*product((False, True), repeat=3)]
+    for state, wait, holder, (resumes, failed, unsure) in product(State, (None, 300_000_001), (None, HOLDER), flags):
+        failure = Failure("httpx.HTTPError", SECRET_TEXT, "r", "error", ambiguous=unsure) if failed else None
+        ended = Ended.FAILED if failed else Ended.INTERRUPTED
+        row = replace(ROW, state=state, retry_at=wait, resumes=resumes, failure=failure, ended=ended)
+        yield row, holder
+    revoked = replace(ROW, ended=Ended.TERMINATED, reason=Death.REVOKED.value)
+    yield from ((revoked, None), (replace(revoked, retry_at=300_000_001), None))
+    yield replace(ROW, unreadable="progress"), None
+
+
+def told(record: Record | None, holder: Holder | None = None) -> LeaseStatus:
+    """The status of these."""
+    return status_of("k", "shop.work", record, holder, today=1e9)
+
+
+def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() -> None:
+    """The text of the exception is in ``error`` alone; every code is used, and each has one text."""
+    texts: dict[MessageCode, set[str]] = {}
+    for record, holder in situations():
+        status = told(record, holder)
+        message = status.message()
+        assert message.isprintable()
+        assert "Server" not in message
+        assert "http" not in message
+        assert "attempt 0" not in message
+        assert (status.as_json()["message"], status.as_json()["message_code"]) == (message, status.message_code)
+        texts.setdefault(status.message_code, set()).add(message)
+    assert set(texts) == set(MessageCode)
+    assert all(len(found) == 1 for found in texts.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state": State.FAILED}, "Failed for good; it may have been executed"),
+        ({"state": State.COOLING}, "It failed and may have been executed. Retry available now"),
+        ({"retry_at": 300_000_001}, "It failed and may have been executed. Retry available in 5 minutes"),
+        ({"resumes": True}, "It failed and may have been executed. It runs again any moment"),
+        (
+            {"resumes": True, "retry_at": 300_000_001},
+            "It failed and may have been executed. It runs again in 5 minutes",
+        ),
+    ],
+)
+def test_a_call_that_may_have_been_executed_says_so(changes: dict[str, Any], message: str) -> None:
+    """Whoever presses the button again knows what that may do."""
+    failure = Failure("httpx.ReadTimeout", SECRET_TEXT, "r", "outcome_unknown", ambiguous=True)
+    assert told(replace(ROW, failure=failure, ended=Ended.FAILED, **changes)).message() == message
+
+
+def test_a_key_that_is_taken_and_not_yet_claimed_is_starting() -> None:
+    """There is no attempt yet to be counted."""
+    assert told(None, HOLDER).message() == "Starting"
+
+
+def test_a_forgotten_key_is_absent() -> None:
+    """It is as good as new: nothing waits, and nothing will run by itself."""
+    empty = replace(ROW, attempt=0, call_id="", ended=None)
+    status = told(empty)
+    assert (status.state, status.message(), status.key) == ("absent", "Not started yet", "k")
+    assert told(replace(empty, call_id="call-2", message="{}")).state == "pending"  # enqueued
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (Cooldown("1h", reason="draft not ready"), "draft not ready"),
+        (Cooldown(reason="a: b"), "a: b"),
+        (Cooldown(60), None),
+        (RetryLater(1, "locked"), "locked"),
+        (ValueError("a: b"), None),
+    ],
+)
+def test_the_reason_a_body_gives_is_the_detail(error: Exception, detail: str | None) -> None:
+    """``reason`` is the stable code, ``detail`` the words."""
+    failure = replace(failure_of(error), reason=Reason.ASKED.value)
+    status = told(replace(ROW, state=State.COOLING, failure=failure, ended=Ended.FAILED))
+    assert (status.reason, status.detail) == ("asked", detail)

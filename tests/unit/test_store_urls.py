@@ -1,0 +1,143 @@
+"""The URLs of the two stores: which driver they mean, and that no password in them is ever shown."""
+
+import re
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, make_url
+
+from celery_leases import LeaseClient
+from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.settings import read_settings
+from celery_leases.stores import database
+from celery_leases.stores.database import engine_for
+from celery_leases.stores.joining import _another
+from celery_leases.stores.redis_url import without_password
+from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.urls import shown
+
+SECRET = "s3cret"
+LEASE_URLS = [
+    f"redsi://:{SECRET}@h/1",
+    f"redis://u:{SECRET}@h:port/1",
+    f"redis:/:{SECRET}@h/1",
+    f"redis://h/x?password={SECRET}",
+    f"redis://h/x?password=a@{SECRET}",
+    f"redis://u:a?{SECRET}@h/x",
+    f"redis://u:{SECRET}#a@h/x",
+    f"rediss+sentinel://:{SECRET}@h1;rediss+sentinel://:{SECRET}@h2",
+    f"sentinel://:{SECRET},{SECRET}@h1",
+    f"sentinel://:{SECRET};{SECRET}@h1:x;sentinel://:{SECRET}@h2",
+]
+DATABASE_URLS = [
+    f"postgresq://u:{SECRET}@h/d",
+    f"postgresql://u:{SECRET}@h:port/d",
+    f"postgresql+nodriver://u:{SECRET}@h/d?password={SECRET}",
+    f"mysql+asyncmy://h/d?password={SECRET}",
+    f"mssql+pyodbc:///?odbc_connect=PWD={SECRET}",
+    f"u:{SECRET}@h/d",
+    f"://u:{SECRET}@h/d",
+]
+
+
+@pytest.mark.parametrize("url", LEASE_URLS)
+def test_a_lease_url_that_is_refused_keeps_its_password(url: str) -> None:
+    """However badly it is formed."""
+    with pytest.raises(LeaseConfigurationError, match="leases_url=") as caught:
+        LeaseClient(url, "sqlite://")
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", DATABASE_URLS)
+def test_a_database_url_that_is_refused_keeps_its_password(url: str) -> None:
+    """The scheme stays, as that is what is wrong most often."""
+    with pytest.raises(LeaseConfigurationError, match="leases_database_url=") as caught:
+        engine_for(url)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql+psycopg", "postgresql+psycopg2", "mysql+pymysql"])
+@pytest.mark.parametrize("where", [f"u:{SECRET}@127.0.0.1:1/x?", f"127.0.0.1:1/x?password={SECRET}&"])
+def test_a_database_that_is_away_is_named_without_the_passwords_of_its_url(scheme: str, where: str) -> None:
+    """One of them may stand in the query."""
+    more = f"sslpassword={SECRET}&" if scheme.startswith("postgresql") else ""
+    records = SqlRecordStore(engine_for(f"{scheme}://{where}{more}connect_timeout=2"))
+    with pytest.raises(StoreUnavailable, match=re.escape("127.0.0.1:1/x")) as caught:
+        records.read("t:x|y")
+    assert SECRET not in str(caught.value)
+
+
+def test_settings_are_printed_without_urls() -> None:
+    """As a debugger or a log line does."""
+    url = f"redis://:{SECRET}@h/1?password={SECRET}"
+    conf: dict[str, Any] = {
+        "leases_url": url,
+        "leases_database_url": f"postgresql://h/d?sslpassword={SECRET}",
+        "leases_transport_options": {"sentinel_kwargs": {"password": SECRET}},
+    }
+    assert SECRET not in repr(read_settings(conf, url))
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis://u:p@h:1/2?x=1", "redis://h:1/2"),
+        ("postgresql://h/d", "postgresql://h/d"),
+        ("redis://h?a=b@c", "redis://…"),
+        ("p w://h", "…://h"),
+        (7, ""),
+    ],
+)
+def test_what_is_shown_of_a_url(url: object, text: str) -> None:
+    """Enough to know which one it was."""
+    assert shown(url) == text
+
+
+def test_the_servers_of_a_list_are_shown() -> None:
+    """Where no part of it can be a password's."""
+    assert without_password("sentinel://:p@h1:1;sentinel://:p@h2:2/0") == "sentinel://h1:1,h2:2/0"
+
+
+@pytest.mark.parametrize(
+    ("url", "installed", "driver"),
+    [
+        ("postgres://h/d", {"psycopg", "psycopg2"}, "postgresql+psycopg"),
+        ("postgres://h/d", {"psycopg2"}, "postgresql+psycopg2"),
+        ("postgresql://h/d", {"psycopg"}, "postgresql+psycopg"),
+        ("postgresql+psycopg2://h/d", {"psycopg", "psycopg2"}, "postgresql+psycopg2"),
+        ("mysql://h/d", {"pymysql"}, "mysql+pymysql"),
+        ("mariadb://h/d", {"pymysql"}, "mariadb+pymysql"),
+    ],
+)
+def test_a_url_without_a_driver_takes_one_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, url: str, installed: set[str], driver: str
+) -> None:
+    """``postgres://`` is what hosting providers write."""
+    monkeypatch.setattr(database, "_is_installed", lambda name: name in installed)
+    engine = engine_for(url)
+    assert engine.url.drivername == driver
+    assert engine.url.host == make_url(url).host
+
+
+@pytest.mark.parametrize(("url", "extra"), [("postgres://h/d", "postgresql"), ("mysql://h/d", "mysql")])
+def test_a_url_without_any_driver_installed_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, url: str, extra: str
+) -> None:
+    """The one line to type."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'driver'")
+
+    monkeypatch.setattr(database, "_is_installed", lambda _: False)
+    monkeypatch.setattr(database, "create_engine", missing)
+    with pytest.raises(LeaseConfigurationError, match=re.escape(f"pip install 'celery-leases[{extra}]'")):
+        engine_for(url)
+
+
+def test_the_error_for_another_database_shows_no_password_of_the_query() -> None:
+    """It reaches the caller and the result backend, which redact nothing."""
+    engine = create_engine("sqlite:////tmp/records.db?password=one&sslpassword=two")
+    said = str(_another("key", engine, "'another'"))
+    assert "records.db" in said
+    assert "one&" not in said
+    assert "two" not in said
