@@ -111,8 +111,10 @@ class Wave:
                 event = begun.get(case.name)
                 if event is not None and time.monotonic() >= event["t"] + (case.after or 0.0):
                     waiting.remove(case)
-                    with suppress(ProcessLookupError):
-                        os.kill(event["pid"], signal.SIGKILL)
+                    # A process that has begun another invoice is left alone: that one has its own step to reach.
+                    if self.scene.events("begin", pid=event["pid"])[-1]["name"] == case.name:
+                        with suppress(ProcessLookupError):
+                            os.kill(event["pid"], signal.SIGKILL)
             time.sleep(0.01)
 
     # -- looking -------------------------------------------------------------------------------------------
@@ -172,6 +174,10 @@ class Wave:
         if case.step == INSIDE:
             return bool(self.provider.lines("charged", case.name))
         return bool(self.scene.events("failpoint", name=case.name, step=case.step))
+
+    def wait_until_bitten(self, case: Case) -> None:
+        """Until its process was killed at its step, which may be after its record was committed."""
+        wait_until(lambda: self.bitten(case), PATIENCE, f"{case} to be killed")
 
     def close(self) -> None:
         """Let nothing of it go on."""

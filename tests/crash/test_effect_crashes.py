@@ -86,7 +86,7 @@ def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(wave: 
     """Where the other side dedupes, or can be asked, nobody needs to look."""
     case = case_of(wave, way, step)
     verdict = wave.assert_sound(case)
-    assert wave.bitten(case)
+    wave.wait_until_bitten(case)
     assert (verdict.state, verdict.charges, verdict.invoices) == ("done", 1, 1)
     found = {INSIDE: verdict.reference, "after reply": verdict.reference, "after intent": None}
     expected = {found[step]} if way == "verify" and step in found else set()
@@ -99,7 +99,7 @@ def test_where_nobody_can_know_it_is_never_charged_twice(wave: Wave, step: str) 
     """Either it is certain what has happened, and the work goes on; or the key waits for an operator."""
     case = case_of(wave, "stop", step)
     verdict = wave.assert_sound(case)
-    assert wave.bitten(case)
+    wave.wait_until_bitten(case)
     if step not in IN_DOUBT:
         assert (verdict.state, verdict.charges) == ("done", 1)
         return
