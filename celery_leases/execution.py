@@ -315,13 +315,13 @@ class Execution:
             case GiveUp(error):
                 self.entry.observer.observe(events.CallRefused(**call.subject, error=str(error)))
                 return Throw(error)
-            case PutBack(delay, reason, begun, refusal, what, retrying, met):
+            case PutBack(delay, reason, begun, refusal, what, retrying, met, held):
                 # A hop is not the whole wait.
                 wait = refusal.retry_after if isinstance(refusal, CoolingDown) else delay
                 news = News(what, wait, reason) if what else None
                 begun = started or begun
                 again = Again(delay, reason, started=begun, refusal=refusal, news=news, retrying=retrying)
-                return replace(again, met=met)
+                return replace(again, met=met, held=held)
             case Run() | Wait() | StandBack():
                 raise AssertionError(f"{verdict} is not an answer")
             case _ as never:

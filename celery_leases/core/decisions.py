@@ -94,7 +94,7 @@ from celery_leases.core.verdicts import (
     Verdict,
     Wait,
 )
-from celery_leases.core.waiting import hop, jitter, too_early
+from celery_leases.core.waiting import hop, hop_until_woken, jitter, too_early
 
 LONGEST_LOOK = 60.0
 """Seconds between two looks at the result of a task that stands for another one."""
@@ -212,7 +212,9 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         # The message of a retry may overtake the end of the attempt that sent it.
         delay = growing if call.retries and not call.tries else holder.remaining + jitter(facts)
         return PutBack(hop(call, delay), "a copy of this call is running", started=True, what="")
-    put_back = PutBack(hop(call, growing), "another call holds the key", what="held")
+    delay = hop_until_woken(call, facts) if call.woken else growing
+    reason = "another call holds the key" + (", and it begins when that is free" if call.woken else "")
+    put_back = PutBack(hop(call, delay), reason, what="held", held=True)
     match "put_back" if call.started else call.options.on_held:
         case "put_back":
             return put_back

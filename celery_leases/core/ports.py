@@ -152,6 +152,10 @@ class LeaseStore(Protocol):
         """Who holds the key; nobody does while it is cooling."""
         ...
 
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """Those of the keys that somebody holds now; a hint, which may be out of date when it is read."""
+        ...
+
     def close(self) -> None:
         """Let the connections go; the next call would open new ones."""
         ...

@@ -46,6 +46,7 @@ class Again:
     still stand open, through no crash of it. ``away``: a store did not answer. ``refusal``: what is raised
     instead where nothing can come back. ``cause``: the error of the body that comes back, which is a retry for Celery;
     ``unknown``: no rule knows that error. ``retrying``: the call has failed before, so that Celery knows of its retry.
+    ``held``: another call holds the key.
     """
 
     delay: float
@@ -59,6 +60,7 @@ class Again:
     unknown: bool = False
     retrying: bool = False
     met: int | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ class Call:
     message: str | None = None
     #: It can be put back; an eager call cannot.
     comes_back: bool = True
+    #: Where it waits for a held key, it is begun as soon as the key is free.
+    woken: bool = False
 
     @property
     def subject(self) -> Subject:
@@ -118,6 +120,8 @@ class PutBack:
     retrying: bool = False
     #: The fence of the failure of this call that its fresh message waits for.
     met: int | None = None
+    #: Another call holds the key.
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ SHORTEST_DELAY: Final = 0.05
 HELD_FIRST: Final = 5.0
 HELD_LONGEST: Final = 60.0
 
+WOKEN_FIRST: Final = 60.0
+
 LONGEST_LOOK: Final = 15.0
 """Seconds for which a delivery waits in its process for the holder of a lapsed lease, which may be about to return."""
 
@@ -99,6 +101,14 @@ def holder_may_return(waited: float, chance: float) -> PutBack | Wait:
 def hop(call: Call, delay: float) -> float:
     """The part of a wait that the broker can be trusted with."""
     return max(SHORTEST_DELAY, min(delay, call.longest_hop))
+
+
+def hop_until_woken(call: Call, facts: Facts) -> float:
+    """How long a call stays away that is begun as soon as its key is free: this is for a worker that does not do so.
+
+    The longer it has waited, the longer; and calls that began to wait together do not come back together.
+    """
+    return WOKEN_FIRST * 2.0 ** min(call.tries, 20) * (0.75 + 0.25 * facts.chance)
 
 
 def held_for(given_back: int, limit: int | None, longest: float) -> float:

@@ -40,6 +40,7 @@ from celery_leases.seam.kept import is_over
 from celery_leases.seam.pin import (
     HEADER,
     PRIOR_KEPT,
+    WOKEN,
     Header,
     arrived,
     call_id_of,
@@ -50,7 +51,7 @@ from celery_leases.seam.pin import (
     state_of,
     token_of,
 )
-from celery_leases.seam.putback import NotPublishable
+from celery_leases.seam.putback import KeyIsHeld, NotPublishable
 from celery_leases.seam.routes import Routes
 from celery_leases.signals import logger
 from celery_leases.tenure import Tenure
@@ -170,6 +171,7 @@ class Delivery:
             group=group,
             comes_back=not request.is_eager,
             message=message,
+            woken=WOKEN in request.__dict__,
         )
 
     def _pin(self, call: Call, **news: Any) -> None:
@@ -274,6 +276,7 @@ class Delivery:
         away = self.pin.away + 1 if again.away else 0
         prior = (*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior
         news = {"tries": call.tries + 1, "away": away, "prior": prior, "met": self._met(call, again)}
+        news["held"] = again.held
         self._pin(call, **(news | ({"started": True} if again.started else {})))
         retry, began = _retry_of(again), time.monotonic()
         published = self._publish(call, again, delay)
@@ -288,7 +291,8 @@ class Delivery:
             logger.log(level, "%s[%s] raised, and comes back", call.task, call.call_id, exc_info=again.cause)
         if retry is not None and not (time.monotonic() - began > delay and self._celery_knows()):
             raise retry from again.cause
-        raise Ignore(f"put back: {again.reason}")
+        reason = f"put back: {again.reason}"
+        raise KeyIsHeld(reason, call.key.stored, call.key.fingerprint) if again.held else Ignore(reason)
 
     def _publish(self, call: Call, again: Again, delay: float) -> bool:
         """Publish a copy, again and again for a while; ``False`` when another copy is known to wait already.

@@ -23,6 +23,9 @@ TOKEN: Final = "celery_leases_token"  # noqa: S105 - the name of a field, not a 
 WATCHED: Final = "celery_leases_watched"
 """Tells the pool child, in the same way, whether the worker sends task events now."""
 
+WOKEN: Final = "celery_leases_woken"
+"""Tells the pool child, in the same way, whether this worker begins calls early that wait for a held key."""
+
 HEADER: Final = OURS
 """The message header of a call that was delivered before."""
 
@@ -51,7 +54,7 @@ class Header:
     ``key`` is empty where it is too long to be carried; ``stored``, its stored form, is empty where it is not.
     ``tries``: how often the call was put back; ``away``: how often in a row for a store that did not answer.
     ``prior``: the owners of attempts that we may have left open. ``met``: see
-    :class:`~celery_leases.core.verdicts.Call`.
+    :class:`~celery_leases.core.verdicts.Call`. ``held``: the call waits as another one holds its key.
     """
 
     task: str
@@ -66,6 +69,7 @@ class Header:
     prior: tuple[str, ...] = ()
     started: bool = False
     met: int | None = None
+    held: bool = False
 
     def of_key(self, key: CallKey, group: str | None) -> Self:
         """This header for a call of that key and cooldown group."""
@@ -107,6 +111,7 @@ class Header:
             ("away", self.away),
             ("prior", list(self.prior)),
             ("started", self.started),
+            ("held", self.held),
         )
         written = {name: value for name, value in values if value}
         return written if self.met is None else {**written, "met": self.met}
@@ -132,6 +137,7 @@ class Header:
             prior=found.owners("prior"),
             started=found.flag("started"),
             met=found.fence("met"),
+            held=found.flag("held"),
         )
 
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from celery import Celery, Task
 from celery.canvas import Signature
+from celery.exceptions import Ignore
 from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
@@ -18,7 +19,7 @@ from celery_leases.core.errors import StoreUnavailable
 from celery_leases.core.ports import MarkStore
 from celery_leases.core.replies import waiter_mark
 from celery_leases.seam.kept import NotKept, kept
-from celery_leases.seam.pin import HEADER, TOKEN, WATCHED, Header
+from celery_leases.seam.pin import HEADER, TOKEN, WATCHED, WOKEN, Header
 from celery_leases.seam.routes import ORIGIN, AsGiven, Routes, properties_of, queue_of, stamps_of, without_brokers_own
 from celery_leases.signals import logger
 
@@ -36,6 +37,15 @@ _OPTIONS = {"pyamqp": _AMQP, "amqp": _AMQP, "redis": _REDIS, "rediss": _REDIS, "
 
 class NotPublishable(Exception):
     """Why no message of a call can be made, however often it is tried."""
+
+
+class KeyIsHeld(Ignore):
+    """Ends a delivery whose copy waits for a held key; tells the main process which one, and what it stands for."""
+
+    def __init__(self, reason: str, stored_key: str, fingerprint: str | None) -> None:
+        super().__init__(reason, stored_key, fingerprint)
+        self.stored_key = stored_key
+        self.fingerprint = fingerprint
 
 
 class Copies:
@@ -176,7 +186,7 @@ class Copies:
 def _signature(task: Task, pin: Header | None) -> Any:
     """The message of the delivery that runs here, with what Celery's own retry keeps of it and what that would lose."""
     request = task.request
-    dropped = {TOKEN, WATCHED, HEADER, ORIGIN}
+    dropped = {TOKEN, WATCHED, WOKEN, HEADER, ORIGIN}
     headers = {name: value for name, value in (request.headers or {}).items() if name not in dropped}
     pinned = {HEADER: pin.written()} if pin is not None else {}
     return task.signature_from_request(

@@ -19,7 +19,9 @@ from celery_leases.core.outcomes import Death
 from celery_leases.interruption.by_greenlet import Kill, kill_of
 from celery_leases.process import native
 from celery_leases.seam import apps, undertaker
-from celery_leases.seam.pin import HEADER, OURS, TOKEN, WATCHED, arrived, call_id_of, owner_of, retries_of
+from celery_leases.seam.held_calls import Line, held_calls
+from celery_leases.seam.pin import HEADER, OURS, TOKEN, WATCHED, WOKEN, arrived, call_id_of, owner_of, retries_of
+from celery_leases.seam.putback import KeyIsHeld
 from celery_leases.seam.routes import ORIGIN, origin_of
 from celery_leases.seam.undertaker import Deceased
 from celery_leases.signals import logger
@@ -41,6 +43,9 @@ class LeaseRequest(Request):
     The token is made here, not in the child, so that the process that outlives a killed child knows whose lease it was.
     """
 
+    #: The calls it waits with, if its key is held.
+    line: Line | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # All headers become attributes of the request in the child: those that only this process sets are not taken
@@ -58,6 +63,10 @@ class LeaseRequest(Request):
         events = self._eventer
         # Without -E the dispatcher sends events of workers only; Flower may switch it at any time.
         carried[WATCHED] = bool(events and events.enabled and (not events.groups or "task" in events.groups))
+        if held_calls.wakes(getattr(apps.worker_here(), "consumer", None)):
+            carried[WOKEN] = True
+        if held_calls.lines or HEADER in carried:
+            held_calls.receive(self)
 
     def _strip_embedded(self) -> None:
         """Take from the third part of the body what Celery does not put there: it would replace what is set here.
@@ -88,6 +97,8 @@ class LeaseRequest(Request):
         """
         before = self._already_revoked
         revoked = bool(super().revoked())
+        if revoked and self.line is not None:
+            held_calls.ended(self, self.line)
         if revoked and not before and HEADER in self._request_dict:
             undertaker.call_off(self._deceased(Death.REVOKED, 0))
         return revoked
@@ -114,7 +125,13 @@ class LeaseRequest(Request):
         if death is not None:
             for pid in self._children:
                 undertaker.bury(self._deceased(death, pid))
-        return super().on_failure(exc_info, send_failed_event, return_ok)
+        try:
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        finally:
+            if isinstance(error, KeyIsHeld):
+                held_calls.put_back(self, error)
+            elif self.line is not None:
+                held_calls.ended(self, self.line)
 
     def _deceased(self, death: Death, pid: int) -> Deceased:
         told = self._request_dict

@@ -220,6 +220,11 @@ class RedisLeaseStore(RedisGates):
         """
         return self._look([self._keys.lease(stored_key)])[0]
 
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """Those of the keys that somebody holds; one round trip."""
+        found = self._look([self._keys.lease(stored_key) for stored_key in stored_keys])
+        return {stored_key for stored_key, holder in zip(stored_keys, found, strict=True) if holder is not None}
+
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
         """The live leases, at most *limit*, as pairs of stored key and holder. Walks the database with ``SCAN``."""
         return islice(self._live(), limit)

@@ -37,6 +37,9 @@ class DatabaseLeaseStore(SqlGates):
         key = records.tables.records.c.stored_key
         free = select(key).where(key.in_(bindparam("keys", expanding=True)))
         self._free = free.with_for_update(skip_locked=True)
+        c = records.tables.records.c
+        running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
+        self._held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
 
     def acquire(self, bid: Bid) -> Claimed | Shut:
         """Claim the row, and the lease with it; the look at the row is a look at the gate of the bid's group too."""
@@ -95,6 +98,10 @@ class DatabaseLeaseStore(SqlGates):
         """Who holds the key."""
         record = self.records.read(stored_key, lenient=True)
         return holder_in(record) if record is not None else None
+
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """Those of the keys that somebody holds; one statement, which locks no row."""
+        return {row["stored_key"] for row in self.database.all(self._held, {"keys": stored_keys})}
 
     def holders(self, limit: int = 1000) -> Iterator[tuple[str, Holder]]:
         """The live leases."""

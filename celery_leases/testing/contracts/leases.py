@@ -200,6 +200,19 @@ class LeaseStoreContract:
 
     # -- all of it -----------------------------------------------------------------------------------------
 
+    def test_of_many_keys_those_that_are_held_are_told(self, store: LeaseStore) -> None:
+        """Not those that are free, unknown or over; and the look changes nothing."""
+        running, ending, freed, unknown = (fresh_key() for _ in range(4))
+        bids = {key: make_bid(key, ttl=self.short if key == ending else self.ttl) for key in (running, ending, freed)}
+        for bid in bids.values():
+            assert acquired(store.acquire(bid))
+        assert store.release(freed, bids[freed].token)
+        keys = [unknown, freed, running, ending]
+        wait_until(lambda: store.held(keys) == {running}, PATIENCE, "only one key to be held")
+        assert store.held([]) == set()
+        assert store.release(running, bids[running].token)
+        assert store.held(keys) == set()
+
     def test_an_unprotected_counter_is_exact(self, store: LeaseStore, key: str) -> None:
         """Eight threads read, yield and write under leases that are renewed, released, let expire, and tried late."""
         fuzz = LeaseFuzz(store, key, ttl=self.ttl, short=self.short)

@@ -1,0 +1,182 @@
+"""Calls of a held key wait in their worker, cost its other tasks nothing, and begin as soon as the key is free.
+
+Each of these tests fails, after its patience, if a waiting call begins when its countdown is over: after 45 s or more.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from celery_leases.testing.process import wait_until
+from tests.integration.conftest import StageFactory
+from tests.integration.stages import PAIRWISE, PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES, Stage, spelled
+
+ONE_BY_ONE = 12
+
+
+@pytest.fixture(scope="module", params=PAIRWISE, ids=spelled)
+def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+    """A stage for every combination."""
+    made = stage_factory(request.param)
+    yield made
+    try:
+        if not request.session.testsfailed:
+            made.wait_until_drained()
+    finally:
+        made.close()
+
+
+def alone(stage: Stage, name: str) -> list[str]:
+    """The calls whose bodies have run, in their order, none while another one ran."""
+    told = [(event["what"], event["id"]) for event in stage.events(name=name) if event["what"] in ("begin", "end")]
+    begun = [call for what, call in told if what == "begin"]
+    assert told == [(what, call) for call in begun for what in ("begin", "end")]
+    return begun
+
+
+@pytest.mark.parametrize("pool", POOL_STORES)
+@pytest.mark.every_argument
+def test_calls_of_a_mutex_follow_each_other_at_once(stage_factory: StageFactory, pool: str, name: str) -> None:
+    """In every pool. Only those that were with a process before anything was known of the key are put back."""
+    with stage_factory(POOL_STORES[pool], worker={"pool": pool, "concurrency": 2}) as stage:
+        gate = stage.gate()
+        results = [stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)]
+        stage.wait_for("begin", name=name)
+        if pool != "solo":  # nothing else happens there while a body runs
+            stage.wait_for_log(f"key rerun:{name}", "put back for")
+        gate.touch()
+        for result in results:
+            result.get(timeout=PATIENCE)
+        assert sorted(alone(stage, name)) == sorted(result.id for result in results)
+        stage.wait_until_drained()
+
+
+def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(stage: Stage, name: str) -> None:
+    """It gets a countdown in the worker's main process, and its turn after those that came before."""
+    gate = stage.gate()
+    first = stage.tasks.rerun.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    second = stage.tasks.rerun.delay(name)
+    stage.wait_for_log(second.id, "another call holds the key")
+    stage.wait_for_log(second.id, "received", 2)  # its copy has come back to wait
+    later = [stage.tasks.rerun.delay(name) for _ in range(5)]
+    for call in later:
+        stage.wait_for_log(call.id, "received")
+    other = stage.tasks.plain.delay(1)
+    assert other.get(timeout=PATIENCE) == 1
+    gate.touch()
+    for call in (first, second, *later):
+        call.get(timeout=PATIENCE)
+    assert alone(stage, name) == [call.id for call in (first, second, *later)]
+    assert not [line for call in later for line in stage.log(call.id) if "put back" in line]
+
+
+def test_twenty_calls_of_finished_work_are_answered_together(stage: Stage, name: str) -> None:
+    """When the body that they wait for has ended."""
+    gate = stage.gate()
+    first = stage.tasks.work.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
+    stage.wait_for_log(f"key work:{name}:", "another call holds the key")
+    gate.touch()
+    value = first.get(timeout=PATIENCE)
+    assert [result.get(timeout=PATIENCE) for result in results] == [value] * 20
+    assert len(stage.events("begin", name=name)) == 1
+
+
+def test_a_call_with_other_arguments_does_not_wait_behind_the_others(stage: Stage, name: str) -> None:
+    """With leases in the database it is refused while the key is held, as the row says what it stands for."""
+    gate = stage.gate()
+    running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
+    stage.wait_for("begin", name=name)
+    waiting = stage.tasks.work.delay(name, gate=str(gate), answer="first")
+    stage.wait_for_log(waiting.id, "another call holds the key")
+    other = stage.tasks.work.delay(name, gate=str(gate), answer="second")
+    if stage.lease_store == "database":
+        with pytest.raises(Exception, match="other arguments"):
+            other.get(timeout=PATIENCE)
+    gate.touch()
+    assert [call.get(timeout=PATIENCE) for call in (running, waiting)] == ["first", "first"]
+    with pytest.raises(Exception, match="other arguments"):
+        other.get(timeout=PATIENCE)
+
+
+def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(stage: Stage, name: str) -> None:
+    """It never runs, and those behind it do not wait for it."""
+    gate = stage.gate()
+    first = stage.tasks.rerun.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    calls = [stage.tasks.rerun.delay(name) for _ in range(3)]
+    stage.wait_for_log(calls[0].id, "another call holds the key")
+    for call in calls:
+        stage.wait_for_log(call.id, "received")
+    stage.app.control.revoke(calls[1].id)
+    stage.wait_for_log(calls[1].id, "flagged as revoked")
+    gate.touch()
+    for call in (first, calls[0], calls[2]):
+        call.get(timeout=PATIENCE)
+    assert sorted(alone(stage, name)) == sorted(call.id for call in (first, calls[0], calls[2]))
+    stage.wait_until_drained()
+    assert calls[1].state == "REVOKED"
+
+
+def test_inspect_shows_those_that_wait_and_no_others(stage: Stage, name: str) -> None:
+    """``celery inspect scheduled`` shows them until they begin."""
+    gate = stage.gate()
+    running = stage.tasks.rerun.delay(name, gate=str(gate))
+    stage.wait_for("begin", name=name)
+    waiting = stage.tasks.rerun.delay(name, gate=str(gate))
+    stage.wait_for_log(waiting.id, "another call holds the key")
+
+    def scheduled() -> set[str]:
+        return {entry["request"]["id"] for entry in stage._in_worker()["scheduled"]}
+
+    wait_until(lambda: waiting.id in scheduled(), PATIENCE, "the call to be shown")
+    gate.touch()
+    for call in (running, waiting):
+        call.get(timeout=PATIENCE)
+    wait_until(lambda: not scheduled(), PATIENCE, "nothing to be shown")
+
+
+# -- several workers ---------------------------------------------------------------------------------------
+
+
+def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> None:
+    """The lease store is asked for it."""
+    side, gate = stage.side_queue(), stage.gate()
+    with stage.new_worker(concurrency=1) as other:
+        other.start()
+        stage.app.control.cancel_consumer(stage.queue, destination=[f"{other.name}@{os.uname().nodename}"])
+        stage.consume(side, other)
+        held = stage.tasks.rerun.apply_async((name,), {"gate": str(gate)}, queue=side)
+        stage.wait_for("begin", name=name)
+        waiting = stage.tasks.rerun.delay(name)
+        stage.wait_for_log(waiting.id, "another call holds the key")
+        gate.touch()
+        for call in (held, waiting):
+            call.get(timeout=PATIENCE)
+    assert alone(stage, name) == [held.id, waiting.id]
+
+
+@pytest.mark.parametrize("combination", [REDIS_REDIS_POSTGRES, ("rabbit", "database", "postgres")], ids=spelled)
+def test_the_calls_that_wait_in_a_killed_worker_run_in_another_one(
+    stage_factory: StageFactory, combination: tuple[str, ...], name: str
+) -> None:
+    """Their messages were never acknowledged."""
+    with stage_factory(combination, env={"VISIBILITY": "4"}) as stage:
+        gate = stage.gate()
+        results: list[Any] = [stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)]
+        stage.wait_for("begin", name=name)
+        stage.wait_for_log(f"key rerun:{name}", "put back for")
+        for result in results:
+            stage.wait_for_log(result.id, "received")
+        stage.worker.kill()
+        gate.touch()
+        with stage.new_worker() as other:
+            other.start()
+            for result in results:
+                result.get(timeout=2 * PATIENCE)
+        ran = {event["id"] for event in stage.events("end", name=name)}
+        assert ran == {result.id for result in results}
