@@ -30,7 +30,7 @@ PARTS = {
 SERVERS = {"database_url", "one_database", "open_store", "server_url", "store_elsewhere"}
 """The fixtures and arguments that stand for one server of a store."""
 
-SAMPLE = 3
+SAMPLE = 2
 """Of a test in the directories below that has more sets of arguments than these, ``make test`` runs as many."""
 SAMPLED = ("crash", "integration")
 """Directories whose tests start workers: each set of arguments costs seconds."""
@@ -96,19 +96,19 @@ def chosen(items: Sequence[pytest.Item], *, everywhere: bool) -> list[pytest.Ite
 
 
 def _sampled(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Without the sets of arguments that are left to ``make test-all``: the first, the last and those between."""
+    """Without the sets of arguments that are left to ``make test-all``: all but the first and the last."""
     of_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[pytest.Item] = set()
     for same in of_test.values():
+        if same[0].get_closest_marker("nightly") is not None:
+            left_out.update(same)
+            continue
         slow = same[0].path.parent.name in SAMPLED and len(same) > SAMPLE
-        every = same[0].get_closest_marker("every_argument") is not None
-        if slow and not every:
+        if slow and same[0].get_closest_marker("every_argument") is None:
             chosen_ones = {round(number * (len(same) - 1) / (SAMPLE - 1)) for number in range(SAMPLE)}
             left_out.update(item for number, item in enumerate(same) if number not in chosen_ones)
-        elif same[0].get_closest_marker("nightly") is not None:
-            left_out.update(same)
     return [item for item in items if item not in left_out]
 
 

@@ -12,6 +12,7 @@ from tests.integration.stages import BOTH_WAYS, spelled
 
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
+@pytest.mark.nightly
 def test_three_deploys_in_a_row_count_no_crash(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:

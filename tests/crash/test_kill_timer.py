@@ -38,6 +38,7 @@ def is_there(pid: int) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_thirty_stopped_bodies_never_have_an_effect_again(scene: Scene, name: str) -> None:
     """SIGSTOP beyond the ttl: each is dead before anybody could wake it, and the next attempt ends in its place."""
     longest = 0.0

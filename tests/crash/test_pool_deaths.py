@@ -146,6 +146,7 @@ def test_children_that_end_after_each_task_leave_nothing(scene_factory: SceneFac
     wait_until_none_is_left(worker.pid, before)
 
 
+@pytest.mark.nightly
 def test_children_that_live_for_one_task_purge_what_is_over(scene_factory: SceneFactory, name: str) -> None:
     """1,000 records whose retention is over go within seconds of traffic, in batches, though no process gets old."""
     scene = scene_factory(("redis", "redis", "postgres"), visibility=60, start=False)

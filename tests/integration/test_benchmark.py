@@ -52,6 +52,7 @@ def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
     assert round(finding.facts["trips run leases_database"].median) == 0
 
 
+@pytest.mark.nightly
 def test_leases_are_renewed_while_they_are_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once within the third of a ttl, and several with one call."""
     monkeypatch.setattr(renewals, "QUICK", (20, 0.5, 5.0))

@@ -81,6 +81,7 @@ def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
     """One more call on the account of the leased task, from outside, is a broken promise: exit code 1."""
     demo = begin(COOLDOWN, temporary)

@@ -53,6 +53,7 @@ def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
 # -- what it spares ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(stage: Stage, name: str) -> None:
     """The limit counts what it rejects, as real ones do: alone, the keys keep it shut for one another.
 

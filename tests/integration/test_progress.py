@@ -188,6 +188,7 @@ def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Stage) -> None:
     assert found.result == {"name": "gets-on", "pages": 3}
 
 
+@pytest.mark.nightly
 def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(stage: Stage) -> None:
     """Killed at three random items, before these were begun: each is worked on exactly once."""
     stage.wait_for_state("loops", "loops:every-1", "done", 3 * PATIENCE)

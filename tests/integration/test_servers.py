@@ -66,6 +66,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
     started.stop()
 
 
+@pytest.mark.nightly
 def test_a_server_freezes_dies_and_comes_back_on_its_port(server: LocalServer) -> None:
     """Pause, resume, kill, start and both restarts of one server, each seen from a client; then nothing is left."""
     port, home = server.port, server.home
