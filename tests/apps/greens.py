@@ -251,7 +251,15 @@ def _warm():
     return parts_of(app, eager=True).renewer
 
 
+def _stay_awake():
+    while True:
+        time.sleep(0.05)
+
+
 def _wait_for(greenlets):
+    # As in a worker, the hub always has something to wait for: gevent takes one that only waits for another thread of
+    # the system, as for a lock, to wait for ever, and ends it.
+    spawn(_stay_awake)
     for greenlet in greenlets:
         with suppress(GreenletExit):
             greenlet.join() if sys.argv[1] == "gevent" else greenlet.wait()
