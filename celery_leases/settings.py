@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -71,8 +72,10 @@ def read_settings(
     for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
         if (now := renamed("leases", name, given[name])) is not None:
             raise LeaseConfigurationError(now)
-        known = ", ".join(f"leases_{known}" for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE)
-        raise LeaseConfigurationError(f"unknown setting leases_{name}; known are {known}")
+        known = [known for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean leases_{near[0]}?" if near else "known are " + ", ".join(f"leases_{n}" for n in known)
+        raise LeaseConfigurationError(f"unknown setting leases_{name}; {hint}")
     for name in given.keys() & set(_NOT_APP_WIDE):
         raise LeaseConfigurationError(f"leases_{name} cannot be set for a whole app; set lease_{name} on each task")
     if given.get("eager_stores") not in (None, True, False):

@@ -53,7 +53,7 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     lease_key="document:{document_id}",
     lease_cooldown_group="model:{model}",
     lease_resume="always",  # nobody waits: what fails comes back, also of an answer that nobody understands,
-    lease_on_cooling="put_back",  # and what comes while the model cools down waits as well
+    lease_on_cooling="reschedule",  # and what comes while the model cools down waits as well
     lease_cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0),
 )
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ another fingerprint, another call            ``Refuse(KeyReused)``
 done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``;
                                              by its ``replace()``: ``Follow`` for ``Replay``
 running under a live lease, or lease held    this call: ``PutBack`` until the lease ends;
-                                             another: ``lease_on_held``: ``PutBack``, ``Wait``, ``Drop``, ``Refuse``
+                                             another: ``Wait`` for ``lease_wait``, then
+                                             ``lease_on_held``: ``PutBack``, ``Drop``, ``Refuse``
 waiting for ``retry_at``                     ``PutBack`` until then
 cooling, or the gate of its group is shut    this call, or one that has begun: ``PutBack`` until then;
                                              another: ``lease_on_cooling``:
@@ -59,7 +60,7 @@ A failure of the group closes the gate of ``lease_cooldown_group`` first. A prob
 failure if that is clearly not the group's; a quick retry, an ambiguous failure or no failure leave it half-open.
 
 When a store fails: before the body has run the delivery is put back; an outcome is tried again
-for ``lease_settle_timeout``, then the lease is left to expire and the delivery is put back.
+for ``leases_settle_timeout``, then the lease is left to expire and the delivery is put back.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def _dispatching(record: Record) -> float:
 
 def _done_by_other(call: Call, record: Record, facts: Facts) -> Verdict:
     match "replay" if call.started else call.options.on_done:
-        case "fail":
+        case "raise":
             message = f"{printable(record.key)} was done by call {record.call_id}"
             return Refuse(AlreadyDone(message, record.key, record.call_id))
         case "ignore" if not call.canvas:
@@ -215,16 +216,15 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
     delay = hop_until_woken(call, facts) if call.woken else growing
     reason = "another call holds the key" + (", and it begins when that is free" if call.woken else "")
     put_back = PutBack(hop(call, delay), reason, what="held", held=True)
-    match "put_back" if call.started else call.options.on_held:
-        case "put_back":
+    patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
+    if not call.started and (left := patience - facts.waited) > 0:
+        return Wait(min(left, 0.2 + 0.3 * facts.chance))
+    match "reschedule" if call.started else call.options.on_held:
+        case "reschedule":
             return put_back
-        case "wait":
-            patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
-            left = patience - facts.waited
-            return Wait(min(left, 0.2 + 0.3 * facts.chance)) if left > 0 else put_back
         case "ignore":
             return put_back if call.canvas else Drop("another call holds the key")
-        case "fail":
+        case "raise":
             more = f"for another {holder.remaining:.1f} s"
             message = f"{printable(call.key.key)} is held by call {holder.call_id} on {holder.host} {more}"
             return Refuse(LeaseHeld(message, call.key.key, holder.remaining, holder.host))

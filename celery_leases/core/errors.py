@@ -81,7 +81,7 @@ class LeaseHeld(LeasesError):
 
 
 class AlreadyDone(LeasesError):
-    """Another call has finished this key, and ``lease_on_done="fail"`` asks for an error."""
+    """Another call has finished this key, and ``lease_on_done="raise"`` asks for an error."""
 
     details = ("key", "call_id")
     key: str
@@ -97,7 +97,7 @@ class PutBackFailed(LeasesError):
 
 
 class ResultMissing(LeasesError):
-    """The work is done, but its result was not kept: larger than ``lease_result_max``, or not JSON."""
+    """The work is done, but its result was not kept: larger than ``leases_result_max``, or not JSON."""
 
     details = ("key", "reason")
     key: str

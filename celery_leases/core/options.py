@@ -25,22 +25,24 @@ ADVISED_TTL: Final = 10.0
 LONGEST_NAMESPACE: Final = 150
 
 OnLost = Literal["interrupt", "flag", "kill"]
-OnHeld = Literal["put_back", "wait", "ignore", "fail"]
-OnDone = Literal["replay", "ignore", "fail", "rerun"]
-OnCooling = Literal["fail", "put_back", "ignore"] | None
+OnHeld = Literal["reschedule", "ignore", "raise"]
+OnDone = Literal["replay", "ignore", "raise", "rerun"]
+OnCooling = Literal["raise", "reschedule", "ignore"] | None
 Resume = Literal["transient", "always", "never"]
 KeyMaker = str | Callable[..., str] | None
 FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_lost": ("interrupt", "flag", "kill"),
-    "on_held": ("put_back", "wait", "ignore", "fail"),
-    "on_done": ("replay", "ignore", "fail", "rerun"),
-    "on_cooling": ("fail", "put_back", "ignore"),
+    "on_held": ("reschedule", "ignore", "raise"),
+    "on_done": ("replay", "ignore", "raise", "rerun"),
+    "on_cooling": ("raise", "reschedule", "ignore"),
     "resume": ("transient", "always", "never"),
 }
+_RENAMED_VALUES: Final[Mapping[str, str]] = {"put_back": "reschedule", "fail": "raise"}
+"""What earlier versions called the values of ``on_held``, ``on_done`` and ``on_cooling``."""
 _RENAMED: Final[Mapping[str, tuple[str, Mapping[Any, str]]]] = {
-    "on_cooldown": ("on_cooling", {}),
+    "on_cooldown": ("on_cooling", _RENAMED_VALUES),
     "after_cooldown": ("resume", {"resume": "always", "stop": "never"}),
 }
 """Names of earlier versions: what they are called now, and what their values are called."""
@@ -48,6 +50,8 @@ _REPLACED: Final[Mapping[str, str]] = {
     "scope": 'lease_namespace: tasks with the same lease_namespace="..." share their keys',
 }
 """Options of earlier versions, and what does their work now."""
+OF_THE_APP: Final = frozenset({"result_max", "settle_timeout"})
+"""What is set for the whole app only."""
 _SECONDS: Final = ("ttl", "max_hold", "wait", "retention", "settle_timeout")
 _FLAGS: Final = ("renew", "allow_loss", "idempotent", "store_arguments")
 _COUNTS: Final[Mapping[str, int]] = {"max_crashes": 1, "result_max": 1, "max_retries": 0, "max_failures": 1}
@@ -65,11 +69,12 @@ class LeaseOptions:
     renew: bool = True
     max_hold: float = DAY
     on_lost: OnLost = "interrupt"
-    on_held: OnHeld = "put_back"
-    wait: float = 30.0
+    on_held: OnHeld = "reschedule"
+    #: For how long a call first waits in its process for a held key; then ``on_held`` counts.
+    wait: float = 0.0
     on_done: OnDone = "replay"
-    #: ``None``: ``"put_back"`` at the closed gate of the group and for a delivery that carries chain, chord, group or
-    #: link; ``"fail"`` for any other call of a key that cools down.
+    #: ``None``: ``"reschedule"`` at the closed gate of the group and for a delivery that carries chain, chord, group
+    #: or link; ``"raise"`` for any other call of a key that cools down.
     on_cooling: OnCooling = None
     resume: Resume = "transient"
     cooldown: CooldownPolicy = field(default_factory=CooldownPolicy)
@@ -119,6 +124,10 @@ def gather(
     for name in given:
         if name not in OPTION_NAMES:
             raise LeaseConfigurationError(_unknown(task, name, given[name]))
+        if name in OF_THE_APP:
+            raise LeaseConfigurationError(
+                f"task {task}: lease_{name} is no option of a task; write app.conf.leases_{name}={given[name]!r}"
+            )
     chosen = {name: _checked(_default_named(name), name, value) for name, value in defaults.items()}
     chosen |= {name: _checked(_named(task, name), name, value) for name, value in given.items()}
     options = LeaseOptions(**chosen)
@@ -140,8 +149,9 @@ def renamed(prefix: str, name: str, value: object) -> str | None:
 def _unknown(task: str, name: str, value: object) -> str:
     if (now := renamed("lease", name, value)) is not None:
         return f"task {task}: {now}"
-    near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
-    hint = f"did you mean lease_{near[0]}?" if near else "known are " + ", ".join(f"lease_{n}" for n in OPTION_NAMES)
+    known = [option for option in OPTION_NAMES if option not in OF_THE_APP]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean lease_{near[0]}?" if near else "known are " + ", ".join(f"lease_{n}" for n in known)
     return f"task {task}: unknown option lease_{name}; {hint}"
 
 
@@ -162,7 +172,7 @@ def _wrong(option: str, value: object, write: str) -> LeaseConfigurationError:
 def _checked(option: str, name: str, value: Any) -> Any:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise _wrong(option, value, " or ".join(repr(choice) for choice in _CHOICES[name]))
+            raise _wrong(option, value, _called_now(name, value))
         return value
     if name in _SECONDS:
         return _seconds(option, name, value)
@@ -175,6 +185,16 @@ def _checked(option: str, name: str, value: Any) -> Any:
             raise _wrong(option, value, f"a whole number of at least {_COUNTS[name]}")
         return value
     return _OWN_WAYS[name](option, value)
+
+
+def _called_now(name: str, value: Any) -> str:
+    """What to write instead of a value that a choice does not have."""
+    choices = _CHOICES[name]
+    if isinstance(value, str) and _RENAMED_VALUES.get(value) in choices:
+        return f"{_RENAMED_VALUES[value]!r}, as it is called now"
+    if (name, value) == ("on_held", "wait"):
+        return 'lease_wait="30s" instead: a call waits in its process for that long, and then lease_on_held counts'
+    return " or ".join(repr(choice) for choice in choices)
 
 
 def _seconds(option: str, name: str, value: Any) -> float:
@@ -241,10 +261,8 @@ def _check_together(
         for name in ("namespace", "fingerprint", "on_held", "wait"):
             if name in given and getattr(options, name) != getattr(_DEFAULTS, name):
                 refuse(name, "needs a lease_key: without one, only copies of one call share a key; add lease_key")
-        if "on_done" in given and options.on_done in ("ignore", "fail"):
+        if "on_done" in given and options.on_done in ("ignore", "raise"):
             refuse("on_done", "needs a lease_key: without one, no other call can have finished the work; add lease_key")
-    if "wait" in given and options.on_held != "wait":
-        refuse("wait", 'goes with lease_on_held="wait" only; add that, or leave lease_wait out')
     if options.rerun and options.fingerprint is not None and "fingerprint" in given:
         refuse("fingerprint", 'is never compared under lease_on_done="rerun"; leave one of them out')
     if options.max_hold < options.ttl and "max_hold" in given:

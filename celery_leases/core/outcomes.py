@@ -204,7 +204,7 @@ def settle_pause(tries: int) -> float:
 
 
 def settle_until(call: Call, now: float, taken: float) -> float:
-    """Until when to keep trying to write an outcome: ``lease_settle_timeout``, cut to what the hard limit leaves.
+    """Until when to keep trying to write an outcome: ``leases_settle_timeout``, cut to what the hard limit leaves.
 
     *taken* is when the delivery was taken up, which is about when Celery began to count the limit.
     """

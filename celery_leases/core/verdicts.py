@@ -173,7 +173,7 @@ class Facts:
     claimed: bool = False
     #: The callbacks of this very call are known to have been sent, whoever finished the work.
     callbacks_out: bool = False
-    #: Seconds this delivery has been waiting in this process (``lease_on_held="wait"``).
+    #: Seconds this delivery has been waiting in this process (``lease_wait``).
     waited: float = 0.0
     #: A random number in [0, 1) for jitter.
     chance: float = 0.0

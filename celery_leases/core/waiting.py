@@ -54,10 +54,10 @@ def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
     if started or call.started or pending:
         return put_back
     own = record is not None and record.state is State.COOLING
-    match call.options.on_cooling or ("fail" if own and not call.canvas else "put_back"):
-        case "put_back":
+    match call.options.on_cooling or ("raise" if own and not call.canvas else "reschedule"):
+        case "reschedule":
             return put_back
-        case "fail":
+        case "raise":
             return Refuse(refusal)
         case "ignore":
             return put_back if call.canvas else Drop(str(refusal))

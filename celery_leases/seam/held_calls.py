@@ -172,7 +172,7 @@ class HeldCalls:
             if copy:
                 line = line or self._line(key.stored, request.task)
                 line.fingerprints.add(key.fingerprint)
-            elif line is None or options.on_held != "put_back" or key.fingerprint not in line.fingerprints:
+            elif line is None or options.on_held != "reschedule" or key.fingerprint not in line.fingerprints:
                 return  # a call with other arguments is refused at once, which the record decides
             elif line.free and not line.waiting and len(line.begun) < line.width:
                 line.begun.add(request)

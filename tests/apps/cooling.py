@@ -114,7 +114,6 @@ resumes = _task("resumes", lease_cooldown=_exactly(3), lease_resume="always")
 usual = _task("usual", lease_cooldown=_exactly(3))
 stops = _task("stops", lease_cooldown=_exactly(3), lease_resume="never")
 slow = _task("slow", lease_cooldown=_exactly(300), lease_resume="never")
-hasty = _task("hasty", lease_resume="always", lease_cooldown=_exactly(3), lease_settle_timeout=1.5)
 firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
 breaks = _task("breaks", lease_resume="always", lease_cooldown=_exactly(1), lease_max_failures=2)
 quick = _task("quick", lease_resume="always", lease_rules=_CONFLICT, lease_cooldown=_exactly(3), lease_max_crashes=1)
@@ -126,15 +125,15 @@ auto = _task(
 )
 limited = _task("limited", soft_time_limit=1, lease_cooldown=_exactly(3), lease_resume="never")
 repeatable = _task("repeatable", lease_idempotent=True)
-refuses = _task("refuses", lease_cooldown=_exactly(3), lease_on_cooling="fail")
-waits = _task("waits", lease_cooldown=_exactly(3), lease_on_cooling="put_back")
+refuses = _task("refuses", lease_cooldown=_exactly(3), lease_on_cooling="raise")
+waits = _task("waits", lease_cooldown=_exactly(3), lease_on_cooling="reschedule")
 ignores = _task("ignores", lease_cooldown=_exactly(3), lease_on_cooling="ignore")
-grouped = _task("grouped", lease_on_cooling="put_back", lease_resume="always", **_GROUPED)
-visits = _task("visits", lease_on_cooling="put_back", lease_resume="never", **_GROUPED)
+grouped = _task("grouped", lease_on_cooling="reschedule", lease_resume="always", **_GROUPED)
+visits = _task("visits", lease_on_cooling="reschedule", lease_resume="never", **_GROUPED)
 shared = _task("shared", lease_cooldown_group="{group}")
-shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_cooling="fail")
+shut_out = _task("shut_out", lease_cooldown_group="{group}", lease_on_cooling="raise")
 tracked = _task("tracked", track_started=True)
-gated = _task("gated", lease_resume="never", lease_on_cooling="fail", **_GROUPED)
+gated = _task("gated", lease_resume="never", lease_on_cooling="raise", **_GROUPED)
 
 
 @app.task(base=LeasedTask, name=f"{__name__}.unkeyed")
@@ -149,14 +148,14 @@ def failed(call):
     note("errback", id=call)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="put_back")
+@app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="reschedule")
 def asks(self, number, url):
     """Call the limited server; each key for itself."""
     return _ask(number, url)
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="put_back", lease_cooldown_group="{url}"
+    base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="reschedule", lease_cooldown_group="{url}"
 )
 def asks_together(self, number, url):
     """Call the limited server; all keys behind one gate."""

@@ -243,7 +243,8 @@ def _pay(self, name, after=(), *, way="stop", reply="reply", reference="id", tim
 # Of what the default rules make of these only the times are changed.
 RULES = Rules.default().on(exc="builtins.TimeoutError", to="200ms").on(exc="ConnectionRefusedError", to="200ms")
 RULES = RULES.on(status=500, to="200ms")
-PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_result_max": 1000, "lease_rules": RULES}
+app.conf.leases_result_max = 1000
+PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_rules": RULES}
 PAYS |= {"lease_resume": "always"}  # what is charged by the attempt before is found by the next one
 
 

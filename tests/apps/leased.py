@@ -49,6 +49,8 @@ if "VISIBILITY" in os.environ:
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     }
+if "SETTLE_TIMEOUT" in os.environ:
+    app.conf.leases_settle_timeout = float(os.environ["SETTLE_TIMEOUT"])
 if "BROKER_CONNECTIONS" in os.environ:
     app.conf.broker_transport_options |= {"max_connections": int(os.environ["BROKER_CONNECTIONS"])}
 
@@ -312,13 +314,13 @@ def often(self, name):
     os.kill(os.getpid(), 9)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="waits:{name}", lease_on_held="wait", lease_wait=60)
+@app.task(base=LeasedTask, bind=True, lease_key="waits:{name}", lease_wait=60)
 def waits(self, name, seconds=0.0, gate=None):
     """As :func:`work`; another call waits in its worker."""
     return _working(self, name, seconds, gate)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="impatient:{name}", lease_on_held="wait", lease_wait=0.5)
+@app.task(base=LeasedTask, bind=True, lease_key="impatient:{name}", lease_wait=0.5)
 def impatient(self, name, seconds=0.0, gate=None):
     """As :func:`waits`, but only half a second."""
     return _working(self, name, seconds, gate)
@@ -330,7 +332,7 @@ def ignores(self, name, seconds=0.0, gate=None):
     return _working(self, name, seconds, gate)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="refuses:{name}", lease_on_held="fail", lease_on_done="fail")
+@app.task(base=LeasedTask, bind=True, lease_key="refuses:{name}", lease_on_held="raise", lease_on_done="raise")
 def refuses(self, name, seconds=0.0, gate=None):
     """As :func:`work`; another call gets an error."""
     return _working(self, name, seconds, gate)

@@ -15,7 +15,7 @@ class Billing(LeasedTask):
     """A base class with options of its own, which subclasses inherit."""
 
     lease_key = "billing:{name}"
-    lease_on_done = "fail"
+    lease_on_done = "raise"
 
 
 @app.task(base=Billing)

@@ -186,10 +186,12 @@ def test_a_cooldown_is_written_when_the_database_is_back(
 def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failure(
     scene_factory: SceneFactory, own_postgres: PostgresServer, name: str
 ) -> None:
-    """After ``lease_settle_timeout`` the call is put back without an outcome; it runs again, and finishes."""
-    scene = scene_factory(ELSEWHERE, urls={"postgres": own_postgres.new_database()}, home=COOLING)
+    """After ``leases_settle_timeout`` the call is put back without an outcome; it runs again, and finishes."""
+    scene = scene_factory(
+        ELSEWHERE, urls={"postgres": own_postgres.new_database()}, home=COOLING, env={"SETTLE_TIMEOUT": "1.5"}
+    )
     gate = scene.gate()
-    result = scene.tasks.hasty.delay(name, [["when", str(gate), *BROKEN], OK])
+    result = scene.tasks.resumes.delay(name, [["when", str(gate), *BROKEN], OK])
     scene.wait_for("paid", name=name)
     own_postgres.kill()
     gate.touch()
@@ -197,10 +199,10 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
     own_postgres.start()
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     assert second_run(scene, name)["previous"]["ended"] == "lost"  # type: ignore[index]
-    row = scene.row("hasty", f"hasty:{name}")
+    row = scene.row("resumes", f"resumes:{name}")
     assert row is not None
     assert (row["failures"], row["crashes"], row["attempt"]) == (0, 0, 2)
-    assert not [line for line in scene.log(f"key hasty:{name}") if "ended without a word" in line]
+    assert not [line for line in scene.log(f"key resumes:{name}") if "ended without a word" in line]
 
 
 # -- copies ------------------------------------------------------------------------------------------------

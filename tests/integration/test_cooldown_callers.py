@@ -178,7 +178,7 @@ def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(st
 
 
 def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -> None:
-    """``lease_on_cooling="fail"`` asked for in so many words counts for canvas too."""
+    """``lease_on_cooling="raise"`` asked for in so many words counts for canvas too."""
     script = [limited(2.5), OK]
     first = stage.tasks.refuses.delay(name, script)
     cooled(stage, "refuses", name)
@@ -189,7 +189,7 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -
 
 
 def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Stage, name: str) -> None:
-    """``lease_on_cooling="put_back"``: it is not refused, and gets the result of the call that resumes."""
+    """``lease_on_cooling="reschedule"``: it is not refused, and gets the result of the call that resumes."""
     script = [limited(1.8), OK]
     first = stage.tasks.waits.delay(name, script)
     cooled(stage, "waits", name)

@@ -236,7 +236,7 @@ def test_a_fresh_call_waits_at_a_closed_gate_and_its_page_says_until_when(stage:
 
 
 def test_an_option_that_is_written_counts_at_the_gate_too(stage: Stage, name: str) -> None:
-    """``lease_on_cooling="fail"``."""
+    """``lease_on_cooling="raise"``."""
     group = f"group-{name}"
     stage.tasks.shared.delay(name, [limited(3), OK], group)
     stage.wait_for_state("shared", f"shared:{name}", "cooling")

@@ -23,12 +23,12 @@ TODAY = 1_800_000_000.0
 OURS, THEIRS = "call-ours", "call-theirs"
 GROUP = "openai:large"
 KEY = CallKey("invoice:1842", "t:billing.send|invoice:1842", "v1:same", {"month": "m1"})
-ON_HELD: tuple[OnHeld, ...] = ("put_back", "wait", "ignore", "fail")
-ON_DONE: tuple[OnDone, ...] = ("replay", "ignore", "fail", "rerun")
+ON_HELD: tuple[OnHeld, ...] = ("reschedule", "ignore", "raise")
+ON_DONE: tuple[OnDone, ...] = ("replay", "ignore", "raise", "rerun")
 FAILURE = Failure("ValueError", "boom")
 
 
-def a_call(*, on_held: OnHeld = "put_back", on_done: OnDone = "replay", **changes: Any) -> Call:
+def a_call(*, on_held: OnHeld = "reschedule", on_done: OnDone = "replay", **changes: Any) -> Call:
     """A call of ours; a name of an option among *changes* changes that option, any other the call."""
     options = changes.pop("options", LeaseOptions(key="invoice:{id}"))
     chosen = {name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"}

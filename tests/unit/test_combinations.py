@@ -107,8 +107,8 @@ def rows(kinds: dict[str, dict[str, Any]], fingerprints: tuple[str | None, ...])
 def combinations() -> list[Combination]:
     holders = (None, held_by(OURS), held_by(THEIRS))
     calls = [
-        a_call(on_held=on_held, on_done=on_done, canvas=canvas)
-        for on_held, on_done, canvas in product(ON_HELD, ON_DONE, (False, True))
+        a_call(on_held=on_held, on_done=on_done, canvas=canvas, wait=wait)
+        for on_held, on_done, canvas, wait in product(ON_HELD, ON_DONE, (False, True), (0.0, 30.0))
     ]
     found = []
     for call, row, holder, out in product(calls, list(rows(ROWS, FINGERPRINTS)), holders, (False, True)):
@@ -122,7 +122,7 @@ def cooldowns() -> list[Combination]:
     calls = [
         a_call(on_done=on_done, on_cooling=on_cooling, canvas=canvas, started=started, repeat=repeat)
         for on_done, on_cooling, canvas, started, repeat in product(
-            ON_DONE[::3], (None, "fail", "put_back", "ignore"), (False, True), (False, True), (False, True)
+            ON_DONE[::3], (None, "raise", "reschedule", "ignore"), (False, True), (False, True), (False, True)
         )
     ]
     gates = (None, shut(60), shut(7_200), shut(0), probed(14))
@@ -138,7 +138,7 @@ def breaches(found: list[Combination], broken: Callable[[Combination], bool]) ->
 
 
 class TestEveryCombination:
-    """Some 50 000 combinations of row, holder, options, canvas and callbacks."""
+    """Some 75 000 combinations of row, holder, options, canvas and callbacks."""
 
     def breaches(self, broken: Any) -> list[Combination]:
         return breaches(combinations(), broken)
@@ -182,7 +182,7 @@ class TestEveryCombination:
         )
 
     def test_only_the_option_makes_a_delivery_wait_in_its_process(self) -> None:
-        assert self.breaches(lambda one: isinstance(one.verdict, Wait) and one.call.options.on_held != "wait") == []
+        assert self.breaches(lambda one: isinstance(one.verdict, Wait) and not one.call.options.wait) == []
 
     def test_only_a_claim_gives_up_or_stands_back(self) -> None:
         assert self.breaches(lambda one: isinstance(one.verdict, GiveUp | StandBack)) == []

@@ -92,7 +92,7 @@ class TestDoneByAnotherCall:
         assert decide(a_call(on_done="ignore", canvas=True), a_record(State.DONE, result="7")) == Replay("7", THEIRS)
 
     def test_fail_names_the_call_that_did_it(self) -> None:
-        error = refusal(decide(a_call(on_done="fail"), a_record(State.DONE, result="7")))
+        error = refusal(decide(a_call(on_done="raise"), a_record(State.DONE, result="7")))
         assert isinstance(error, AlreadyDone)
         assert (error.key, error.call_id) == (KEY.key, THEIRS)
 
@@ -130,7 +130,7 @@ class TestABegunCall:
     def test_it_comes_back_when_another_call_holds_the_key(self, on_held: OnHeld) -> None:
         assert isinstance(decide(a_call(on_held=on_held, started=True), holder=held_by(THEIRS)), PutBack)
 
-    @pytest.mark.parametrize("on_done", ["replay", "ignore", "fail"])
+    @pytest.mark.parametrize("on_done", ["replay", "ignore", "raise"])
     def test_it_gets_the_result_of_the_call_that_finished_it(self, on_done: OnDone) -> None:
         assert decide(a_call(on_done=on_done, started=True), a_record(State.DONE, result="7")) == Replay("7", THEIRS)
 
@@ -301,7 +301,7 @@ class TestHeldByAnotherCall:
         assert verdict.delay >= 1.0
 
     def test_wait_tries_again_soon_and_puts_back_when_its_time_is_over(self) -> None:
-        call = a_call(on_held="wait", options=LeaseOptions(key="k", wait=5.0))
+        call = a_call(options=LeaseOptions(key="k", wait=5.0))
         assert decide(call, holder=held_by(THEIRS), waited=0.0, chance=0.0) == Wait(0.2)
         assert decide(call, holder=held_by(THEIRS), waited=4.9, chance=0.9) == Wait(pytest.approx(0.1))  # type: ignore[arg-type]
         assert isinstance(decide(call, holder=held_by(THEIRS), waited=5.0), PutBack)
@@ -313,7 +313,7 @@ class TestHeldByAnotherCall:
         assert isinstance(decide(a_call(on_held="ignore", canvas=True), holder=held_by(THEIRS)), PutBack)
 
     def test_fail_says_who_holds_the_key_and_for_how_long(self) -> None:
-        error = refusal(decide(a_call(on_held="fail"), holder=held_by(THEIRS, 9.0)))
+        error = refusal(decide(a_call(on_held="raise"), holder=held_by(THEIRS, 9.0)))
         assert isinstance(error, LeaseHeld)
         assert (error.key, error.remaining, error.holder) == (KEY.key, 9.0, "host-a/17")
 

@@ -21,7 +21,7 @@ from celery_leases.core import decisions
 from celery_leases.core.events import AttemptSettled, CrashSeen
 from celery_leases.core.failures import AfterFailure
 from celery_leases.core.gates import Gate
-from celery_leases.core.options import OPTION_NAMES, LeaseOptions
+from celery_leases.core.options import OF_THE_APP, OPTION_NAMES, LeaseOptions
 from celery_leases.core.records import Ended, Failure, State
 from celery_leases.core.rulings import Reason
 from celery_leases.core.status import MESSAGES, status_of_group
@@ -59,18 +59,19 @@ def test_the_decision_tables_are_those_of_the_code() -> None:
 def test_the_option_table_names_every_option_with_its_default() -> None:
     """The README has all options, no other ones, and their defaults."""
     rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Task options"))[1:]}
-    assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES}
+    assert rows.keys() == {f"lease_{name}" for name in OPTION_NAMES if name not in OF_THE_APP}
     worded = {
         "key": "none",
         "namespace": "the task's name",
         "fingerprint": "all arguments but defaults",
         "max_hold": "`time_limit`, else 24 h",
-        "on_cooling": '`"fail"` for a cooling key, `"put_back"` at a closed gate',
+        "on_cooling": '`"raise"` for a cooling key, `"reschedule"` at a closed gate',
         "cooldown_group": "none",
         "rules": "`Rules.default()`",
     }
-    for name, default in ((field.name, getattr(LeaseOptions(), field.name)) for field in fields(LeaseOptions)):
-        assert rows[f"lease_{name}"] == worded.get(name, spelled(name, default))
+    for name in OPTION_NAMES:
+        if name not in OF_THE_APP:
+            assert rows[f"lease_{name}"] == worded.get(name, spelled(name, getattr(LeaseOptions(), name)))
     assert LeaseOptions().max_hold == 24 * 3600
     assert LeaseOptions().cooldown.factor == 2
     assert LeaseOptions().on_cooling is LeaseOptions().cooldown_group is None
@@ -80,7 +81,9 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
 def test_the_settings_table_names_every_setting() -> None:
     """The README has all settings that are not defaults of options."""
     rows = {row[0].strip("`"): row[1] for row in markdown_rows(section(README, "Settings"))[1:]}
-    assert rows.keys() == {f"leases_{name}" for name in _SETTINGS}
+    assert rows.keys() == {f"leases_{name}" for name in {*_SETTINGS, *OF_THE_APP}}
+    for name in OF_THE_APP:
+        assert rows[f"leases_{name}"] == spelled(name, getattr(LeaseOptions(), name))
     local = read_settings({}, "redis://localhost//")
     assert local.database_url in rows["leases_database_url"]
     assert local.prefix in rows["leases_prefix"]

@@ -151,7 +151,7 @@ class TestAnOperator:
 
     def test_the_copy_that_comes_meanwhile_is_put_back(self, bench: Bench) -> None:
         """It has begun before, so it is never refused."""
-        call = bench.call(on_held="fail", on_cooling="fail", on_done="fail")
+        call = bench.call(on_held="raise", on_cooling="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
         bench.records.reset(KEY.stored)
         met: list[Reply] = []

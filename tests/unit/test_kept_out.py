@@ -123,7 +123,7 @@ class TestAShutGate:
         """Neither lease nor row; the call is told of the group's wait."""
         bench = Bench(in_records)
         bench.shut()
-        reply = bench.run(bench.call(on_cooling="fail"))
+        reply = bench.run(bench.call(on_cooling="raise"))
         assert isinstance(reply, Throw)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.retry_after, reply.error.reason) == (60.0, "rate_limited")

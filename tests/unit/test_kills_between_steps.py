@@ -57,7 +57,7 @@ class TestAKill:
 
     def test_after_the_gate_was_closed(self, bench: Bench) -> None:
         """The redelivered call waits for the gate instead of being refused: it may be the last copy."""
-        call = bench.call(on_cooling="fail")
+        call = bench.call(on_cooling="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
         reply = bench.run(bench.redelivered(call))
         assert isinstance(reply, Again)
@@ -69,7 +69,7 @@ class TestAKill:
 
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
         """Nobody has published the copy that comes back; the row tells the redelivered one to wait."""
-        call = bench.call(on_cooling="fail")
+        call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         reply = bench.run(bench.redelivered(call))
         assert isinstance(reply, Again)
@@ -80,7 +80,7 @@ class TestAKill:
 
     def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(self, bench: Bench) -> None:
         """Its own wait has ended, but it stands in the row: at the gate it is not another call."""
-        call = bench.call(on_cooling="fail")
+        call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
         bench.shut()

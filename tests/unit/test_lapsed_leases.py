@@ -145,7 +145,7 @@ class TestAfterAnOutageOfTheRecords:
         assert bench.run(bench.call()) == Answer(1)
         assert len(bench.ran) == len(bench.seen.of(CrashSeen)) == 1
 
-    @pytest.mark.parametrize("on_held", ["put_back", "wait", "ignore", "fail"])
+    @pytest.mark.parametrize("on_held", ["reschedule", "ignore", "raise"])
     def test_whoever_may_not_take_over_comes_back(self, bench: Bench, on_held: str) -> None:
         """It is neither dropped nor refused: nobody is known to hold the key."""
         runs_elsewhere(bench)

@@ -36,11 +36,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"fingerprint": ["month"]}, "fingerprint", "add lease_key"),
     ({"fingerprint": False}, "fingerprint", "add lease_key"),
     ({"on_held": "ignore"}, "on_held", "add lease_key"),
-    ({"on_held": "wait", "wait": 5}, "on_held", "add lease_key"),
+    ({"on_held": "raise", "wait": 5}, "on_held", "add lease_key"),
     ({"on_done": "ignore"}, "on_done", "add lease_key"),
-    ({"on_done": "fail"}, "on_done", "add lease_key"),
-    ({"key": "{month}", "wait": 5}, "wait", 'lease_on_held="wait"'),
-    ({"key": "{month}", "wait": 5, "on_held": "fail"}, "wait", 'lease_on_held="wait"'),
+    ({"on_done": "raise"}, "on_done", "add lease_key"),
     ({"key": "{month}", "on_done": "rerun", "fingerprint": ["month"]}, "fingerprint", 'lease_on_done="rerun"'),
     ({"max_hold": 5}, "max_hold", "lease_ttl=15"),
     ({"max_hold": 29, "ttl": 30}, "max_hold", "lease_ttl=30"),
@@ -58,14 +56,14 @@ class TestContradictions:
         assert neighbour in message
 
     def test_waiting_with_its_bound_is_no_contradiction(self) -> None:
-        assert gathered(key="{month}", on_held="wait", wait=5).wait == 5.0
+        assert gathered(key="{month}", on_held="raise", wait=5).wait == 5.0
 
     def test_rerun_needs_no_key(self) -> None:
         """One call is still one run: the record of a call knows that it has finished."""
         assert gathered(on_done="rerun").rerun
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
-        assert gathered(namespace=None, on_held="put_back", on_done="replay", fingerprint=None) == LeaseOptions()
+        assert gathered(namespace=None, on_held="reschedule", on_done="replay", fingerprint=None) == LeaseOptions()
 
 
 class TestDefaultsOfTheApp:
@@ -74,8 +72,8 @@ class TestDefaultsOfTheApp:
     @pytest.mark.parametrize(
         "defaults",
         [
-            *[{"on_held": value} for value in ("put_back", "wait", "ignore", "fail")],
-            *[{"on_done": value} for value in ("replay", "ignore", "fail", "rerun")],
+            *[{"on_held": value} for value in ("reschedule", "ignore", "raise")],
+            *[{"on_done": value} for value in ("replay", "ignore", "raise", "rerun")],
             {"wait": 5},
             {"fingerprint": False},
             {"fingerprint": ["a_parameter_of_some_tasks"]},
@@ -119,11 +117,11 @@ class TestDefaultsOfTheApp:
         assert gathered(defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}").cooldown_group
 
     def test_a_default_counts_where_the_task_says_nothing(self) -> None:
-        options = gathered(defaults={"ttl": 60, "on_held": "fail"}, key="{month}", ttl=20)
-        assert (options.ttl, options.on_held) == (20.0, "fail")
+        options = gathered(defaults={"ttl": 60, "on_held": "raise"}, key="{month}", ttl=20)
+        assert (options.ttl, options.on_held) == (20.0, "raise")
 
     def test_a_task_may_lean_on_a_default(self) -> None:
-        assert gathered(defaults={"on_held": "wait"}, key="{month}", wait=5).wait == 5.0
+        assert gathered(defaults={"wait": 3}, key="{month}", wait=5).wait == 5.0
 
     def test_what_the_task_asks_is_still_held_against_a_default(self) -> None:
         assert "lease_fingerprint" in refused(defaults={"on_done": "rerun"}, key="{month}", fingerprint=["month"])

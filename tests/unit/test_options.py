@@ -12,7 +12,7 @@ import pytest
 
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.options import OPTION_NAMES, LeaseOptions, OnCooling, Resume, gather
+from celery_leases.core.options import OF_THE_APP, OPTION_NAMES, LeaseOptions, OnCooling, Resume, gather
 from celery_leases.core.policies import CooldownPolicy
 
 PARAMETERS = ("customer_id", "month")
@@ -41,8 +41,8 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         renew=True,
         max_hold=86_400.0,
         on_lost="interrupt",
-        on_held="put_back",
-        wait=30.0,
+        on_held="reschedule",
+        wait=0.0,
         on_done="replay",
         on_cooling=None,
         resume="transient",
@@ -94,7 +94,12 @@ class TestWrongValues:
     @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
     def test_the_message_names_task_option_and_value_and_what_to_write(self, name: str, value: Any) -> None:
         message = refused(**{name: value})
-        assert message.startswith(f"task billing.send: lease_{name}={value!r} is not usable; write ")
+        if name in OF_THE_APP:
+            assert message == (
+                f"task billing.send: lease_{name} is no option of a task; write app.conf.leases_{name}={value!r}"
+            )
+        else:
+            assert message.startswith(f"task billing.send: lease_{name}={value!r} is not usable; write ")
 
     @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
     def test_a_wrong_default_of_the_app_names_the_setting(self, name: str, value: Any) -> None:
@@ -104,8 +109,8 @@ class TestWrongValues:
     @pytest.mark.parametrize(
         ("name", "value", "hint"),
         [
-            ("on_held", "skip", "'put_back' or 'wait' or 'ignore' or 'fail'"),
-            ("on_done", "skip", "'replay' or 'ignore' or 'fail' or 'rerun'"),
+            ("on_held", "skip", "'reschedule' or 'ignore' or 'raise'"),
+            ("on_done", "skip", "'replay' or 'ignore' or 'raise' or 'rerun'"),
             ("on_lost", "skip", "'interrupt' or 'flag' or 'kill'"),
             ("namespace", "a|b", 'a name of at most 150 characters without "|"'),
             ("namespace", " ", 'a name of at most 150 characters without "|"'),
@@ -114,7 +119,7 @@ class TestWrongValues:
             ("ttl", 0.2, "at least 1 (seconds); 10 or more is advised"),
             ("wait", "-30", "seconds above 0 (below ten years) as a number, as text such as"),
             ("renew", "no", "True or False"),
-            ("on_cooling", "resume", "'fail' or 'put_back' or 'ignore'"),
+            ("on_cooling", "resume", "'raise' or 'reschedule' or 'ignore'"),
             ("resume", "fail", "'transient' or 'always' or 'never'"),
             ("cooldown", "soon", "seconds above 0 (below ten years) as a number, as text such as"),
             ("cooldown_group", 7, 'a template such as "openai:{model}", or a callable of the arguments'),
@@ -142,7 +147,7 @@ class TestRightValues:
     @pytest.mark.parametrize("name", ["ttl", "max_hold", "retention", "settle_timeout"])
     @pytest.mark.parametrize("span", [120, 120.0, timedelta(minutes=2), "2m", "120", "1m60s", "120s"])
     def test_spans_are_seconds_text_or_timedeltas(self, name: str, span: Any) -> None:
-        given: dict[str, Any] = {name: span}
+        given: dict[str, Any] = {"defaults": {name: span}} if name in OF_THE_APP else {name: span}
         assert getattr(gathered(**given), name) == 120
 
     def test_a_ttl_of_one_second_is_allowed(self) -> None:
@@ -172,7 +177,7 @@ class TestRightValues:
     def test_names_for_the_fingerprint_are_kept_as_a_tuple(self) -> None:
         assert gathered(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
 
-    @pytest.mark.parametrize("on_cooling", ["fail", "put_back", "ignore"])
+    @pytest.mark.parametrize("on_cooling", ["raise", "reschedule", "ignore"])
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     def test_what_is_done_about_a_cooldown(self, on_cooling: OnCooling, resume: Resume) -> None:
         options = gathered(on_cooling=on_cooling, resume=resume)
@@ -229,7 +234,8 @@ class TestUnknownNames:
 
     def test_a_name_like_no_other_is_answered_with_all_there_are(self) -> None:
         message = refused(zzz=1)
-        assert all(f"lease_{name}" in message for name in OPTION_NAMES)
+        assert all(f"lease_{name}" in message for name in OPTION_NAMES if name not in OF_THE_APP)
+        assert not any(f"lease_{name}" in message for name in OF_THE_APP)
 
     @pytest.mark.parametrize("name", ["zzz", "key"])
     def test_a_setting_that_is_no_default_is_refused(self, name: str) -> None:

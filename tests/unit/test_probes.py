@@ -43,7 +43,7 @@ class TestWhoProbes:
         replies = []
 
         def meanwhile(_: Any) -> None:
-            replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS, on_cooling="fail")))
+            replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS, on_cooling="raise")))
             replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS)))
 
         assert bench.run(bench.call(), during=meanwhile) == Answer(1)
@@ -271,11 +271,11 @@ class TestItsSlotComesBack:
         assert not bench.held
 
     def test_a_call_that_waits_in_its_process_does_not_keep_it(self, bench: Bench) -> None:
-        """``lease_on_held="wait"``, for a row that is held although the lease is free."""
+        """``lease_wait``, for a row that is held although the lease is free."""
         until = bench.records.now + 3_000_000
         bench.records.rows[KEY.stored] = a_record(State.RUNNING, lease_store=bench.stores.name, lease_until=until)
         taken: list[bool] = []
-        call = bench.call(on_held="wait", wait=1.0)
+        call = bench.call(wait=1.0)
         bench.journal.before("release", lambda: taken.append(free(bench)))
         assert isinstance(bench.run(call), Again)
         assert free(bench)

@@ -59,10 +59,19 @@ def test_what_is_said_about_failures_is_gathered_from_task_and_app() -> None:
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"lease_on_cooldown": "put_back"}, "write lease_on_cooling='put_back'"),
+        ({"lease_on_cooldown": "put_back"}, "write lease_on_cooling='reschedule'"),
+        ({"lease_on_cooling": "put_back"}, "write 'reschedule', as it is called now"),
+        ({"lease_on_cooling": "fail"}, "write 'raise', as it is called now"),
+        ({"lease_on_held": "put_back"}, "write 'reschedule', as it is called now"),
+        ({"lease_on_held": "fail"}, "write 'raise', as it is called now"),
+        ({"lease_on_held": "wait"}, 'write lease_wait="30s" instead'),
+        ({"lease_on_done": "fail"}, "write 'raise', as it is called now"),
+        ({"lease_on_done": "put_back"}, "'replay' or 'ignore' or 'raise' or 'rerun'"),
+        ({"lease_result_max": 10}, "write app.conf.leases_result_max=10"),
+        ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
         ({"lease_after_cooldown": "resume"}, "write lease_resume='always'"),
         ({"lease_after_cooldown": "stop"}, "write lease_resume='never'"),
-        ({"lease_on_cooling": "wait"}, "'fail' or 'put_back' or 'ignore'"),
+        ({"lease_on_cooling": "wait"}, "'raise' or 'reschedule' or 'ignore'"),
         ({"lease_cooldown_group": "openai:{model}"}, "'model' is none of them"),
         ({"lease_cooldown": 0}, "lease_cooldown=0 is not usable"),
         ({"lease_rules": [permanent()]}, "Rules.default().on(...)"),
@@ -386,3 +395,18 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
     """The task's own limits count, then the worker's."""
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
     assert startup._leaves_no_time(task, SimpleNamespace(soft_time_limit=worker[0], time_limit=worker[1])) is tight
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("leases_databse_url", "did you mean leases_database_url?"),
+        ("leases_max_failure", "did you mean leases_max_failures?"),
+        ("leases_zzz", "known are leases_url, "),
+    ],
+)
+def test_an_unknown_setting_names_the_one_that_was_meant(setting: str, hint: str) -> None:
+    """As an unknown option does."""
+    with pytest.raises(LeaseConfigurationError) as caught:
+        settings_of(an_app(**{setting: 1}))
+    assert str(caught.value).startswith(f"unknown setting {setting}; {hint}")

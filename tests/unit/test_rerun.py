@@ -76,7 +76,7 @@ class TestRerun:
     def test_a_cooldown_holds_another_call_back(self) -> None:
         cooling = waiting(State.COOLING, 60, fingerprint=None)
         assert isinstance(refusal(decide(a_call(on_done="rerun"), cooling)), CoolingDown)
-        assert isinstance(decide(a_call(on_done="rerun", on_cooling="put_back"), cooling), PutBack)
+        assert isinstance(decide(a_call(on_done="rerun", on_cooling="reschedule"), cooling), PutBack)
         assert decide(a_call(on_done="rerun"), waiting(State.COOLING, 0, fingerprint=None)) == Run()
 
     def test_a_countdown_holds_another_call_back(self) -> None:

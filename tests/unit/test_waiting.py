@@ -37,7 +37,7 @@ from tests.unit.situations import (
     waiting,
 )
 
-ON_COOLING: tuple[OnCooling, ...] = (None, "fail", "put_back", "ignore")
+ON_COOLING: tuple[OnCooling, ...] = (None, "raise", "reschedule", "ignore")
 LIMITED = Failure("openai.RateLimitError", "slow down", "status:429", "rate_limited")
 COOLING = waiting(State.COOLING, 300, ended=Ended.FAILED, resumes=True, failure=LIMITED)
 ITS_OWN = replace(COOLING, call_id=OURS)
@@ -124,8 +124,8 @@ class TestAnotherCallMeetsACooldown:
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     @pytest.mark.parametrize("canvas", [False, True])
     def test_the_option_decides(self, facts: dict[str, Any], canvas: bool) -> None:
-        told = decide(a_call(on_cooling="fail", canvas=canvas), **facts)
-        back = decide(a_call(on_cooling="put_back", canvas=canvas), **facts)
+        told = decide(a_call(on_cooling="raise", canvas=canvas), **facts)
+        back = decide(a_call(on_cooling="reschedule", canvas=canvas), **facts)
         dropped = decide(a_call(on_cooling="ignore", canvas=canvas), **facts)
         assert isinstance(told, Refuse)
         assert isinstance(back, PutBack)
@@ -182,7 +182,7 @@ class TestItsOwnCooldown:
     def test_a_row_past_its_retention_tells_nothing(self) -> None:
         gone = replace(ITS_OWN, expires_at=NOW)
         assert decide(a_call(), gone) == Run()
-        assert isinstance(refusal(decide(a_call(on_cooling="fail"), gone, gate=shut(60))), CoolingDown)
+        assert isinstance(refusal(decide(a_call(on_cooling="raise"), gone, gate=shut(60))), CoolingDown)
 
 
 class TestAShutGateStopsBodiesOnly:
@@ -211,9 +211,11 @@ class TestHowLong:
     @pytest.mark.parametrize(("own", "gate", "waits"), [(300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60)])
     def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(self, own: int, gate: int, waits: int) -> None:
         record = waiting(State.COOLING, own, failure=LIMITED)
-        error = cooling_down(decide(a_call(on_cooling="fail"), record, gate=shut(gate) if gate else None))
+        error = cooling_down(decide(a_call(on_cooling="raise"), record, gate=shut(gate) if gate else None))
         assert error.retry_after == waits
-        verdict = put_back(decide(a_call(on_cooling="put_back"), record, gate=shut(gate) if gate else None, chance=0.0))
+        verdict = put_back(
+            decide(a_call(on_cooling="reschedule"), record, gate=shut(gate) if gate else None, chance=0.0)
+        )
         assert verdict.delay == pytest.approx(waits + 0.1)
 
     def test_who_waits_for_a_probe_comes_back_sooner_than_its_slot_lasts(self) -> None:
@@ -246,7 +248,7 @@ class TestWhatIsTold:
         assert str(error) == "Retry available in 5 minutes: invoice:1842 is waiting for its time (rate_limited)"
 
     def test_a_shut_gate_speaks_for_its_group(self) -> None:
-        error = cooling_down(decide(a_call(on_cooling="fail"), gate=shut(300, reason="out_of_quota", rule="quota")))
+        error = cooling_down(decide(a_call(on_cooling="raise"), gate=shut(300, reason="out_of_quota", rule="quota")))
         assert (error.key, error.retry_after, error.reason, error.rule) == (KEY.key, 300.0, "out_of_quota", "quota")
         assert f"cooldown group {GROUP}" in str(error)
 
@@ -293,7 +295,7 @@ class TestWhatIsTold:
         assert str(error).startswith(f"Retry available in {words}: ")
 
     def test_what_is_put_back_says_the_same_to_those_who_watch_and_to_eager_callers(self) -> None:
-        verdict = put_back(decide(a_call(on_cooling="put_back"), COOLING))
+        verdict = put_back(decide(a_call(on_cooling="reschedule"), COOLING))
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.reason == str(verdict.refusal)
         assert verdict.refusal.retry_after == 300.0

@@ -8,7 +8,7 @@ from celery import Celery
 from celery_leases import LeasedTask, LeaseHeld
 
 UNIQUE: dict[str, Any] = {"base": LeasedTask, "lease_key": "{name}"}
-REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_held": "fail"}
+REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_held": "raise"}
 SKIPPING: dict[str, Any] = {**UNIQUE, "lease_on_held": "ignore", "lease_on_done": "ignore"}
 DUPLICATE = LeaseHeld
 
