@@ -1,6 +1,6 @@
 """What happens to leased tasks, as Celery-style signals and one log line each.
 
-Connect a receiver as to any Celery signal; ``sender`` is the task's name, ``event`` one of the frozen values of
+Connect a receiver as to any Celery signal; ``sender`` is the task, ``event`` one of the frozen values of
 :mod:`celery_leases.core.events`::
 
     @lease_lost.connect
@@ -143,9 +143,12 @@ class Announcer:
     The renewing threads are the system's in every pool. What they see is told by a greenlet where there are greenlets:
     the locks of logging, and of whatever a receiver uses, are made for those. A real thread that meets one of them
     there may wait in it for ever, and the whole worker for the thread.
+
+    *tasks* are those of the app by name, to be the senders of the signals; a task that is not there is named.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: Mapping[str, Any] | None = None) -> None:
+        self._tasks: Mapping[str, Any] = {} if tasks is None else tasks
         self._waiting: deque[Event] = deque(maxlen=10_000)
         self._bell = native.Bell()
         self._started = False
@@ -158,9 +161,9 @@ class Announcer:
         """
         if not isinstance(event, _DURING_A_RUN):
             self._find_hub()
-            _tell(event)
+            self._tell(event)
         elif self._hub is not None:
-            self._hub(partial(greenlets.spawn, partial(_tell, event)))
+            self._hub(partial(greenlets.spawn, partial(self._tell, event)))
         else:
             _log(event)
             if _SIGNALS[type(event)][0].receivers:
@@ -188,23 +191,21 @@ class Announcer:
     def _announce(self) -> None:
         while True:
             while self._waiting:
-                _send(self._waiting.popleft())
+                self._send(self._waiting.popleft())
             self._bell.wait(None)
 
+    def _tell(self, event: Event) -> None:
+        _log(event)
+        if _SIGNALS[type(event)][0].receivers:
+            self._send(event)
 
-def _tell(event: Event) -> None:
-    _log(event)
-    if _SIGNALS[type(event)][0].receivers:
-        _send(event)
-
-
-def _send(event: Event) -> None:
-    signal = _SIGNALS[type(event)][0]
-    try:
-        signal.send(sender=event.task, event=event)
-    except BaseException:  # a receiver may raise SystemExit, and still must not end the task
-        with _harmless():
-            logger.exception("a receiver of %s raised", signal.name)
+    def _send(self, event: Event) -> None:
+        signal = _SIGNALS[type(event)][0]
+        try:
+            signal.send(sender=self._tasks.get(event.task, event.task), event=event)
+        except BaseException:  # a receiver may raise SystemExit, and still must not end the task
+            with _harmless():
+                logger.exception("a receiver of %s raised", signal.name)
 
 
 class _Outages:

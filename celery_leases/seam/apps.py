@@ -126,7 +126,7 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
                 in_memory = replace(settings, leases_url=DATABASE, database_url=IN_MEMORY)
                 settings = settings_of(app) if settings.eager_stores else in_memory
             shortest = min((task.lease_options.ttl for task in leased_tasks(app).values()), default=15.0)
-            parts = build(settings, Announcer(), shortest, lambda: shield_here(os.getpid()).hurried)
+            parts = build(settings, Announcer(app.tasks), shortest, lambda: shield_here(os.getpid()).hurried)
             if parts.records.database.host_clock:
                 with suppress(StoreUnavailable):  # a delivery that cannot reach it is put back
                     parts.records.check()

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 
 from celery_leases import signals
-from tests.apps.leased import app, note
+from tests.apps.leased import app, note, work
 
 __all__ = ["app"]
 
@@ -33,7 +33,7 @@ def _write_down(signal, sender, event, **_):
     note(
         "signal",
         signal=signal.name,
-        sender=sender,
+        sender=sender.name,
         frozen=frozen,
         type=type(event).__name__,
         event=dataclasses.asdict(event),
@@ -48,6 +48,12 @@ def _exit(sender, **_):
     raise SystemExit(f"a receiver of {sender} that wants out")
 
 
+def _of_one_task(sender, event, **_):
+    note("settled", task=sender.name, name=event.key)
+
+
+app.finalize()  # before that, Celery would connect a receiver of one task after those that come later
+signals.attempt_settled.connect(_of_one_task, sender=work)  # one that wants the process to end comes last
 for each in ALL:
     each.connect(_write_down, weak=False)
     each.connect(_raise, weak=False)

@@ -51,7 +51,7 @@ def lines_of(stage: Stage, call: str) -> list[str]:
 
 
 def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
-    """The sender is the task's name; the events say who, which attempt, and how it ended."""
+    """The sender is the task; the events say who, which attempt, and how it ended."""
     call = stage.tasks.work.delay(name)
     fence = call.get(timeout=PATIENCE)["fence"]
     acquired, settled = one(stage, "lease_acquired", call.id), one(stage, "attempt_settled", call.id)
@@ -72,6 +72,14 @@ def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
     assert settled["frozen"]
     assert signals_of(stage, call.id) == ["lease_acquired", "attempt_settled"]
     assert lines_of(stage, call.id) == ["attempt_settled"]
+
+
+def test_a_receiver_for_one_task_hears_of_that_one_only(stage: Stage, name: str) -> None:
+    """``connect(sender=task)``, as with Celery's signals."""
+    for task in (stage.tasks.rerun, stage.tasks.work):
+        task.delay(name).get(timeout=PATIENCE)
+    stage.wait_for("settled", name=f"work:{name}")
+    assert {event["task"] for event in stage.events("settled")} == {stage.tasks.work.name}
 
 
 def test_a_failure_is_told_with_its_class_and_message(stage: Stage, name: str) -> None:
