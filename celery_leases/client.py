@@ -17,9 +17,19 @@ from celery_leases.core.records import Record, State
 from celery_leases.core.redaction import redact
 from celery_leases.core.results import encode
 from celery_leases.core.rulings import Reason
-from celery_leases.core.status import ABANDONED, UNREADABLE, GroupStatus, LeaseStatus, status_of, status_of_group
+from celery_leases.core.status import (
+    ABANDONED,
+    UNREADABLE,
+    EffectStatus,
+    GroupStatus,
+    LeaseStatus,
+    status_of,
+    status_of_group,
+)
 from celery_leases.settings import read_settings
 from celery_leases.wiring import AnyStore, lease_store, open_effects, open_records
+
+__all__ = ["EffectStatus", "GroupStatus", "LeaseClient", "LeaseStatus"]
 
 if TYPE_CHECKING:
     from celery_leases.stores.sql import SqlRecordStore
@@ -65,10 +75,10 @@ class LeaseClient:
     ) -> LeaseStatus:
         """Where *key* stands. *namespace* is the task's ``lease_namespace``, by default its name, *task*.
 
-        Neither is needed for a key that has one record, or that is given as it is stored (``t:namespace|key``).
-        *group* is its cooldown group, for a key that has not failed of it itself. A key nobody knows has the state
-        ``absent``. Raises :class:`~celery_leases.StoreUnavailable` when the records do not answer; when only the lease
-        store does not, ``reason`` says so.
+        Neither is needed for a key that has one record, or that is given as it is stored (``t:namespace|key``). *group*
+        is its cooldown group, for a key that has not failed of it itself. A key nobody knows has the state ``absent``.
+        Raises :class:`~celery_leases.errors.StoreUnavailable` when the records do not answer; when only the lease store
+        does not, ``reason`` says so.
         """
         self._ready()
         stored = self._stored(key, namespace or task)
@@ -109,10 +119,10 @@ class LeaseClient:
         """End a cooldown or a countdown, or revive a ``failed`` key; failures, crashes and growth start anew.
 
         Nothing is published by this: where ``resumes`` is true a copy of the call waits at the broker and comes with
-        its next hop, else call the task again. The gate of a cooldown group stays as it is, see :meth:`open_group`.
-        The record counts for *retention* from now, by default the task's ``lease_retention``. Raises
-        :class:`~celery_leases.LeaseIsLive` while somebody runs it, or if somebody has come meanwhile, unless *force*,
-        :class:`~celery_leases.AlreadyDone` and :class:`~celery_leases.UnknownKey`.
+        its next hop, else call the task again. The gate of a cooldown group stays as it is, see :meth:`open_group`. The
+        record counts for *retention* from now, by default the task's ``lease_retention``. Raises
+        :class:`~celery_leases.errors.LeaseIsLive` while somebody runs it, or if somebody has come meanwhile, unless
+        *force*, :class:`~celery_leases.errors.AlreadyDone` and :class:`~celery_leases.errors.UnknownKey`.
         """
         return self._take(key, namespace or task, keep=True, forgive=True, force=force, retention=retention)
 
@@ -127,7 +137,7 @@ class LeaseClient:
         """Take the key away from whoever holds it: what a holder still says about the outcome is refused from now on.
 
         Counts and history stay, and the record counts for *retention* from now, by default the task's. Raises
-        :class:`~celery_leases.UnknownKey`.
+        :class:`~celery_leases.errors.UnknownKey`.
         """
         return self._take(key, namespace or task, keep=True, force=True, retention=retention)
 
@@ -143,8 +153,8 @@ class LeaseClient:
         """Make the key as good as new: its result, its failures and its counts are gone.
 
         Under ``rerun`` a call that is forgotten so may run again, but finds the effects it has made. The empty record
-        counts for *retention*, by default the task's. Raises :class:`~celery_leases.LeaseIsLive` while somebody runs
-        it, or if somebody has come meanwhile, unless *force*, and :class:`~celery_leases.UnknownKey`.
+        counts for *retention*, by default the task's. Raises :class:`~celery_leases.errors.LeaseIsLive` while somebody
+        runs it, or if somebody has come meanwhile, unless *force*, and :class:`~celery_leases.errors.UnknownKey`.
         """
         return self._take(key, namespace or task, keep=False, force=force, retention=retention)
 
@@ -162,11 +172,10 @@ class LeaseClient:
         """Say of a key what an operator has found out, above all of an ``uncertain`` one.
 
         ``"done"``: the work is done; later callers get *result* (JSON) for *retention*, by default the task's
-        ``lease_retention``. ``"retry"``: the effects in
-        doubt have not happened; it may run again, and nothing is queued by this. Raises
-        :class:`~celery_leases.LeaseIsLive` while somebody runs it, unless *force*,
-        :class:`~celery_leases.AlreadyDone`, :class:`~celery_leases.UnknownKey`, and ValueError for a result that is no
-        JSON.
+        ``lease_retention``. ``"retry"``: the effects in doubt have not happened; it may run again, and nothing is
+        queued by this. Raises :class:`~celery_leases.errors.LeaseIsLive` while somebody runs it, unless *force*,
+        :class:`~celery_leases.errors.AlreadyDone`, :class:`~celery_leases.errors.UnknownKey`, and ValueError for a
+        result that is no JSON.
         """
         if outcome not in ("done", "retry"):
             raise ValueError(f"resolve({outcome!r}): write 'done' or 'retry'")
@@ -200,7 +209,7 @@ class LeaseClient:
         """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of it.
 
         Whether it was closed. Copies that wait at the broker come with their next hop. Raises
-        :class:`~celery_leases.KeyUnusable` for a blank name.
+        :class:`~celery_leases.errors.KeyUnusable` for a blank name.
         """
         _check_group(group)
         self._ready()
@@ -212,7 +221,7 @@ class LeaseClient:
         """Let no body of *group* start for *span* (seconds, ``"5m"``, a timedelta); a longer standing time is not cut.
 
         The first body after that is a probe, as after any failure of the group. Raises
-        :class:`~celery_leases.KeyUnusable` for a blank name.
+        :class:`~celery_leases.errors.KeyUnusable` for a blank name.
         """
         _check_group(group)
         self._ready()

@@ -37,7 +37,7 @@ class Lease:
     ``attempt``: 1 for the first run of the key. ``previous``: how the last attempt ended, with error and host.
 
     In a process that the body has forked (``os.fork``, ``multiprocessing``) it is not held, and what would write
-    raises :class:`~celery_leases.ForkedLease`: the renewals go on in the process of the body alone.
+    raises :class:`~celery_leases.errors.ForkedLease`: the renewals go on in the process of the body alone.
     """
 
     def __init__(self, tenure: Tenure, record: Record, steps: Callable[[], Steps], process: int) -> None:
@@ -92,8 +92,8 @@ class Lease:
     def extend(self, seconds: durations.Duration) -> None:
         """Make the lease last at least *seconds* (or ``"5m"``) from now, in one round trip; it is never cut.
 
-        Raises :class:`~celery_leases.LeaseConfigurationError` for what is no such time,
-        :class:`~celery_leases.LeaseLost`, and :class:`~celery_leases.StoreUnavailable` when there was no answer.
+        Raises :class:`~celery_leases.errors.LeaseConfigurationError` for what is no such time,
+        :class:`~celery_leases.LeaseLost`, and :class:`~celery_leases.errors.StoreUnavailable` when there was no answer.
         """
         self._refuse_forked("extend()")
         span = durations.seconds(seconds, "extend(): seconds")
@@ -126,8 +126,9 @@ class Lease:
         ``uncertain="rerun"`` calls again under the same key, for a side that dedupes by it; ``"stop"`` raises
         :class:`~celery_leases.Uncertain`, and the key is left to an operator.
 
-        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.GuardOpen`,
-        :class:`~celery_leases.EffectMisused`, :class:`~celery_leases.StoreUnavailable`, and whatever *call* raises.
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.GuardOpen`,
+        :class:`~celery_leases.errors.EffectMisused`, :class:`~celery_leases.errors.StoreUnavailable`, and whatever
+        *call* raises.
         """
         self._refuse_forked("effect()")
         self._refuse_guarded("effect()")
@@ -143,8 +144,9 @@ class Lease:
     def save_progress(self, value: Any) -> None:
         """Save a JSON value for the next attempt, and renew the lease; it is durable when this returns.
 
-        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.GuardOpen`,
-        :class:`~celery_leases.EffectMisused` for a value that is no JSON, :class:`~celery_leases.StoreUnavailable`.
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.GuardOpen`,
+        :class:`~celery_leases.errors.EffectMisused` for a value that is no JSON,
+        :class:`~celery_leases.errors.StoreUnavailable`.
         """
         self._refuse_forked("save_progress()")
         self._refuse_guarded("save_progress()")
@@ -224,9 +226,9 @@ class Lease:
         Legal again after a rollback. While the transaction is open, nothing else of this handle writes.
 
         Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let it roll your work back),
-        :class:`~celery_leases.AlreadyCompleted`, :class:`~celery_leases.WrongDatabase`,
-        :class:`~celery_leases.GuardOpen` while another transaction is guarded, and
-        :class:`~celery_leases.EffectMisused` for a result that is no JSON.
+        :class:`~celery_leases.errors.AlreadyCompleted`, :class:`~celery_leases.errors.WrongDatabase`,
+        :class:`~celery_leases.errors.GuardOpen` while another transaction is guarded, and
+        :class:`~celery_leases.errors.EffectMisused` for a result that is no JSON.
         """
         self._refuse_forked("complete()")
         text = saved.checked(result, self.key, "complete()")
@@ -247,8 +249,8 @@ class Lease:
         """Lock the record's row in the caller's own transaction: what it writes commits only while the fence is ours.
 
         Above READ COMMITTED call it first. While the transaction is open, nothing else of this handle writes.
-        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.WrongDatabase`, and
-        :class:`~celery_leases.GuardOpen` while another transaction is guarded.
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.WrongDatabase`, and
+        :class:`~celery_leases.errors.GuardOpen` while another transaction is guarded.
         """
         self._refuse_forked("guard()")
         self.check()

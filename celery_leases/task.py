@@ -54,8 +54,8 @@ def _check_order(cls: Any) -> None:
 class LeasedMixin:
     """What makes a Celery task class leased; put it before any task class: ``class MyTask(LeasedMixin, OtherTask)``.
 
-    Options are the attributes ``lease_*``, see :class:`~celery_leases.core.options.LeaseOptions`; app-wide defaults
-    are the settings ``leases_*``. Wrong ones raise :class:`~celery_leases.LeaseConfigurationError` at registration.
+    Options are the attributes ``lease_*``, see :class:`~celery_leases.core.options.LeaseOptions`; app-wide defaults are
+    the settings ``leases_*``. Wrong ones raise :class:`~celery_leases.errors.LeaseConfigurationError` at registration.
     """
 
     abstract = True
@@ -153,9 +153,9 @@ class LeasedMixin:
         enqueued and the handle is that of the call it belongs to, unless that has expired. The arguments must be JSON,
         and come back from it as the task's serializer would deliver them.
 
-        Raises :class:`~celery_leases.KeyUnusable`, :class:`~celery_leases.KeyReused`,
-        :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.WrongDatabase`,
-        :class:`~celery_leases.LeaseConfigurationError` and what the database raises.
+        Raises :class:`~celery_leases.errors.KeyUnusable`, :class:`~celery_leases.errors.KeyReused`,
+        :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.errors.WrongDatabase`,
+        :class:`~celery_leases.errors.LeaseConfigurationError` and what the database raises.
         """
         from celery_leases.seam import outgoing
 
@@ -166,8 +166,9 @@ class LeasedMixin:
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
         """Where the key stands that a call with these arguments would have.
 
-        Raises :class:`~celery_leases.KeyUnusable` when the arguments make no key, and
-        :class:`~celery_leases.LeaseConfigurationError` for a task without ``lease_key``: its keys are Celery's ids.
+        Raises :class:`~celery_leases.errors.KeyUnusable` when the arguments make no key, and
+        :class:`~celery_leases.errors.LeaseConfigurationError` for a task without ``lease_key``: its keys are Celery's
+        ids.
         """
         from celery_leases.seam import apps
 

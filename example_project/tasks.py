@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from celery_leases import CooldownPolicy, LeasedTask
+from celery_leases import LeasedTask
+from celery_leases.rules import CooldownPolicy
 from example_project import app, jsonlines
 
 OUTBOX = Path(os.environ.get("OUTBOX") or Path(tempfile.gettempdir()) / "outbox.jsonl")

@@ -44,7 +44,7 @@ from celery_leases.core.errors import (
 from celery_leases.core.ports import Clock, EffectStore
 from celery_leases.core.records import Record
 from celery_leases.core.results import decode, encode
-from celery_leases.core.rulings import Judgement
+from celery_leases.core.rulings import Classification
 from celery_leases.tenure import Tenure
 
 MOVED_ON: Final = "the record has moved on"
@@ -62,7 +62,7 @@ class Effects:
     record: Record
     store: EffectStore
     clock: Clock
-    judge: Callable[[BaseException], Judgement]
+    judge: Callable[[BaseException], Classification]
     closed: Callable[[], AbstractContextManager[None]]
     prefix: str
     scope: Scope

@@ -20,7 +20,7 @@ from celery_leases.core.keys import CallKey
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.policies import MANY
 from celery_leases.core.records import Failure, Record, State
-from celery_leases.core.rulings import Judgement
+from celery_leases.core.rulings import Classification
 from celery_leases.core.verdicts import Call
 from celery_leases.seam.app_settings import leased_tasks
 
@@ -56,7 +56,7 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
         click.echo(f"  {f'failure {number}':16} {line}")
 
 
-def explained(judgement: Judgement, options: LeaseOptions) -> dict[str, Any]:
+def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any]:
     """What *judgement* means for a task with *options*, as plain values; the failures are those in a row."""
     ruling = judgement.ruling
     group = options.cooldown_group if isinstance(options.cooldown_group, str) else "its lease_cooldown_group"
@@ -77,7 +77,7 @@ def explained(judgement: Judgement, options: LeaseOptions) -> dict[str, Any]:
     }
 
 
-def _after_a_cooldown(judgement: Judgement, options: LeaseOptions) -> str | None:
+def _after_a_cooldown(judgement: Classification, options: LeaseOptions) -> str | None:
     """What becomes of the call once it has no quick retries left; ``None``: it has failed for good then."""
     raised = Raised(Exception(), Failure("", ""), judgement)
     verdict = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
@@ -90,7 +90,7 @@ def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
     return Call("", "", CallKey("", ""), options, group=group)
 
 
-def _in_a_row(judgement: Judgement, options: LeaseOptions, group: str | None) -> list[str]:
+def _in_a_row(judgement: Classification, options: LeaseOptions, group: str | None) -> list[str]:
     call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):

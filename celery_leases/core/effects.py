@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from celery_leases.core.classifier.default_rules import REFUSED_HERE
 from celery_leases.core.errors import Uncertain
 from celery_leases.core.records import Record
-from celery_leases.core.rulings import Judgement, Reason
+from celery_leases.core.rulings import Classification, Reason
 from celery_leases.core.texts import shown, storable
 
 OnUncertain = Literal["stop", "rerun"]
@@ -154,7 +154,7 @@ def on_found(
     return CallAgain() if uncertain == "rerun" else Park()
 
 
-def was_executed(known: Judgement, said: Judgement) -> bool | None:
+def was_executed(known: Classification, said: Classification) -> bool | None:
     """Whether a call that raised was carried out: ``False`` when that is sure, ``None`` when unknown.
 
     *known* is what the default rules make of the error, *said* what the task's own do. The facts come first: a task
@@ -167,7 +167,7 @@ def was_executed(known: Judgement, said: Judgement) -> bool | None:
     return _judged(known)
 
 
-def _judged(judgement: Judgement) -> bool | None:
+def _judged(judgement: Classification) -> bool | None:
     return False if judgement.reason in _NOT_EXECUTED and not judgement.ruling.ambiguous else None
 
 

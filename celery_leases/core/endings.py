@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_leases.core.records import Ended, Failure
-from celery_leases.core.rulings import Judgement
+from celery_leases.core.rulings import Classification
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Raised:
 
     error: BaseException
     failure: Failure
-    judgement: Judgement
+    judgement: Classification
 
 
 @dataclass(frozen=True, slots=True)

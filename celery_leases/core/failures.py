@@ -11,7 +11,7 @@ from celery_leases.core.gates import Closing
 from celery_leases.core.options import LeaseOptions
 from celery_leases.core.policies import CooldownPolicy
 from celery_leases.core.records import Failure, Record
-from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown
+from celery_leases.core.rulings import Classification, Reason, Ruling, cooldown
 from celery_leases.core.verdicts import Call
 
 SPREAD: Final = 0.1
@@ -104,7 +104,7 @@ def after_failure(call: Call, record: Record, raised: Raised, chance: float) -> 
             assert_never(never)
 
 
-def comes_back(options: LeaseOptions, judgement: Judgement, ruling: Ruling) -> bool:
+def comes_back(options: LeaseOptions, judgement: Classification, ruling: Ruling) -> bool:
     """Whether a call comes back by itself after the cooldown that *ruling* has made of *judgement*.
 
     ``lease_resume="transient"``: where the rules know that the failure passes. They say retry, or that it is the
@@ -126,14 +126,14 @@ def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
     return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or beside_it
 
 
-def _counted(call: Call, record: Record, judgement: Judgement) -> Counts:
+def _counted(call: Call, record: Record, judgement: Classification) -> Counts:
     """The counts of the row, as if there were none after a quiet time."""
     if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(call, judgement):
         return Counts()
     return Counts(record.failures, record.quick_retries, record.cooldowns)
 
 
-def _quiet(call: Call, judgement: Judgement) -> float:
+def _quiet(call: Call, judgement: Classification) -> float:
     """Seconds without a failure that make a key forget its counts: longer than it may have been told to wait."""
     ruling = judgement.ruling
     rulings = [one for one in (ruling, ruling.otherwise, ruling.then) if one is not None]
@@ -141,7 +141,7 @@ def _quiet(call: Call, judgement: Judgement) -> float:
     return max(2 * (judgement.delay or 0.0), *(policy.quiet for policy in policies))
 
 
-def _in_force(call: Call, judgement: Judgement, counts: Counts) -> tuple[Ruling, Reason]:
+def _in_force(call: Call, judgement: Classification, counts: Counts) -> tuple[Ruling, Reason]:
     """The ruling that counts for this task, now: ambiguous retries and used up ones are others."""
     ruling, reason = judgement.ruling, judgement.reason
     while ruling.kind == "retry":
@@ -163,7 +163,7 @@ def _in_force(call: Call, judgement: Judgement, counts: Counts) -> tuple[Ruling,
 
 
 def _cool_down(
-    call: Call, ruling: Ruling, judgement: Judgement, failure: Failure, counts: Counts, chance: float
+    call: Call, ruling: Ruling, judgement: Classification, failure: Failure, counts: Counts, chance: float
 ) -> CoolDown:
     policy = ruling.policy or call.options.cooldown
     resume = call.comes_back and comes_back(call.options, judgement, ruling)
@@ -176,14 +176,14 @@ def _cool_down(
     return CoolDown(delay, failure, Counts(own, 0, counts.cooldowns + 1), resume)
 
 
-def _delay(ruling: Ruling, policy: CooldownPolicy, judgement: Judgement, number: int, chance: float) -> float:
+def _delay(ruling: Ruling, policy: CooldownPolicy, judgement: Classification, number: int, chance: float) -> float:
     told = _told(ruling, judgement, chance)
     if told is not None and ruling.told == "instead":
         return told
     return max(policy.delay(number, chance), ruling.at_least, told or 0.0)
 
 
-def _told(ruling: Ruling, judgement: Judgement, chance: float) -> float | None:
+def _told(ruling: Ruling, judgement: Classification, chance: float) -> float | None:
     """What the answer or the body asked for; made a little longer, unless the body itself said it."""
     if judgement.delay is None or ruling.told == "ignore":
         return None

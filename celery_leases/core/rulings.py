@@ -64,7 +64,7 @@ class Ruling:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Classification:
     """What the rules say about one failure."""
 
     #: The name of the rule that matched.

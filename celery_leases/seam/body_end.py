@@ -15,7 +15,7 @@ from celery_leases.core.errors import KeyUnusable, LeaseLost, RecordUnreadable, 
 from celery_leases.core.keys import call_key
 from celery_leases.core.records import Ended
 from celery_leases.core.results import failure_of
-from celery_leases.core.rulings import Judgement, Reason, permanent
+from celery_leases.core.rulings import Classification, Reason, permanent
 from celery_leases.core.verdicts import Call
 from celery_leases.interruption.shields import LimitedTooEarly, Shield
 from celery_leases.seam.pin import state_of
@@ -24,7 +24,7 @@ from celery_leases.tenure import HELD_TOO_LONG, NOT_EXTENDED, Tenure
 UNREADABLE_PAUSE: Final = 15.0
 """Seconds until a call comes back that has met an effect which cannot be read: somebody has to repair it."""
 
-_WRONG_ARGUMENTS: Final = Judgement(
+_WRONG_ARGUMENTS: Final = Classification(
     "request-refused", permanent(), Reason.REFUSED, why="the arguments do not fit the signature of the task"
 )
 

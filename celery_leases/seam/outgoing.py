@@ -97,7 +97,7 @@ def _lifetime(expires: Any) -> dict[str, str]:
 def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:
     """Publish enqueued messages that are due: those whose own process died after the commit.
 
-    Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
+    Raises :class:`~celery_leases.errors.StoreUnavailable`. A message the broker does not confirm is due again later.
     """
     parts = apps.parts_of(app)
     outbox, done = _outbox(parts), Round()
@@ -118,7 +118,8 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     That is: unmoved for *older* seconds and running without a live lease, pending, or cooling that is over and was to
     run by itself; and whatever is due, as :func:`relay` does. Only tasks with ``lease_store_arguments``, and enqueued
     calls, keep their message. A copy too many does no harm, but none is published for *older* seconds after the last
-    one. Raises :class:`~celery_leases.StoreUnavailable`. A message the broker does not confirm is due again later.
+    one. Raises :class:`~celery_leases.errors.StoreUnavailable`. A message the broker does not confirm is due again
+    later.
     """
     parts = apps.parts_of(app)
     outbox, done = _outbox(parts), Round()

@@ -274,7 +274,7 @@ def key_of(task: Any, header: Header | None, call_id: str, args: Any, kwargs: An
     """The key of the arguments of a leased *task*, or that of its *header*.
 
     A header counts for a call that has begun: a retry may have brought other arguments, and stays in its key.
-    Raises :class:`~celery_leases.KeyUnusable` where there is neither.
+    Raises :class:`~celery_leases.errors.KeyUnusable` where there is neither.
     """
     options = task.lease_options
     carried = _carried_key(task.name, options, header) if header is not None and _has_begun(header, retries) else None

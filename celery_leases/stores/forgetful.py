@@ -14,7 +14,7 @@ KEYS_KEPT: Final = 1000
 def keep_the_latest(records: SqlRecordStore) -> None:
     """Let a SQLite database delete all but the latest ``KEYS_KEPT`` records as keys come, with effects and marks.
 
-    Those of attempts that run stay. Raises :class:`~celery_leases.StoreUnavailable`.
+    Those of attempts that run stay. Raises :class:`~celery_leases.errors.StoreUnavailable`.
     """
     tables = records.tables
     dependent = (tables.effects, tables.marks)

@@ -40,7 +40,7 @@ def check_writes(records: SqlRecordStore) -> None:
     """Run one INSERT, UPDATE and DELETE on each table that a worker writes, with all its columns; none touches a row.
 
     Raises :class:`LeaseConfigurationError` for what the database will always refuse, with the line to write, and
-    :class:`~celery_leases.StoreUnavailable` when it does not answer.
+    :class:`~celery_leases.errors.StoreUnavailable` when it does not answer.
     """
     tables, database = records.tables, records.database
     with database.errors(), database.engine.connect() as connection:
@@ -79,7 +79,7 @@ def check_lease_store(leases: Any) -> str | None:
     """Run one harmless script on a lease store in Redis; returns what there is to warn of.
 
     Raises :class:`LeaseConfigurationError` for what the server will always refuse, with the line to write, and
-    :class:`~celery_leases.StoreUnavailable` when it does not answer.
+    :class:`~celery_leases.errors.StoreUnavailable` when it does not answer.
     """
     if not isinstance(leases, RedisLeaseStore):
         return None

@@ -22,7 +22,8 @@ from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from celery_leases import CooldownPolicy, LeasedTask, Snooze, current_lease, execution, signals
+from celery_leases import LeasedTask, Snooze, current_lease, execution, signals
+from celery_leases.rules import CooldownPolicy
 from tests.apps.leased import app, note, plain, wait_for
 
 __all__ = ["app", "plain"]

@@ -18,18 +18,8 @@ from urllib.request import urlopen
 from celery import current_task
 from celery.exceptions import Ignore, Reject
 
-from celery_leases import (
-    Cooldown,
-    CooldownPolicy,
-    LeasedTask,
-    PermanentFailure,
-    RetryLater,
-    Rules,
-    Snooze,
-    cooldown,
-    permanent,
-    retry,
-)
+from celery_leases import Cooldown, LeasedTask, PermanentFailure, RetryLater, Snooze
+from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.apps.leased import app, gather, note, plain, wait_for
 from tests.integration.remote import Answered
 

@@ -28,7 +28,8 @@ from functools import partial
 
 from celery import Celery
 
-from celery_leases import LeasedTask, LeaseHeld, LeaseLost
+from celery_leases import LeasedTask, LeaseLost
+from celery_leases.errors import LeaseHeld
 from celery_leases.process import native
 from celery_leases.seam.apps import parts_of
 from celery_leases.stores.sql import SqlRecordStore

@@ -14,7 +14,8 @@ from billiard.common import reset_signals
 from billiard.pool import soft_timeout_sighandler
 from celery import Celery
 
-from celery_leases import LeasedTask, LeaseHeld, stores
+from celery_leases import LeasedTask, stores
+from celery_leases.errors import LeaseHeld
 from celery_leases.seam.apps import parts_of
 
 app = Celery("interrupted", broker="memory://", backend="cache+memory://")

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases import CooldownPolicy, LeasedTask, RetryLater, Rules, Snooze, Uncertain, current_lease, execution
+from celery_leases import LeasedTask, RetryLater, Snooze, Uncertain, current_lease, execution
+from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.stores.sql_effects import SqlEffectStore
 from tests.apps.failpoints import reach_for
 from tests.apps.leased import app, note, wait_for

@@ -5,7 +5,8 @@ from ast import literal_eval
 
 from kombu.serialization import register
 
-from celery_leases import Cooldown, CooldownPolicy, LeasedTask, PermanentFailure, Uncertain, chores
+from celery_leases import Cooldown, LeasedTask, PermanentFailure, Uncertain, chores
+from celery_leases.rules import CooldownPolicy
 from tests.apps.leased import app, note, plain, wait_for
 
 __all__ = ["app", "chores", "plain"]

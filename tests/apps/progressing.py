@@ -5,7 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from celery_leases import CooldownPolicy, LeasedTask, RetryLater
+from celery_leases import LeasedTask, RetryLater
+from celery_leases.rules import CooldownPolicy
 from tests.apps.failpoints import reach_for
 from tests.apps.leased import app, note, wait_for
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases import LeaseIsLive
 from celery_leases.client import LeaseClient
 from celery_leases.core.records import Ended, Record, State
+from celery_leases.errors import LeaseIsLive
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
 from celery_leases.testing.contracts.bids import fresh_key, make_bid

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_leases import LeasedTask, LeaseHeld
+from celery_leases import LeasedTask
+from celery_leases.errors import LeaseHeld
 from celery_leases.seam import apps
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery import group
 
-from celery_leases import AlreadyDone, LeaseHeld
+from celery_leases.errors import AlreadyDone, LeaseHeld
 from celery_leases.seam.apps import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled

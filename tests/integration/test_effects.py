@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases import (
-    CoolingDown,
-    EffectMisused,
-    LeaseClient,
-    LeaseStatus,
-    PermanentFailure,
-    Uncertain,
-)
+from celery_leases import CoolingDown, LeaseClient, LeaseStatus, PermanentFailure, Uncertain
+from celery_leases.errors import EffectMisused
 from celery_leases.seam.apps import parts_of
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from celery_leases import GroupStatus
+from celery_leases.client import GroupStatus
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, assert_sound, paid, refusal, status

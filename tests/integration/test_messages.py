@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from celery_leases import PutBackFailed
+from celery_leases.errors import PutBackFailed
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
 

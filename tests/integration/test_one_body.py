@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases import KeyReused
+from celery_leases.errors import KeyReused
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import PAIRWISE, PATIENCE, Stage, spelled
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from celery_leases import AlreadyDone, LeaseHeld
+from celery_leases.errors import AlreadyDone, LeaseHeld
 from celery_leases.testing.process import wait_until
 from tests.integration.stages import PATIENCE, Stage
 

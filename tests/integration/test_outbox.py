@@ -15,13 +15,9 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases import (
-    KeyReused,
-    LeaseConfigurationError,
-    PermanentFailure,
-    WrongDatabase,
-)
+from celery_leases import PermanentFailure
 from celery_leases.core.keys import stored_key
+from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDatabase
 from celery_leases.seam import apps, outgoing
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory

@@ -12,7 +12,7 @@ from celery import beat, chain, chord
 from celery.schedules import schedule
 from kombu.exceptions import OperationalError
 
-from celery_leases import AlreadyDone, KeyReused, LeaseHeld
+from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld
 from celery_leases.testing.servers import PostgresServer, RedisServer
 from celery_leases.testing.servers.local import free_port
 from tests.integration.conftest import StageFactory

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kombu import Exchange, Queue
 
-from celery_leases import PutBackFailed
+from celery_leases.errors import PutBackFailed
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, Stage

@@ -7,12 +7,8 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases import (
-    AlreadyDone,
-    LeaseIsLive,
-    UnknownKey,
-)
 from celery_leases.core.keys import stored_key
+from celery_leases.errors import AlreadyDone, LeaseIsLive, UnknownKey
 from celery_leases.seam import apps, outgoing
 from celery_leases.stores.outbox import Outbox
 from celery_leases.testing.process import wait_until

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases import KeyReused
+from celery_leases.errors import KeyReused
 from celery_leases.testing.process import wait_until
 from celery_leases.testing.servers import RedisServer
 from tests.integration.conftest import StageFactory

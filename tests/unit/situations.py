@@ -13,7 +13,7 @@ from celery_leases.core.keys import CallKey
 from celery_leases.core.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
 from celery_leases.core.ports import Holder
 from celery_leases.core.records import Failure, Record, State
-from celery_leases.core.rulings import Judgement, Reason, Ruling
+from celery_leases.core.rulings import Classification, Reason, Ruling
 from celery_leases.core.verdicts import Call, Facts, PutBack, Refuse, Verdict
 
 NOW = 1_000_000_000_000
@@ -91,9 +91,11 @@ def probed(seconds: float) -> Gate:
     return shut(0.0, probe="probe", probe_for=seconds)
 
 
-def judged(ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row") -> Judgement:
+def judged(
+    ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
+) -> Classification:
     """What the rules say of a failure; *delay* is what its answer told."""
-    return Judgement(rule, ruling, reason, delay)
+    return Classification(rule, ruling, reason, delay)
 
 
 def raised(ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row") -> Raised:

@@ -15,13 +15,13 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery_leases.core.classifier.default_rules import DEFAULTS
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import CoolingDown, StoreUnavailable
-from celery_leases.core.rulings import Judgement, Reason, Ruling
+from celery_leases.core.rulings import Classification, Reason, Ruling
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0
 
 
-def judged(error: BaseException) -> Judgement:
+def judged(error: BaseException) -> Classification:
     """What the default rules say of *error* now."""
     return Rules.default().judge(error, NOW)
 

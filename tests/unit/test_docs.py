@@ -16,7 +16,7 @@ import pytest
 from celery.events.state import Task as WatchedTask
 
 import celery_leases
-from celery_leases import CooldownPolicy, CoolingDown, LeaseClient, LeaseStatus, Rules, cli, signals
+from celery_leases import CoolingDown, LeaseClient, LeaseStatus, cli, signals
 from celery_leases.core import decisions
 from celery_leases.core.events import AttemptSettled, CrashSeen
 from celery_leases.core.failures import AfterFailure
@@ -26,6 +26,7 @@ from celery_leases.core.records import Ended, Failure, State
 from celery_leases.core.rulings import Reason
 from celery_leases.core.status import MESSAGES, status_of_group
 from celery_leases.core.verdicts import Verdict
+from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, read_settings
 from tests.unit.pages import PAGES, README, ROOT, blocks, eagerly, executed, markdown_rows, page, rest_rows, section
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import celery_leases
-from celery_leases import CooldownPolicy, CoolingDown, Rules
+from celery_leases import CoolingDown
 from celery_leases.core.options import LeaseOptions
+from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from celery_leases.seam import apps
 from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
 
@@ -194,7 +195,7 @@ def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
 def test_the_ways_to_write_a_ruling_have_their_parameters() -> None:
     """docs/failures.md names all parameters of ``retry``, ``cooldown`` and ``permanent``, and of ``Rules.on``."""
     text = section(PAGE, "Rules of your own")
-    for function in (celery_leases.retry, celery_leases.cooldown, celery_leases.permanent):
+    for function in (retry, cooldown, permanent):
         (written,) = re.findall(rf"^\| `{function.__name__}\((.*)\)` \|", text, re.MULTILINE)
         assert [name.strip(" =") for name in written.split(",")] == list(inspect.signature(function).parameters)
     for name in inspect.signature(Rules.on).parameters.keys() - {"self", "name"}:
@@ -277,7 +278,7 @@ def test_what_the_body_asks_for_is_done(texts: dict[str, Any]) -> None:
         ("2026-03", "unfinished", "Retry available in 60 minutes: .*draft not ready", "cooling"),
         ("2026-04", "embargoed", "Retry available in 30 minutes: .*not before noon", "pending"),
     ):
-        with pytest.raises(celery_leases.LeasesError, match=message):
+        with pytest.raises(celery_leases.errors.LeasesError, match=message):
             send.delay(month, draft)
         status = send.lease_status(month, draft)
         assert status.state == state, draft

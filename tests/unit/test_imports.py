@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+import celery_leases
+from celery_leases import errors
+from celery_leases.core import errors as core_errors
+
 
 def _loaded_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
@@ -34,9 +38,24 @@ def test_a_client_does_not_need_celery() -> None:
 
 def test_every_public_name_can_be_imported_and_is_listed() -> None:
     """Whether it is loaded at once or at its first use."""
-    import celery_leases
-
     assert all(getattr(celery_leases, name) is not None for name in celery_leases.__all__)
     assert set(celery_leases.__all__) <= set(dir(celery_leases))
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = celery_leases.no_such_name
+
+
+def test_a_name_of_another_module_says_where_it_is() -> None:
+    """Exceptions and what rules are written with have modules of their own."""
+    for module, name in (("errors", "LeaseHeld"), ("rules", "Rules"), ("client", "GroupStatus")):
+        with pytest.raises(ImportError, match=f"write: from celery_leases.{module} import {name}"):
+            getattr(celery_leases, name)
+    with pytest.raises(AttributeError):
+        celery_leases.nothing  # noqa: B018 - read for what it raises
+
+
+def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
+    """Those at the top too; what only the stores tell one another is not."""
+    defined = {
+        name for name, kind in vars(core_errors).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    assert defined - {"RecordUnreadable", "ValueRefused", "ColumnMissing"} == set(errors.__all__)

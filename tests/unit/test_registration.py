@@ -14,12 +14,13 @@ import pytest
 from celery import Celery, Task
 from celery.worker.request import Request
 
-from celery_leases import LeaseClient, LeaseConfigurationError, LeasedMixin, LeasedTask
+from celery_leases import LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import AlreadyDone, CoolingDown, LeaseHeld
 from celery_leases.core.keys import call_key
 from celery_leases.core.results import NOT_JSON, encode
 from celery_leases.core.rulings import permanent
+from celery_leases.errors import LeaseConfigurationError
 from celery_leases.seam import apps, startup
 from celery_leases.seam.app_settings import settings_of
 from celery_leases.seam.request import LeaseRequest, request_class

@@ -11,7 +11,7 @@ import pytest
 from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
 from celery_leases.core.classifier.rules import Rules
 from celery_leases.core.errors import Cooldown, PermanentFailure, RetryLater, Snooze
-from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
+from celery_leases.core.rulings import Classification, Reason, Ruling, cooldown, permanent, retry
 from tests.unit.ids import steady
 from tests.unit.lookalikes import caused, http_error, lookalike
 
@@ -19,7 +19,7 @@ NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
 
 
-def judged(rules: Rules, error: BaseException) -> Judgement:
+def judged(rules: Rules, error: BaseException) -> Classification:
     """What *rules* say of *error* now."""
     return rules.judge(error, NOW)
 

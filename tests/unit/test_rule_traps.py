@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.core.classifier.errorfacts import ErrorFacts
 from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.rulings import Judgement
+from celery_leases.core.rulings import Classification
 from tests.unit.lookalikes import aws, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0
@@ -21,7 +21,7 @@ RedisConnection = kind("redis.exceptions.ConnectionError")
 PsycopgOperational = kind("psycopg.OperationalError")
 
 
-def judged(error: BaseException) -> Judgement:
+def judged(error: BaseException) -> Classification:
     """What the default rules say of *error* now."""
     return Rules.default().judge(error, NOW)
 

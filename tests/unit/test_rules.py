@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from celery_leases.core.classifier.errorfacts import ErrorFacts
 from celery_leases.core.classifier.rules import Rule, Rules
 from celery_leases.core.errors import Cooldown
-from celery_leases.core.rulings import Judgement, Reason, Ruling, cooldown, permanent, retry
+from celery_leases.core.rulings import Classification, Reason, Ruling, cooldown, permanent, retry
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, lookalike
 
 NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
 
 
-def judged(rules: Rules, error: BaseException) -> Judgement:
+def judged(rules: Rules, error: BaseException) -> Classification:
     """What *rules* say of *error* now."""
     return rules.judge(error, NOW)
 
@@ -195,7 +195,7 @@ def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
         except TypeError:
             continue
     judgement = Rules.default().use(lambda *_: None).judge(error, NOW)
-    assert isinstance(judgement, Judgement)
+    assert isinstance(judgement, Classification)
     assert judgement.why
     assert judgement.delay is None or 0 < judgement.delay <= 21_600
 

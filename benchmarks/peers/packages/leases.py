@@ -5,7 +5,8 @@ from typing import Any
 
 from celery import Celery
 
-from celery_leases import LeasedTask, LeaseHeld
+from celery_leases import LeasedTask
+from celery_leases.errors import LeaseHeld
 
 UNIQUE: dict[str, Any] = {"base": LeasedTask, "lease_key": "{name}"}
 REFUSING: dict[str, Any] = {**UNIQUE, "lease_on_held": "raise"}

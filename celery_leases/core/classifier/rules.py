@@ -26,7 +26,7 @@ from celery_leases.core.classifier.hooks import answer
 from celery_leases.core.classifier.rule import Asking, Hook, Rule, Turn, matching
 from celery_leases.core.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
 from celery_leases.core.redaction import message_of
-from celery_leases.core.rulings import Judgement, Reason, exact_delay, reason_of
+from celery_leases.core.rulings import Classification, Reason, exact_delay, reason_of
 
 __all__ = ["Asking", "Hook", "Rule", "Rules"]
 
@@ -95,7 +95,7 @@ class Rules:
         defaults = [rule for turn in Turn for rule in DEFAULTS if rule.turn is turn] if self.defaults else []
         return (*CONTROL_FLOW, *self.written, LIMITS, *defaults, ANYTHING_ELSE)
 
-    def judge(self, error: BaseException, now: float, clock: Callable[[], float] | None = None) -> Judgement:
+    def judge(self, error: BaseException, now: float, clock: Callable[[], float] | None = None) -> Classification:
         """What is done about *error*; *now* is the wall clock in seconds since the epoch. Never raises,
         but for the KeyboardInterrupt of a hook. *clock* gives seconds, for what
         :class:`~celery_leases.core.classifier.attributes.Reader` says of time.
@@ -114,7 +114,7 @@ class Rules:
             _log.exception("could not classify %s; it counts as any other error", type(error))
             return _of_anything_else("it could not be classified")
 
-    def judge_facts(self, facts: ErrorFacts, now: float) -> Judgement:
+    def judge_facts(self, facts: ErrorFacts, now: float) -> Classification:
         """What is done about an error of which only the facts are known; hooks are not asked. Never raises."""
         try:
             return self._judged(facts, now, None)
@@ -122,7 +122,7 @@ class Rules:
             _log.exception("could not classify %r; it counts as any other error", facts)
             return _of_anything_else("it could not be classified")
 
-    def _judged(self, facts: ErrorFacts, now: float, error: BaseException | None) -> Judgement:
+    def _judged(self, facts: ErrorFacts, now: float, error: BaseException | None) -> Classification:
         found = self._found(facts, error)
         told = told_delay(facts, now)
         if (exact := exact_delay(found.ruling)) is not None:
@@ -131,23 +131,23 @@ class Rules:
             return found
         return replace(found, delay=told.seconds, source=told.source, clamped=told.clamped)
 
-    def _found(self, facts: ErrorFacts, error: BaseException | None) -> Judgement:
+    def _found(self, facts: ErrorFacts, error: BaseException | None) -> Classification:
         chain = facts.chain or (facts,)
         for rule in (*CONTROL_FLOW, *self.written):
             if isinstance(rule, Rule):
                 if (why := rule.match(chain)) is not None:
-                    return Judgement(rule.name, rule.ruling, rule.reason, why=why)
+                    return Classification(rule.name, rule.ruling, rule.reason, why=why)
             elif error is not None and (ruling := answer(rule, error, facts)) is not None:
-                return Judgement(rule.name, ruling, reason_of(ruling), why="the function said so")
+                return Classification(rule.name, ruling, reason_of(ruling), why="the function said so")
         matched = matching((LIMITS, *DEFAULTS) if self.defaults else (LIMITS,), chain)
         if matched is not None:
             rule, why = matched
-            return Judgement(rule.name, rule.ruling, rule.reason, why=why)
+            return Classification(rule.name, rule.ruling, rule.reason, why=why)
         name = f" {facts.names[0]}" if facts.names else ""
         return _of_anything_else(f"no rule knows{name}")
 
 
-def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Judgement:
+def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Classification:
     """What the body asked for, exactly: it may be longer than what an answer may tell."""
     name, ruling, delay = "asked-snooze", ASKED_SNOOZE, error.delay
     if isinstance(error, RetryLater):
@@ -157,11 +157,11 @@ def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Judgement:
         if error.until is not None:
             delay = max(0.0, error.until - now)
     source = None if delay is None else "exception"
-    return Judgement(name, ruling, Reason.ASKED, delay, source, why=message_of(error, MESSAGE_MAX))
+    return Classification(name, ruling, Reason.ASKED, delay, source, why=message_of(error, MESSAGE_MAX))
 
 
-def _of_anything_else(why: str) -> Judgement:
-    return Judgement(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
+def _of_anything_else(why: str) -> Classification:
+    return Classification(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
 
 
 def _headers(rules: Sequence[Rule | Asking]) -> frozenset[str]:
