@@ -12,9 +12,10 @@ Two kinds of calls wait here:
 
 The lease store is asked which of these keys are still held, for all of them at once. One call of a free key is begun,
 in the order in which the calls came to this worker; the next one as soon as that call has ended. Where done work is
-answered from its record, the others are begun together then.
+answered from its record, the others are begun together then. A call whose countdown ends while its key is known to be
+held waits on here, for as long as the broker can be trusted with its message.
 
-Everything here happens in the worker's main process, and begins nothing but in a callback of its timer.
+Everything here happens in the worker's main process, and begins nothing but in callbacks of its timer.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import monotonic
 from typing import Any, Final
-from weakref import WeakSet
 
 from celery.worker import state
 from celery.worker.request import Request
@@ -38,7 +38,7 @@ from celery_leases.core.errors import LeasesError
 from celery_leases.process import greenlets, native
 from celery_leases.seam import apps
 from celery_leases.seam.app_settings import settings_of
-from celery_leases.seam.pin import HEADER, arrived, call_id_of, key_of
+from celery_leases.seam.pin import HEADER, Header, arrived, call_id_of, carried_stored_key, key_of
 from celery_leases.seam.putback import KeyIsHeld
 from celery_leases.signals import logger
 
@@ -51,28 +51,31 @@ LONGEST_PAUSE: Final = 10.0
 """Seconds until a key is asked for again whose calls were put back several times, although it seemed to be free."""
 TOGETHER: Final = 16
 """Calls of one key that are begun together where they only need to be answered."""
+COUNTDOWN: Final = 60.0
+"""Seconds after which a call begins if it is not known that its key is held."""
+NEWS_LAST: Final = 5.0
+"""Seconds for which an answer of the lease store is news."""
 KEPT_IDLE: Final = 5.0
 """Seconds for which a line without calls is kept."""
 ASKED_AT_ONCE: Final = 500
 """Keys in one question to the lease store."""
-LONGEST_LINES: Final = 10_000
-"""Messages that are given a countdown here at most; above that they go to the pool children."""
+MOST: Final = 10_000
+"""Scheduled requests of a worker up to which arriving messages get a countdown here."""
+FINGERPRINTS_KEPT: Final = 100
 
 
 class Line:
     """The calls of one key that wait in this worker, or that it has begun."""
 
-    def __init__(self, stored_key: str, now: float, *, rerun: bool, longest: float) -> None:
+    def __init__(self, stored_key: str, now: float, *, longest: float) -> None:
         self.stored_key = stored_key
         #: The longest countdown the broker can be trusted with, in seconds.
         self.longest = longest
-        #: Each of its calls is work of its own, so that they run one after the other.
-        self.rerun = rerun
-        #: Its calls, a heap by their places. Celery may end some of them without telling.
+        #: Some of its calls are work of their own each, so that they run one after the other.
+        self.rerun = False
+        #: Its calls, a heap by their places. Celery may drop some of them without telling.
         self.waiting: list[tuple[int, int, Any]] = []
-        self._count = count()
-        self._places: dict[str, int] = {}
-        self.begun: WeakSet[Any] = WeakSet()
+        self.begun: set[Any] = set()
         #: What its calls are about, as far as calls were put back.
         self.fingerprints: set[str | None] = set()
         #: Nobody holds the key, as far as is known here.
@@ -82,10 +85,21 @@ class Line:
         self.look_at = now + SOONEST_LOOK
         #: How often in a row a call was put back that was begun here.
         self.in_vain = 0
+        self._known_held = now
+        self._count = count()
+        self._places: dict[str, int] = {}
+
+    def about(self, fingerprint: str | None) -> None:
+        """A call with that fingerprint waits for the key."""
+        if len(self.fingerprints) >= FINGERPRINTS_KEPT:
+            self.fingerprints.clear()
+        self.fingerprints.add(fingerprint)
 
     def place(self, request: Any) -> int:
         """A call keeps its place when it is put back, and comes again as another message."""
-        return self._places.setdefault(request.id, len(self._places))
+        if request.id not in self._places:
+            self._places[request.id] = next(self._count)
+        return self._places[request.id]
 
     def join(self, request: Any) -> None:
         """*request* waits."""
@@ -94,20 +108,26 @@ class Line:
     def held(self, now: float) -> None:
         """A call of it was put back, as somebody else holds the key."""
         pause = SOONEST_LOOK * 2.0 ** min(self.in_vain, 10)
-        self.free, self.width, self.used = False, 1, now
+        self.free, self.width, self.used, self._known_held = False, 1, now, now
         self.look_at = now + min(pause, LONGEST_PAUSE)
 
-    def ended(self, now: float) -> None:
-        """A call of it has ended otherwise, so that the key is free again, or every call has its answer."""
+    def ended(self, request: Any, now: float, *, answered: bool) -> None:
+        """A call that was begun here has ended otherwise, so the key is free; *answered*: it has a result."""
+        self.begun.discard(request)
+        self._places.pop(request.id, None)
         self.free, self.in_vain, self.since, self.used = True, 0, now, now
-        self.width = 1 if self.rerun else TOGETHER
+        self.width = TOGETHER if answered and not self.rerun else 1
 
     def still_held(self, now: float) -> None:
         """The lease store says so."""
-        if any(_is_gone(request) for _, _, request in self.waiting):
-            self.waiting = [place for place in self.waiting if not _is_gone(place[-1])]
-            heapify(self.waiting)
+        self._known_held = now
         self.look_at = now + min(max((now - self.since) / 100, SOONEST_LOOK), LATEST_LOOK)
+
+    def must_wait(self, now: float) -> bool:
+        """Whether a call of it is known to begin in vain now."""
+        if self.free:
+            return len(self.begun) >= self.width
+        return now - self._known_held < NEWS_LAST
 
     def wants_to_know(self, now: float) -> bool:
         """Whether the lease store is to be asked about its key."""
@@ -116,20 +136,28 @@ class Line:
     def next(self) -> Any:
         """A call to begin now; ``None`` if there is none."""
         while self.free and self.waiting and len(self.begun) < self.width:
-            request = self.waiting[0][-1]
-            if request.line is not None and request._eta_timer_entry is None:  # noqa: SLF001
-                return None  # Celery is just about to enter it into its timer
-            heappop(self.waiting)
-            if not _is_gone(request):
+            _, _, request = heappop(self.waiting)
+            if _waits(request):
                 self.begun.add(request)
                 return request
         return None
+
+    def forget_the_dropped(self) -> None:
+        """Celery has dropped requests, as with a lost connection, or has ended them without telling."""
+        self.begun = {request for request in self.begun if _is_there(request)}
+        if any(not _waits(request) for _, _, request in self.waiting):
+            self.waiting = [place for place in self.waiting if _waits(place[-1])]
+            heapify(self.waiting)
 
 
 class HeldCalls:
     """The lines of one worker."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """There are none: a worker starts."""
         #: By stored key; empty in a worker whose calls meet no held keys.
         self.lines: dict[str, Line] = {}
         self._tasks: set[str] = set()
@@ -137,6 +165,7 @@ class HeldCalls:
         self._answers: deque[tuple[Sequence[str], set[str]]] = deque()
         self._asking = False
         self._due = 0.0
+        self._turn = 0
 
     def wakes(self, consumer: Any) -> bool:
         """Whether calls that wait in this worker are begun early.
@@ -148,119 +177,163 @@ class HeldCalls:
             return False
         return bool(consumer.qos_global) or consumer.connection.transport.driver_type != "amqp"
 
+    # -- what happens to a request -------------------------------------------------------------------------
+
     def receive(self, request: Any) -> None:
         """Note a message that has come; it may get a countdown here, which must happen before Celery looks for one."""
-        told = request._request_dict  # noqa: SLF001 - as Celery's own request reads it
-        consumer: Any = getattr(apps.worker_here(), "consumer", None)
-        if not self.wakes(consumer):
+        told, task = request._request_dict, request.task  # noqa: SLF001 - as Celery's own request reads it
+        consumer: Any = _consumer()
+        copy = request.eta is not None
+        if (HEADER not in told if copy else task.name not in self._tasks) or not self.wakes(consumer):
             return
-        if HEADER not in told if request.eta is not None else request.name not in self._tasks:
-            return
-        options = request.task.lease_options
-        try:
-            call_id = call_id_of(request.id, told.get("replaced_task_nesting"))
-            header = arrived(told, request.task.name, call_id)
-            copy = request.eta is not None
-            if copy and not (header is not None and header.held):
+        header = arrived(told, task.name, call_id_of(request.id, told.get("replaced_task_nesting")))
+        if copy:
+            if header is None or not header.held or not (stored_key := carried_stored_key(task, header)):
                 return
-            args, kwargs, _ = request._payload  # noqa: SLF001
-            key = key_of(request.task, header, call_id, args, kwargs, told["retries"])
-        except Exception:  # noqa: BLE001 - the pool child says what is wrong with it
-            return
+            with self._lock:
+                line = self._line(stored_key, task)
+                line.about(header.fingerprint)
+        else:
+            found = self._line_of(request, header)
+            if found is None:
+                return
+            line = found
+            with self._lock:
+                if line.free and not line.waiting and len(line.begun) < line.width:
+                    line.begun.add(request)
+                    self._watch(request, line)
+                    return
+            if not self._may_wait(consumer):
+                return
+            request._eta = datetime.now(UTC) + timedelta(seconds=min(_countdown(), line.longest))  # noqa: SLF001
+        request.waits_until = monotonic() + line.longest * random.uniform(0.7, 1.0)
+        self._watch(request, line)
+
+    def scheduled(self, request: Any) -> None:
+        """Celery has put *request*, which belongs to a line, into its timer: from now on it waits there."""
+        entry = _entry_of(request)
+        begin = partial(entry.fun, *entry.args)
+
+        def when_over(of: Any) -> None:
+            self._time_has_come(of, begin)
+
+        entry.fun, entry.args = when_over, (request,)
         with self._lock:
-            line = self.lines.get(key.stored)
-            if copy:
-                line = line or self._line(key.stored, request.task)
-                line.fingerprints.add(key.fingerprint)
-            elif line is None or options.on_held != "reschedule" or key.fingerprint not in line.fingerprints:
-                return  # a call with other arguments is refused at once, which the record decides
-            elif line.free and not line.waiting and len(line.begun) < line.width:
-                line.begun.add(request)
-                self._watch(request, line)
-                return
-            elif not self._may_wait(consumer):
-                return
-            else:
-                countdown = line.longest * random.uniform(0.7, 1.0)
-                request._eta = datetime.now(UTC) + timedelta(seconds=countdown)  # noqa: SLF001
-            line.join(request)
-            self._watch(request, line)
-        self._run(consumer)
+            request.line.join(request)
+        self._run(_consumer())
 
     def put_back(self, request: Any, held: KeyIsHeld) -> None:
         """The delivery of *request* has ended, as somebody else holds its key."""
-        consumer: Any = getattr(apps.worker_here(), "consumer", None)
-        if not self.wakes(consumer):
-            return
+        consumer = _consumer()
         with self._lock:
-            now = monotonic()
-            line = self._line(held.stored_key, request.task)
-            line.fingerprints.add(held.fingerprint)
+            request.line = None
+            line = self.lines.get(held.stored_key)
+            if line is None:
+                if not self.wakes(consumer):
+                    return
+                line = self._line(held.stored_key, request.task)
+            line.about(held.fingerprint)
             if request in line.begun:
                 line.in_vain += 1
                 line.begun.discard(request)
             line.place(request)
-            request.line = None
-            line.held(now)
+            line.held(monotonic())
         self._run(consumer)
 
-    def ended(self, request: Any, line: Line) -> None:
-        """A call of a line has ended."""
+    def ended(self, request: Any, *, answered: bool = False) -> None:
+        """A call of a line has ended, or was revoked while it waited."""
         with self._lock:
-            if request.line is None:
+            line, request.line = request.line, None
+            if line is None or request not in line.begun:
                 return
-            request.line = None
-            line.begun.discard(request)
-            line.ended(monotonic())
-        consumer: Any = getattr(apps.worker_here(), "consumer", None)
-        if line.waiting and getattr(consumer, "timer", None) is not None:
+            line.ended(request, monotonic(), answered=answered)
+        consumer = _consumer()
+        if line.waiting and consumer is not None and consumer.timer is not None:
             consumer.timer.call_after(0, self._begin_what_may)
 
     def _line(self, stored_key: str, task: Any) -> Line:
         line = self.lines.get(stored_key)
         if line is None:
-            self._tasks.add(task.name)
-            longest = settings_of(task.app).longest_hop
-            line = Line(stored_key, monotonic(), rerun=task.lease_options.rerun, longest=longest)
+            line = Line(stored_key, monotonic(), longest=settings_of(task.app).longest_hop)
             self.lines[stored_key] = line
+        self._tasks.add(task.name)
+        line.rerun = line.rerun or task.lease_options.rerun
         return line
+
+    def _line_of(self, request: Any, header: Header | None) -> Line | None:
+        """The line that a message which has just come belongs to.
+
+        A call with other arguments is refused at once, which the record decides; it goes to a pool child.
+        """
+        options, told = request.task.lease_options, request._request_dict  # noqa: SLF001
+        if options.on_held != "reschedule" or callable(options.key) or callable(options.fingerprint):
+            return None  # functions of the user's are not for this process
+        try:
+            call_id = call_id_of(request.id, told.get("replaced_task_nesting"))
+            args, kwargs, _ = request._payload  # noqa: SLF001
+            key = key_of(request.task, header, call_id, args, kwargs, told["retries"])
+        except Exception:  # noqa: BLE001 - the pool child says what is wrong with it
+            return None
+        line = self.lines.get(key.stored)
+        return line if line is not None and key.fingerprint in line.fingerprints else None
 
     def _may_wait(self, consumer: Any) -> bool:
         """Whether one more message may get a countdown; ``worker_eta_task_limit`` is a limit of these too."""
         limit = consumer.app.conf.get("worker_eta_task_limit")
-        return len(state.scheduled_requests) < (LONGEST_LINES if limit is None else limit // 2)
+        return len(state.scheduled_requests) < (MOST if limit is None else limit // 2)
 
     def _watch(self, request: Any, line: Line) -> None:
         """Have the end of *request* told, whose class Celery has made with an ``on_success`` of its own."""
         request.line = line
         on_success: Callable[..., Any] = request.on_success
 
-        def then_tell(*args: Any, **kwargs: Any) -> Any:
+        def then_tell(result: Any, **kwargs: Any) -> Any:
+            vars(request).pop("on_success", None)
             try:
-                return on_success(*args, **kwargs)
+                return on_success(result, **kwargs)
             finally:
-                self.ended(request, line)
+                self.ended(request, answered=not result[0])
 
         request.on_success = then_tell
 
     # -- the timer -----------------------------------------------------------------------------------------
 
+    def _time_has_come(self, request: Any, begin: Callable[[], Any]) -> None:
+        """Begin *request*, once; Celery's timer calls this when the countdown is over, and a free line before."""
+        entry = _entry_of(request)
+        with self._lock:
+            line, now = request.line, monotonic()
+            if line is not None and request not in line.begun:
+                rest = request.waits_until - now
+                if rest > TICK and line.must_wait(now):
+                    again = _consumer().timer.call_after(min(_countdown(), rest), entry.fun, entry.args)
+                    request.scheduled_again(again)
+                    return
+                line.begun.add(request)
+            # The entry of a call that was begun early stays in the timer until its time.
+            entry.fun, entry.args = _nothing, ()
+        begin()
+
     def _run(self, consumer: Any) -> None:
         """Have the lines looked at; where the timer was cleared, as with a lost connection, it is asked again."""
         with self._lock:
             now = monotonic()
-            if now < self._due + 1.0:
+            if now < self._due + 1.0 or consumer is None or consumer.timer is None:
                 return
             self._due = now + TICK
-        consumer.timer.call_after(TICK, self._tick)
+            self._turn += 1
+            turn = self._turn
+        consumer.timer.call_after(TICK, self._tick, (turn,))
 
-    def _tick(self) -> None:
+    def _tick(self, turn: int) -> None:
         """Look at the lines, and again in a moment as long as there are any."""
-        self._begin_what_may()
-        worker = apps.worker_here()
+        consumer = _consumer()
         with self._lock:
+            if turn != self._turn or consumer is None or consumer.timer is None:
+                return
             now = monotonic()
             for stored_key, line in list(self.lines.items()):
+                line.forget_the_dropped()
                 if line.waiting or line.begun:
                     line.used = now
                 elif now - line.used > KEPT_IDLE:
@@ -270,29 +343,43 @@ class HeldCalls:
                 self._due = 0.0
                 return
             self._due = now + TICK
-            asked = [line.stored_key for line in self.lines.values() if line.wants_to_know(now)][:ASKED_AT_ONCE]
-            asks = bool(asked) and not self._asking
-            self._asking = self._asking or asks
-        worker.consumer.timer.call_after(TICK, self._tick)
-        if asks:
-            begin = greenlets.spawn if native.green() else native.start_thread
-            begin(partial(self._ask, worker.app, asked))
+        consumer.timer.call_after(TICK, self._tick, (turn,))
+        self._begin_what_may()
+        self._ask_about([line.stored_key for line in list(self.lines.values()) if line.wants_to_know(now)])
+
+    def _ask_about(self, stored_keys: Sequence[str]) -> None:
+        """Ask the lease store, outside the worker's loop: it may be away for seconds."""
+        if not stored_keys or self._asking:
+            return
+        ask = partial(self._ask, apps.worker_here().app, stored_keys)
+        self._asking = True
+        try:
+            if native.green():
+                greenlets.spawn(ask)
+            else:
+                native.start_thread(ask)
+        except BaseException:
+            self._asking = False
+            raise
 
     def _ask(self, app: Any, stored_keys: Sequence[str]) -> None:
-        """Ask the lease store, outside the worker's loop: it may be away for seconds."""
-        held = set(stored_keys)
         try:
-            held = apps.parts_of(app).parts.leases.held(stored_keys)
+            leases = apps.parts_of(app).parts.leases
+            for some in _parts_of(stored_keys, ASKED_AT_ONCE):
+                self._answers.append((some, leases.held(some)))
         except LeasesError as error:
             logger.debug("it is not known which keys are held: %s", error)
         except Exception:  # noqa: BLE001 - calls wait for their countdown then
             logger.exception("it is not known which keys are held")
         finally:
-            self._answers.append((stored_keys, held))
             self._asking = False
 
     def _begin_what_may(self) -> None:
-        """Begin the calls whose turn has come."""
+        """Begin the calls whose turn has come, each in a callback of its own: in some pools, to begin one may block."""
+        consumer = _consumer()
+        if consumer is None or consumer.timer is None or _is_stopping():
+            return
+        begun = []
         with self._lock:
             now = monotonic()
             while self._answers:
@@ -302,24 +389,53 @@ class HeldCalls:
                         line.still_held(now)
                     elif not line.begun:
                         line.free = True
-            begun = []
             for line in self.lines.values():
                 while (request := line.next()) is not None:
                     begun.append(request)
-        timer: Any = apps.worker_here().consumer.timer if begun else None
         for request in begun:
-            scheduled = request._eta_timer_entry  # noqa: SLF001 - as Celery's consumer cancels it
-            timer.cancel(scheduled)
-            entry = getattr(scheduled, "entry", scheduled)  # with greenlets the timer gives one that has the entry
-            # A cancelled entry stays in the timer until its time: "celery inspect scheduled" would show its request.
-            args, entry.args = entry.args, ()
-            entry.fun(*args)
+            consumer.timer.call_after(0, _call, (_entry_of(request),))
 
 
-def _is_gone(request: Any) -> bool:
-    """Whether *request* was revoked, begun by Celery's timer itself, or dropped with its connection."""
-    scheduled = request._eta_timer_entry is not None  # noqa: SLF001
-    return request.line is None or (scheduled and request not in state.scheduled_requests)
+def _consumer() -> Any:
+    return getattr(apps.worker_here(), "consumer", None)
+
+
+def _countdown() -> float:
+    """About a minute: calls that came together do not begin together."""
+    return COUNTDOWN * random.uniform(0.75, 1.0)
+
+
+def _call(entry: Callable[[], Any]) -> None:
+    entry()
+
+
+def _nothing() -> None:
+    """What the timer does for a call that was begun early."""
+
+
+def _entry_of(request: Any) -> Any:
+    """The entry of *request* in Celery's timer; with greenlets the timer gives one that has the entry."""
+    scheduled = request._eta_timer_entry  # noqa: SLF001 - as Celery's consumer cancels it
+    return getattr(scheduled, "entry", scheduled)
+
+
+def _waits(request: Any) -> bool:
+    """Whether *request* is still in Celery's timer: not begun, not revoked, not dropped with its connection."""
+    return request.line is not None and request in state.scheduled_requests
+
+
+def _is_there(request: Any) -> bool:
+    """Whether Celery still has *request*."""
+    known = (state.scheduled_requests, state.reserved_requests, state.active_requests)
+    return request.line is not None and any(request in requests for requests in known)
+
+
+def _is_stopping() -> bool:
+    return any(wanted is not None and wanted is not False for wanted in (state.should_stop, state.should_terminate))
+
+
+def _parts_of(keys: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (keys[start : start + size] for start in range(0, len(keys), size))
 
 
 held_calls: Final = HeldCalls()

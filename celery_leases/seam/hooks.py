@@ -14,8 +14,10 @@ from celery import signals
 def _before_work(sender: Any, **_: Any) -> None:
     """Check the worker's settings; and load all that runs tasks, which pool children that are forked later share."""
     from celery_leases.seam import apps, delivery, startup  # noqa: F401
+    from celery_leases.seam.held_calls import held_calls
 
     apps.note_worker(sender)
+    held_calls.forget()
     startup.check_before_work(sender)
 
 

@@ -289,6 +289,13 @@ def key_of(task: Any, header: Header | None, call_id: str, args: Any, kwargs: An
     return carried
 
 
+def carried_stored_key(task: Any, header: Header) -> str:
+    """The stored form of the key that a *header* carries, whatever the arguments say; empty if it carries none."""
+    if not header.key:
+        return header.stored
+    return stored_key(task.lease_options.namespace or task.name, header.key)
+
+
 def group_of(task: Any, header: Header | None, args: Any, kwargs: Any, retries: int) -> str | None:
     """The cooldown group of the arguments; that of the header where a retry brought arguments that make none."""
     try:

@@ -45,6 +45,9 @@ class LeaseRequest(Request):
 
     #: The calls it waits with, if its key is held.
     line: Line | None = None
+    #: Until when it waits at most, by the monotonic clock.
+    waits_until = 0.0
+    _scheduled: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,6 +70,21 @@ class LeaseRequest(Request):
             carried[WOKEN] = True
         if held_calls.lines or HEADER in carried:
             held_calls.receive(self)
+
+    @property
+    def _eta_timer_entry(self) -> Any:
+        """What Celery's timer begins this request by."""
+        return self._scheduled
+
+    @_eta_timer_entry.setter
+    def _eta_timer_entry(self, scheduled: Any) -> None:
+        self._scheduled = scheduled
+        if scheduled is not None and self.line is not None:
+            held_calls.scheduled(self)
+
+    def scheduled_again(self, scheduled: Any) -> None:
+        """It waits on in Celery's timer."""
+        self._scheduled = scheduled
 
     def _strip_embedded(self) -> None:
         """Take from the third part of the body what Celery does not put there: it would replace what is set here.
@@ -93,12 +111,12 @@ class LeaseRequest(Request):
     def revoked(self) -> bool:
         """Whether the call is not to run; the record of one that was waiting does not say any more that it comes back.
 
-        A message that waits does not expire, so whatever ends it here is a revoke.
+        A copy that waits does not expire, so whatever ends it here is a revoke.
         """
         before = self._already_revoked
         revoked = bool(super().revoked())
-        if revoked and self.line is not None:
-            held_calls.ended(self, self.line)
+        if revoked:
+            held_calls.ended(self)
         if revoked and not before and HEADER in self._request_dict:
             undertaker.call_off(self._deceased(Death.REVOKED, 0))
         return revoked
@@ -130,8 +148,16 @@ class LeaseRequest(Request):
         finally:
             if isinstance(error, KeyIsHeld):
                 held_calls.put_back(self, error)
-            elif self.line is not None:
-                held_calls.ended(self, self.line)
+            else:
+                held_calls.ended(self)
+
+    def on_timeout(self, soft: bool, timeout: float) -> Any:
+        """In some pools nothing else is told of a hard time limit."""
+        try:
+            return super().on_timeout(soft, timeout)
+        finally:
+            if not soft:
+                held_calls.ended(self)
 
     def _deceased(self, death: Death, pid: int) -> Deceased:
         told = self._request_dict

@@ -1,12 +1,23 @@
 """The calls of one held key in a worker: which of them begins when. Celery's timer is played."""
 
+from collections.abc import Sequence
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.worker import state
 
-from celery_leases.seam.held_calls import LATEST_LOOK, LONGEST_PAUSE, SOONEST_LOOK, TOGETHER, Line
+from celery_leases.seam.held_calls import (
+    FINGERPRINTS_KEPT,
+    LATEST_LOOK,
+    LONGEST_PAUSE,
+    NEWS_LAST,
+    SOONEST_LOOK,
+    TOGETHER,
+    HeldCalls,
+    Line,
+)
 
 MANY = 40
 
@@ -23,7 +34,9 @@ class Call(SimpleNamespace):
 
 def line(*, rerun: bool) -> Line:
     """A line whose key is held."""
-    return Line("t:shop.work|invoice:1", 0.0, rerun=rerun, longest=600.0)
+    made = Line("t:shop.work|invoice:1", 0.0, longest=600.0)
+    made.rerun = rerun
+    return made
 
 
 def waiting(here: Line, number: int = MANY) -> list[Call]:
@@ -61,9 +74,18 @@ def test_calls_that_run_follow_each_other_and_calls_that_are_answered_go_togethe
         calls = waiting(here)
         here.free = True
         (first,) = begun(here)
-        here.begun.discard(first)
-        here.ended(1.0)
+        here.ended(first, 1.0, answered=True)
         assert begun(here) == calls[1 : 1 + together]
+
+
+def test_after_a_failure_the_next_call_is_begun_alone() -> None:
+    """It may run: there is no answer for the others."""
+    here = line(rerun=False)
+    calls = waiting(here)
+    here.free = True
+    (first,) = begun(here)
+    here.ended(first, 1.0, answered=False)
+    assert begun(here) == calls[1:2]
 
 
 def test_a_call_that_is_put_back_keeps_its_place() -> None:
@@ -94,7 +116,7 @@ def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() 
     assert pauses[0] == pytest.approx(SOONEST_LOOK)
     assert pauses == sorted(pauses)
     assert pauses[-1] == LONGEST_PAUSE
-    here.ended(100.0)
+    here.ended(Call(here, 1), 100.0, answered=True)
     assert here.in_vain == 0
 
 
@@ -115,24 +137,53 @@ def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
     calls = waiting(here, 4)
     state.scheduled_requests.discard(calls[0])
     calls[1].line = None
-    here.still_held(1.0)
+    here.forget_the_dropped()
     assert [call for _, _, call in sorted(here.waiting)] == calls[2:]
     state.scheduled_requests.discard(calls[2])
     here.free = True
     assert begun(here) == [calls[3]]
 
 
-def test_a_call_that_celery_is_just_about_to_schedule_is_waited_for() -> None:
-    """Its message was received, but the timer does not have it yet."""
+def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
+    """Celery has dropped it with its connection, and told nobody."""
     here = line(rerun=True)
-    (call,) = waiting(here, 1)
-    entry, call._eta_timer_entry = call._eta_timer_entry, None
-    state.scheduled_requests.discard(call)
+    calls = waiting(here, 3)
     here.free = True
+    assert begun(here) == [calls[0]]
+    state.scheduled_requests.discard(calls[0])
+    state.reserved_requests.add(calls[0])
+    here.forget_the_dropped()
     assert begun(here) == []
-    call._eta_timer_entry = entry
-    state.scheduled_requests.add(call)
-    assert begun(here) == [call]
+    state.reserved_requests.discard(calls[0])
+    here.forget_the_dropped()
+    assert begun(here) == [calls[1]]
+
+
+def test_a_countdown_that_ends_early_begins_nothing_in_vain() -> None:
+    """As long as it is news that the key is held, or one of its calls runs here."""
+    here = line(rerun=True)
+    waiting(here, 2)
+    here.still_held(10.0)
+    assert here.must_wait(10.0 + NEWS_LAST / 2)
+    assert not here.must_wait(10.0 + NEWS_LAST)
+    here.free = True
+    assert not here.must_wait(11.0)
+    begun(here)
+    assert here.must_wait(11.0)
+
+
+def test_a_key_that_is_busy_for_ever_costs_no_memory() -> None:
+    """Places and fingerprints of calls that have ended are forgotten."""
+    here = line(rerun=True)
+    for number in range(1_000):
+        call = Call(here, number)
+        here.join(call)
+        here.about(f"v1:{number}")
+        here.free = True
+        assert begun(here) == [call]
+        here.ended(call, 1.0, answered=True)
+    assert len(here._places) == 0
+    assert len(here.fingerprints) <= FINGERPRINTS_KEPT
 
 
 def test_two_messages_of_one_call_wait_together() -> None:
@@ -145,3 +196,148 @@ def test_two_messages_of_one_call_wait_together() -> None:
     (first,) = begun(here)
     here.begun.discard(first)
     assert [first, *begun(here)] == same
+
+
+# -- the timer -----------------------------------------------------------------------------------------
+
+
+class Entry(SimpleNamespace):
+    """A callback of the timer."""
+
+    def __call__(self) -> None:
+        """Make it."""
+        self.fun(*self.args)
+
+
+class Timer:
+    """Celery's timer, whose callbacks run when the test says so."""
+
+    def __init__(self) -> None:
+        self.due: list[tuple[float, Any]] = []
+
+    def call_after(self, seconds: float, fun: Any, args: tuple[Any, ...] = ()) -> Any:
+        """Note a callback."""
+        self.due.append((seconds, entry := Entry(fun=fun, args=args)))
+        return entry
+
+    def run(self, shorter_than: float) -> None:
+        """Make the calls that are due so soon."""
+        now, self.due = (
+            [one for one in self.due if one[0] < shorter_than],
+            [one for one in self.due if one[0] >= shorter_than],
+        )
+        for _, entry in now:
+            entry()
+
+
+class Scheduled(Call):
+    """A request of a line, which counts how often it is begun."""
+
+    def __init__(self, calls: HeldCalls, line: Line, timer: Timer, number: int = 1) -> None:
+        super().__init__(line, number)
+        self.begins = 0
+        self.waits_until = 1e12
+        self._eta_timer_entry = timer.call_after(50.0, self.begin, (self,))
+        calls.scheduled(self)
+
+    def begin(self, of: Any) -> None:
+        """What Celery does when its time has come."""
+        assert of is self
+        self.begins += 1
+        state.scheduled_requests.discard(self)
+        state.reserved_requests.add(self)
+
+    def scheduled_again(self, entry: Any) -> None:
+        """It waits on."""
+        self._eta_timer_entry = entry
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
+    """That of a worker of this process."""
+    made = Timer()
+    worker = SimpleNamespace(consumer=SimpleNamespace(timer=made), app=None)
+    monkeypatch.setattr("celery_leases.seam.apps.worker_here", lambda: worker)
+    return made
+
+
+def held_calls() -> tuple[HeldCalls, Line]:
+    """With one line, whose key is held."""
+    calls, here = HeldCalls(), line(rerun=True)
+    calls.lines[here.stored_key] = here
+    return calls, here
+
+
+def test_a_call_begins_once_whether_its_countdown_or_its_key_comes_first(timer: Timer) -> None:
+    """In a pool of greenlets, the countdown may end while the early begin is still on its way."""
+    for order in ("early first", "countdown first"):
+        calls, here = held_calls()
+        call = Scheduled(calls, here, timer)
+        countdown = call._eta_timer_entry
+        here.free = True
+        calls._begin_what_may()
+        if order == "countdown first":
+            countdown()
+        timer.run(shorter_than=0.01)
+        countdown()
+        assert call.begins == 1, order
+
+
+def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer) -> None:
+    """Not longer than the broker can be trusted with its message."""
+    calls, here = held_calls()
+    call = Scheduled(calls, here, timer)
+    here.still_held(monotonic())
+    call._eta_timer_entry()
+    assert call.begins == 0
+    call.waits_until = monotonic()
+    call._eta_timer_entry()
+    assert call.begins == 1
+
+
+def test_a_worker_that_stops_begins_nothing_early(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits goes back to the broker."""
+    calls, here = held_calls()
+    call = Scheduled(calls, here, timer)
+    here.free = True
+    monkeypatch.setattr(state, "should_stop", 0)
+    calls._begin_what_may()
+    timer.run(shorter_than=0.01)
+    assert call.begins == 0
+
+
+def test_there_is_one_look_at_a_time(timer: Timer) -> None:
+    """A look that comes late does not make two of one."""
+    calls, here = held_calls()
+    waiting(here, 1)
+    for _ in range(5):
+        calls._due = 0.0
+        calls._run(SimpleNamespace(timer=timer))
+    for _ in range(3):
+        timer.run(shorter_than=1.0)
+    assert len([seconds for seconds, _ in timer.due if seconds < 1.0]) == 1
+
+
+def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the first of them; and a thread that cannot be started ends nothing."""
+    asked: list[str] = []
+
+    def held(keys: Sequence[str]) -> set[str]:
+        asked.extend(keys)
+        return set()
+
+    store = SimpleNamespace(held=held)
+    parts = SimpleNamespace(parts=SimpleNamespace(leases=store))
+    monkeypatch.setattr("celery_leases.seam.apps.parts_of", lambda _: parts)
+    calls = HeldCalls()
+    keys = [f"t:shop.work|{number}" for number in range(1_234)]
+
+    def no_thread(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("celery_leases.process.native.start_thread", no_thread)
+    with pytest.raises(RuntimeError):
+        calls._ask_about(keys)
+    monkeypatch.setattr("celery_leases.process.native.start_thread", lambda work: work())
+    calls._ask_about(keys)
+    assert asked == keys
