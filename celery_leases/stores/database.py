@@ -61,10 +61,13 @@ Not every exception: a soft time limit that is raised during a statement is the 
 LOOK = "try again, or see pg_stat_activity (SHOW ENGINE INNODB STATUS) for one that is idle"
 
 
-def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT) -> Engine:
+def engine_for(
+    url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT, *, migrates: bool = False
+) -> Engine:
     """An engine for *url*: autocommit, no chatter when a connection goes back, at most *size* connections.
 
-    Where all of them are in use, a statement waits for one, at most *longest_wait* seconds.
+    Where all of them are in use, a statement waits for one, at most *longest_wait* seconds. A server that is silent
+    for 15 s is given up, unless it *migrates*: then its statements may take long.
     Raises :class:`LeaseConfigurationError` for a database that is not supported, or a driver that is missing.
     """
     parsed = _parsed(url)
@@ -80,7 +83,8 @@ def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WA
             del options["pool_size"], options["pool_timeout"]
             options["poolclass"] = OnePool
     if of_mysql:
-        options["connect_args"] = mysql.connect_args(parsed)
+        parsed = mysql.without_end(parsed) if migrates else parsed
+        options["connect_args"] = mysql.connect_args(parsed, migrates=migrates)
     try:
         engine = create_engine(parsed, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, **options)
     except (
@@ -100,8 +104,21 @@ def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WA
     if backend == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
     elif backend == "postgresql":
-        event.listen(engine, "do_connect", postgres.connect)
+        event.listen(engine, "do_connect", postgres.connect_to_migrate if migrates else postgres.connect)
     return engine
+
+
+@contextmanager
+def migrating(engine: Engine) -> Iterator[Engine]:
+    """An engine for the same database whose statements may take as long as they need, until the end of the block."""
+    if engine.dialect.name == "sqlite":
+        yield engine
+        return
+    made = engine_for(engine.url.render_as_string(hide_password=False), migrates=True)
+    try:
+        yield made
+    finally:
+        made.dispose()
 
 
 def _parsed(url: str) -> URL:

@@ -32,7 +32,7 @@ from celery_leases.core.errors import ColumnMissing, StoreUnavailable, ValueRefu
 from celery_leases.core.outcomes import Death
 from celery_leases.core.records import Ended, Failure, Outcome, Record, State
 from celery_leases.stores import rows
-from celery_leases.stores.database import Database
+from celery_leases.stores.database import Database, migrating
 from celery_leases.stores.layouts import NEWEST, Migrated
 from celery_leases.stores.migrations import migration
 from celery_leases.stores.record_statements import RecordStatements, is_running
@@ -92,7 +92,8 @@ class SqlRecordStore(SqlClaims):
         :class:`SchemaOutdated` for tables of a later release.
         """
         with self.database.errors():
-            done = migration(self.database.engine, self.tables).run(to)
+            with migrating(self.database.engine) as engine:
+                done = migration(engine, self.tables).run(to)
             self.use(self.tables.layout(self.database.engine))
         self.identity()
         return done
