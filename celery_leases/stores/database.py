@@ -44,6 +44,7 @@ MODULES: Final = {"mysqldb": "MySQLdb"}
 _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 BUSY_TIMEOUT = 5.0
 POOL_SIZE: Final = 10
+OF_SQLITE: Final = "OperationalError"
 UNDEFINED_IN_SQLITE: Final = ("no such column", "has no column named")
 LOCKED: Final = "database is locked"
 """What SQLite says while another connection writes."""
@@ -186,13 +187,13 @@ def _found_dead(error: DBAPIError) -> bool:
     return error.connection_invalidated and not silent
 
 
-def _misses_a_column(error: Exception) -> bool:
-    """Whether a statement names a column that its table does not have."""
+def misses_a_column(error: Exception) -> bool:
+    """Whether a statement names a column that its table does not have, by SQLAlchemy's error or the driver's."""
     cause = getattr(error, "orig", None) or error
     return (
         postgres.state_of(cause) == postgres.UNDEFINED_COLUMN
         or mysql.code_of(error) == mysql.UNDEFINED_COLUMN
-        or (isinstance(error, OperationalError) and any(words in str(cause) for words in UNDEFINED_IN_SQLITE))
+        or (type(cause).__name__ == OF_SQLITE and any(words in str(cause) for words in UNDEFINED_IN_SQLITE))
     )
 
 
@@ -393,7 +394,7 @@ class Database:
         cause = getattr(error, "orig", None) or error
         if _refuses_a_value(error):
             return ValueRefused(f"the database refuses a value: {' '.join(str(cause).split())}", False)
-        if _misses_a_column(error):
+        if misses_a_column(error):
             shown = without_secrets(" ".join(str(cause).split()), self.engine.url)
             return ColumnMissing(f"{shown_database(self.engine.url)}: {shown}", False)
         refused = postgres.state_of(cause) == postgres.LOCK_NOT_AVAILABLE or mysql.code_of(cause) in mysql.NOT_EXECUTED

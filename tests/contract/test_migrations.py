@@ -582,6 +582,34 @@ def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(old
     assert row(old, key.stored).call_id == "first"
 
 
+@pytest.mark.parametrize("by", ["sqlalchemy", "driver"])
+def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str) -> None:
+    """Who knows that the tables are the newest does not look before; the error of the first says so."""
+    migrated(old)
+    migrated(old, 1)
+    old.use(NARROW)  # as another process would know it
+    user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
+        isolation_level="READ COMMITTED" if not old.database.host_clock else "SERIALIZABLE"
+    )
+    written: list[bool | None] = []
+    for _ in range(3):
+        with user.connect() as connection:
+            given: Any = connection if by == "sqlalchemy" else connection.connection.driver_connection
+            if by == "driver" and old.database.host_clock:
+                given.execute("BEGIN IMMEDIATE")
+            transaction = JoinedTransaction(given, old)
+            key = CallKey("enqueued", fresh_key(), None, None)
+            try:
+                transaction.know_layout("k")
+                writes = Outbox(old).enqueuing("t", key, "", "{}", ttl=7.0, retention=60.0)
+                written.append(transaction.write(writes, "k"))
+            except Exception as error:  # noqa: BLE001 - that of the driver
+                assert DOCUMENT in str(error)  # noqa: PT017
+                written.append(None)
+            given.rollback()
+    assert written == [None, True, True]
+
+
 def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> None:
     """Also when it is run twice; they are converted afterwards."""
     keys = fill(old)
