@@ -98,8 +98,18 @@ class LeaseClient:
             raise ValueError(f"states={states!r}: give a list of {', '.join(sorted(known))}")
         wanted = {State.RUNNING.value if state == ABANDONED else state for state in states}
         wanted = set() if UNREADABLE in wanted else wanted  # which the row does not say
+        found: Sequence[LeaseStatus] = ()
+        for look_through in (limit, max(limit, LOOK_THROUGH)):  # most often the first ones are all
+            records = self._records.search(states=sorted(wanted), task=task, limit=look_through)
+            found = self._in(states, records, limit)
+            if not states or len(found) == limit or len(records) < look_through:
+                break
+        return [*found]
+
+    def _in(self, states: Sequence[str], records: Sequence[Record], limit: int) -> Sequence[LeaseStatus]:
+        """Of at most *limit* of *records* those in one of *states*; without any, those that nobody has forgotten."""
         found: list[LeaseStatus] = []
-        for record in self._records.search(states=sorted(wanted), task=task, limit=LOOK_THROUGH if states else limit):
+        for record in records:
             if len(found) == limit:
                 break
             status = self._status(record.key, record.task, record.stored_key, record)

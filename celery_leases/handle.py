@@ -79,7 +79,8 @@ class Lease:
         """Raise :class:`~celery_leases.LeaseLost` unless the lease counts: call it before what cannot be undone.
 
         No round trip, except after the end of a lease in the database that a transaction has outlasted, which
-        :meth:`guard` or :meth:`complete` has locked the row in: then the database is asked.
+        :meth:`guard` or :meth:`complete` has locked the row in: then the database is asked, and
+        :class:`~celery_leases.errors.StoreUnavailable` is raised when there was no answer.
         """
         if self._forked:
             raise LeaseLost(f"{self.key}: the lease is not held here: {FORKED}", self.key, FORKED)
@@ -249,8 +250,8 @@ class Lease:
         """Lock the record's row in the caller's own transaction: what it writes commits only while the fence is ours.
 
         Above READ COMMITTED call it first. While the transaction is open, nothing else of this handle writes.
-        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.WrongDatabase`, and
-        :class:`~celery_leases.errors.GuardOpen` while another transaction is guarded.
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.WrongDatabase`,
+        :class:`~celery_leases.errors.GuardOpen` while another transaction is guarded, and what :meth:`check` raises.
         """
         self._refuse_forked("guard()")
         self.check()

@@ -106,11 +106,10 @@ class Renewer:
             self._keeper_bell.ring()
 
     def confirm(self, tenure: Tenure) -> None:
-        """Ask the store now whether the row is still ours; where it does not answer, the deadline decides."""
+        """Ask the store now whether the row is still ours; raises :class:`StoreUnavailable` where it does not say."""
         sent = self._clock.now()
         ttl = tenure.asks_for(sent)
-        with suppress(StoreUnavailable):
-            self._take_note(tenure, self._asking.leases.renew([_renewal(tenure, ttl)])[0], sent, ttl, self._asking)
+        self._take_note(tenure, self._asking.leases.renew([_renewal(tenure, ttl)])[0], sent, ttl, self._asking)
 
     def extend(self, tenure: Tenure, seconds: float) -> None:
         """Make the lease last at least *seconds* from now; raises :class:`LeaseLost` or :class:`StoreUnavailable`."""
@@ -225,6 +224,8 @@ class Renewer:
     def _failed(self, tenure: Tenure, error: Exception) -> None:
         now = self._clock.now()
         tenure.due = validity.renewal_retry(now, tenure.bid.ttl)
+        if tenure.stop < self._watcher_wakes:  # a transaction has ended, so that its lock counts for less long
+            self._watcher_bell.ring()
         self._observer.observe(RenewalFailed(**_of(tenure), error=str(error), remaining=tenure.remaining()))
 
     def _purge(self) -> None:

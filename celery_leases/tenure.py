@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from celery_leases.core import validity
-from celery_leases.core.errors import LeaseLost
+from celery_leases.core.errors import LeaseLost, StoreUnavailable
 from celery_leases.core.ports import Clock
 from celery_leases.core.records import Bid
 from celery_leases.core.texts import printable
@@ -70,7 +70,8 @@ class Tenure:
         """
         if not self._locked_since:
             return self._stop
-        return max(self._stop, min(self._hold_until, self._seen_locked + validity.lock_believed(self.bid.ttl)))
+        believed = validity.lock_believed(self.bid.ttl, still=self.work.guarded)
+        return max(self._stop, min(self._hold_until, self._seen_locked + believed))
 
     @property
     def dead_by(self) -> float:
@@ -95,11 +96,18 @@ class Tenure:
         return validity.connection_awaited(self.bid.ttl, self.remaining())
 
     def check(self) -> None:
-        """Raise :class:`LeaseLost` unless the lease still counts; where it is a lock, ask the store first."""
+        """Raise :class:`LeaseLost` unless the lease still counts; where it is a lock, ask the store first.
+
+        A lock is no evidence beyond the last look, so :class:`StoreUnavailable` is raised where the store does not say.
+        """
         if self.lost is None and not self.outlasted(self._clock.now()):
             return
         if self.confirm is not None and self.held:
-            self.confirm()
+            try:
+                self.confirm()
+            except StoreUnavailable:
+                if self.held:
+                    raise
         if not self.held:
             reason = self.lost or (DEADLINE if self._renews else NOT_EXTENDED)
             self._told = self._clock.now()

@@ -92,8 +92,8 @@ class Effects:
         until = self.clock.now() + self.patience
         tries = 0
         while True:
-            self.tenure.check()
             try:
+                self.tenure.check()
                 return self._begin_once(name, key, taken)
             except StoreUnavailable as error:
                 pause = outcomes.settle_pause(tries)
@@ -196,7 +196,7 @@ class Effects:
         outside = sys.exc_info()[1]
         try:
             self.tenure.check()  # the intent may have taken long to commit
-        except LeaseLost:
+        except (LeaseLost, StoreUnavailable):
             if not doubted:
                 self._withdraw(effect)
             raise

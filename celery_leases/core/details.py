@@ -78,6 +78,14 @@ def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str
     return found, spared
 
 
+def generation_in(text: str) -> int | None:
+    """The generation in a document that :func:`load` does not take for another field; ``None`` where it is lost too."""
+    try:
+        return _integer(_mapping(json.loads(text)).get("generation", 0))
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
 def is_readable(short: str, value: Any) -> bool:
     """Whether :func:`load` takes *value* for the field of that name in a document."""
     try:

@@ -13,6 +13,9 @@ RENEWALS_PER_TTL = 3
 BELIEVED_AT_LEAST = 1.0
 """Seconds for which a row's lock, once seen, is believed at least, however short the ttl is."""
 
+BELIEVED_AFTERWARDS = 5.0
+"""Seconds for which it is believed at most once its transaction is over, however long the ttl is."""
+
 LONGEST_WAIT = 10.0
 """Seconds that are waited at most for a connection that others use, however long the lease lasts."""
 
@@ -60,6 +63,11 @@ def connection_awaited(ttl: float, remaining: float | None = None) -> float:
     return min(allowed, LONGEST_WAIT)
 
 
-def lock_believed(ttl: float) -> float:
-    """For how long, once seen, a lock on the row by the body's own transaction stands for a renewal, in seconds."""
-    return max(ttl / RENEWALS_PER_TTL, BELIEVED_AT_LEAST)
+def lock_believed(ttl: float, *, still: bool = True) -> float:
+    """For how long, once seen, a lock on the row by the body's own transaction stands for a renewal, in seconds.
+
+    *still*: whether that transaction is open, as far as it knows. One that is over has no lock any more, and what it
+    has left is seen at the next look.
+    """
+    believed = max(ttl / RENEWALS_PER_TTL, BELIEVED_AT_LEAST)
+    return believed if still else min(believed, BELIEVED_AFTERWARDS)

@@ -44,6 +44,7 @@ MODULES: Final = {"mysqldb": "MySQLdb"}
 _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 BUSY_TIMEOUT = 5.0
 POOL_SIZE: Final = 10
+OF_SQLITE: Final = "OperationalError"
 UNDEFINED_IN_SQLITE: Final = ("no such column", "has no column named")
 LOCKED: Final = "database is locked"
 """What SQLite says while another connection writes."""
@@ -61,10 +62,13 @@ Not every exception: a soft time limit that is raised during a statement is the 
 LOOK = "try again, or see pg_stat_activity (SHOW ENGINE INNODB STATUS) for one that is idle"
 
 
-def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT) -> Engine:
+def engine_for(
+    url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT, *, migrates: bool = False
+) -> Engine:
     """An engine for *url*: autocommit, no chatter when a connection goes back, at most *size* connections.
 
-    Where all of them are in use, a statement waits for one, at most *longest_wait* seconds.
+    Where all of them are in use, a statement waits for one, at most *longest_wait* seconds. A server that is silent
+    for 15 s is given up, unless it *migrates*: then its statements may take long.
     Raises :class:`LeaseConfigurationError` for a database that is not supported, or a driver that is missing.
     """
     parsed = _parsed(url)
@@ -80,7 +84,8 @@ def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WA
             del options["pool_size"], options["pool_timeout"]
             options["poolclass"] = OnePool
     if of_mysql:
-        options["connect_args"] = mysql.connect_args(parsed)
+        parsed = mysql.without_end(parsed) if migrates else parsed
+        options["connect_args"] = mysql.connect_args(parsed, migrates=migrates)
     try:
         engine = create_engine(parsed, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, **options)
     except (
@@ -100,8 +105,21 @@ def engine_for(url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WA
     if backend == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
     elif backend == "postgresql":
-        event.listen(engine, "do_connect", postgres.connect)
+        event.listen(engine, "do_connect", postgres.connect_to_migrate if migrates else postgres.connect)
     return engine
+
+
+@contextmanager
+def migrating(engine: Engine) -> Iterator[Engine]:
+    """An engine for the same database whose statements may take as long as they need, until the end of the block."""
+    if engine.dialect.name == "sqlite":
+        yield engine
+        return
+    made = engine_for(engine.url.render_as_string(hide_password=False), migrates=True)
+    try:
+        yield made
+    finally:
+        made.dispose()
 
 
 def _parsed(url: str) -> URL:
@@ -169,13 +187,13 @@ def _found_dead(error: DBAPIError) -> bool:
     return error.connection_invalidated and not silent
 
 
-def _misses_a_column(error: Exception) -> bool:
-    """Whether a statement names a column that its table does not have."""
+def misses_a_column(error: Exception) -> bool:
+    """Whether a statement names a column that its table does not have, by SQLAlchemy's error or the driver's."""
     cause = getattr(error, "orig", None) or error
     return (
         postgres.state_of(cause) == postgres.UNDEFINED_COLUMN
         or mysql.code_of(error) == mysql.UNDEFINED_COLUMN
-        or (isinstance(error, OperationalError) and any(words in str(cause) for words in UNDEFINED_IN_SQLITE))
+        or (type(cause).__name__ == OF_SQLITE and any(words in str(cause) for words in UNDEFINED_IN_SQLITE))
     )
 
 
@@ -376,7 +394,7 @@ class Database:
         cause = getattr(error, "orig", None) or error
         if _refuses_a_value(error):
             return ValueRefused(f"the database refuses a value: {' '.join(str(cause).split())}", False)
-        if _misses_a_column(error):
+        if misses_a_column(error):
             shown = without_secrets(" ".join(str(cause).split()), self.engine.url)
             return ColumnMissing(f"{shown_database(self.engine.url)}: {shown}", False)
         refused = postgres.state_of(cause) == postgres.LOCK_NOT_AVAILABLE or mysql.code_of(cause) in mysql.NOT_EXECUTED

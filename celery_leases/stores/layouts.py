@@ -24,6 +24,8 @@ DOCUMENT: Final = "details"
 
 CLOSE: Final = 100
 """The part of its retention by which a record may expire earlier than its outcome says, if that writes less."""
+MADE: Final = 2**30
+"""The first of the generations that are made from a fence. None is counted up to there."""
 LISTED: Final = "!"
 """Stands around each id in ``finished_calls``, and never inside one as it is written there."""
 
@@ -243,14 +245,28 @@ def _narrow(reading: Reading) -> dict[str, Any]:
     if row[DOCUMENT] is None:
         return details.load(None, None)[0]
     found = reading.of(DOCUMENT, lambda text: details.load(text, row["finished_at"]))
-    fields, spared = found or details.load(None, None)
+    if found is None:
+        generation = details.generation_in(row[DOCUMENT])
+        return {**details.load(None, None)[0], "generation": _lost(row) if generation is None else generation}
+    fields: dict[str, Any] = found[0]
+    spared: str | None = found[1]
     if spared is not None:
         reading.warn(DOCUMENT, ValueError(spared))
     return fields
 
 
+def _lost(row: Mapping[Any, Any]) -> int:
+    """What a generation that cannot be read is taken to be: one made from the fence, or the moment where that is lost.
+
+    It is above all that were counted, and another one for each fence of nine minutes; the columns of version 1 hold it.
+    So what belongs to an earlier generation is not found again once the row is repaired.
+    """
+    return MADE + int(row["fence"] or row["now"]) % (MADE // 2)
+
+
 def _wide(reading: Reading) -> dict[str, Any]:
     integers = ("retries", "generation", "failures", "counted", "quick_retries", "cooldowns", "lease_ttl")
+    lost = type(reading.row["generation"]) is not int
     reading.integers(integers, ("crashed_at", "failed_at", "retention"))
     row = reading.row
     listed, counts = row["finished_calls"], row["counted"] == row["generation"]
@@ -258,7 +274,7 @@ def _wide(reading: Reading) -> dict[str, Any]:
     before_error = reading.of("previous_error", failure_in, needed=False)
     return {
         "retries": row["retries"],
-        "generation": row["generation"],
+        "generation": _lost(row) if lost else row["generation"],
         "failures": row["failures"] if counts else 0,
         "quick_retries": row["quick_retries"] if counts else 0,
         "cooldowns": row["cooldowns"] if counts else 0,

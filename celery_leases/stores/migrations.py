@@ -1,9 +1,10 @@
 """From one version of the tables to another, while workers run.
 
-A migration adds the new columns, fills them for the rows that no attempt runs on, and then locks the table: it fills
-them for the rows that have changed since, drops the old columns, and notes the version. PostgreSQL and SQLite do that
-last part in one transaction, MySQL and MariaDB in one statement under a lock of the table. What is to be done is asked
-of the columns, so a migration that was killed anywhere may be run again, in either direction.
+A migration adds the new columns, fills them for the rows that no attempt runs on, and makes the new indexes where the
+server can do so while others write. Then it locks the table: it fills the columns for the rows that have changed since,
+drops the old ones, and notes the version. PostgreSQL and SQLite do that last part in one transaction, MySQL and MariaDB
+change the columns by one statement under a lock of the table. What is to be done is asked of the columns and indexes,
+so a migration that was killed anywhere may be run again, in either direction.
 
 Workers find out by the columns that their statements miss; see
 :meth:`celery_leases.stores.sql_claims.SqlClaims.on_layout`.
@@ -61,6 +62,8 @@ OF: Final = f"{DOCUMENT}_of"
 """What the row was when its document was made."""
 _RETURNING: Final = {name: f"next_{name}" for name in WIDE.columns}
 """The columns of version 1 while the table still has the document, which is what counts."""
+COMING: Final = "_next"
+"""What the name of an index ends with while it is made beside the one that it replaces."""
 BY_STATE: Final = "ix_celery_leases_records_state_started_at"
 """An index of version 1."""
 
@@ -87,6 +90,7 @@ class Migration(ABC):
         self.engine = engine
         self.tables = tables
         self.wide, self.narrow = tables.layouts[WIDE.version], tables.layouts[NARROW.version]
+        self._partial = sorted(self.narrow.indexes, key=lambda index: str(index.name))
         self._name = in_text(tables.records, engine.dialect)
         self._version = in_text(tables.version, engine.dialect)
 
@@ -126,6 +130,7 @@ class Migration(ABC):
         if DOCUMENT not in self._columns(connection):
             self._patiently(connection, self._expand)
             rows = self._in_batches(connection, self.wide.c.state != State.RUNNING, _document)
+        self._prepare_indexes(connection)
         return rows + self._patiently(connection, self._contract)
 
     def _expand(self, connection: Connection) -> None:
@@ -137,12 +142,12 @@ class Migration(ABC):
 
     def _contract(self, connection: Connection) -> int:
         """What is done under the lock. Where the columns are there already, only what was left of a downgrade goes."""
+        self._drop_index(connection, BY_STATE)
         columns, rows = self._columns(connection), 0
         clauses = [f"DROP COLUMN {name}" for name in (*WIDE.columns, *_RETURNING.values()) if name in columns]
         if DOCUMENT not in columns:
             rows = self._convert(connection, None, _document)
             clauses += [f"DROP COLUMN {OF}"]
-        self._drop_index(connection, BY_STATE, clauses)
         self._alter(connection, clauses, {NEXT: self.narrow.c[DOCUMENT]} if DOCUMENT not in columns else {})
         self._index(connection)
         self._note(connection, NARROW.version)
@@ -171,6 +176,7 @@ class Migration(ABC):
         if DOCUMENT in self._columns(connection):
             self._patiently(connection, expand)
         rows = self._patiently(connection, contract)
+        self._forget_indexes(connection)
         with suppress(DBAPIError):  # it is there
             connection.execute(text(f"CREATE INDEX {BY_STATE} ON {self._name} (state, started_at)"))
         return rows
@@ -277,10 +283,16 @@ class Migration(ABC):
     def _noted(self, connection: Connection) -> Sequence[str]:
         return list(connection.execute(text(f"SELECT * FROM {self._version}")).keys())  # noqa: S608
 
+    def _prepare_indexes(self, connection: Connection) -> None:  # noqa: B027 - most servers do it under the lock
+        """Make what can be made of the indexes before the table is locked."""
+
+    def _forget_indexes(self, connection: Connection) -> None:  # noqa: B027 - as above
+        """Drop what an upgrade that was killed has left of them."""
+
     def _index(self, connection: Connection) -> None:
         """Make the indexes anew that are partial in version 2."""
-        for index in self.narrow.indexes:
-            self._drop_index(connection, str(index.name), [])
+        for index in self._partial:
+            self._drop_index(connection, str(index.name))
             connection.execute(CreateIndex(index))
 
     # -- what the servers do differently -------------------------------------------------------------------
@@ -297,8 +309,8 @@ class Migration(ABC):
         """Change the records' columns by *clauses* of ALTER TABLE; *renamed* are columns that get other names."""
 
     @abstractmethod
-    def _drop_index(self, connection: Connection, name: str, clauses: list[str]) -> None:
-        """Drop an index if it is there, at once or by one of the *clauses* of the ALTER TABLE that follows."""
+    def _drop_index(self, connection: Connection, name: str) -> None:
+        """Drop an index if it is there."""
 
     @contextmanager
     @abstractmethod
@@ -317,12 +329,15 @@ class Migration(ABC):
                 if not self._is_locked(error):
                     raise
                 if time.monotonic() > until:
-                    raise StoreUnavailable(
-                        f"{shown_database(self.engine.url)}: transactions of others keep the records locked; nothing "
-                        f"is lost, run it again when they have ended ({error.orig})",
-                        False,
-                    ) from error
+                    raise self._given_up(error) from error
             time.sleep(PAUSE)
+
+    def _given_up(self, error: DBAPIError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{shown_database(self.engine.url)}: transactions of others keep the records locked; nothing "
+            f"is lost, run it again when they have ended ({error.orig})",
+            False,
+        )
 
     @abstractmethod
     def _is_locked(self, error: DBAPIError) -> bool:
@@ -336,11 +351,14 @@ class _Transactional(Migration):
         for old, new in (renamed or {}).items():
             connection.execute(text(f"ALTER TABLE {self._name} RENAME COLUMN {old} TO {new.name}"))
 
-    def _drop_index(self, connection: Connection, name: str, clauses: list[str]) -> None:
+    def _drop_index(self, connection: Connection, name: str) -> None:
+        connection.execute(text(f"DROP INDEX IF EXISTS {self._place()}{name}"))
+
+    def _place(self) -> str:
+        """What stands before the name of an index that is there."""
         schema = self.tables.metadata.schema
         quote = self.engine.dialect.identifier_preparer.quote
-        place = f"{quote(schema)}.".replace("%%", "%").replace(":", "\\:") if schema is not None else ""
-        connection.execute(text(f"DROP INDEX IF EXISTS {place}{name}"))
+        return f"{quote(schema)}.".replace("%%", "%").replace(":", "\\:") if schema is not None else ""
 
     @contextmanager
     def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
@@ -355,6 +373,20 @@ class _Transactional(Migration):
 
     @abstractmethod
     def _begin(self, connection: Connection, *, lock: bool) -> None: ...
+
+
+_IN_SCHEMA: Final = (
+    "JOIN pg_namespace AS n ON n.oid = c.relnamespace "
+    "WHERE c.relname = :name AND n.nspname = COALESCE(CAST(:schema AS TEXT), current_schema())"
+)
+_PARTIAL: Final = (
+    f"SELECT 1 FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid {_IN_SCHEMA} "  # noqa: S608
+    "AND i.indisvalid AND i.indpred IS NOT NULL"
+)
+_BEING_MADE: Final = (
+    f"SELECT 1 FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation {_IN_SCHEMA} "  # noqa: S608
+    "AND l.mode = 'ShareUpdateExclusiveLock' AND l.pid <> pg_backend_pid()"
+)
 
 
 class _OnPostgres(_Transactional):
@@ -374,6 +406,50 @@ class _OnPostgres(_Transactional):
 
     def _is_locked(self, error: DBAPIError) -> bool:
         return postgres.state_of(error.orig or error) in (postgres.LOCK_NOT_AVAILABLE, postgres.DEADLOCK)
+
+    def _prepare_indexes(self, connection: Connection) -> None:
+        """Make them beside the old ones, while others write. Under the lock they only get their names."""
+        for index in self._partial:
+            coming = f"{index.name}{COMING}"
+            if self._is_made(connection, str(index.name)) or self._is_made(connection, coming):
+                continue
+            if not self._is_being_made(connection):
+                connection.execute(text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._place()}{coming}"))
+            over = ", ".join(column.name for column in index.columns)
+            where = index.dialect_options["postgresql"]["where"].compile(compile_kwargs={"include_table": False})
+            made = f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {coming} ON {self._name} ({over}) WHERE {where}"
+            try:
+                connection.execute(text(made))
+            except DBAPIError as error:
+                if not self._is_locked(error):
+                    raise
+                raise self._given_up(error) from error
+
+    def _forget_indexes(self, connection: Connection) -> None:
+        for index in self._partial:
+            with suppress(DBAPIError):  # the next upgrade makes use of it
+                connection.execute(text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._place()}{index.name}{COMING}"))
+
+    def _index(self, connection: Connection) -> None:
+        for index in self._partial:
+            coming = f"{index.name}{COMING}"
+            if self._is_made(connection, coming):
+                self._drop_index(connection, str(index.name))
+                connection.execute(text(f"ALTER INDEX {self._place()}{coming} RENAME TO {index.name}"))
+            elif not self._is_made(connection, str(index.name)):
+                self._drop_index(connection, coming)
+                self._drop_index(connection, str(index.name))
+                connection.execute(CreateIndex(index))
+
+    def _is_made(self, connection: Connection, name: str) -> bool:
+        """Whether there is a partial index of that name, and no other migration has still to end it."""
+        values = {"name": name, "schema": self.tables.metadata.schema}
+        return connection.execute(text(_PARTIAL), values).first() is not None
+
+    def _is_being_made(self, connection: Connection) -> bool:
+        """Whether another migration may be making an index at this moment; it has the table locked against another."""
+        values = {"name": self.tables.records.name, "schema": self.tables.metadata.schema}
+        return connection.execute(text(_BEING_MADE), values).first() is not None
 
 
 class _OnSQLite(_Transactional):
@@ -415,10 +491,11 @@ class _OnMySQL(Migration):
         if changes:
             connection.execute(text(f"ALTER TABLE {self._name} {', '.join(changes)}"))
 
-    def _drop_index(self, connection: Connection, name: str, clauses: list[str]) -> None:
+    def _drop_index(self, connection: Connection, name: str) -> None:
+        """By a statement of its own: together with columns, MySQL copies the whole table."""
         found = connection.execute(text(f"SHOW INDEX FROM {self._name} WHERE Key_name = '{name}'")).first()
         if found is not None:
-            clauses.append(f"DROP INDEX {name}")
+            connection.execute(text(f"ALTER TABLE {self._name} DROP INDEX {name}"))
 
     def _index(self, connection: Connection) -> None:
         """They are the same in both versions: there are no partial ones."""

@@ -46,6 +46,7 @@ _IN_TRANSACTION: Final = 1
 """The bit of the server's status that says so: ``SERVER_STATUS_IN_TRANS``."""
 
 _TIMEOUTS: Final = {"connect_timeout": 5, "read_timeout": 15, "write_timeout": 15}
+_READ: Final = "read_timeout"
 
 _SESSION: Final = (
     # What is too long is an error and not cut; a row is waited for whole seconds here, and a table too.
@@ -60,10 +61,15 @@ def is_mysql(dialect: Dialect) -> bool:
     return dialect.name in FAMILY
 
 
-def connect_args(url: URL) -> dict[str, Any]:
+def connect_args(url: URL, *, migrates: bool = False) -> dict[str, Any]:
     """What bounds how long a server may be silent; the URL's own parameters come first."""
     wanted = _TIMEOUTS | {"charset": "utf8mb4"}
-    return {name: value for name, value in wanted.items() if name not in url.query}
+    return {name: value for name, value in wanted.items() if name not in url.query and not (migrates and name == _READ)}
+
+
+def without_end(url: URL) -> URL:
+    """*url* without what it says of how long a statement may take."""
+    return url.difference_update_query([_READ])
 
 
 def prepare(connection: Any, _: Any) -> None:

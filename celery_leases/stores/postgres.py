@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any, Final
 
@@ -16,6 +16,9 @@ SILENCE: Final = 15.0
 
 LOCK_TIMEOUT: Final = 1500
 """Milliseconds; a contender that waits longer for a row is put back."""
+
+LOCK_TIMEOUT_OF_MIGRATIONS: Final = 60_000
+"""Milliseconds for which an index that is made while others write waits for transactions that began before it."""
 
 LOCK_NOT_AVAILABLE: Final = "55P03"
 UNDEFINED_COLUMN: Final = "42703"
@@ -43,10 +46,19 @@ def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) ->
     of its own nor a pooler refuses them.
     """
     opened = _patient_connection().connect if _tells_of_silence(dialect) else dialect.connect
+    return _with_lock_timeout(opened, LOCK_TIMEOUT, args, given)
+
+
+def connect_to_migrate(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
+    """Connect for statements that may take long. A server that is gone is still found out by TCP."""
+    return _with_lock_timeout(dialect.connect, LOCK_TIMEOUT_OF_MIGRATIONS, args, given)
+
+
+def _with_lock_timeout(opened: Callable[..., Any], timeout: int, args: list[Any], given: dict[str, Any]) -> Any:
     if "options" in given:
         return opened(*args, **given)
     try:
-        return opened(*args, **given, options=f"-c lock_timeout={LOCK_TIMEOUT}")
+        return opened(*args, **given, options=f"-c lock_timeout={timeout}")
     except Exception as error:
         if "unsupported startup parameter" not in str(error):
             raise

@@ -63,6 +63,10 @@ class SqlClaims(Claiming):
         if self.by.layout is not layout:
             self.by = RecordStatements(layout, self.database, self.tables)
 
+    def forget_layout(self) -> None:
+        """A statement has missed a column: look at the columns before the next one in a transaction of the user's."""
+        _known.pop(self.place, None)
+
     def look_again(self, by: RecordStatements) -> bool:
         """Whether the table has another layout than *by* is for; it is used from now on."""
         self.see_columns()

@@ -18,7 +18,7 @@ from celery_leases.core.errors import LeaseLost, WrongDatabase
 from celery_leases.core.records import Outcome, Record, State
 from celery_leases.stores import mysql, rows
 from celery_leases.stores.commits import execute_in, push_out_at_commit, tell_at_end
-from celery_leases.stores.database import LOCKED
+from celery_leases.stores.database import LOCKED, misses_a_column
 from celery_leases.stores.drivers import TransactionMark, column_names, dialect_by_format, first_row, in_transaction
 from celery_leases.stores.joining import connection_of, driver_of, refuse_unjoinable
 from celery_leases.stores.layouts import layout_of
@@ -168,6 +168,8 @@ class JoinedTransaction:
                 return take(execute_in(connection_of(self._given), statement, values))
             return self._by_cursor(statement, values, take)
         except Exception as error:
+            if misses_a_column(error):  # the tables were downgraded
+                self.records.forget_layout()
             explained = self._explained(key, error)
             if explained is None:
                 raise

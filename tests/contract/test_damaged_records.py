@@ -15,7 +15,7 @@ from sqlalchemy import text
 from celery_leases.client import LeaseClient
 from celery_leases.core.effects import Found, scope_of
 from celery_leases.core.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
-from celery_leases.core.records import Ended, Failure, State, Won
+from celery_leases.core.records import Ended, Failure, Record, State, Won
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.sql import SqlRecordStore
@@ -132,6 +132,77 @@ def test_one_broken_row_does_not_keep_an_operator_from_the_others(
     assert f"column {column}" in status.detail
     assert client.forget(key).state == "absent"
     assert won(sql_records, make_bid(key), "database").attempt == 1
+
+
+def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record]:
+    """A key that was forgotten twice, with an effect in each of its generations; and its record now."""
+    effects = SqlEffectStore(records.database, records.tables)
+    key = fresh_key()
+    for generation in range(3):
+        record = won(records, make_bid(key), "database")
+        assert record.generation == generation
+        assert finished(effects, sent(effects, record))
+        closed(records, record)
+        if generation < 2:
+            assert records.reset(key, keep=False) is not None
+    return effects, record
+
+
+def lose_the_generation(records: SqlRecordStore, column: str, value: str) -> None:
+    """Of a key with effects in each; it is forgotten, has an effect again, and all that happens once more."""
+    effects, record = of_third_generation(records)
+    key = record.stored_key
+    for _ in range(2):
+        change(records, key, column, value)
+        with pytest.raises(RecordUnreadable):
+            records.read(key)
+        after = records.reset(key, keep=False)
+        assert after is not None
+        assert after.generation > 2
+        record = won(records, make_bid(key), "database")
+        assert record.generation == after.generation
+        assert finished(effects, sent(effects, record))
+        closed(records, record)
+    assert records.reset(key, keep=False) is not None
+    assert won(records, make_bid(key), "database").generation == record.generation + 1
+
+
+LOST = pytest.mark.parametrize("value", ["{", "[]", '"text"', '{"generation": "x"}', "9" * 30])
+
+
+@LOST
+def test_a_generation_that_is_lost_is_followed_by_one_that_never_was(sql_records: SqlRecordStore, value: str) -> None:
+    """Its effects, and those of all before it, are not found by the next."""
+    lose_the_generation(sql_records, "details", value)
+
+
+@LOST
+def test_a_generation_that_is_lost_in_tables_of_version_1_too(tmp_path: Path, value: str) -> None:
+    """SQLite takes text where integers belong."""
+    with migrated(f"sqlite:///{tmp_path / 'records.db'}") as records:
+        records.migrate(1)
+        lose_the_generation(records, "generation", value)
+
+
+@pytest.mark.parametrize("value", ['{"generation": 2, "results": 5}', '{"generation": 2, "retries": "x"}'])
+def test_a_generation_that_can_be_read_is_followed_by_the_next(sql_records: SqlRecordStore, value: str) -> None:
+    """Whatever else of the document is damaged."""
+    _, record = of_third_generation(sql_records)
+    change(sql_records, record.stored_key, "details", value)
+    after = sql_records.reset(record.stored_key, keep=False)
+    assert after is not None
+    assert after.generation == 3
+
+
+def test_a_generation_made_from_a_fence_survives_a_downgrade(sql_records: SqlRecordStore) -> None:
+    """The column of version 1 holds it."""
+    _, record = of_third_generation(sql_records)
+    change(sql_records, record.stored_key, "details", "{")
+    after = sql_records.reset(record.stored_key, keep=False)
+    assert after is not None
+    for version in (1, 2):
+        sql_records.migrate(version)
+        assert row(sql_records, record.stored_key).generation == after.generation > 2
 
 
 def test_a_broken_row_is_skipped_by_those_who_look_for_messages(sql_records: SqlRecordStore) -> None:

@@ -17,10 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases.core.errors import LeaseLost, WrongDatabase
+from celery_leases.core.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.core.ports import Claimed, Kept, Renewal
 from celery_leases.core.records import Record, Refused, Won
 from celery_leases.renewal import TAKEN, Renewer, Stores
+from celery_leases.stores import postgres
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.mysql import is_mysql
 from celery_leases.stores.sql import SqlRecordStore
@@ -31,7 +32,17 @@ from celery_leases.testing.contracts.bids import fresh_key, make_bid
 from celery_leases.testing.contracts.gate_case import half_open
 from celery_leases.testing.contracts.record_case import outcome, row, won
 from celery_leases.testing.process import wait_until
-from tests.contract.sql_stores import database_url, server_records, server_url, sql_records, wait_for_locks
+from celery_leases.testing.servers import PostgresServer
+from tests.contract.sql_stores import (
+    database_url,
+    migrated,
+    server_records,
+    server_url,
+    sql_records,
+    wait_for_locks,
+)
+from tests.contract.test_postgres import needs_told
+from tests.crash.proxy import CuttingProxy
 from tests.unit.fake_stores import Seen
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
@@ -301,12 +312,13 @@ class Guarded:
     The threads of its renewer do not run.
     """
 
-    def __init__(self, records: SqlRecordStore, lock: str) -> None:
+    def __init__(self, records: SqlRecordStore, lock: str, asking: SqlRecordStore | None = None) -> None:
         self.leases = DatabaseLeaseStore(records)
         bid = make_bid(fresh_key(), ttl=SHORT)
         self.record = won(records, bid, self.leases.name)
         stores, clock, nobody = Stores(self.leases, records), FakeClock(), Seen()
-        self.renewer = Renewer(stores, stores, nobody, clock, None)
+        asked = Stores(DatabaseLeaseStore(asking), asking) if asking is not None else stores
+        self.renewer = Renewer(stores, asked, nobody, clock, None)
         self.tenure = Tenure(bid, clock.now(), clock)
         self.tenure.fence = self.record.fence
         self.renewer._tenures[bid.token] = self.tenure
@@ -392,6 +404,36 @@ def test_a_check_does_not_believe_in_a_session_that_has_died(server_records: Sql
         guarded.tenure.check()
         assert not guarded.tenure.outlasted(guarded.tenure.now())
     guarded.session.invalidate()
+
+
+@needs_told
+@pytest.mark.parametrize("how", ["silent", "unreachable"])
+def test_a_check_does_not_pass_where_the_database_does_not_answer(
+    leases_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The row is locked all along; but the server may have ended that session, and somebody else have come."""
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy, migrated(url) as direct:
+        through = SqlRecordStore(engine_for(url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")))
+        guarded = Guarded(direct, "guard", asking=through)
+        guarded.tenure.check()
+        monkeypatch.setattr(postgres, "SILENCE", 0.5)
+        if how == "silent":
+            proxy.silent = True
+        else:
+            proxy.refusing = True
+            proxy.cut(b"SKIP LOCKED", before=True)
+        with pytest.raises(StoreUnavailable):
+            guarded.tenure.check()
+        assert guarded.tenure.held
+        proxy.silent = proxy.refusing = False
+        guarded.tenure.check()
+        guarded.session.rollback()
+        guarded.taken()
+        with pytest.raises(LeaseLost, match=TAKEN):
+            guarded.tenure.check()
+        guarded.session.close()
+        through.database.close()
 
 
 # -- what guard and commit write ---------------------------------------------------------------------------

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, Engine, event, inspect, make_url, text
 
 from celery_leases.core.effects import scope_of
 from celery_leases.core.errors import RecordUnreadable, SchemaOutdated, StoreUnavailable
 from celery_leases.core.keys import CallKey
 from celery_leases.core.ports import Kept, Renewal
 from celery_leases.core.records import Ended, Failure, Record, State, Won
-from celery_leases.stores import migrations
+from celery_leases.stores import migrations, postgres
 from celery_leases.stores.database import engine_for
 from celery_leases.stores.layouts import DOCUMENT, NARROW, WIDE, Migrated
+from celery_leases.stores.mysql import FAMILY
 from celery_leases.stores.outbox import Outbox
+from celery_leases.stores.schema import Tables
 from celery_leases.stores.sql import SqlRecordStore
 from celery_leases.stores.sql_effects import SqlEffectStore
 from celery_leases.stores.sql_leases import DatabaseLeaseStore
@@ -30,9 +32,9 @@ from celery_leases.testing.contracts import EffectStoreContract, RecordStoreCont
 from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
 from celery_leases.testing.contracts.record_case import closed, outcome, row, timeless, won
 from celery_leases.testing.process import wait_until
-from tests.contract.sql_stores import database_url, wait_for_locks
+from tests.contract.sql_stores import database_url, server_url, wait_for_locks
 
-__all__ = ["database_url"]
+__all__ = ["database_url", "server_url"]
 
 DAMAGED = {
     "finished_results": "{",
@@ -187,6 +189,7 @@ def test_each_record_reads_the_same_after_a_migration_and_back(old: SqlRecordSto
     assert reads(old, keys) == before
     assert old.by.layout.version == 2
     assert columns(old) == set(old.tables.records.c.keys())
+    assert indexes(old) == wanted_indexes(2)
     assert migrated(old) == Migrated(2, 2)
     assert migrated(old, 1).rows == len(keys)
     assert reads(old, keys) == before
@@ -252,6 +255,142 @@ def test_a_downgrade_that_would_lose_something_is_refused(old: SqlRecordStore) -
     assert {**reads(old, keys), keys[0]: None} == {**before, keys[0]: None}
     assert migrated(old) == Migrated(2, 2, 0)
     assert columns(old) == set(old.tables.records.c.keys())
+
+
+def indexes(records: SqlRecordStore) -> set[str | None]:
+    """The names of the indexes that the table has, those that are not ready too."""
+    engine = records.database.engine
+    if engine.dialect.name != "postgresql":
+        return {index["name"] for index in inspect(engine).get_indexes(records.tables.records.name)}
+    with engine.connect() as connection:
+        names = "SELECT indexname FROM pg_indexes WHERE tablename = :name AND indexname NOT LIKE 'pk%'"
+        return set(connection.execute(text(names), {"name": records.tables.records.name}).scalars())
+
+
+def wanted_indexes(version: int) -> set[str | None]:
+    """The names of those of a version."""
+    names: set[str | None] = {str(index.name) for index in Tables().records.indexes}
+    return names | {migrations.BY_STATE} if version == 1 else names
+
+
+def ready_indexes(records: SqlRecordStore) -> set[str]:
+    """Those of PostgreSQL's that are partial and in use."""
+    with records.database.engine.connect() as connection:
+        names = (
+            "SELECT c.relname FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid "
+            "WHERE i.indisvalid AND i.indpred IS NOT NULL AND i.indrelid = 'celery_leases_records'::regclass"
+        )
+        return set(connection.execute(text(names)).scalars())
+
+
+@contextmanager
+def held_up(old: SqlRecordStore, migrating: Callable[[], Any]) -> Iterator[tuple[Connection, Future[Any]]]:
+    """A migration in a thread, while PostgreSQL makes an index and waits for an older transaction.
+
+    Gives the connection of that transaction.
+    """
+    waits = text("SELECT 1 FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE NOT granted AND query LIKE :query")
+    with old.database.engine.connect() as older, old.database.engine.connect() as watcher, ThreadPoolExecutor(1) as one:
+        older.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        older.exec_driver_sql("SELECT 1 FROM celery_leases_marks")
+        running = one.submit(migrating)
+        made = {"query": "CREATE INDEX CONCURRENTLY%"}
+        wait_until(lambda: running.done() or watcher.execute(waits, made).first() is not None, 20, "the index to wait")
+        yield older, running
+        if older.in_transaction():
+            older.exec_driver_sql("ROLLBACK")
+
+
+@pytest.mark.only(server="postgresql")
+def test_work_goes_on_while_indexes_are_made(old: SqlRecordStore) -> None:
+    """They are made beside the old ones. Under the lock they only get their names."""
+    with held_up(old, lambda: migrated(old)) as (older, running):
+        record = won(old, make_bid(fresh_key()), "database")
+        assert closed(old, record).state is State.DONE
+        assert not running.done()
+        older.exec_driver_sql("ROLLBACK")
+        assert running.result(60).after == 2
+    assert indexes(old) == ready_indexes(old) == wanted_indexes(2)
+
+
+@pytest.mark.only(server="postgresql")
+def test_an_index_that_nobody_has_finished_is_made_anew(old: SqlRecordStore) -> None:
+    """It would be none for the server's plans, and would be written to all the same."""
+    end = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%'")
+    with held_up(old, lambda: migrated(old)) as (older, running):
+        with old.database.engine.connect() as connection:
+            connection.execute(end)
+        assert isinstance(running.exception(60), StoreUnavailable)
+        older.exec_driver_sql("ROLLBACK")
+    (left,) = indexes(old) - wanted_indexes(1)
+    making = text(
+        "SELECT query FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%' AND state = 'active'"
+    )
+    with held_up(old, lambda: migrated(old)) as (older, running):
+        with old.database.engine.connect() as connection:
+            assert str(left) in connection.execute(making).scalar_one()
+        older.exec_driver_sql("ROLLBACK")
+        assert running.result(60).after == 2
+    assert indexes(old) == ready_indexes(old) == wanted_indexes(2)
+
+
+@pytest.mark.only(server="postgresql")
+def test_an_index_that_waits_for_too_long_is_given_up(old: SqlRecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost; a downgrade takes away what is left of it."""
+    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_OF_MIGRATIONS", 300)
+    with held_up(old, lambda: migrated(old)) as (older, running):
+        failed = running.exception(60)
+        older.exec_driver_sql("ROLLBACK")
+    assert isinstance(failed, StoreUnavailable)
+    assert "run it again when they have ended" in str(failed)
+    old.check()
+    assert indexes(old) > wanted_indexes(1)
+    migrated(old, 1)
+    assert indexes(old) == wanted_indexes(1)
+
+
+@pytest.mark.only(server="mariadb")
+def test_columns_and_indexes_are_dropped_by_statements_of_their_own(old: SqlRecordStore) -> None:
+    """MySQL copies the whole table for both in one."""
+    sent: list[str] = []
+
+    def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
+        sent.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        migrated(old)
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert any("DROP INDEX" in statement for statement in sent)
+    assert any("DROP COLUMN" in statement for statement in sent)
+    assert not [statement for statement in sent if "DROP INDEX" in statement and "DROP COLUMN" in statement]
+
+
+def test_no_statement_of_a_migration_is_given_up(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the server says nothing for longer than any other statement may take."""
+    make_old(server_url)
+    url = make_url(server_url)
+    of_mysql = url.get_backend_name() in FAMILY
+    made = (
+        ["CREATE TRIGGER slow BEFORE UPDATE ON celery_leases_version FOR EACH ROW DO SLEEP(2)"]
+        if of_mysql
+        else [
+            "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END'",
+            "CREATE TRIGGER slow BEFORE UPDATE ON celery_leases_version FOR EACH ROW EXECUTE FUNCTION slow()",
+        ]
+    )
+    monkeypatch.setattr(postgres, "SILENCE", 0.3)
+    hurried = url.update_query_dict({"read_timeout": "1"} if of_mysql else {})
+    records = SqlRecordStore(engine_for(hurried.render_as_string(hide_password=False)))
+    with closing(records.database):
+        with records.database.engine.connect() as connection:
+            for statement in made:
+                connection.exec_driver_sql(statement)
+        with pytest.raises(StoreUnavailable):
+            records.database.count(text("UPDATE celery_leases_version SET version = version"), {})
+        assert records.migrate().after == 2
+        assert records.migrate(1).after == 1
 
 
 STEPS: dict[str, Callable[[SqlRecordStore, Record], object]] = {
@@ -389,6 +528,7 @@ def test_a_migration_that_was_killed_is_run_again(
         migrated(old, version)
         assert reads(old, keys) == before
         assert columns(old) == set(old.tables.layouts[version].c.keys())
+        assert indexes(old) == wanted_indexes(version)
     old.check()
 
 
@@ -440,6 +580,34 @@ def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(old
         connection.commit()
     assert row(old, record.stored_key).state is State.DONE
     assert row(old, key.stored).call_id == "first"
+
+
+@pytest.mark.parametrize("by", ["sqlalchemy", "driver"])
+def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str) -> None:
+    """Who knows that the tables are the newest does not look before; the error of the first says so."""
+    migrated(old)
+    migrated(old, 1)
+    old.use(NARROW)  # as another process would know it
+    user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
+        isolation_level="READ COMMITTED" if not old.database.host_clock else "SERIALIZABLE"
+    )
+    written: list[bool | None] = []
+    for _ in range(3):
+        with user.connect() as connection:
+            given: Any = connection if by == "sqlalchemy" else connection.connection.driver_connection
+            if by == "driver" and old.database.host_clock:
+                given.execute("BEGIN IMMEDIATE")
+            transaction = JoinedTransaction(given, old)
+            key = CallKey("enqueued", fresh_key(), None, None)
+            try:
+                transaction.know_layout("k")
+                writes = Outbox(old).enqueuing("t", key, "", "{}", ttl=7.0, retention=60.0)
+                written.append(transaction.write(writes, "k"))
+            except Exception as error:  # noqa: BLE001 - that of the driver
+                assert DOCUMENT in str(error)  # noqa: PT017
+                written.append(None)
+            given.rollback()
+    assert written == [None, True, True]
 
 
 def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> None:

@@ -119,3 +119,26 @@ def test_rows_are_waited_for_as_the_url_says_or_for_a_moment(leases_postgres_url
     with engine.connect() as connection:
         assert connection.execute(text("SHOW lock_timeout")).scalar_one() == ("700ms" if asked else "1500ms")
     engine.dispose()
+
+
+def test_a_list_carries_nothing_but_keys_through_the_sort(leases_postgres_url: str) -> None:
+    """It shows few of the rows that it looks at; the clock alone, asked for each, would take most of the time."""
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records.migrate()
+    records.check()
+    sent: list[Any] = []
+
+    def explained(query: Any, _: Any) -> list[Any]:
+        compiled = query.compile(dialect=records.database.engine.dialect, compile_kwargs={"literal_binds": True})
+        with records.database.engine.connect() as connection:
+            sent.extend(connection.exec_driver_sql(f"EXPLAIN (VERBOSE) {compiled}").scalars())
+        return []
+
+    records.database.all = explained  # type: ignore[method-assign]
+    records.search(states=["done"], task="t")
+    plan = [line.strip() for line in sent]
+    below = plan[[line.startswith("->  Limit") for line in plan].index(True) :]
+    sorted_rows = [line for line in below if line.startswith("Output")][:3]
+    assert len(sorted_rows) == 3
+    assert not [line for line in sorted_rows if "statement_timestamp" in line or "message" in line]
+    records.database.close()

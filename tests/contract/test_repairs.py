@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
-from celery_leases.client import LeaseClient
+from celery_leases.client import LOOK_THROUGH, LeaseClient
 from celery_leases.core.records import Ended, Record, State
 from celery_leases.errors import LeaseIsLive
 from celery_leases.stores.sql import SqlRecordStore
@@ -117,3 +118,29 @@ def test_a_touched_record_counts_for_the_retention_of_its_task(
     assert after is not None
     assert after.expires_at is not None
     assert (after.expires_at - after.now) / 1e6 == pytest.approx(days * DAY, abs=30)
+
+
+def test_a_list_reads_no_more_rows_than_it_shows(
+    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those in a state; but for such as the row does not say of itself that it is in it."""
+    limits: list[int] = []
+    search = sql_records.search
+
+    def noted(**given: Any) -> list[Record]:
+        limits.append(given["limit"])
+        return search(**given)
+
+    monkeypatch.setattr(sql_records, "search", noted)
+    keys = [won(sql_records, make_bid(fresh_key()), "database").stored_key for _ in range(5)]
+    for key in keys[:3]:
+        closed(sql_records, row(sql_records, key))
+    assert [status.key for status in client.list(states=["done"], limit=2)] == [keys[2], keys[1]]
+    assert [status.key for status in client.list(states=["done"], limit=5)] == [keys[2], keys[1], keys[0]]
+    assert limits == [2, 5]
+    with sql_records.database.engine.connect() as connection:
+        connection.execute(text("UPDATE celery_leases_records SET lease_until = 1 WHERE state = 'running'"))
+    late = won(sql_records, make_bid(fresh_key()), "database").stored_key
+    assert [status.key for status in client.list(states=["abandoned"], limit=2)] == [keys[4], keys[3]]
+    assert [status.key for status in client.list(states=["running"], limit=1)] == [late]
+    assert limits[2:] == [2, LOOK_THROUGH, 1]

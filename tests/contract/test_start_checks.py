@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,14 +14,26 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, create_engine, inspect, make_url, text
 
 from celery_leases import LeaseClient, LeasedTask
+from celery_leases.core.keys import CallKey
+from celery_leases.core.ports import Kept, Renewal
+from celery_leases.core.records import State
 from celery_leases.seam import apps, startup
 from celery_leases.stores.database import engine_for
+from celery_leases.stores.migrations import BY_STATE
+from celery_leases.stores.outbox import Outbox
 from celery_leases.stores.schema import Tables
 from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.effect_case import finished, sent
+from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from celery_leases.testing.servers import RedisServer
+from tests.unit.pages import blocks, page, section
 
 TABLES = ("records", "effects", "marks", "gates")
 PASSWORD = "a-word-nobody-sees"
@@ -97,6 +110,71 @@ def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
             connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}' {extra}"))
             connection.execute(text(f"GRANT {rights} ON ALL TABLES IN SCHEMA public TO {name}"))
     return owner.url.set(username=name, password=PASSWORD).render_as_string(hide_password=False)
+
+
+def granted(owner: Engine, name: str, statements: str) -> str:
+    """The URL of a user with the rights that *statements* of the documentation give to ``worker``."""
+    mysql = owner.dialect.name != "postgresql"
+    of_mysql = f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"
+    with owner.connect() as connection:
+        connection.execute(text(of_mysql if mysql else f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}'"))
+        for statement in statements.strip().split(";\n"):
+            given = statement.replace("billing.", f"{owner.url.database}.").replace("worker", name).removesuffix(";")
+            connection.execute(text(given))
+    return owner.url.set(username=name, password=PASSWORD).render_as_string(hide_password=False)
+
+
+def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -> None:
+    """For all that workers and clients do; a transaction of the user's needs even less."""
+    of_postgres, of_mysql = blocks(section(page("databases"), "Rights"), "sql")
+    mysql = owner.dialect.name != "postgresql"
+    url = granted(owner, "worker_" + str(owner.url.database), of_mysql if mysql else of_postgres)
+    started(app, leases_url="database", leases_database_url=url)
+    records = SqlRecordStore(engine_for(url))
+    records.check()
+    leases, effects = DatabaseLeaseStore(records), SqlEffectStore(records.database, records.tables)
+    client = LeaseClient.on(leases, records)
+    record = won(records, make_bid(fresh_key()), leases.name)
+    assert leases.renew([Renewal(record.stored_key, record.owner, 15.0)]) == [Kept.OURS]
+    assert effects.save_progress(record, '{"generation": 0, "value": "1", "positions": {}}')
+    assert finished(effects, sent(effects, record))
+    closed(records, record)
+    assert client.status(record.stored_key).state == "done"
+    assert client.list()
+    assert client.close_group("g", 60.0).state == "closed"
+    assert client.groups()
+    assert client.open_group("g")
+    assert leases.swap_mark(record.stored_key, "m", None, "v", 60.0)
+    assert client.forget(record.stored_key).state == "absent"
+    while records.purge(100):
+        pass
+    records.purge_in_turn(100, 60.0)
+    few = "GRANT SELECT, INSERT, UPDATE ON {}celery_leases_records TO {}"
+    few = few.format(*(("billing.", "'worker'@'%'") if mysql else ("", "worker")))
+    own = create_engine(granted(owner, "own_" + str(owner.url.database), few))
+    record = won(records, make_bid(fresh_key()), leases.name)
+    with own.begin() as connection:
+        transaction = JoinedTransaction(connection, records)
+        transaction.know_layout("k")
+        key = CallKey("enqueued", fresh_key(), None, None)
+        assert transaction.write(Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), "k")
+        transaction.guard(record)
+        transaction.complete(record, outcome(record, result="1"))
+    assert row(records, record.stored_key).state is State.DONE
+    records.database.close()
+
+
+def test_the_rights_for_migrations_that_are_documented_are_enough(leases_mariadb_url: str) -> None:
+    """To make the tables, and to convert them there and back."""
+    asked = section(page("databases"), "Rights").partition("a user with ")[2].partition(" beside")[0]
+    rights = ", ".join([*re.findall(r"`([A-Z ]+)`", asked), "SELECT, INSERT, UPDATE, DELETE"])
+    url = a_user(engine_for(leases_mariadb_url), rights=rights)
+    records = SqlRecordStore(engine_for(url))
+    assert [records.migrate(version).after for version in (2, 1)] == [2, 1]
+    found = inspect(records.database.engine).get_indexes("celery_leases_records")
+    assert BY_STATE in {index["name"] for index in found}
+    assert records.migrate().after == 2
+    records.database.close()
 
 
 @pytest.mark.parametrize("rights", ["SELECT", "SELECT, INSERT, UPDATE", "SELECT, UPDATE, DELETE"])

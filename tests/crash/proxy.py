@@ -9,7 +9,8 @@ from typing import Self
 class CuttingProxy:
     """Forwards connections of 127.0.0.1 to a port there. ``cut(pattern)`` arms it for the next matching request.
 
-    ``bitten`` is set once it has cut; from then on it refuses everybody while ``refusing``.
+    ``bitten`` is set once it has cut; from then on it refuses everybody while ``refusing``. While ``silent`` it takes
+    everything and passes nothing on, so that a server that TCP finds alive never answers.
     """
 
     def __init__(self, target: int) -> None:
@@ -17,6 +18,7 @@ class CuttingProxy:
         self._pattern: bytes | None = None
         self._before = False
         self.refusing = False
+        self.silent = False
         self._lock = threading.Lock()
         self.bitten = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -48,6 +50,8 @@ class CuttingProxy:
             back = threading.Thread(target=self._answer, args=(server, client, doomed), daemon=True)
             back.start()
             while data := client.recv(65536):
+                if self.silent:
+                    continue
                 if self._matches(data):
                     doomed.set()
                     if self._before:
@@ -72,6 +76,8 @@ class CuttingProxy:
                 if doomed.is_set():
                     self.bitten.set()
                     break
+                if self.silent:
+                    continue
                 client.sendall(data)
         _shut(client)
         _shut(server)

@@ -28,6 +28,7 @@ from celery_leases.core.status import MESSAGES, status_of_group
 from celery_leases.core.verdicts import Verdict
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, read_settings
+from celery_leases.stores.schema import Tables
 from tests.unit.pages import PAGES, README, ROOT, blocks, eagerly, executed, markdown_rows, page, rest_rows, section
 
 
@@ -77,6 +78,13 @@ def test_the_option_table_names_every_option_with_its_default() -> None:
     assert LeaseOptions().cooldown.factor == 2
     assert LeaseOptions().on_cooling is LeaseOptions().cooldown_group is None
     assert LeaseOptions().classifier == Rules.default()
+
+
+def test_the_rights_are_those_of_every_table() -> None:
+    """On each kind of server; nothing else is granted."""
+    tables = {table.name for table in Tables().metadata.tables.values()}
+    for block in blocks(section(page("databases"), "Rights"), "sql"):
+        assert set(re.findall(r"celery_leases_\w+", block)) == tables
 
 
 def test_the_settings_table_names_every_setting() -> None:

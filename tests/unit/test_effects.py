@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -387,6 +388,36 @@ class TestStoresAway:
         desk.journal.away("begin", times=2, done=done)
         attempt.effect()
         assert desk.steps() == ["begin", "begin", "begin", "call", "finish"]
+
+    @staticmethod
+    def refuse_the_check(attempt: Attempt, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        """That check, the first of them being number 1, gets no answer from the store."""
+        check, made = attempt.tenure.check, count(1)
+
+        def checked() -> None:
+            if next(made) == number:
+                raise StoreUnavailable("away", None)
+            check()
+
+        monkeypatch.setattr(attempt.tenure, "check", checked)
+
+    def test_a_lease_of_which_nothing_is_known_after_the_intent_makes_no_call(
+        self, desk: Desk, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The next attempt need not wonder."""
+        self.refuse_the_check(attempt, monkeypatch, 2)
+        with pytest.raises(StoreUnavailable):
+            attempt.effect()
+        assert (desk.steps(), desk.called, desk.state) == (["begin", "withdraw"], [], None)
+
+    def test_an_intent_is_tried_again_also_where_nothing_is_known_of_the_lease_meanwhile(
+        self, desk: Desk, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first try may have committed it."""
+        desk.journal.away("begin", times=1, done=True)
+        self.refuse_the_check(attempt, monkeypatch, 2)
+        attempt.effect()
+        assert desk.steps() == ["begin", "begin", "call", "finish"]
 
     def test_an_intent_that_was_certainly_not_written_is_not_tried_again(self, desk: Desk, attempt: Attempt) -> None:
         """Its row is locked by somebody else: the attempt may come back."""

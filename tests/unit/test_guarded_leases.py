@@ -295,19 +295,68 @@ def test_a_check_that_finds_another_owner_raises(
     assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
 
 
-def test_without_an_answer_the_last_sight_of_the_lock_decides(bench: Bench) -> None:
-    """The keeper may still get an answer, but not after that."""
+def away(_: Renewal) -> Kept:
+    """No answer."""
+    raise StoreUnavailable("away", None)
+
+
+def test_a_check_without_an_answer_does_not_pass(bench: Bench) -> None:
+    """However fresh the last look is: its session may have ended since. The lease may yet be confirmed."""
+    tenure, _ = outlasted(bench)
+    bench.leases.answer = away
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="away"):
+            tenure.check()
+    assert (tenure.lost, tenure.held) == (None, True)
+    bench.leases.answer = lambda _: Kept.LOCKED
+    tenure.check()
+
+
+def test_without_an_answer_the_lease_is_over_once_the_last_look_does_not_count(bench: Bench) -> None:
+    """Before the question, or while it is asked."""
     tenure, _ = outlasted(bench)
 
-    def away(_: Renewal) -> Kept:
-        raise StoreUnavailable("away", None)
+    def late(renewal: Renewal) -> Kept:
+        bench.clock.time += BELIEVED
+        return away(renewal)
 
-    bench.leases.answer = away
-    bench.clock.time += BELIEVED - 0.001
-    tenure.check()
-    bench.clock.time += 0.001
-    with pytest.raises(LeaseLost, match=DEADLINE):
-        tenure.check()
+    bench.leases.answer = late
+    for asked in (1, 1):
+        with pytest.raises(LeaseLost, match=DEADLINE):
+            tenure.check()
+        assert len(bench.leases.renewed) == asked
+
+
+LONG = 60.0
+
+
+@pytest.mark.parametrize(("ttl", "over"), [(1.0, 1.0), (15.0, 5.0), (900.0, 5.0)])
+def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(ttl: float, over: float) -> None:
+    """For the next looks to see what it has left."""
+    assert lock_believed(ttl, still=False) == pytest.approx(over)
+    assert lock_believed(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
+
+
+def test_a_lock_is_not_believed_for_long_after_its_transaction(bench: Bench) -> None:
+    """A third of a long ttl is for one that is open; after a rollback whoever waits for the row has taken the key."""
+    tenure, transaction = guarded(bench, ttl=LONG)
+    see(bench, tenure, Kept.LOCKED, 2 * LONG)
+    assert tenure.stop == pytest.approx(START + 2 * LONG + LONG / 3)
+    transaction.open = False
+    bench.clock.time = START + 2 * LONG + 5.0 - 0.001
+    assert tenure.held
+    bench.clock.time += 0.002
+    assert not tenure.held
+    assert tenure.overdue(bench.clock.time) == DEADLINE
+
+
+def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: Bench) -> None:
+    """The next look renews the lease, if nobody else has come."""
+    tenure, transaction = guarded(bench, ttl=LONG)
+    see(bench, tenure, Kept.LOCKED, 2 * LONG)
+    transaction.open = False
+    see(bench, tenure, Kept.OURS, 2 * LONG + 4)
+    assert not tenure.outlasted(bench.clock.time + LONG / 2)
 
 
 def test_a_lease_that_is_lost_is_not_asked_about(bench: Bench) -> None:
@@ -366,3 +415,19 @@ def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) ->
     until(lambda: gone, "the loss")
     assert tenure.lost == DEADLINE
     assert gone[0] - seen[-1] >= 1.0 - 0.05
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "ended"])
+def test_a_look_that_failed_wakes_the_watcher_once_the_transaction_is_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    """It sleeps until the end of a third of the ttl, and the lock counts for less by now."""
+    rung: list[bool] = []
+    tenure, transaction = guarded(bench, ttl=LONG)
+    see(bench, tenure, Kept.LOCKED, 2 * LONG)
+    bench.renewer._watcher_wakes = tenure.stop
+    monkeypatch.setattr(bench.renewer._watcher_bell, "ring", lambda: rung.append(True))
+    transaction.open = is_open
+    bench.leases.answer = away
+    bench.renew(tenure)
+    assert bool(rung) is not is_open
