@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from celery_leases.core.status import LeaseStatus
     from celery_leases.handle import current_lease
-    from celery_leases.seam.outgoing import relay, rescue
     from celery_leases.task import LeasedMixin, LeasedTask
 
 __all__ = [
@@ -39,8 +38,6 @@ __all__ = [
     "Snooze",
     "Uncertain",
     "current_lease",
-    "relay",
-    "rescue",
 ]
 
 _LAZY = {
@@ -56,8 +53,6 @@ _LAZY = {
     "Snooze": "celery_leases.core.errors",
     "Uncertain": "celery_leases.core.errors",
     "current_lease": "celery_leases.handle",
-    "relay": "celery_leases.seam.outgoing",
-    "rescue": "celery_leases.seam.outgoing",
 }
 _ELSEWHERE = ("errors", "rules", "client")
 
@@ -65,6 +60,8 @@ _ELSEWHERE = ("errors", "rules", "client")
 def __getattr__(name: str) -> Any:
     """Import what is used for the first time; raises ``ImportError`` for what is in another module of the package."""
     if name not in _LAZY:
+        if name in ("relay", "rescue"):
+            raise ImportError(f"{name}() is a method of LeaseClient; write: LeaseClient.from_app(app).{name}()")
         for place in _ELSEWHERE if name[:1] != "_" else ():
             module = f"{__name__}.{place}"
             if name in import_module(module).__all__:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from celery_leases.core.durations import Duration, seconds
 from celery_leases.core.effects import Effect
-from celery_leases.core.errors import AlreadyDone, KeyUnusable, LeaseIsLive, StoreUnavailable, UnknownKey
+from celery_leases.core.errors import (
+    AlreadyDone,
+    KeyUnusable,
+    LeaseConfigurationError,
+    LeaseIsLive,
+    StoreUnavailable,
+    UnknownKey,
+)
 from celery_leases.core.gates import Closing
 from celery_leases.core.keys import stored_key
 from celery_leases.core.policies import CooldownPolicy
@@ -32,6 +39,10 @@ from celery_leases.wiring import AnyStore, lease_store, open_effects, open_recor
 __all__ = ["EffectStatus", "GroupStatus", "LeaseClient", "LeaseStatus"]
 
 if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_leases.seam.apps import AppParts
+    from celery_leases.seam.outgoing import Round
     from celery_leases.stores.sql import SqlRecordStore
 
 LOOK_THROUGH = 10_000
@@ -42,8 +53,11 @@ LARGEST = 2**62
 class LeaseClient:
     """Looks at keys and repairs them, given the two URLs a worker has in ``leases_url`` and ``leases_database_url``.
 
-    *prefix*, *schema* and *transport_options* are those of the workers, if they have any.
+    *prefix*, *schema* and *transport_options* are those of the workers, if they have any. A process that has the Celery
+    app takes :meth:`from_app`. Close it, or use it as a context manager.
     """
+
+    _parts: AppParts | None = None
 
     def __init__(
         self,
@@ -63,12 +77,67 @@ class LeaseClient:
         self._checked = False
 
     @classmethod
+    def from_app(cls, app: Celery, *, eager: bool = False) -> LeaseClient:
+        """The client of a Celery *app*: on the stores that its settings name, over the connections of the app itself.
+
+        *eager*: on those of its eager calls.
+        """
+        from celery_leases.seam import apps
+
+        parts = apps.parts_of(app, eager=eager)
+        if parts.client is None:
+            client = cls.on(parts.parts.leases, parts.records)
+            client._parts = parts  # noqa: SLF001 - as in a constructor
+            parts.client = client
+        found: LeaseClient = parts.client
+        return found
+
+    @classmethod
     def on(cls, leases: AnyStore, records: SqlRecordStore) -> LeaseClient:
         """A client on stores that are open already."""
         client = cls.__new__(cls)
         client._leases, client._records, client._checked = leases, records, False  # noqa: SLF001 - its own constructor
         client._effects = open_effects(records)  # noqa: SLF001
         return client
+
+    def close(self) -> None:
+        """Let the connections go, unless they are those of an app; the next call would open new ones."""
+        if self._parts is None:
+            self._records.database.close()
+            self._leases.close()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def relay(self, limit: int = 100) -> Round:
+        """Publish enqueued messages that are due: those whose own process died after the commit. At most *limit*.
+
+        Only a client :meth:`from_app` can publish; any other raises
+        :class:`~celery_leases.errors.LeaseConfigurationError`. Raises
+        :class:`~celery_leases.errors.StoreUnavailable`. A message the broker does not confirm is due again later.
+        """
+        from celery_leases.seam import outgoing
+
+        return outgoing.relay(self._app("relay"), limit)
+
+    def rescue(self, *, older: Duration = "15m", limit: int = 100) -> Round:
+        """Publish the kept messages of records that are with nobody, and have not changed for *older*.
+
+        See ``leases rescue``. Raises as :meth:`relay` does.
+        """
+        from celery_leases.seam import outgoing
+
+        return outgoing.rescue(self._app("rescue"), older=seconds(older, "older"), limit=limit)
+
+    def _app(self, what: str) -> Celery:
+        if self._parts is None:
+            raise LeaseConfigurationError(f"{what}() publishes messages: take LeaseClient.from_app(app)")
+        return self._parts.app
 
     def status(
         self, key: str, *, task: str | None = None, namespace: str | None = None, group: str | None = None
@@ -238,11 +307,6 @@ class LeaseClient:
         policy = CooldownPolicy.of(span, "close_group: span")
         closing = Closing(policy, Reason.ASKED, OPERATOR, redact(why), told=policy.base)
         return status_of_group(self._leases.close_gate(group, closing, OPERATOR), time.time())
-
-    def close(self) -> None:
-        """Let the connections go; the next call would open new ones."""
-        self._records.database.close()
-        self._leases.close()
 
     def _ready(self) -> None:
         if not self._checked:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from celery import Celery, Task
 from celery.result import AsyncResult
@@ -144,8 +144,19 @@ class LeasedMixin:
         state_of(self.request).replacement = sig  # type: ignore[attr-defined]
         return super().replace(sig)  # type: ignore[misc]
 
-    def enqueue(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Enqueue a call of this task in the caller's own transaction: published once that has committed, or never.
+    def delay_in(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
+        """Call this task in the caller's own transaction, as ``delay()`` does outside; see :meth:`apply_async_in`."""
+        return self.apply_async_in(session_or_connection, args, kwargs)
+
+    def apply_async_in(
+        self,
+        session_or_connection: Any,
+        /,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncResult:
+        """Call this task in the caller's own transaction: published once that has committed, or never.
 
         *session_or_connection* is one on the records' database: a SQLAlchemy ``Session`` or ``Connection``, or a DB-API
         connection, in a transaction. A ``Session`` publishes after its commit by itself; for the others, and after a
@@ -153,15 +164,27 @@ class LeasedMixin:
         enqueued and the handle is that of the call it belongs to, unless that has expired. The arguments must be JSON,
         and come back from it as the task's serializer would deliver them.
 
+        *options* are those of ``apply_async`` that a record can keep: ``countdown``, ``eta``, ``expires``, ``queue``,
+        ``exchange``, ``routing_key``, ``priority``, ``headers``, ``link``, ``link_error``, ``serializer``,
+        ``compression``, ``time_limit``, ``soft_time_limit``, ``ignore_result`` and ``shadow``. Times count from now.
+
         Raises :class:`~celery_leases.errors.KeyUnusable`, :class:`~celery_leases.errors.KeyReused`,
         :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.errors.WrongDatabase`,
         :class:`~celery_leases.errors.LeaseConfigurationError` and what the database raises.
         """
         from celery_leases.seam import outgoing
 
+        given, named = tuple(args or ()), dict(kwargs or {})
+        if options:
+            _refuse_task_options(self, options)
         if check := getattr(self, "__header__", None):
-            check(*args, **kwargs)  # as apply_async does
-        return outgoing.enqueue(self, session_or_connection, args, kwargs)
+            check(*given, **named)  # as apply_async does
+        return outgoing.enqueue(self, session_or_connection, given, named, options)
+
+    def enqueue(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: an earlier name of :meth:`delay_in`."""
+        name: str = self.name  # type: ignore[attr-defined]
+        raise LeaseConfigurationError(f"task {name}: enqueue() is called delay_in() now; the arguments are the same")
 
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
         """Where the key stands that a call with these arguments would have.
@@ -170,7 +193,7 @@ class LeasedMixin:
         :class:`~celery_leases.errors.LeaseConfigurationError` for a task without ``lease_key``: its keys are Celery's
         ids.
         """
-        from celery_leases.seam import apps
+        from celery_leases.client import LeaseClient
 
         name: str = self.name  # type: ignore[attr-defined]
         if self.lease_options.key is None:
@@ -181,7 +204,8 @@ class LeasedMixin:
         key = call_key(name, self.lease_options, self.lease_signature, "", args, kwargs)
         group = call_group(name, self.lease_options, self.lease_signature, args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
-        return apps.parts_of(app).client.status(key.key, task=name, namespace=self.lease_options.namespace, group=group)
+        client = LeaseClient.from_app(app)
+        return client.status(key.key, task=name, namespace=self.lease_options.namespace, group=group)
 
 
 class LeasedTask(LeasedMixin, Task):

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import settings
 
+from celery_leases.process import lending
 from tests.combinations import chosen
 
 # A machine that is busy with something else makes single examples slow, which says nothing about the code.
@@ -13,6 +14,12 @@ pytest_plugins = ["celery_leases.testing.plugin", "celery_leases.testing.node_pl
 
 SLOW_FIRST = ("crash", "integration", "contract", "clients", "unit")
 """Directories with what takes long first: where the last tests are short, all processes end at the same time."""
+
+
+@pytest.fixture(autouse=True)
+def _patience() -> None:
+    """A test that acquires a lease itself must not leave the patience of its call to the tests after it."""
+    lending.patience.set(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

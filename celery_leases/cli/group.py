@@ -10,7 +10,6 @@ import click
 from celery_leases.client import LeaseClient
 from celery_leases.core.errors import LeasesError
 from celery_leases.core.texts import printable
-from celery_leases.seam import apps
 from celery_leases.seam.app_settings import leased_tasks
 
 
@@ -31,7 +30,7 @@ def leases() -> None:
 
 def client_of(ctx: click.Context) -> LeaseClient:
     """A client on the stores of the app the command was given."""
-    return apps.parts_of(app_of(ctx)).client
+    return LeaseClient.from_app(app_of(ctx))
 
 
 def check_task(ctx: click.Context, client: LeaseClient, task: str | None) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -16,7 +15,6 @@ from celery import Celery
 
 from celery_leases.body.effects import Effects
 from celery_leases.body.steps import Steps
-from celery_leases.client import LeaseClient
 from celery_leases.core.effects import scope_of
 from celery_leases.core.endings import Returned
 from celery_leases.core.errors import StoreUnavailable
@@ -46,8 +44,11 @@ Closed = Callable[[], AbstractContextManager[None]]
 class AppParts:
     """The parts of one app in one process, and the copies it publishes."""
 
-    def __init__(self, parts: Parts, copies: Copies) -> None:
+    def __init__(self, app: Celery, parts: Parts, copies: Copies) -> None:
+        self._app = ref(app)
         self.parts = parts
+        #: The ``LeaseClient`` on the same stores, once somebody has asked for it.
+        self.client: Any = None
         self.copies = copies
         #: The app's settings.
         self.settings: Settings = parts.settings
@@ -64,10 +65,13 @@ class AppParts:
         #: The clock its deadlines are counted on.
         self.clock: Clock = parts.execution.entry.clock
 
-    @cached_property
-    def client(self) -> LeaseClient:
-        """A client on the same stores."""
-        return LeaseClient.on(self.parts.leases, self.parts.records)
+    @property
+    def app(self) -> Celery:
+        """The app they belong to."""
+        app = self._app()
+        if app is None:
+            raise ReferenceError("the Celery app of these parts is gone")
+        return app
 
     def steps(self, call: Call, tenure: Tenure, record: Record, closed: Closed) -> Steps:
         """What the body of one attempt may do beside returning; *closed* keeps signals away from a step."""
@@ -134,7 +138,7 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
                         from celery_leases.stores.forgetful import keep_the_latest
 
                         keep_the_latest(parts.records)
-            made[eager] = AppParts(parts, Copies(app))
+            made[eager] = AppParts(app, parts, Copies(app))
         return made[eager]
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -186,18 +186,18 @@ class HeldCalls:
         copy = request.eta is not None
         if (HEADER not in told if copy else task.name not in self._tasks) or not self.wakes(consumer):
             return
-        header = arrived(told, task.name, call_id_of(request.id, told.get("replaced_task_nesting")))
         if copy:
-            if header is None or not header.held or not (stored_key := carried_stored_key(task, header)):
+            header = _header_of(request)
+            if header is None or not (stored_key := carried_stored_key(task, header)):
                 return
             with self._lock:
                 line = self._line(stored_key, task)
                 line.about(header.fingerprint)
         else:
-            found = self._line_of(request, header)
+            found = self._line_of(request)
             if found is None:
                 return
-            line = found
+            line, shown = found
             with self._lock:
                 if line.free and not line.waiting and len(line.begun) < line.width:
                     line.begun.add(request)
@@ -206,6 +206,7 @@ class HeldCalls:
             if not self._may_wait(consumer):
                 return
             request._eta = datetime.now(UTC) + timedelta(seconds=min(_countdown(), line.longest))  # noqa: SLF001
+            logger.info("%s[%s] key %s: waits here: another call holds the key", task.name, request.id, shown)
         request.waits_until = monotonic() + line.longest * random.uniform(0.7, 1.0)
         self._watch(request, line)
 
@@ -260,8 +261,8 @@ class HeldCalls:
         line.rerun = line.rerun or task.lease_options.rerun
         return line
 
-    def _line_of(self, request: Any, header: Header | None) -> Line | None:
-        """The line that a message which has just come belongs to.
+    def _line_of(self, request: Any) -> tuple[Line, str] | None:
+        """The line that a message which has just come belongs to, and its key as it is shown.
 
         A call with other arguments is refused at once, which the record decides; it goes to a pool child.
         """
@@ -271,11 +272,11 @@ class HeldCalls:
         try:
             call_id = call_id_of(request.id, told.get("replaced_task_nesting"))
             args, kwargs, _ = request._payload  # noqa: SLF001
-            key = key_of(request.task, header, call_id, args, kwargs, told["retries"])
+            key = key_of(request.task, None, call_id, args, kwargs, told["retries"])
         except Exception:  # noqa: BLE001 - the pool child says what is wrong with it
             return None
         line = self.lines.get(key.stored)
-        return line if line is not None and key.fingerprint in line.fingerprints else None
+        return (line, key.shown) if line is not None and key.fingerprint in line.fingerprints else None
 
     def _may_wait(self, consumer: Any) -> bool:
         """Whether one more message may get a countdown; ``worker_eta_task_limit`` is a limit of these too."""
@@ -398,6 +399,15 @@ class HeldCalls:
 
 def _consumer() -> Any:
     return getattr(apps.worker_here(), "consumer", None)
+
+
+def _header_of(request: Any) -> Header | None:
+    """The header of a copy that waits for a held key; of any other message nothing is said here."""
+    told = request._request_dict  # noqa: SLF001 - as Celery's own request reads it
+    written = told.get(HEADER)
+    if not (isinstance(written, Mapping) and written.get("held") is True):
+        return None
+    return arrived(told, request.task.name, call_id_of(request.id, told.get("replaced_task_nesting")))
 
 
 def _countdown() -> float:

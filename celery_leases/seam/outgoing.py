@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from celery import Celery
 from celery.result import AsyncResult
+from celery.utils.time import maybe_make_aware
 
 from celery_leases.core.decisions import refused_for_good
 from celery_leases.core.errors import KeyReused, LeaseConfigurationError, RecordUnreadable, StoreUnavailable
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RELAY_AT_ONCE: Final = 100
 LOOKED_AT_ONCE: Final = 100
+OPTIONS_KEPT: Final = frozenset(
+    {
+        *("countdown", "eta", "expires", "queue", "exchange", "routing_key", "priority", "headers", "link"),
+        *("link_error", "serializer", "compression", "time_limit", "soft_time_limit", "ignore_result", "shadow"),
+    }
+)
+"""Options of ``apply_async`` that are kept with a call."""
 RESCUE_AFTER: Final = 900.0
 """Seconds without a change after which a record's message is taken to be with nobody."""
 
@@ -41,17 +49,19 @@ class Round:
     refused: list[Record] = field(default_factory=list)
 
 
-def enqueue(task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AsyncResult:
-    """Write the call of *task* into the transaction *given*; see :meth:`celery_leases.LeasedTask.enqueue`."""
+def enqueue(
+    task: Any, given: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options_of_call: Mapping[str, Any]
+) -> AsyncResult:
+    """Write the call of *task* into the transaction *given*; see ``LeasedTask.apply_async_in``."""
     app, options, call_id = task.app, task.lease_options, str(uuid4())
     if options.rerun and options.key is not None:
         raise LeaseConfigurationError(
-            f'task {task.name}: enqueue() needs a record of its own for each call, but under lease_on_done="rerun" all '
-            "calls of a key share one; leave lease_key out, or publish after the commit"
+            f"task {task.name}: delay_in() needs a record of its own for each call, but under "
+            'lease_on_done="rerun" all calls of a key share one; leave lease_key out, or publish after the commit'
         )
     parts = apps.parts_of(app)
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
-    message = _message(task, args, kwargs, call_id)
+    message = _message(task, args, kwargs, call_id, options_of_call)
     from celery_leases.stores.transactions import JoinedTransaction
 
     outbox = _outbox(parts)
@@ -78,20 +88,36 @@ def _outbox(parts: apps.AppParts) -> Outbox:
     return Outbox(parts.records)
 
 
-def _message(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call_id: str) -> str:
+def _message(
+    task: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call_id: str, options: Mapping[str, Any]
+) -> str:
     """The message of a new call, as it is kept until it is published."""
+    if unknown := options.keys() - OPTIONS_KEPT:
+        raise LeaseConfigurationError(
+            f"task {task.name}: apply_async_in() does not take {min(unknown)}=; a record keeps "
+            + ", ".join(sorted(OPTIONS_KEPT))
+        )
+    serializer = options.get("serializer") or task.serializer or task.app.conf.task_serializer
     try:
-        delivered = as_delivered(args, kwargs, task.serializer or task.app.conf.task_serializer)
-        return kept(task.signature(*delivered, task_id=call_id, **_lifetime(task.expires)))
+        delivered = as_delivered(args, kwargs, serializer)
+        return kept(
+            task.signature(*delivered, task_id=call_id, **_times(task.app, {"expires": task.expires, **options}))
+        )
     except NotKept as error:
-        raise LeaseConfigurationError(f"task {task.name}: enqueue() does not take these arguments: {error}") from None
+        raise LeaseConfigurationError(f"task {task.name}: delay_in() does not take these arguments: {error}") from None
 
 
-def _lifetime(expires: Any) -> dict[str, str]:
-    """The ``expires`` of a task, counted from now: it is published later, perhaps more than once."""
-    if not isinstance(expires, Real):
-        return {}
-    return {"expires": (datetime.now(UTC) + timedelta(seconds=float(expires))).isoformat()}
+def _times(app: Celery, options: Mapping[str, Any]) -> dict[str, Any]:
+    """*options* with their times counted from now: the call is published later, perhaps more than once."""
+    times = {name: value for name, value in options.items() if name != "countdown" and value is not None}
+    if options.get("countdown") is not None:
+        times["eta"] = options["countdown"]
+    for name in times.keys() & {"eta", "expires"}:
+        if isinstance(times[name], Real):
+            times[name] = datetime.now(UTC) + timedelta(seconds=float(times[name]))
+        if isinstance(times[name], datetime):
+            times[name] = maybe_make_aware(times[name], app.timezone).isoformat()
+    return times
 
 
 def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:

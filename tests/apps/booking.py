@@ -221,7 +221,7 @@ class Play:
 
     def enqueues(self, task, *arguments):
         """Enqueue another task's call in the transaction."""
-        return app.tasks[f"{__name__}.{task}"].enqueue(self.books.given, *arguments).id
+        return app.tasks[f"{__name__}.{task}"].delay_in(self.books.given, *arguments).id
 
 
 def _raise(play, kind):

@@ -33,7 +33,8 @@ _ONCE = CooldownPolicy(1, jitter=0)
 
 
 def _ordered(task, name, gate, how):
-    note("begin", name=name, id=task.request.id, attempt=task.lease.attempt)
+    asked = (task.request.headers or {}).get("asked_by")
+    note("begin", name=name, id=task.request.id, attempt=task.lease.attempt, asked_by=asked)
     if gate:
         wait_for(gate)
     if how == "fail":

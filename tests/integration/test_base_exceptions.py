@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_leases import LeasedTask
+from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import LeaseHeld
-from celery_leases.seam import apps
 
 
 class Stop(BaseException):
@@ -28,7 +27,7 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
 
     with pytest.raises(type(error)):
         ends.apply(args=("a",))
-    status = apps.parts_of(app, eager=True).client.status("ends:a", task="ends")
+    status = LeaseClient.from_app(app, eager=True).status("ends:a", task="ends")
     assert (status.state, status.attempt, status.failures, status.resumes) == ("cooling", 1, 1, False)
     assert status.error is not None
     assert status.error.type.endswith(type(error).__name__)
@@ -46,6 +45,6 @@ def test_what_a_body_raises_after_its_lease_is_lost_is_no_failure() -> None:
 
     with pytest.raises(LeaseHeld, match="the lease was lost"):
         lost.apply(args=("a",)).get()
-    status = apps.parts_of(app, eager=True).client.status("lost:a", task="lost")
+    status = LeaseClient.from_app(app, eager=True).status("lost:a", task="lost")
     assert (status.state, status.reason, status.failures) == ("pending", "lost", 0)
     app.close()

@@ -47,7 +47,9 @@ def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
     assert finding.facts["wal run tight"].median < finding.facts["wal run leases"].median
     for name in ("leases", "leases_database"):
         measured = [round(finding.facts[f"{fact} replay {name}"].median, 1) for fact in ("wal", "xids", "locks")]
-        assert measured <= [REPLAY.wal, REPLAY.xids, REPLAY.row_locks]
+        # PostgreSQL writes a little by itself, now and then.
+        assert measured[0] <= REPLAY.wal + 5
+        assert measured[1:] == [REPLAY.xids, REPLAY.row_locks]
     assert round(finding.facts["trips run leases"].median) == 2
     assert round(finding.facts["trips run leases_database"].median) == 0
 

@@ -155,11 +155,12 @@ def test_an_empty_redis_costs_nothing_more(
         with redis.Redis.from_url(lease_server.url) as client:
             client.flushall()  # may take the scripts along
         costs = []
-        for number in range(3):
+        for number in range(5):
             call = stage.tasks.work.s(f"{name}-{number}")
             costs.append(bench.cost(lambda call=call: call.delay().get(timeout=PATIENCE)))  # type: ignore[misc]
-        assert [len(statements) for _, statements in costs] == [2, 2, 2]
-        assert [commands for commands, _ in costs[1:]] == [["EVALSHA", "EVALSHA"]] * 2
+        # A purge may fall into one of them.
+        assert sorted(len(statements) for _, statements in costs)[:-1] == [2] * 4
+        assert [commands for commands, _ in costs[1:]] == [["EVALSHA", "EVALSHA"]] * 4
     finally:
         tape.close()
         stage.close()

@@ -122,6 +122,25 @@ def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(stage: 
     assert len(stage.events("begin", name=f"{name}-0")) == 1
 
 
+def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(stage: Stage, name: str) -> None:
+    """It sends the ids of its first time, so its calls are copies; plain tasks would run, and its body too."""
+    frozen = chord([stage.tasks.keyless.s(f"{name}-0"), stage.tasks.keyless.s(f"{name}-1")], stage.tasks.gather.s())
+    frozen.freeze()
+    result = frozen.apply_async()
+    values = result.get(timeout=PATIENCE)
+    members = [child.id for child in result.parent.children]
+    stage.wait_until_drained()  # the callbacks of each call are noted
+    again = frozen.apply_async()
+    assert (again.id, [child.id for child in again.parent.children]) == (result.id, members)
+    for call in members:
+        stage.wait_for_log(call, "dropped: its result and callbacks are out")
+    stage.wait_until_drained()
+    assert stage.app.AsyncResult(again.id).get(timeout=PATIENCE) == values
+    assert [stage.app.AsyncResult(call).get(timeout=PATIENCE) for call in members] == values
+    assert [len(stage.events("begin", name=f"{name}-{n}")) for n in range(2)] == [1, 1]
+    assert len(stage.events("gather", id=result.id)) == 1
+
+
 def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(stage: Stage, name: str) -> None:
     """The flag ``redelivered`` alone changes nothing for a member that has not begun."""
     side = stage.side_queue()

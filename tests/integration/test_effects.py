@@ -9,7 +9,6 @@ from sqlalchemy import text
 
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, PermanentFailure, Uncertain
 from celery_leases.errors import EffectMisused
-from celery_leases.seam.apps import parts_of
 from celery_leases.testing.process import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.payments import Provider, provider
@@ -374,7 +373,7 @@ def test_called_directly_it_is_the_call(stage: Stage, provider: Provider, name: 
 def eager(stage: Stage, provider: Provider) -> Iterator[LeaseClient]:
     """The stores in memory of the tasks that run here."""
     with environment({"PROVIDER": provider.url, "JOURNAL": str(stage.journal)}):
-        yield parts_of(stage.app, eager=True).client
+        yield LeaseClient.from_app(stage.app, eager=True)
 
 
 def test_an_eager_call_uses_what_one_before_it_has_done(

@@ -15,7 +15,7 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases import PermanentFailure
+from celery_leases import LeaseClient, PermanentFailure
 from celery_leases.core.keys import stored_key
 from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDatabase
 from celery_leases.seam import apps, outgoing
@@ -54,7 +54,7 @@ def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
 ) -> None:
     """Before that it is neither in the queue nor in the records; afterwards it is as any other call."""
     with Session(engine) as session:
-        handle = stage.tasks.order.enqueue(session, name)
+        handle = stage.tasks.order.delay_in(session, name)
         assert stage.row("order", f"order:{name}") is None
         assert not stage.left_over()
         session.commit()
@@ -64,24 +64,61 @@ def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
     assert begins(stage, name) == [handle.id]
 
 
+def test_an_enqueued_call_keeps_its_options(stage: Stage, engine: Engine, name: str) -> None:
+    """Those of ``apply_async``; a countdown counts from the call."""
+    tasks = stage.tasks
+    with Session(engine) as session:
+        called = time.monotonic()
+        handle = tasks.order.apply_async_in(
+            session,
+            (name,),
+            {"how": None},
+            countdown=2.5,
+            expires=60,
+            headers={"asked_by": "a test"},
+            link=tasks.single.si(f"{name}-linked"),
+        )
+        session.commit()
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+    (begun,) = stage.events("begin", name=name)
+    assert begun["asked_by"] == "a test"
+    assert begun["t"] - called >= 2.4
+    stage.wait_for("begin", name=f"{name}-linked")
+
+
+def test_options_that_a_record_cannot_keep_are_refused(stage: Stage, engine: Engine, name: str) -> None:
+    """With those it keeps; and the earlier name with the one of today."""
+    order = stage.tasks.order
+    with Session(engine) as session, session.begin():
+        with pytest.raises(LeaseConfigurationError, match="does not take producer=; a record keeps compression, "):
+            order.apply_async_in(session, (name,), producer=object())
+        with pytest.raises(LeaseConfigurationError, match="lease_ttl"):
+            order.apply_async_in(session, (name,), lease_ttl=3)
+        with pytest.raises(LeaseConfigurationError, match="JSON"):
+            order.apply_async_in(session, (name,), headers={"asked_by": object()})
+        with pytest.raises(LeaseConfigurationError, match=r"called delay_in\(\) now"):
+            order.enqueue(session, name)
+    assert stage.row("order", f"order:{name}") is None
+
+
 def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: str) -> None:
     """By session, connection and driver: no record, no message, and the session may be used again."""
     with Session(engine) as session:
-        stage.tasks.order.enqueue(session, name)
+        stage.tasks.order.delay_in(session, name)
         session.rollback()
     with engine.connect() as connection, connection.begin() as transaction:
-        stage.tasks.order.enqueue(connection, name)
+        stage.tasks.order.delay_in(connection, name)
         transaction.rollback()
     with closing(driver(stage)) as connection:
-        stage.tasks.order.enqueue(connection, name)
+        stage.tasks.order.delay_in(connection, name)
         connection.rollback()
     assert stage.row("order", f"order:{name}") is None
     assert relayed(stage) == 0
     assert not stage.left_over()
     with Session(engine) as session:
-        stage.tasks.order.enqueue(session, name)
+        stage.tasks.order.delay_in(session, name)
         session.rollback()
-        handle = stage.tasks.order.enqueue(session, name)
+        handle = stage.tasks.order.delay_in(session, name)
         session.commit()
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     assert begins(stage, name) == [handle.id]
@@ -91,10 +128,10 @@ def test_a_savepoint_decides_for_what_was_enqueued_within(stage: Stage, engine: 
     """What was rolled back to it never was; what was released waits for the outer commit."""
     with Session(engine) as session:
         with session.begin_nested() as savepoint:
-            stage.tasks.order.enqueue(session, f"{name}-not")
+            stage.tasks.order.delay_in(session, f"{name}-not")
             savepoint.rollback()
         with session.begin_nested():
-            handle = stage.tasks.order.enqueue(session, f"{name}-yes")
+            handle = stage.tasks.order.delay_in(session, f"{name}-yes")
         assert not stage.left_over()
         session.commit()
     assert handle.get(timeout=PATIENCE) == by(f"{name}-yes", handle.id)
@@ -105,9 +142,9 @@ def test_a_savepoint_decides_for_what_was_enqueued_within(stage: Stage, engine: 
 def test_several_calls_of_one_transaction_are_all_published(stage: Stage, engine: Engine, name: str) -> None:
     """Tasks without a key too; the same key twice is one call."""
     with Session(engine) as session, session.begin():
-        handles = [stage.tasks.order.enqueue(session, f"{name}-{number}") for number in range(3)]
-        handles.append(stage.tasks.single.enqueue(session, name))
-        twice = stage.tasks.order.enqueue(session, f"{name}-0")
+        handles = [stage.tasks.order.delay_in(session, f"{name}-{number}") for number in range(3)]
+        handles.append(stage.tasks.single.delay_in(session, name))
+        twice = stage.tasks.order.delay_in(session, f"{name}-0")
     assert twice.id == handles[0].id
     names = [f"{name}-0", f"{name}-1", f"{name}-2", name]
     assert [handle.get(timeout=PATIENCE) for handle in handles] == [
@@ -118,7 +155,7 @@ def test_several_calls_of_one_transaction_are_all_published(stage: Stage, engine
 def test_the_same_key_twice_by_a_driver_is_one_call(stage: Stage, name: str) -> None:
     """A DB-API connection sees its own row too."""
     with closing(driver(stage)) as connection:
-        handles = [stage.tasks.order.enqueue(connection, name) for _ in range(2)]
+        handles = [stage.tasks.order.delay_in(connection, name) for _ in range(2)]
         connection.rollback()
     assert handles[0].id == handles[1].id
 
@@ -128,13 +165,13 @@ def test_a_connection_leaves_the_publishing_to_the_relay(stage: Stage, engine: E
     """Nobody tells of its commit; the relay publishes what is due, and nothing a second time."""
     if kind == "connection":
         with engine.begin() as connection:
-            handle = stage.tasks.order.enqueue(connection, name)
+            handle = stage.tasks.order.delay_in(connection, name)
     elif kind == "session on a connection":
         with engine.begin() as connection, Session(connection) as session, session.begin():
-            handle = stage.tasks.order.enqueue(session, name)
+            handle = stage.tasks.order.delay_in(session, name)
     else:
         with closing(driver(stage)) as connection:
-            handle = stage.tasks.order.enqueue(connection, name)
+            handle = stage.tasks.order.delay_in(connection, name)
             connection.commit()
     assert record(stage, name)["state"] == "pending"
     if kind != "session on a connection":  # which has waited for the lock of SQLite, perhaps until it was due
@@ -154,7 +191,7 @@ from celery_leases.seam import outgoing
 from tests.apps.ordering import order
 outgoing._publish_own = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, session.begin():
-    print(order.enqueue(session, os.environ["NAME"]).id, flush=True)
+    print(order.delay_in(session, os.environ["NAME"]).id, flush=True)
 """
 
 
@@ -183,7 +220,7 @@ def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
 def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: str) -> None:
     """``celery_leases.relay`` is a task of any app that includes ``celery_leases.chores``."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
     stage.app.send_task("celery_leases.relay")
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
@@ -192,7 +229,7 @@ def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: st
 def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine, name: str) -> None:
     """Whoever takes a message first publishes it."""
     with engine.begin() as connection:
-        handles = [stage.tasks.order.enqueue(connection, f"{name}-{number}") for number in range(5)]
+        handles = [stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(5)]
     for number in range(5):
         let_be_due(stage, f"{name}-{number}")
     assert sum(at_once(*[lambda: relayed(stage)] * 3)) == 5
@@ -204,7 +241,7 @@ def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine,
 def test_a_relay_and_a_publish_at_once_are_one_run(stage: Stage, engine: Engine, name: str) -> None:
     """The second copy of the call is dropped or replayed."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
     stored = stored_key(f"{ORDERING}.order", f"order:{name}")
     at_once(lambda: relayed(stage), lambda: outgoing._publish_own(stage.app, stored))
@@ -223,7 +260,7 @@ def test_a_commit_succeeds_while_the_broker_is_away(
         patch.setattr(stage.app.conf, "broker_write_url", f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1")
         began = time.monotonic()
         with Session(engine) as session, session.begin():
-            handle = stage.tasks.order.enqueue(session, name)
+            handle = stage.tasks.order.delay_in(session, name)
         assert time.monotonic() - began < 6.0
         assert record(stage, name)["state"] == "pending"
         let_be_due(stage, name)
@@ -241,19 +278,19 @@ def test_a_key_that_has_a_record_is_not_enqueued_again(stage: Stage, engine: Eng
     """Pending, running or done: the handle is that of the first call, and nothing is published."""
     gate = stage.gate()
     with engine.begin() as connection:
-        first = stage.tasks.order.enqueue(connection, name, str(gate))
+        first = stage.tasks.order.delay_in(connection, name, str(gate))
     ids = []
     with engine.begin() as connection:
-        ids.append(stage.tasks.order.enqueue(connection, name, str(gate)).id)
+        ids.append(stage.tasks.order.delay_in(connection, name, str(gate)).id)
     let_be_due(stage, name)
     assert relayed(stage) == 1
     stage.wait_for("begin", name=name)
     with Session(engine) as session, session.begin():
-        ids.append(stage.tasks.order.enqueue(session, name, str(gate)).id)
+        ids.append(stage.tasks.order.delay_in(session, name, str(gate)).id)
     gate.touch()
     assert first.get(timeout=PATIENCE) == by(name, first.id)
     with Session(engine) as session, session.begin():
-        ids.append(stage.tasks.order.enqueue(session, name, str(gate)).id)
+        ids.append(stage.tasks.order.delay_in(session, name, str(gate)).id)
     assert ids == [first.id] * 3
     assert record(stage, name)["publish_at"] is None
     stage.wait_until_drained()
@@ -266,17 +303,17 @@ def test_a_key_that_has_failed_for_good_is_refused(stage: Stage, engine: Engine,
         stage.tasks.order.delay(name, None, "fail").get(timeout=PATIENCE)
     with Session(engine) as session, session.begin():
         with pytest.raises(PermanentFailure, match=f"nobody sells {name}"):
-            stage.tasks.order.enqueue(session, name, None, "fail")
-        handle = stage.tasks.order.enqueue(session, f"{name}-other")
+            stage.tasks.order.delay_in(session, name, None, "fail")
+        handle = stage.tasks.order.delay_in(session, f"{name}-other")
     assert handle.get(timeout=PATIENCE) == by(f"{name}-other", handle.id)
 
 
 def test_other_content_under_the_same_key_is_refused(stage: Stage, engine: Engine, name: str) -> None:
     """``KeyReused`` names the arguments that differ."""
     with Session(engine) as session, session.begin():
-        first = stage.tasks.order.enqueue(session, name)
+        first = stage.tasks.order.delay_in(session, name)
         with pytest.raises(KeyReused) as told:
-            stage.tasks.order.enqueue(session, name, how="well")
+            stage.tasks.order.delay_in(session, name, how="well")
     assert told.value.differing == ["how"]
     assert first.get(timeout=PATIENCE) == by(name, first.id)
 
@@ -290,7 +327,7 @@ def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(stage: Stage, engi
         lambda: not stage.client.status(f"order:{name}", task=f"{ORDERING}.order").retry_after, PATIENCE, "the cooldown"
     )
     with Session(engine) as session, session.begin():
-        handle = stage.tasks.order.enqueue(session, name, None, "cool")
+        handle = stage.tasks.order.delay_in(session, name, None, "cool")
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     assert begins(stage, name)[1:] == [handle.id]
 
@@ -299,8 +336,8 @@ def test_a_key_an_operator_has_released_is_enqueued_anew(stage: Stage, engine: E
     """Nothing is queued for it, as the operator was told."""
     stage.client.resolve(doubtful(stage, name), "retry", task=f"{ORDERING}.order")
     with Session(engine) as session, session.begin():
-        handle = stage.tasks.order.enqueue(session, name, None, "doubt")
-        twice = stage.tasks.order.enqueue(session, name, None, "doubt")
+        handle = stage.tasks.order.delay_in(session, name, None, "doubt")
+        twice = stage.tasks.order.delay_in(session, name, None, "doubt")
     assert twice.id == handle.id
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
@@ -318,16 +355,16 @@ def test_a_key_whose_enqueued_call_has_expired_is_enqueued_anew(
     order = stage.tasks.order
     with monkeypatch.context() as patch, Session(engine) as session, session.begin():
         let_expire(patch, order)
-        expired = order.enqueue(session, name)
+        expired = order.delay_in(session, name)
     stage.wait_until_drained()
     let_be_old(stage, name, "order")
     assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
     with engine.begin() as connection:
-        handle = order.enqueue(connection, name)
+        handle = order.delay_in(connection, name)
     assert handle.id != expired.id
     change(stage, name, "publish_at = NULL")
     with engine.begin() as connection:
-        assert order.enqueue(connection, name).id == handle.id
+        assert order.delay_in(connection, name).id == handle.id
     assert rescued(stage, name) == 1
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     assert begins(stage, name) == [handle.id]
@@ -341,13 +378,13 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
     with monkeypatch.context() as patch, engine.begin() as connection:
         let_expire(patch, order)
         for each in names:
-            order.enqueue(connection, each)
+            order.delay_in(connection, each)
     let_be_due(stage, names[0])
     assert relayed(stage) == 0
     row = record(stage, names[0])
     assert (row["state"], row["message"], row["publish_at"], row["call_id"]) == ("pending", None, None, "")
     with Session(engine) as session, session.begin():
-        handles = [order.enqueue(session, each) for each in names]
+        handles = [order.delay_in(session, each) for each in names]
     for each, handle in zip(names, handles, strict=True):
         assert handle.get(timeout=PATIENCE) == by(each, handle.id)
         assert begins(stage, each) == [handle.id]
@@ -358,7 +395,7 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
 ) -> None:
     """Nobody tells the records of a revocation, so an operator does; a release would leave the message to a rescue."""
     with engine.begin() as connection:
-        revoked = stage.tasks.order.enqueue(connection, name)
+        revoked = stage.tasks.order.delay_in(connection, name)
     host = f"{stage.worker.name}@{os.uname().nodename}"
     assert stage.app.control.revoke(revoked.id, destination=[host], reply=True, timeout=10)
     let_be_due(stage, name)
@@ -366,13 +403,13 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     with pytest.raises(TaskRevokedError):
         revoked.get(timeout=PATIENCE)
     with Session(engine) as session, session.begin():
-        assert stage.tasks.order.enqueue(session, name).id == revoked.id
+        assert stage.tasks.order.delay_in(session, name).id == revoked.id
     let_be_old(stage, name, "order")
     for command, left in (("release", 1), ("forget", 0)):
         operator.sees(command, f"order:{name}", "--task", f"{ORDERING}.order")
         assert rescued(stage, name, dry_run=True) == left
     with Session(engine) as session, session.begin():
-        handle = stage.tasks.order.enqueue(session, name)
+        handle = stage.tasks.order.delay_in(session, name)
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     assert begins(stage, name) == [handle.id]
 
@@ -380,7 +417,7 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
 def test_another_call_of_the_key_may_come_before_the_enqueued_one(stage: Stage, engine: Engine, name: str) -> None:
     """It runs, and the enqueued one is answered with its result: one run."""
     with engine.begin() as connection:
-        enqueued = stage.tasks.order.enqueue(connection, name)
+        enqueued = stage.tasks.order.delay_in(connection, name)
     early = stage.tasks.order.delay(name)
     assert early.get(timeout=PATIENCE) == by(name, early.id)
     let_be_due(stage, name)
@@ -394,7 +431,7 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
 ) -> None:
     """Its record is pending and has never ended in any way: a redelivered message finds it free."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     side = stage.side_queue()
     stage.send("order", name, task_id=handle.id, queue=side)
     stage.redeliver(side)
@@ -405,22 +442,39 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
     assert begins(stage, name) == [handle.id]
 
 
+def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(stage: Stage, engine: Engine, name: str) -> None:
+    """It takes the app to publish a message."""
+    with engine.begin() as connection:
+        handle = stage.tasks.order.delay_in(connection, name)
+    let_be_due(stage, name)
+    with stage.client as client:
+        with pytest.raises(LeaseConfigurationError, match="from_app"):
+            client.relay()
+        with pytest.raises(LeaseConfigurationError, match="from_app"):
+            client.rescue(older="1h")
+    with LeaseClient.from_app(stage.app) as client:
+        assert [record.call_id for record in client.relay().published] == [handle.id]
+        assert client.rescue(older="1h").published == []
+        assert client is LeaseClient.from_app(stage.app)
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+
+
 def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(stage: Stage, engine: Engine, name: str) -> None:
     """Wrong arguments, arguments that are no JSON, tasks whose calls share a record, and autocommit."""
     with Session(engine) as session, session.begin():
         with pytest.raises(TypeError):
-            stage.tasks.order.enqueue(session, name, unknown=1)
+            stage.tasks.order.delay_in(session, name, unknown=1)
         with pytest.raises(LeaseConfigurationError, match="JSON"):
-            stage.tasks.single.enqueue(session, object())
+            stage.tasks.single.delay_in(session, object())
         with pytest.raises(LeaseConfigurationError, match="rerun"):
-            stage.tasks.again.enqueue(session, name)
+            stage.tasks.again.delay_in(session, name)
         with pytest.raises(WrongDatabase, match="no SQLAlchemy Session"):
-            stage.tasks.order.enqueue(object(), name)
+            stage.tasks.order.delay_in(object(), name)
     with (
         stage._engine.connect() as connection,
         pytest.raises(WrongDatabase, match="autocommit"),
     ):
-        stage.tasks.order.enqueue(connection, name)
+        stage.tasks.order.delay_in(connection, name)
     assert stage.row("order", f"order:{name}") is None
 
 
@@ -432,15 +486,15 @@ def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
     with Session(engine) as session, session.begin():
         for content in ((2, 3), {1: [2]}, [{"a": (1,)}]):
             with pytest.raises(LeaseConfigurationError, match="JSON, which would change these"):
-                typed.enqueue(session, name, content)
+                typed.delay_in(session, name, content)
         with pytest.raises(LeaseConfigurationError, match="cannot be published with the serializer 'typed'"):
-            typed.enqueue(session, name, Decimal("1.5"))
+            typed.delay_in(session, name, Decimal("1.5"))
         with pytest.raises(LeaseConfigurationError, match="cannot be published with the serializer 'typed'"):
-            typed.enqueue(session, name, content=Decimal("1.5"))
+            typed.delay_in(session, name, content=Decimal("1.5"))
     assert stage.row("typed", f"typed:{name}") is None
     with Session(engine) as session, session.begin():
-        handle = typed.enqueue(session, name, [{"a": [1, None]}])
-        number = stage.tasks.single.enqueue(session, name, None, how=(Decimal("1.5"),))
+        handle = typed.delay_in(session, name, [{"a": [1, None]}])
+        number = stage.tasks.single.delay_in(session, name, None, how=(Decimal("1.5"),))
     assert handle.get(timeout=PATIENCE) == "[{'a': [1, None]}]"
     assert number.get(timeout=PATIENCE) == by(name, number.id)
 
@@ -459,7 +513,7 @@ def test_a_call_whose_arguments_json_would_change_is_not_stored(stage: Stage, na
 def test_a_locked_record_does_not_keep_the_relay_from_the_others(stage: Stage, engine: Engine, name: str) -> None:
     """A transaction that goes on for long has one of them locked; the others are published."""
     with engine.begin() as connection:
-        handles = [stage.tasks.order.enqueue(connection, f"{name}-{number}") for number in range(3)]
+        handles = [stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(3)]
     for number in range(3):
         let_be_due(stage, f"{name}-{number}")
     lock = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")
@@ -477,7 +531,7 @@ def test_beat_relays_by_itself(stage_factory: StageFactory, name: str) -> None:
     stage = stage_factory(PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"})
     engine = create_engine(stage.database_url, poolclass=NullPool)
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
     schedule = str(stage.directory / "schedule")
     with stage.new_worker(concurrency=2, options=("-B", "--schedule", schedule)):

@@ -45,7 +45,7 @@ def test_what_was_published_and_never_delivered_is_rescued(
 ) -> None:
     """The broker has lost the message of an enqueued call: ``--dry-run`` tells, ``rescue`` publishes it."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
     assert rescued(stage, name) == 0  # it has only just begun to wait
     let_be_old(stage, name, "order")
@@ -64,7 +64,7 @@ def test_what_was_published_and_never_delivered_is_rescued(
 def test_two_rescues_at_once_publish_a_message_once(stage: Stage, engine: Engine, name: str) -> None:
     """The row is compared as it is set."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
     assert sum(at_once(*[lambda: rescued(stage, name)] * 3)) >= 1
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
@@ -75,7 +75,7 @@ def test_two_rescues_at_once_publish_a_message_once(stage: Stage, engine: Engine
 def test_a_record_that_changed_since_it_was_read_is_not_published(stage: Stage, engine: Engine, name: str) -> None:
     """Of two rescues that have read the same row the second finds it taken."""
     with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, name)
+        stage.tasks.order.delay_in(connection, name)
     let_be_old(stage, name, "order")
     outbox = Outbox(apps.parts_of(stage.app).records)
     (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
@@ -88,7 +88,7 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(stage_fact
     stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
     made = create_engine(stage.database_url, poolclass=NullPool)
     with Session(made) as session, session.begin():
-        stage.tasks.order.enqueue(session, name)
+        stage.tasks.order.delay_in(session, name)
     assert (rescued(stage, name), stage.left_over()["queue"]) == (0, 1)
     for copies in (2, 3):
         let_be_old(stage, name, "order")
@@ -104,7 +104,7 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
 ) -> None:
     """The broker is away: the command fails and says why, and nothing is lost for those who only rescue."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
     let_be_old(stage, name, "order")
     away = f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1"
@@ -123,7 +123,7 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
 def test_what_a_killed_rescue_has_marked_is_published_by_the_next(stage: Stage, engine: Engine, name: str) -> None:
     """It died before it published, and nobody relays."""
     with engine.begin() as connection:
-        handle = stage.tasks.order.enqueue(connection, name)
+        handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
     let_be_old(stage, name, "order")
     outbox = Outbox(apps.parts_of(stage.app).records)
@@ -136,7 +136,7 @@ def test_what_a_killed_rescue_has_marked_is_published_by_the_next(stage: Stage, 
 def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine: Engine, name: str) -> None:
     """Before anybody has claimed it."""
     with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, name)
+        stage.tasks.order.delay_in(connection, name)
     assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention * 1e6
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
@@ -146,11 +146,11 @@ def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
 ) -> None:
     """An operator's retention is for what nobody asks for any more."""
     with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, name)
+        stage.tasks.order.delay_in(connection, name)
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
     assert record(stage, name)["expires_at"]
     with Session(engine) as session, session.begin():
-        handle = stage.tasks.order.enqueue(session, name)
+        handle = stage.tasks.order.delay_in(session, name)
         asked = text("SELECT count(*) FROM celery_leases_records WHERE call_id = :id AND expires_at IS NULL")
         assert session.execute(asked, {"id": handle.id}).scalar_one() == 1
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
@@ -181,7 +181,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
         stage.wait_for("begin", name=f"{name}-live-{number}")
         let_be_old(stage, f"{name}-live-{number}")
     with engine.begin() as connection:
-        stage.tasks.order.enqueue(connection, f"{name}-stranded")
+        stage.tasks.order.delay_in(connection, f"{name}-stranded")
     change(stage, f"{name}-stranded", "publish_at = NULL")
     let_be_old(stage, f"{name}-stranded", "order")
     assert rescued(stage, name, dry_run=True) == 1
@@ -194,7 +194,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
 def test_a_locked_record_does_not_keep_a_rescue_from_the_others(stage: Stage, engine: Engine, name: str) -> None:
     """What somebody has locked is with somebody."""
     with engine.begin() as connection:
-        handles = [stage.tasks.order.enqueue(connection, f"{name}-{number}") for number in range(2)]
+        handles = [stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(2)]
     for number in range(2):
         let_be_old(stage, f"{name}-{number}", "order")
     lock = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")

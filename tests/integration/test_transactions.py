@@ -405,12 +405,17 @@ def test_a_call_enqueued_beside_the_completion_shares_its_fate(stage: Stage, nam
 # -- long transactions -------------------------------------------------------------------------------------
 
 
+def waits(stage: Stage, call: str) -> bool:
+    """Whether a call was put back, or waits in its worker."""
+    return any("put back for" in line or "waits here" in line for line in stage.log(call))
+
+
 def contend(stage: Stage, name: str) -> list[AsyncResult]:
     """Three more calls of a name whose row is locked, over so long that its lease would have ended twice."""
     calls = []
     for _ in range(3):
         calls.append(run(stage, name, BOOKED))
-        stage.wait_for_log(calls[-1].id, "put back for")
+        wait_until(lambda call=calls[-1].id: waits(stage, call), PATIENCE, "the call to wait")  # type: ignore[misc]
     return calls
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import celery_leases
-from celery_leases import CoolingDown
+from celery_leases import CoolingDown, LeaseClient
 from celery_leases.core.options import LeaseOptions
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
-from celery_leases.seam import apps
 from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
 
 PAGE = page("failures")
@@ -241,7 +240,7 @@ def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[
     assert refused.value.retry_at == pytest.approx(time.time() + refused.value.retry_after, abs=5)
     assert texts["paid"] == [("gpt-5", 7)]
     assert texts["what_to_show"](7) == texts["what_to_show"](8) == "Retry available in 5 minutes"
-    assert apps.parts_of(texts["app"]).client.open_group("openai:gpt-5")
+    assert LeaseClient.from_app(texts["app"]).open_group("openai:gpt-5")
     texts["world"]["answer"] = "All is well."
     assert texts["summarise"].delay(7).get() == texts["summarise"].delay(7).get() == "All is well."
     assert len(texts["paid"]) == 2
@@ -295,6 +294,6 @@ def test_the_example_that_looks_first_pays_once(texts: dict[str, Any]) -> None:
     assert (status.state, status.reason) == ("cooling", "outcome_unknown")
     assert status.error
     assert status.error.ambiguous
-    apps.parts_of(texts["app"]).client.retry("payout:31")
+    LeaseClient.from_app(texts["app"]).retry("payout:31")
     assert texts["pay_out"].delay(31, 100).get() == {"amount": 100}
     assert list(texts["payments"]) == ["payout:31"]

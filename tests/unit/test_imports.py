@@ -58,3 +58,10 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     kinds = [kind for kind in vars(core_errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
     defined = {kind.__name__ for kind in kinds if not kind.__name__.startswith("_")}
     assert defined - {"RecordUnreadable", "ValueRefused", "ColumnMissing"} == set(errors.__all__)
+
+
+def test_what_became_a_method_says_of_what() -> None:
+    """``relay`` and ``rescue`` are asked of a client."""
+    for name in ("relay", "rescue"):
+        with pytest.raises(ImportError, match=rf"write: LeaseClient.from_app\(app\).{name}\(\)"):
+            getattr(celery_leases, name)
