@@ -126,7 +126,7 @@ class LeaseClient:
         return outgoing.relay(self._app("relay"), limit)
 
     def rescue(self, *, older: Duration = "15m", limit: int = 100) -> Round:
-        """Publish the kept messages of records that are with nobody, and have not changed for *older*.
+        """Publish again the messages of records that no worker has, and that have not changed for *older*.
 
         See ``leases rescue``. Raises as :meth:`relay` does.
         """
@@ -145,7 +145,7 @@ class LeaseClient:
         """Where *key* stands. *namespace* is the task's ``lease_namespace``, by default its name, *task*.
 
         Neither is needed for a key that has one record, or that is given as it is stored (``t:namespace|key``). *group*
-        is its cooldown group, for a key that has not failed of it itself. A key nobody knows has the state ``absent``.
+        is its cooldown group, for a key that has not failed of it itself. A key without a record is ``absent``.
         Raises :class:`~celery_leases.errors.StoreUnavailable` when the records do not answer; when only the lease store
         does not, ``reason`` says so.
         """
@@ -176,7 +176,7 @@ class LeaseClient:
         return [*found]
 
     def _in(self, states: Sequence[str], records: Sequence[Record], limit: int) -> Sequence[LeaseStatus]:
-        """Of at most *limit* of *records* those in one of *states*; without any, those that nobody has forgotten."""
+        """The first *limit* of *records* in one of *states*; without states, all but the forgotten ones."""
         found: list[LeaseStatus] = []
         for record in records:
             if len(found) == limit:

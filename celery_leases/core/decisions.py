@@ -214,7 +214,7 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         delay = growing if call.retries and not call.tries else holder.remaining + jitter(facts)
         return PutBack(hop(call, delay), "a copy of this call is running", started=True, what="")
     delay = hop_until_woken(call, facts) if call.woken else growing
-    reason = "another call holds the key" + (", and it begins when that is free" if call.woken else "")
+    reason = "another call holds the key" + ("; this call begins when the key is free" if call.woken else "")
     put_back = PutBack(hop(call, delay), reason, what="held", held=True)
     patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
     if not call.started and (left := patience - facts.waited) > 0:

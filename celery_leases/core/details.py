@@ -1,6 +1,6 @@
 """The details of a record: what only decisions read, as one JSON document in one column. Pure.
 
-A field that has its default is left out, and a document without fields is none. A new field of
+Fields that have their defaults are left out; where all have, the column is NULL. A new field of
 :class:`~celery_leases.core.records.Record` that SQL neither compares nor sorts belongs here: one line in ``_FIELDS``.
 """
 

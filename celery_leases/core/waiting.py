@@ -17,6 +17,7 @@ HELD_FIRST: Final = 5.0
 HELD_LONGEST: Final = 60.0
 
 WOKEN_FIRST: Final = 60.0
+"""Seconds for which a call stays away at first where its worker begins it as soon as its key is free."""
 
 LONGEST_LOOK: Final = 15.0
 """Seconds for which a delivery waits in its process for the holder of a lapsed lease, which may be about to return."""

@@ -35,6 +35,7 @@ from celery.worker import state
 from celery.worker.request import Request
 
 from celery_leases.core.errors import LeasesError
+from celery_leases.core.waiting import WOKEN_FIRST
 from celery_leases.process import greenlets, native
 from celery_leases.seam import apps
 from celery_leases.seam.app_settings import settings_of
@@ -51,8 +52,6 @@ LONGEST_PAUSE: Final = 10.0
 """Seconds until a key is asked for again whose calls were put back several times, although it seemed to be free."""
 TOGETHER: Final = 16
 """Calls of one key that are begun together where they only need to be answered."""
-COUNTDOWN: Final = 60.0
-"""Seconds after which a call begins if it is not known that its key is held."""
 NEWS_LAST: Final = 5.0
 """Seconds for which an answer of the lease store is news."""
 KEPT_IDLE: Final = 5.0
@@ -394,7 +393,7 @@ class HeldCalls:
                 while (request := line.next()) is not None:
                     begun.append(request)
         for request in begun:
-            consumer.timer.call_after(0, _call, (_entry_of(request),))
+            consumer.timer.call_after(0, _begin_early, (request,))
 
 
 def _consumer() -> Any:
@@ -412,11 +411,13 @@ def _header_of(request: Any) -> Header | None:
 
 def _countdown() -> float:
     """About a minute: calls that came together do not begin together."""
-    return COUNTDOWN * random.uniform(0.75, 1.0)
+    return WOKEN_FIRST * random.uniform(0.75, 1.0)
 
 
-def _call(entry: Callable[[], Any]) -> None:
-    entry()
+def _begin_early(request: Any) -> None:
+    """Begin *request* before its countdown is over, unless Celery has begun or dropped it meanwhile."""
+    if _waits(request):
+        _entry_of(request)()
 
 
 def _nothing() -> None:

@@ -28,11 +28,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     """A worker of the tasks that are ordered; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=ORDERING, env={"TTL": f"{TTL:g}"})
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 @pytest.fixture(scope="module")

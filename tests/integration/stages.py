@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from uuid import uuid4
 
+import pytest
 import redis
 from celery import _state
 from kombu.exceptions import ChannelError
@@ -157,6 +158,14 @@ class Stage:
         self.worker.teardown()
         self.app.close()
         self._engine.dispose()
+
+    def close_when_drained(self, session: pytest.Session) -> None:
+        """Close it once nothing is left in the queue; after a failed test that is not waited for."""
+        try:
+            if not session.testsfailed:
+                self.wait_until_drained()
+        finally:
+            self.close()
 
     # -- calling -------------------------------------------------------------------------------------------
 

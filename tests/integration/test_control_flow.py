@@ -19,11 +19,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     """A worker that knows the tasks of ``tests.apps.shapes`` too."""
     made = stage_factory(request.param, module=SHAPES)
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def shaped(stage: Stage, task: str, *args: object, **kwargs: object) -> object:

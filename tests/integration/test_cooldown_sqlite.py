@@ -15,11 +15,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     """Eight children; at the end nothing may be left in the queue."""
     made = stage_factory(request.param, home=COOLING, worker={"concurrency": 8})
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(stage: Stage, name: str) -> None:

@@ -27,11 +27,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory, pr
     """A worker that charges; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=INVOICING, env={"PROVIDER": provider.url})
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def charge_events(stage: Stage, name: str) -> list[tuple[str, bool]]:

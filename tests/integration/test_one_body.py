@@ -15,11 +15,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     """A stage for every combination."""
     made = stage_factory(request.param)
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, name: str) -> None:

@@ -33,11 +33,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     options: dict[str, Any] = {"pool": pool, "concurrency": concurrency, "log_level": "DEBUG"}
     made = stage_factory(combination, worker=options, env={"TTL": str(TTL)})
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: str) -> None:

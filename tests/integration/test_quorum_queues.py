@@ -21,11 +21,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     env = {"QUORUM": request.param, "PREFETCH": "1"}
     made = stage_factory(RABBIT_DATABASE_POSTGRES, env=env, worker={"concurrency": SLOTS})
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def kind_of(stage: Stage, queue: str) -> Any:

@@ -22,11 +22,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     """A worker with receivers for every signal."""
     made = stage_factory(request.param, module=MODULE)
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 def signals_of(stage: Stage, call: str) -> list[str]:

@@ -24,11 +24,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     pool, combination = request.param
     made = stage_factory(combination, worker={"pool": pool})
     yield made
-    try:
-        if not request.session.testsfailed:
-            made.wait_until_drained()
-    finally:
-        made.close()
+    made.close_when_drained(request.session)
 
 
 @pytest.mark.parametrize("value", [True, "f" * 32, {"running": True}, ["t:tests.apps.leased.work|x", "call"]], ids=str)

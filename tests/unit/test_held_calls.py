@@ -287,6 +287,17 @@ def test_a_call_begins_once_whether_its_countdown_or_its_key_comes_first(timer: 
         assert call.begins == 1, order
 
 
+def test_a_call_that_celery_drops_just_before_its_early_begin_does_not_begin(timer: Timer) -> None:
+    """Its connection was lost: the broker delivers its message again."""
+    calls, here = held_calls()
+    call = Scheduled(calls, here, timer)
+    here.free = True
+    calls._begin_what_may()
+    state.scheduled_requests.discard(call)
+    timer.run(shorter_than=0.01)
+    assert call.begins == 0
+
+
 def test_a_call_whose_countdown_ends_while_its_key_is_held_waits_on(timer: Timer) -> None:
     """Not longer than the broker can be trusted with its message."""
     calls, here = held_calls()
