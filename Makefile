@@ -15,7 +15,7 @@ TEST_GROUPS := test $(if $(CI),clients)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-all lowest lint check demo demo-cooldown peers bench clean
+.PHONY: help test test-again test-all lowest lint check demo demo-cooldown peers bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,11 @@ $(VENV)/.group-%: $(VENV)/.pip pyproject.toml
 
 test: $(TEST_GROUPS:%=$(VENV)/.group-%)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Up to three tests that the last `make test` saw fail, one after the other. None, or more: fails.
+test-again:
+	@$(BIN)/python -c 'import json, sys; tests = json.load(open(".pytest_cache/v/cache/lastfailed")); print("== failed beside others, once more alone:", *tests, sep="\n   "); sys.exit(not 0 < len(tests) <= 3)'
+	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-all: $(VENV)/.group-test $(VENV)/.group-clients
 	@$(BIN)/python -m pytest $(PYTEST_ARGS) --all-combinations

@@ -1,4 +1,5 @@
-"""The versions this library is tested with: ``nox`` runs them all, ``nox -s lowest`` the oldest of everything.
+"""The versions this library is tested with: ``nox`` runs them all, ``nox -s lowest`` the oldest of
+everything.
 
 Every pair of values of two columns stands in some row. ``nox -l`` lists the rows; what follows
 ``--`` goes to pytest in place of the default tests. Rows whose Python is not installed are skipped.
@@ -8,15 +9,22 @@ from __future__ import annotations
 
 import nox
 
-nox.options.sessions = ["lowest", "versions"]
+nox.options.sessions = ["lowest", "versions", "django"]
 nox.options.reuse_existing_virtualenvs = True
 
-OLDEST = ("celery==5.5.0", "kombu==5.5.2", "redis==4.6.0", "sqlalchemy==2.0.0", "psycopg[binary]==3.1.18")
+OLDEST = (
+    "celery==5.5.0",
+    "kombu==5.5.2",
+    "redis==4.6.0",
+    "sqlalchemy==2.0.0",
+    "psycopg[binary]==3.1.18",
+)
 
 PYTHONS = ("3.11", "3.12", "3.13")
 CELERY_5_5, CELERY_5_6, CELERY_5_7 = "celery==5.5.*", "celery==5.6.*", "celery==5.7.*"
 OLD_ALCHEMY, NEW_ALCHEMY = "sqlalchemy==2.0.*", "sqlalchemy==2.1.*"
-# The oldest redis-py that Celery and this library allow together, and the newest, which the resolver finds.
+# The oldest redis-py that Celery and this library allow together, and the newest, which the
+# resolver finds.
 OLD_REDIS, OLD_REDIS_5_7, NEW_REDIS = "redis==4.6.0", "redis==6.4.0", "redis"
 
 ROWS = (
@@ -31,13 +39,20 @@ ROWS = (
     ("3.13", CELERY_5_7, OLD_ALCHEMY, OLD_REDIS_5_7),
 )
 
+DJANGOS = (("3.11", "django==5.2.*"), ("3.12", "django==6.0.*"), ("3.13", "django==6.1.*"))
+"""Each release of Django that is supported, with a Python that it runs on."""
+
+OF_DJANGO = ("tests/integration/test_django_project.py", "tests/unit/test_django_databases.py")
+
 SEAM = (
     "tests/unit",
     "tests/integration/test_one_body.py",
     "tests/integration/test_canvas.py",
     "tests/crash/test_terminations.py",
 )
-"""The tests that see the difference between two versions: the rules, and what lies between us and Celery."""
+"""The tests that see the difference between two versions: the rules, and what lies between us and
+Celery.
+"""
 
 MORE = (
     "tests/contract",
@@ -59,7 +74,9 @@ def _named(row: tuple[str, ...]) -> str:
 def _test(session: nox.Session, pins: tuple[str, ...], tests: tuple[str, ...]) -> None:
     session.install("--upgrade", "pip>=25.1")
     session.install("--editable", ".", "--group", "test", *pins)
-    session.run("python", "-m", "pytest", "-n", "4", "--dist", "worksteal", *(session.posargs or tests))
+    session.run(
+        "python", "-m", "pytest", "-n", "4", "--dist", "worksteal", *(session.posargs or tests)
+    )
 
 
 @nox.session(python="3.11")
@@ -73,3 +90,10 @@ def lowest(session: nox.Session) -> None:
 def versions(session: nox.Session, celery: str, alchemy: str, redis: str) -> None:
     """One row of the matrix."""
     _test(session, (celery, alchemy, redis), SEAM + MORE)
+
+
+@nox.session
+@nox.parametrize("python,release", DJANGOS, ids=[f"{row[0]} {row[1][:-2]}" for row in DJANGOS])
+def django(session: nox.Session, release: str) -> None:
+    """One release of Django."""
+    _test(session, (release,), OF_DJANGO)

@@ -1,4 +1,6 @@
-"""One pinned virtual environment for each package, made once and again when its requirements change."""
+"""One pinned virtual environment for each package, made once and again when its requirements
+change.
+"""
 
 import hashlib
 import subprocess
@@ -13,19 +15,25 @@ HOME = ROOT / "build" / "environments"
 def pins(name: str) -> str:
     """The requirements of *name*, after those they include."""
     lines = (REQUIREMENTS / f"{name}.txt").read_text().splitlines()
-    included = [line.removeprefix("-r ").removesuffix(".txt") for line in lines if line.startswith("-r ")]
+    included = [
+        line.removeprefix("-r ").removesuffix(".txt") for line in lines if line.startswith("-r ")
+    ]
     own = [line for line in lines if not line.startswith("-r ")]
     return "".join(map(pins, included)) + "".join(f"{line}\n" for line in own)
 
 
 def version(name: str, distribution: str) -> str:
-    """The version of *distribution* that *name* pins; empty for what is installed from the working tree."""
+    """The version of *distribution* that *name* pins; empty for what is installed from the working
+    tree.
+    """
     found = [line for line in pins(name).splitlines() if line.startswith(f"{distribution}==")]
     return found[0].partition("==")[2] if found else ""
 
 
 def interpreter(name: str, home: Path = HOME) -> Path:
-    """The interpreter of the environment, installed if need be; raises CalledProcessError when pip fails."""
+    """The interpreter of the environment, installed if need be; raises CalledProcessError when pip
+    fails.
+    """
     place = home / name
     python, stamp = place / "bin" / "python", place / "installed"
     wanted = hashlib.sha256(f"{sys.version}\n{pins(name)}".encode()).hexdigest()

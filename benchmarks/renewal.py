@@ -1,9 +1,11 @@
-"""How late renewals come while a body holds up its process: ``python -m benchmarks.renewal [ttl]``; takes minutes.
+"""How late renewals come while a body holds up its process: ``python -m benchmarks.renewal [ttl]``;
+takes minutes.
 
-A renewal is due a third of the ttl after the one before was sent. Each line is one process with one body and leases in
-SQLite; what is printed is by how many milliseconds the store was asked later than that. *main* is the main thread, as
-in a prefork child or solo. *python* computes, *held* keeps the interpreter's lock in calls of 2 s, and *blocked* keeps
-gevent's hub in calls of 3 s that let threads run.
+A renewal is due a third of the ttl after the one before was sent. Each line is one process with one
+body and leases in SQLite; what is printed is by how many milliseconds the store was asked later
+than that. *main* is the main thread, as in a prefork child or solo. *python* computes, *held* keeps
+the interpreter's lock in calls of 2 s, and *blocked* keeps gevent's hub in calls of 3 s that let
+threads run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SITUATIONS = [(pool, what) for pool in ("main", "threads", "gevent") for what in ("idle", "python", "held")]
+SITUATIONS = [
+    (pool, what) for pool in ("main", "threads", "gevent") for what in ("idle", "python", "held")
+]
 SITUATIONS.append(("gevent", "blocked"))
 SECONDS = 12.0
 HELD = 2
@@ -31,8 +35,14 @@ def main(ttl: float) -> None:
     print(f"ttl {ttl:g} s, renewed every {ttl / 3:.2f} s; late by, in ms:")
     for pool, what in SITUATIONS:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.renewal", str(ttl), pool, what]
-        late = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        figures = f"median {statistics.median(late):7.1f}  max {max(late):7.1f}" if late else "no renewal"
+        late = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[
+                -1
+            ]
+        )
+        figures = (
+            f"median {statistics.median(late):7.1f}  max {max(late):7.1f}" if late else "no renewal"
+        )
         print(f"  {pool:8}{what:9}{len(late):3} renewals  {figures}", flush=True)
 
 
@@ -47,8 +57,8 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
     from celery import Celery
 
     from celery_leases import LeasedTask
-    from celery_leases.process import native
-    from celery_leases.seam.apps import parts_of
+    from celery_leases.concurrency import native
+    from celery_leases.worker.apps import parts_of
 
     app = Celery("renewal", broker="memory://", backend="cache+memory://")
     app.conf.update(leases_url="database", leases_eager_stores=True)
@@ -68,7 +78,10 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
 
     def timed(renewals: Any) -> Any:
         now = native.boot_clock()
-        late.extend(1000 * (now - tenure.due) for tenure in list(parts.renewer._tenures.values()))  # noqa: SLF001
+        late.extend(
+            1000 * (now - held_lease.due)
+            for held_lease in list(parts.renewer._held_leases.values())  # noqa: SLF001
+        )
         return renew(renewals)
 
     leases.renew = timed  # type: ignore[method-assign]

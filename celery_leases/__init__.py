@@ -1,10 +1,11 @@
 """Celery tasks that are safe to run twice: leases with owner tokens, and a durable record per key.
 
-Here is what a project with leased tasks writes every day. All exceptions are in :mod:`celery_leases.errors`, what rules
-are written with in :mod:`celery_leases.rules`, and the signals in :mod:`celery_leases.signals`.
+Here is what a project with leased tasks writes every day. All exceptions are in
+:mod:`celery_leases.errors`, what rules are written with in :mod:`celery_leases.rules`, and the
+signals in :mod:`celery_leases.signals`.
 
-Celery is imported when the first name that needs it is used, so that a process which only asks for a status does not
-pay for it.
+Celery is imported when the first name that needs it is used, so that a process which only asks for
+a status does not pay for it.
 """
 
 from importlib import import_module
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from celery_leases.client import LeaseClient
-    from celery_leases.core.errors import (
+    from celery_leases.errors import (
         Cooldown,
         CoolingDown,
         LeaseLost,
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
         Snooze,
         Uncertain,
     )
-    from celery_leases.core.status import LeaseStatus
-    from celery_leases.handle import current_lease
+    from celery_leases.lease import current_lease
+    from celery_leases.protocol.status import LeaseStatus
     from celery_leases.task import LeasedMixin, LeasedTask
 
 __all__ = [
@@ -41,27 +42,31 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Cooldown": "celery_leases.core.errors",
-    "CoolingDown": "celery_leases.core.errors",
+    "Cooldown": "celery_leases.errors",
+    "CoolingDown": "celery_leases.errors",
     "LeaseClient": "celery_leases.client",
-    "LeaseLost": "celery_leases.core.errors",
-    "LeaseStatus": "celery_leases.core.status",
+    "LeaseLost": "celery_leases.errors",
+    "LeaseStatus": "celery_leases.protocol.status",
     "LeasedMixin": "celery_leases.task",
     "LeasedTask": "celery_leases.task",
-    "PermanentFailure": "celery_leases.core.errors",
-    "RetryLater": "celery_leases.core.errors",
-    "Snooze": "celery_leases.core.errors",
-    "Uncertain": "celery_leases.core.errors",
-    "current_lease": "celery_leases.handle",
+    "PermanentFailure": "celery_leases.errors",
+    "RetryLater": "celery_leases.errors",
+    "Snooze": "celery_leases.errors",
+    "Uncertain": "celery_leases.errors",
+    "current_lease": "celery_leases.lease",
 }
 _ELSEWHERE = ("errors", "rules", "client")
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is used for the first time; raises ``ImportError`` for what is in another module of the package."""
+    """Import what is used for the first time; raises ``ImportError`` for what is in another module
+    of the package.
+    """
     if name not in _LAZY:
         if name in ("relay", "rescue"):
-            raise ImportError(f"{name}() is a method of LeaseClient; write: LeaseClient.from_app(app).{name}()")
+            raise ImportError(
+                f"{name}() is a method of LeaseClient; write: LeaseClient.from_app(app).{name}()"
+            )
         for place in _ELSEWHERE if name[:1] != "_" else ():
             module = f"{__name__}.{place}"
             if name in import_module(module).__all__:

@@ -1,9 +1,16 @@
 """What failure rules are written with, and what they say of a failure: docs/failures.md."""
 
-from celery_leases.core.classifier.errorfacts import ErrorFacts
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.rulings import Classification, Reason, Ruling, cooldown, permanent, retry
+from celery_leases.failures.actions import (
+    Classification,
+    Reason,
+    Ruling,
+    cooldown,
+    permanent,
+    retry,
+)
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.rules import Rules
 
 __all__ = [
     "Classification",

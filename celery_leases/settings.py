@@ -1,4 +1,4 @@
-"""The ``leases_*`` settings of an app: read, checked, and with their defaults filled in."""
+"""The ``leases_*`` settings of an app: read, checked, and completed with defaults."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from celery_leases.core.durations import seconds
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.options import DATABASE, OPTION_NAMES, renamed
-from celery_leases.stores import redis_url
+from celery_leases.common.durations import seconds
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.options import DATABASE, LONGEST_HOP, OPTION_NAMES, renamed
+from celery_leases.stores.redis import url
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
 IN_MEMORY = "sqlite://"
-REDIS_SCHEMES = redis_url.SCHEMES
+REDIS_SCHEMES = url.SCHEMES
 RABBIT_SCHEMES = ("amqp", "amqps", "pyamqp")
 POOL_SIZE: Final = 10
-"""At most so many connections of a process to each store, unless ``leases_pool_size`` says otherwise."""
+"""The most connections of a process to each store, unless ``leases_pool_size`` sets another number.
+"""
 SMALLEST_POOL: Final = 3
-"""One for the keeper of the leases, one for a thread that purges or bodies that ask, one for everything else."""
-LONGEST_HOP = 600.0
+"""One for the thread that renews, one for a thread that purges or for bodies that call the store,
+one for everything else.
+"""
 CONSUMER_TIMEOUT = 1800.0
-"""What RabbitMQ allows between a delivery and its end, in seconds, unless it was told something else."""
+"""RabbitMQ's default for the time between a delivery and its acknowledgement, in seconds."""
 
 _SETTINGS = (
     "url",
@@ -41,19 +43,20 @@ _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``leases_*`` settings say about a whole app, defaults filled in."""
+    """The ``leases_*`` settings of a whole app, completed with defaults."""
 
     leases_url: str = field(repr=False)
     database_url: str = field(repr=False)
     database_schema: str | None = None
-    #: At most so many connections of one process to the database, and as many to a lease store in Redis.
+    #: The most connections of one process to the database, and as many to a lease store in Redis.
     pool_size: int = POOL_SIZE
     prefix: str = "celery_leases"
     eager_stores: bool = False
-    #: kombu's transport options for the lease store: its own, or the broker's where that is the lease store.
+    #: kombu's transport options for the lease store: its own, or the broker's where that is the
+    #: lease store.
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    #: The longest countdown a delivery is put back with, in seconds: half the visibility timeout, on RabbitMQ a third
-    #: of the consumer timeout, at most 10 minutes.
+    #: The longest countdown of a reschedule, in seconds: half the visibility timeout, on RabbitMQ a
+    #: third of the consumer timeout, at most 10 minutes.
     longest_hop: float = LONGEST_HOP
     #: RabbitMQ's ``consumer_timeout`` in seconds.
     consumer_timeout: float = CONSUMER_TIMEOUT
@@ -62,24 +65,40 @@ class Settings:
 
 
 def read_settings(
-    conf: Mapping[str, Any], broker_url: str | None, transport_options: Mapping[str, Any] | None = None
+    conf: Mapping[str, Any],
+    broker_url: str | None,
+    transport_options: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown, wrong or missing ones.
+    """Read the ``leases_*`` settings; raises :class:`LeaseConfigurationError` for unknown, wrong or
+    missing ones.
 
-    *broker_url* and its *transport_options* are Celery's; the broker is the lease store unless another one is named.
+    *broker_url* and its *transport_options* are Celery's; the broker is the lease store unless
+    ``leases_url`` names another one.
     """
-    given = {name.removeprefix("leases_"): value for name, value in conf.items() if name.startswith("leases_")}
+    given = {
+        name.removeprefix("leases_"): value
+        for name, value in conf.items()
+        if name.startswith("leases_")
+    }
     for name in given.keys() - {*_SETTINGS, *OPTION_NAMES}:
         if (now := renamed("leases", name, given[name])) is not None:
             raise LeaseConfigurationError(now)
         known = [known for known in (*_SETTINGS, *OPTION_NAMES) if known not in _NOT_APP_WIDE]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean leases_{near[0]}?" if near else "known are " + ", ".join(f"leases_{n}" for n in known)
+        hint = (
+            f"did you mean leases_{near[0]}?"
+            if near
+            else "known are " + ", ".join(f"leases_{n}" for n in known)
+        )
         raise LeaseConfigurationError(f"unknown setting leases_{name}; {hint}")
     for name in given.keys() & set(_NOT_APP_WIDE):
-        raise LeaseConfigurationError(f"leases_{name} cannot be set for a whole app; set lease_{name} on each task")
+        raise LeaseConfigurationError(
+            f"leases_{name} cannot be set for a whole app; set lease_{name} on each task"
+        )
     if given.get("eager_stores") not in (None, True, False):
-        raise LeaseConfigurationError(f"leases_eager_stores={given['eager_stores']!r}: write True or False")
+        raise LeaseConfigurationError(
+            f"leases_eager_stores={given['eager_stores']!r}: write True or False"
+        )
     pool_size = given.get("pool_size")
     pool_size = POOL_SIZE if pool_size is None else pool_size
     if type(pool_size) is not int or pool_size < SMALLEST_POOL:
@@ -97,7 +116,9 @@ def read_settings(
     is_redis = scheme_of(broker) in REDIS_SCHEMES
     leases_url = given.get("url") or (broker if is_redis else DATABASE)
     timeout = given.get("consumer_timeout")
-    consumer_timeout = CONSUMER_TIMEOUT if timeout is None else seconds(timeout, "leases_consumer_timeout")
+    consumer_timeout = (
+        CONSUMER_TIMEOUT if timeout is None else seconds(timeout, "leases_consumer_timeout")
+    )
     return Settings(
         leases_url=leases_url,
         database_url=given.get("database_url") or _default_database(broker),
@@ -105,7 +126,11 @@ def read_settings(
         pool_size=pool_size,
         prefix=given.get("prefix") or "celery_leases",
         eager_stores=bool(given.get("eager_stores")),
-        transport_options=own if own is not None else options if _is_broker(leases_url, broker) else {},
+        transport_options=own
+        if own is not None
+        else options
+        if _is_broker(leases_url, broker)
+        else {},
         longest_hop=_longest_hop(broker, options, consumer_timeout),
         consumer_timeout=consumer_timeout,
         defaults={name: value for name, value in given.items() if name in OPTION_NAMES},
@@ -113,12 +138,16 @@ def read_settings(
 
 
 def is_setting(name: str) -> bool:
-    """Whether *name* (``leases_url``) is one of ours; unknown ones are refused where they carry the right namespace."""
+    """Whether *name* (``leases_url``) is a setting of celery_leases; unknown ones with the right
+    prefix are refused.
+    """
     return name.removeprefix("leases_") in (*_SETTINGS, *OPTION_NAMES)
 
 
 def is_local(broker: str) -> bool:
-    """Whether a broker URL names this machine: loopback, a unix socket, memory or the filesystem."""
+    """Whether a broker URL is on this machine: loopback, a unix socket, memory or the
+    filesystem.
+    """
     scheme = scheme_of(broker)
     if scheme in ("memory", "filesystem", "redis+socket", "unix", ""):
         return True
@@ -129,12 +158,12 @@ def is_local(broker: str) -> bool:
 
 
 def is_rabbit(broker: str) -> bool:
-    """Whether a broker URL is RabbitMQ's."""
+    """Whether a broker URL is of RabbitMQ."""
     return scheme_of(broker) in RABBIT_SCHEMES
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of a URL in small letters; empty without one."""
+    """The scheme of a URL in lower case; empty without one."""
     return url.split("://", 1)[0].lower() if "://" in url else ""
 
 
@@ -148,7 +177,9 @@ def _default_database(broker: str) -> str:
 
 
 def _is_broker(leases_url: str, broker: str) -> bool:
-    """Whether the lease store is reached as the broker is: it is the broker, or both are behind Sentinels."""
+    """Whether the broker's transport options apply to the lease store: it is the broker, or both
+    are behind Sentinels.
+    """
     return scheme_of(broker) in REDIS_SCHEMES and (
         leases_url == broker or scheme_of(leases_url) == scheme_of(broker) == "sentinel"
     )

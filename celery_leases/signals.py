@@ -1,19 +1,21 @@
-"""What happens to leased tasks, as Celery-style signals and one log line each.
+"""Events of leased tasks, as Celery-style signals and one log line each.
 
-Connect a receiver as to any Celery signal; ``sender`` is the task, ``event`` one of the frozen values of
-:mod:`celery_leases.core.events`::
+Connect a receiver as to any Celery signal; ``sender`` is the task, ``event`` one of the frozen
+values of :mod:`celery_leases.protocol.events`::
 
     @lease_lost.connect
-    def tell_somebody(sender, event, **kwargs): ...
+    def alert(sender, event, **kwargs): ...
 
-A receiver that raises is logged and harms nobody. Receivers of what happens during a run are called in a thread of
-their own, under gevent and eventlet in a greenlet; all others in the process and thread of the task.
+An exception of a receiver is logged and does not affect the task. Receivers of events during a run
+are called in a thread of their own, or in a greenlet under gevent and eventlet; all others in the
+process and thread of the task.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 import traceback
 from collections import deque
@@ -27,12 +29,13 @@ from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
-from celery_leases.core import events
-from celery_leases.core.events import Event
-from celery_leases.core.records import MAY_HAVE_BEEN_EXECUTED
-from celery_leases.core.redaction import shortened
-from celery_leases.core.texts import SHOWN, printable
-from celery_leases.process import greenlets, native
+from celery_leases.common.redaction import shortened
+from celery_leases.common.texts import SHOWN, printable
+from celery_leases.concurrency import greenlets, native
+from celery_leases.protocol import events
+from celery_leases.protocol.events import Event
+from celery_leases.protocol.records import MAY_HAVE_BEEN_EXECUTED
+from celery_leases.tracing import SDK, recording_span, tell_span
 
 
 def _signal(name: str) -> Any:
@@ -41,7 +44,7 @@ def _signal(name: str) -> Any:
 
 lease_acquired = _signal("lease_acquired")
 lease_held = _signal("lease_held")
-call_put_back = _signal("call_put_back")
+call_rescheduled = _signal("call_rescheduled")
 call_dropped = _signal("call_dropped")
 call_refused = _signal("call_refused")
 result_replayed = _signal("result_replayed")
@@ -62,20 +65,23 @@ TRACEBACK_MAX: Final = 30_000
 
 
 class _Clean(logging.Filter):
-    """Makes each line of ours one printable line of bounded length, and takes secrets out of it and of its traceback.
+    """Makes each line of ``celery_leases`` one printable line of bounded length, and removes
+    secrets from it and from its traceback.
 
-    Handlers that want the exception itself still have it. The line of an event is written so from the beginning.
+    Handlers still get the exception itself. The line of an event is clean already.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if hasattr(record, "lease_event"):
             return True
-        with suppress(Exception):  # what cannot be formatted here cannot be by a handler either
+        with suppress(Exception):  # a handler cannot format it either
             said = record.getMessage()
             if (line := printable(shortened(said, LINE_MAX), LINE_MAX)) != said:
                 record.msg, record.args = "%s", (line,)
             if record.exc_info and not record.exc_text:
-                traceback_ = shortened(logging.Formatter().formatException(record.exc_info), TRACEBACK_MAX)
+                traceback_ = shortened(
+                    logging.Formatter().formatException(record.exc_info), TRACEBACK_MAX
+                )
                 record.exc_text = printable(traceback_, None, keep="\n\t")
         return True
 
@@ -84,21 +90,37 @@ logger = logging.getLogger("celery_leases")
 logger.addFilter(_Clean())
 
 _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
-    events.LeaseAcquired: (lease_acquired, logging.DEBUG, "attempt {attempt} begins under fence {fence}"),
+    events.LeaseAcquired: (
+        lease_acquired,
+        logging.DEBUG,
+        "attempt {attempt} begins with fence {fence}",
+    ),
     events.LeaseHeldElsewhere: (
         lease_held,
         logging.DEBUG,
         "held by call {holder_call_id} on {holder} for another {remaining:.1f} s",
     ),
-    events.CallPutBack: (call_put_back, logging.INFO, "put back for {delay:.1f} s: {reason}"),
+    events.CallRescheduled: (
+        call_rescheduled,
+        logging.INFO,
+        "rescheduled in {delay:.1f} s: {reason}",
+    ),
     events.CallDropped: (call_dropped, logging.INFO, "dropped: {reason}"),
     events.CallRefused: (call_refused, logging.INFO, "refused: {error}"),
-    events.ResultReplayed: (result_replayed, logging.INFO, "answered with the saved result of call {first_call_id}"),
-    events.LeaseRenewed: (lease_renewed, logging.DEBUG, "lease renewed, it counts for {remaining:.1f} s"),
+    events.ResultReplayed: (
+        result_replayed,
+        logging.INFO,
+        "answered with the saved result of call {first_call_id}",
+    ),
+    events.LeaseRenewed: (
+        lease_renewed,
+        logging.DEBUG,
+        "lease renewed for {remaining:.1f} s",
+    ),
     events.RenewalFailed: (
         renewal_failed,
         logging.WARNING,
-        "lease not renewed, it counts for another {remaining:.1f} s: {error}",
+        "lease not renewed, it expires in {remaining:.1f} s: {error}",
     ),
     events.LeaseGone: (lease_lost, logging.WARNING, "lease lost: {reason}"),
     events.OutcomeRefused: (
@@ -114,7 +136,7 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.CrashSeen: (
         crash_seen,
         logging.WARNING,
-        "the attempt before ended without a word on {host}: crash {crashes} in a row",
+        "the previous attempt died on {host} without reporting an outcome: crash {crashes} in a row",
     ),
     events.GateClosed: (
         gate_closed,
@@ -124,12 +146,13 @@ _SIGNALS: Final[dict[type[Event], tuple[Any, int, str]]] = {
     events.CompletionStands: (
         completion_stands,
         logging.WARNING,
-        "completed under fence {fence}, which stands although the body ended with {error}",
+        "completed with fence {fence}; this stands although the body ended with {error}",
     ),
     events.GateOpened: (gate_opened, logging.INFO, "cooldown group {group} is open again"),
 }
 _FIELDS: Final = {
-    kind: (names := tuple(field.name for field in dataclass_fields(kind)), attrgetter(*names)) for kind in _SIGNALS
+    kind: (names := tuple(field.name for field in dataclass_fields(kind)), attrgetter(*names))
+    for kind in _SIGNALS
 }
 _SUBJECT: Final = "{task}[{call_id}] key {key}: "
 _NUMBERS: Final = re.compile(r"\d+")
@@ -138,29 +161,32 @@ _DURING_A_RUN: Final = (events.LeaseRenewed, events.RenewalFailed, events.LeaseG
 
 
 class Announcer:
-    """An :class:`~celery_leases.core.ports.Observer` that logs each event and sends its signal.
+    """An :class:`~celery_leases.protocol.ports.Observer` that logs each event and sends its signal.
 
-    The renewing threads are the system's in every pool. What they see is told by a greenlet where there are greenlets:
-    the locks of logging, and of whatever a receiver uses, are made for those. A real thread that meets one of them
-    there may wait in it for ever, and the whole worker for the thread.
+    The renewing threads are system threads in every pool. Under gevent and eventlet a greenlet
+    handles their events, because the locks of logging, and of receivers, are made for greenlets
+    there. A system thread that waits for such a lock may wait for ever, and block the whole worker.
 
-    *tasks* are those of the app by name, to be the senders of the signals; a task that is not there is named.
+    *tasks* are those of the app by name: the senders of the signals. For a task that is not among
+    them the sender is its name.
     """
 
     def __init__(self, tasks: Mapping[str, Any] | None = None) -> None:
         self._tasks: Mapping[str, Any] = {} if tasks is None else tasks
         self._waiting: deque[Event] = deque(maxlen=10_000)
-        self._bell = native.Bell()
+        self._bell = native.Wakeup()
         self._started = False
         self._green = native.green()
         self._hub: Callable[[greenlets.Call], None] | None = None
 
     def observe(self, event: Event) -> None:
-        """Log *event* and send its signal; events of the renewing threads are handed on, so that no receiver delays
-        a renewal.
+        """Log *event* and send its signal. Events of the renewing threads are queued, so that no
+        receiver delays a renewal.
         """
         if not isinstance(event, _DURING_A_RUN):
             self._find_hub()
+            if SDK in sys.modules:
+                tell_span(event)
             self._tell(event)
         elif self._hub is not None:
             self._hub(partial(greenlets.spawn, partial(self._tell, event)))
@@ -170,14 +196,19 @@ class Announcer:
                 self._hand_on(event)
 
     def hears(self, kind: type[Event]) -> bool:
-        """Whether an event of that type has a receiver, or its log line is wanted at its usual level."""
+        """Whether an event of that type has a receiver, its log line is enabled, or a span
+        records.
+        """
         if self._green and kind not in _DURING_A_RUN:
             self._find_hub()
         signal, level, _ = _SIGNALS[kind]
-        return bool(signal.receivers) or logger.isEnabledFor(level)
+        if signal.receivers or logger.isEnabledFor(level):
+            return True
+        may_record = SDK in sys.modules and kind not in _DURING_A_RUN
+        return may_record and recording_span() is not None
 
     def _find_hub(self) -> None:
-        """Remember the hub of the task that this is called in: its key is acquired before it is renewed."""
+        """Remember the hub of the calling task. A key is acquired before it is renewed."""
         if self._green and self._hub is None:
             self._hub = greenlets.hub_caller()
 
@@ -203,13 +234,13 @@ class Announcer:
         signal = _SIGNALS[type(event)][0]
         try:
             signal.send(sender=self._tasks.get(event.task, event.task), event=event)
-        except BaseException:  # a receiver may raise SystemExit, and still must not end the task
+        except BaseException:  # a receiver may raise SystemExit, and must not end the task
             with _harmless():
                 logger.exception("a receiver of %s raised", signal.name)
 
 
 class _Outages:
-    """When put-backs of one cause were last logged as a warning, and how many there have been since."""
+    """When reschedules of one cause were last logged as a warning, and how many followed since."""
 
     def __init__(self, pause: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause = pause
@@ -217,7 +248,7 @@ class _Outages:
         self._seen: dict[str, tuple[float, int]] = {}
 
     def due(self, reason: str) -> int | None:
-        """How many there were since the last warning, if the next is due; ``None``: it is not."""
+        """The number since the last warning, if the next warning is due; else ``None``."""
         cause = _NUMBERS.sub("#", reason)  # ports, process ids and times do not make another cause
         now = self._clock()
         last, count = self._seen.get(cause, (None, 0))
@@ -234,15 +265,22 @@ _outages = _Outages()
 
 
 def _log(event: Event) -> None:
-    """One line, with the event as plain values for handlers that write for machines."""
+    """One line, with the event as plain values for handlers that write structured logs."""
     signal, level, text = _SIGNALS[type(event)]
     if (
-        isinstance(event, events.CallPutBack)
+        isinstance(event, events.CallRescheduled)
         and event.unavailable
         and (since := _outages.due(event.reason)) is not None
     ):
-        level, text = logging.WARNING, text + (f" ({since} more since the last such warning)" if since else "")
-    if isinstance(event, events.AttemptSettled) and event.failure is not None and event.failure.ambiguous:
+        level, text = (
+            logging.WARNING,
+            text + (f" ({since} more since the last such warning)" if since else ""),
+        )
+    if (
+        isinstance(event, events.AttemptSettled)
+        and event.failure is not None
+        and event.failure.ambiguous
+    ):
         level = logging.WARNING
     if not logger.isEnabledFor(level):
         return
@@ -259,7 +297,10 @@ def _line(template: str, fields: Mapping[str, Any]) -> str:
         line = template.format_map(fields)
         if len(line) <= SHOWN and line.isprintable():
             return line  # so is each of its parts
-    shown = {name: _shown(name, value) if isinstance(value, str) else value for name, value in fields.items()}
+    shown = {
+        name: _shown(name, value) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
     return printable(template.format_map(shown), LINE_MAX)
 
 
@@ -279,10 +320,12 @@ def _shown(name: str, value: str) -> str:
 
 
 def _more(event: Event) -> str:
-    """What the fields alone do not say: for how long the key waits and by which rule, or what became of the record."""
+    """Text that the fields alone do not give: how long the key waits and by which rule, or what
+    happened to the record.
+    """
     if isinstance(event, events.OutcomeRefused):
         if event.state is None:
-            return "the record was deleted (by an operator, or as its retention was over)"
+            return "the record was deleted (by an operator, or because its retention was over)"
         return f"a later attempt owns the key (now {event.state})"
     if not isinstance(event, events.AttemptSettled):
         return ""
@@ -296,7 +339,9 @@ def _more(event: Event) -> str:
 
 @contextmanager
 def _harmless() -> Iterator[None]:
-    """A log handler or filter that raises must not turn a settled outcome into another; told as logging tells it."""
+    """An error of a log handler or filter must not change a settled outcome; it is reported as
+    logging reports it.
+    """
     try:
         yield
     except Exception:  # noqa: BLE001 - whatever a user's handler raises

@@ -1,4 +1,4 @@
-"""``LeasedTask``: the task base class, its options, and what it adds to a user's task."""
+"""``LeasedTask``: the task base class, its options, and its methods for the tasks of users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from celery import Celery, Task
 from celery.result import AsyncResult
 
-from celery_leases.core.errors import (
+from celery_leases.errors import (
     AlreadyDone,
     Cooldown,
     CoolingDown,
@@ -19,43 +19,50 @@ from celery_leases.core.errors import (
     PermanentFailure,
     RetryLater,
 )
-from celery_leases.core.keys import Parameters, call_group, call_key
-from celery_leases.core.options import LeaseOptions, gather
-from celery_leases.seam import hooks  # noqa: F401 - connects them
-from celery_leases.seam.app_settings import settings_of
+from celery_leases.protocol.keys import Parameters, call_group, call_key
+from celery_leases.protocol.options import LeaseOptions, gather
+from celery_leases.worker import process_hooks  # noqa: F401 - connects them
+from celery_leases.worker.app_settings import settings_of
 
-# What runs tasks and asks stores is imported where it is used: a process that only publishes needs none of it.
+# The modules that run tasks and open stores are imported on use: a process that only publishes does
+# not need them.
 if TYPE_CHECKING:
-    from celery_leases.body.unleased import Unleased
-    from celery_leases.core.status import LeaseStatus
-    from celery_leases.handle import Lease
+    from celery_leases.attempt.unleased import Unleased
+    from celery_leases.lease import Lease
+    from celery_leases.protocol.status import LeaseStatus
 
+_OF_DJANGO = ("delay_on_commit", "apply_async_on_commit")
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
 
 
 def _check_order(cls: Any) -> None:
-    """Refuse a class in which something stands before the lease that would run the body without it."""
+    """Refuse a class in which another class before the lease would run the body without it."""
     name = f"task {cls.name}" if getattr(cls, "name", None) else f"class {cls.__qualname__}"
     bases = cls.__mro__
     if Task in bases and bases.index(Task) < bases.index(LeasedMixin):
-        other = next(base for base in bases if issubclass(base, Task) and not issubclass(base, LeasedMixin))
+        other = next(
+            base for base in bases if issubclass(base, Task) and not issubclass(base, LeasedMixin)
+        )
         raise LeaseConfigurationError(
-            f"{name}: {other.__qualname__} stands before LeasedMixin and hides it, so the body would run without a "
+            f"{name}: {other.__qualname__} comes before LeasedMixin and hides it, so the body would run without a "
             "lease; put LeasedMixin first, as in class MyTask(LeasedMixin, OtherTask)"
         )
     if cls.__call__ is not LeasedMixin.__call__:
         other = next(base for base in bases if "__call__" in vars(base))
         raise LeaseConfigurationError(
-            f"{name}: {other.__qualname__}.__call__ stands before the lease, so the body may run without; "
+            f"{name}: {other.__qualname__}.__call__ comes before the lease, so the body may run without one; "
             "put LeasedMixin first, as in class MyTask(LeasedMixin, OtherTask), or move the code into run()"
         )
 
 
 class LeasedMixin:
-    """What makes a Celery task class leased; put it before any task class: ``class MyTask(LeasedMixin, OtherTask)``.
+    """Makes a Celery task class leased; put it before any other task class: ``class
+    MyTask(LeasedMixin, OtherTask)``.
 
-    Options are the attributes ``lease_*``, see :class:`~celery_leases.core.options.LeaseOptions`; app-wide defaults are
-    the settings ``leases_*``. Wrong ones raise :class:`~celery_leases.errors.LeaseConfigurationError` at registration.
+    Options are the attributes ``lease_*``, see
+    :class:`~celery_leases.protocol.options.LeaseOptions`; defaults for the app are the settings
+    ``leases_*``. Wrong options raise :class:`~celery_leases.errors.LeaseConfigurationError` at
+    registration.
     """
 
     abstract = True
@@ -63,9 +70,10 @@ class LeasedMixin:
     reject_on_worker_lost: bool | None = True
     # Celery 5.7 would send a new message instead, and count the crash as one of the user's retries.
     retry_on_worker_lost = False
-    # What a body asks for is for the rules; an ``autoretry_for`` of everything would eat it.
+    # The rules handle Cooldown and the like; an ``autoretry_for`` of all exceptions would catch
+    # them first.
     dont_autoretry_for = (PermanentFailure, Cooldown, RetryLater)
-    Request: Any = "celery_leases.seam.request:LeaseRequest"
+    Request: Any = "celery_leases.worker.request:LeaseRequest"
 
     lease_options: ClassVar[LeaseOptions]
     lease_signature: ClassVar[Parameters]
@@ -76,30 +84,31 @@ class LeasedMixin:
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """Gather and check the options once the task is registered."""
+        """Collect and check the options once the task is registered."""
         super().on_bound(app)  # type: ignore[misc]
         if cls.name:  # type: ignore[attr-defined]
             _check_class(cls)
             cls.lease_signature = _signature(cls)
             cls.lease_options = _options(cls, app)
-            # What an option asks for is logged in one line, without a traceback.
+            # Log Cooldown and the like in one line, without a traceback.
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
+            _take_over_from(app, cls)
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
-        """Called by the worker each time it has a connection to the broker."""
-        from celery_leases.seam import green_pool, undertaker
-        from celery_leases.seam.request import request_class
+        """Called by the worker whenever it connects to the broker."""
+        from celery_leases.worker import child_exit, green_pool
+        from celery_leases.worker.request import request_class
 
-        undertaker.watch_again()
+        child_exit.watch_again()
         green_pool.prepare(consumer)
         self.Request = request_class(self)
         return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body under a lease if this is a delivery; called directly, it runs alone."""
-        from celery_leases.handle import UNLEASED, leased
-        from celery_leases.seam.delivery import Delivery
-        from celery_leases.seam.pin import state_of
+        """Run the body under a lease if this is a delivery; a direct call runs the body alone."""
+        from celery_leases.lease import UNLEASED, leased
+        from celery_leases.worker.delivery import Delivery
+        from celery_leases.worker.headers import state_of
 
         request = self.request  # type: ignore[attr-defined]
         state = state_of(request)
@@ -110,7 +119,9 @@ class LeasedMixin:
         return Delivery(self, request, args, kwargs, self._run_body).take()
 
     def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the body as Celery would: through the ``__call__`` of the class behind this one, if it has its own."""
+        """Run the body as Celery would: through the ``__call__`` of the next class, if it has its
+        own.
+        """
         behind = super().__call__  # type: ignore[misc]
         if behind.__func__ is not Task.__call__:
             return behind(*args, **kwargs)
@@ -120,32 +131,52 @@ class LeasedMixin:
 
     @property
     def lease(self) -> Lease | Unleased:
-        """The lease of the body that is running here."""
-        from celery_leases.handle import lease_here
+        """The lease of the running body."""
+        from celery_leases.lease import lease_here
 
         return lease_here()
 
     def apply_async(self, *args: Any, **options: Any) -> Any:
-        """Publish a call as Celery does; options of the task are refused, as they would do nothing in a message."""
+        """Publish a call as Celery does. Options of the task are refused, because they would do
+        nothing in a message.
+
+        With ``lease_queue_once`` the call is published if no other call of the key is queued or
+        runs. Otherwise this returns the ``AsyncResult`` of the key's call, or raises
+        :class:`~celery_leases.errors.AlreadyQueued`. With this option it also raises
+        :class:`~celery_leases.errors.KeyUnusable`, :class:`~celery_leases.errors.KeyReused`,
+        :class:`~celery_leases.errors.LeaseConfigurationError` and
+        :class:`~celery_leases.errors.StoreUnavailable`.
+        """
         if options:
             _refuse_task_options(self, options)
+        if self.lease_options.queues_once:
+            from celery_leases.worker import outbox
+
+            publish: Any = super().apply_async  # type: ignore[misc]
+            return outbox.publish_once(self, publish, args, options)
         return super().apply_async(*args, **options)  # type: ignore[misc]
 
     def apply(self, *args: Any, **options: Any) -> Any:
-        """Run a call here as Celery does; options of the task are refused, as for a call that is published."""
+        """Run a call in this process as Celery does. Options of the task are refused, as in
+        :meth:`apply_async`.
+        """
         if options:
             _refuse_task_options(self, options)
         return super().apply(*args, **options)  # type: ignore[misc]
 
     def replace(self, sig: Any) -> Any:
-        """Replace this task as Celery does; its key is over, or goes on with a replacement that has the same."""
-        from celery_leases.seam.pin import state_of
+        """Replace this task as Celery does. Its key ends, or continues with a replacement that has
+        the same key.
+        """
+        from celery_leases.worker.headers import state_of
 
         state_of(self.request).replacement = sig  # type: ignore[attr-defined]
         return super().replace(sig)  # type: ignore[misc]
 
     def delay_in(self, session_or_connection: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Call this task in the caller's own transaction, as ``delay()`` does outside; see :meth:`apply_async_in`."""
+        """Call this task in the caller's own transaction, as ``delay()`` does outside one; see
+        :meth:`apply_async_in`.
+        """
         return self.apply_async_in(session_or_connection, args, kwargs)
 
     def apply_async_in(
@@ -156,42 +187,48 @@ class LeasedMixin:
         kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncResult:
-        """Call this task in the caller's own transaction: published once that has committed, or never.
+        """Call this task in the caller's own transaction: the call is published after the commit,
+        or never.
 
-        *session_or_connection* is one on the records' database: a SQLAlchemy ``Session`` or ``Connection``, or a DB-API
-        connection, in a transaction. A ``Session`` publishes after its commit by itself; for the others, and after a
-        crash, the relay does (``leases relay``). Where the key has a record that counts already, nothing is
-        enqueued and the handle is that of the call it belongs to, unless that has expired. The arguments must be JSON,
-        and come back from it as the task's serializer would deliver them.
+        *session_or_connection* is on the records' database and in a transaction: a SQLAlchemy
+        ``Session`` or ``Connection``, Django's connection, or another DB-API connection. A
+        ``Session`` and Django's connection publish by themselves after the commit. For the others,
+        and after a crash, the relay publishes (``leases relay``). If the key already has a record
+        that counts, nothing is enqueued; the returned handle is that of the record's call, unless
+        the call has expired. The arguments must be JSON, and unchanged after a round trip through
+        JSON and the task's serializer.
 
-        *options* are those of ``apply_async`` that a record can keep: ``countdown``, ``eta``, ``expires``, ``queue``,
-        ``exchange``, ``routing_key``, ``priority``, ``headers``, ``link``, ``link_error``, ``serializer``,
-        ``compression``, ``time_limit``, ``soft_time_limit``, ``ignore_result`` and ``shadow``. Times count from now.
+        *options* are those of ``apply_async`` that a record can store: ``countdown``, ``eta``,
+        ``expires``, ``queue``, ``exchange``, ``routing_key``, ``priority``, ``headers``, ``link``,
+        ``link_error``, ``serializer``, ``compression``, ``time_limit``, ``soft_time_limit``,
+        ``ignore_result`` and ``shadow``. Times count from now.
 
         Raises :class:`~celery_leases.errors.KeyUnusable`, :class:`~celery_leases.errors.KeyReused`,
         :class:`~celery_leases.PermanentFailure`, :class:`~celery_leases.errors.WrongDatabase`,
-        :class:`~celery_leases.errors.LeaseConfigurationError` and what the database raises.
+        :class:`~celery_leases.errors.LeaseConfigurationError` and the errors of the database.
         """
-        from celery_leases.seam import outgoing
+        from celery_leases.worker import outbox
 
         given, named = tuple(args or ()), dict(kwargs or {})
         if options:
             _refuse_task_options(self, options)
         if check := getattr(self, "__header__", None):
             check(*given, **named)  # as apply_async does
-        return outgoing.enqueue(self, session_or_connection, given, named, options)
+        return outbox.enqueue(self, session_or_connection, given, named, options)
 
     def enqueue(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: an earlier name of :meth:`delay_in`."""
         name: str = self.name  # type: ignore[attr-defined]
-        raise LeaseConfigurationError(f"task {name}: enqueue() is called delay_in() now; the arguments are the same")
+        raise LeaseConfigurationError(
+            f"task {name}: enqueue() is called delay_in() now; the arguments are the same"
+        )
 
     def lease_status(self, *args: Any, **kwargs: Any) -> LeaseStatus:
-        """Where the key stands that a call with these arguments would have.
+        """The status of the key that a call with these arguments would have.
 
         Raises :class:`~celery_leases.errors.KeyUnusable` when the arguments make no key, and
-        :class:`~celery_leases.errors.LeaseConfigurationError` for a task without ``lease_key``: its keys are Celery's
-        ids.
+        :class:`~celery_leases.errors.LeaseConfigurationError` for a task without ``lease_key``: its
+        keys are Celery's ids.
         """
         from celery_leases.client import LeaseClient
 
@@ -205,16 +242,33 @@ class LeasedMixin:
         group = call_group(name, self.lease_options, self.lease_signature, args, kwargs)
         app: Celery = self.app  # type: ignore[attr-defined]
         client = LeaseClient.from_app(app)
-        return client.status(key.key, task=name, namespace=self.lease_options.namespace, group=group)
+        return client.status(
+            key.key, task=name, namespace=self.lease_options.namespace, group=group
+        )
 
 
 class LeasedTask(LeasedMixin, Task):
-    """A Celery task that is safe to run twice: ``@app.task(base=LeasedTask, lease_key="invoice:{customer_id}")``."""
+    """A Celery task that is safe to run twice: ``@app.task(base=LeasedTask,
+    lease_key="invoice:{customer_id}")``.
+    """
+
+
+def _take_over_from(app: Celery, cls: Any) -> None:
+    """Give a task the methods that Celery gives all tasks of a Django project, whatever their
+    class.
+    """
+    for name in _OF_DJANGO:
+        if not hasattr(cls, name) and (method := getattr(app.Task, name, None)) is not None:
+            setattr(cls, name, method)
 
 
 def _signature(cls: Any) -> Parameters:
     parameters = list(inspect.signature(cls.run).parameters.values())
-    return Parameters(parameters if isinstance(inspect.getattr_static(cls, "run"), staticmethod) else parameters[1:])
+    return Parameters(
+        parameters
+        if isinstance(inspect.getattr_static(cls, "run"), staticmethod)
+        else parameters[1:]
+    )
 
 
 def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:
@@ -228,21 +282,31 @@ def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:
 
 
 def _check_class(cls: Any) -> None:
-    """Refuse a class that would run without its lease, or that hides what it needs."""
+    """Refuse a class that would run without its lease, or that hides methods the lease needs."""
     _check_order(cls)
     for attribute in ("Strategy", "start_strategy"):
-        others = (base for base in cls.__mro__ if attribute in vars(base) and base not in (LeasedMixin, Task))
+        others = (
+            base
+            for base in cls.__mro__
+            if attribute in vars(base) and base not in (LeasedMixin, Task)
+        )
         if other := next(others, None):
             raise LeaseConfigurationError(
-                f"task {cls.name}: {other.__qualname__}.{attribute} takes messages past the lease, so bodies would run "
-                "without; use that class without LeasedMixin, and let its body call a leased task for each message"
+                f"task {cls.name}: {other.__qualname__}.{attribute} bypasses the lease, so bodies would run "
+                "without one; use that class without LeasedMixin, and let its body call a leased task for each message"
             )
     reserved = {"lease_options": LeaseOptions, "lease_signature": inspect.Signature}
-    wrong = [name for name, kind in reserved.items() if not isinstance(getattr(cls, name, None), kind | None)]
+    wrong = [
+        name
+        for name, kind in reserved.items()
+        if not isinstance(getattr(cls, name, None), kind | None)
+    ]
     if cls.lease_status is not LeasedMixin.lease_status:
         wrong.append("lease_status")
     if wrong:
-        raise LeaseConfigurationError(f"task {cls.name}: {wrong[0]} is no option; write each as lease_<option>")
+        raise LeaseConfigurationError(
+            f"task {cls.name}: {wrong[0]} is no option; write each as lease_<option>"
+        )
 
 
 def _options(cls: Any, app: Celery) -> LeaseOptions:
@@ -254,10 +318,15 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
     defaults: Mapping[str, Any] = settings_of(app, lenient=True).defaults
     parameters = cls.lease_signature.parameters.values()
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    options = gather(cls.name, given, defaults, None if open_ended else [parameter.name for parameter in parameters])
+    options = gather(
+        cls.name,
+        given,
+        defaults,
+        None if open_ended else [parameter.name for parameter in parameters],
+    )
     if not cls.reject_on_worker_lost and not options.allow_loss:
         raise LeaseConfigurationError(
-            f"task {cls.name}: reject_on_worker_lost=False gives up a message whose process was killed; "
+            f"task {cls.name}: reject_on_worker_lost=False drops the message of a killed process; "
             "leave it out, or write lease_allow_loss=True beside it"
         )
     if not cls.acks_late and not options.allow_loss:
@@ -273,10 +342,10 @@ def _options(cls: Any, app: Celery) -> LeaseOptions:
 
 
 def _check_timer(cls: Any) -> None:
-    from celery_leases.process import deadman
+    from celery_leases.concurrency import kill_timer
 
-    if not deadman.available():
+    if not kill_timer.available():
         raise LeaseConfigurationError(
-            f"task {cls.name}: lease_on_lost='kill' needs a timer of the Linux kernel, which this system has not; "
+            f"task {cls.name}: lease_on_lost='kill' requires a POSIX timer (Linux), which is not available here; "
             "write lease_on_lost='interrupt'"
         )

@@ -1,4 +1,5 @@
-"""A small billing application whose invoices are safe to send twice: ``celery -A example_project worker``.
+"""A small billing application whose invoices are safe to send twice: ``celery -A example_project
+worker``.
 
 Everything comes from the environment, with defaults for a Redis on this machine.
 """
@@ -16,16 +17,19 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     # A worker that reserves only what it can run loses little when it dies.
     worker_prefetch_multiplier=1,
-    # Leases: unset, they live in the broker's Redis, and the records in a SQLite file in the working directory.
+    # Leases: unset, they live in the broker's Redis, and the records in a SQLite file in the
+    # working directory.
     leases_url=os.environ.get("LEASES_URL"),
     leases_database_url=os.environ.get("LEASES_DATABASE_URL"),
     leases_ttl=float(os.environ.get("LEASES_TTL", "15")),
 )
 if app.conf.broker_url.startswith(("redis", "sentinel")):
     app.conf.broker_transport_options = {
-        # A dead worker's messages come back after this many seconds; copies that come too early are harmless here.
+        # A dead worker's messages come back after this many seconds; copies that come too early are
+        # harmless here.
         "visibility_timeout": float(os.environ.get("VISIBILITY_TIMEOUT", "90")),
-        # kombu 5.7+: look for them every 5 s. Its default, and the only choice of older versions, is every 100 s.
+        # kombu 5.7+: look for them every 5 s. Its default, and the only choice of older versions,
+        # is every 100 s.
         "unacked_restore_interval": float(os.environ.get("RESTORE_INTERVAL", "5")),
         "unacked_restore_throttle": 1,
     }

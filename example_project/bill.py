@@ -27,7 +27,9 @@ class Promise:
 
 @dataclass(frozen=True)
 class Account:
-    """What one scene came to on one side: ``calls`` reached the model and cost so many ``cents``."""
+    """What one scene came to on one side: ``calls`` reached the model and cost so many
+    ``cents``.
+    """
 
     scene: str
     side: str
@@ -48,21 +50,34 @@ class Bill:
     def broken(self) -> list[str]:
         """One line for each promise that was not kept."""
         return [
-            f"{promise.what}: {promise.seen}, not {promise.promised}" for promise in self.promises if not promise.kept
+            f"{promise.what}: {promise.seen}, not {promise.promised}"
+            for promise in self.promises
+            if not promise.kept
         ]
 
     def kept(self) -> str:
         """What there is to say when all were kept."""
         leases, plain = (
-            sum(account.calls for account in self.accounts if account.side == side) for side in (LEASES, PLAIN)
+            sum(account.calls for account in self.accounts if account.side == side)
+            for side in (LEASES, PLAIN)
         )
         return f"{len(self.promises)} promises, {leases} paid calls where plain Celery paid for {plain}"
 
     def show(self) -> None:
         """Print the promises, and the table of both sides."""
-        table([["promise", "was", ""], *([p.what, str(p.seen), "kept" if p.kept else "broken"] for p in self.promises)])
+        table(
+            [
+                ["promise", "was", ""],
+                *([p.what, str(p.seen), "kept" if p.kept else "broken"] for p in self.promises),
+            ]
+        )
         print()
-        table([["scene", "on", "presses", "calls at the model", "paid", "finished"], *map(_row, self.accounts)])
+        table(
+            [
+                ["scene", "on", "presses", "calls at the model", "paid", "finished"],
+                *map(_row, self.accounts),
+            ]
+        )
 
 
 def _row(account: Account) -> list[str]:

@@ -1,4 +1,6 @@
-"""JSON over HTTP for the small servers of the demo: one port of 127.0.0.1, one answer to each request."""
+"""JSON over HTTP for the small servers of the demo: one port of 127.0.0.1, one answer to each
+request.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ class Conversation(BaseHTTPRequestHandler):
     def answer(self, body: bytes, status: int = 200, **headers: str) -> None:
         """Send the answer."""
         self.send_response(status)
-        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}.items():
+        for name, value in {
+            **headers,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body)

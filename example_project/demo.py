@@ -1,7 +1,8 @@
-"""``make demo``: invoices asked for twice while processes are killed, told as a timeline, then judged.
+"""``make demo``: invoices asked for twice while processes are killed, told as a timeline, then
+judged.
 
-Exits with 1 when a promise was broken. ``--without-leases`` plays the same story on plain Celery with late
-acknowledgement, where promises do get broken.
+Exits with 1 when a promise was broken. ``--without-leases`` plays the same story on plain Celery
+with late acknowledgement, where promises do get broken.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ from typing import Any
 import click
 import kombu
 
-from celery_leases.testing.process import GuardedProcess
 from example_project import jsonlines
 from example_project.narrator import Narrator, short
 from example_project.play import Play, perform
-from example_project.stage import KEY_BOUND, LONGEST_PUT_BACK, SWEEP, TTL, VISIBILITY_TIMEOUT, WORK_BOUND, Stage
+from example_project.stage import (
+    KEY_BOUND,
+    LONGEST_PUT_BACK,
+    SWEEP,
+    TTL,
+    VISIBILITY_TIMEOUT,
+    WORK_BOUND,
+    Stage,
+)
 from example_project.verdict import Kill, Verdict
+from tests.support.process import GuardedProcess
 
 MONTH = "2026-04"
 RENDER = 2.0
 NEEDED_KOMBU = (5, 7)
 EXPLANATION = f"""
-  Promised where another call or copy waits for the key: ttl + one put-back delay
+  Promised where another call or copy waits for the key: ttl + one reschedule delay
   = {TTL:g} + {LONGEST_PUT_BACK:g} s; where only the broker can bring the work back:
-  max(ttl, visibility timeout + sweep) + one put-back delay
+  max(ttl, visibility timeout + sweep) + one reschedule delay
   = max({TTL:g}, {VISIBILITY_TIMEOUT:g} + {SWEEP:g}) + {LONGEST_PUT_BACK:g} s. The demo keeps all of them short.
   Not promised: killed between the mail and the record, an invoice would be mailed twice.
   docs/guarantees.md says more.
@@ -45,13 +54,21 @@ class InvoiceStage(Stage):
         return {"OUTBOX": str(self.outbox), "RENDER_SECONDS": str(RENDER)}
 
     def publish(self, customers: list[int], webs: Mapping[str, str]) -> dict[str, GuardedProcess]:
-        """Let web processes ask for invoices at the same time; *webs*: how each of them publishes, by its name."""
+        """Let web processes ask for invoices at the same time; *webs*: how each of them publishes,
+        by its name.
+        """
         asked = [MONTH, *map(str, customers)]
-        return {web: self.start(web, ["example_project.web", web, how, *asked]) for web, how in webs.items()}
+        return {
+            web: self.start(web, ["example_project.web", web, how, *asked])
+            for web, how in webs.items()
+        }
 
     def mailed(self) -> list[str]:
         """The keys of the invoices in the outbox, as often as they were mailed."""
-        return [f"invoice:{letter['customer']}:{letter['month']}" for letter in jsonlines.read(self.outbox)]
+        return [
+            f"invoice:{letter['customer']}:{letter['month']}"
+            for letter in jsonlines.read(self.outbox)
+        ]
 
 
 class Demo(Play[InvoiceStage]):
@@ -71,13 +88,19 @@ class Demo(Play[InvoiceStage]):
     def verdict(self) -> Verdict:
         """Hand over what is to be judged."""
         stage = self.stage
-        return Verdict(stage.requests, self.kills, stage.journal.events, stage.mailed(), stage.results())
+        return Verdict(
+            stage.requests, self.kills, stage.journal.events, stage.mailed(), stage.results()
+        )
 
     def _two_webs_and_a_dead_child(self) -> None:
         customers = [1842, 1843, 1844, 1845, 1846]
-        self.narrator.scene("Two web processes ask for the same five invoices, and a pool child is killed")
+        self.narrator.scene(
+            "Two web processes ask for the same five invoices, and a pool child is killed"
+        )
         webs = self.stage.publish(customers, {"web-1": "delay", "web-2": "send_task"})
-        begun = self.wait(lambda: self._begun(f"invoice:{customers[0]}:{MONTH}"), 15, "the first invoice to begin")
+        begun = self.wait(
+            lambda: self._begun(f"invoice:{customers[0]}:{MONTH}"), 15, "the first invoice to begin"
+        )
         self.wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
         self._kill(f"pool child {begun['pid']}", begun, begun["pid"], KEY_BOUND)
         self._hear(webs, 25, "answers to all ten calls")
@@ -95,7 +118,7 @@ class Demo(Play[InvoiceStage]):
         self.narrator.scene("Asked again, long after it was done")
         self._hear(self.stage.publish([customer], {"web-2": "send_task"}), 15, "the answer")
 
-    # -- small steps ---------------------------------------------------------------------------------------
+    # -- small steps -------------------------------------------------------------------------------
 
     def _hear(self, webs: Mapping[str, GuardedProcess], timeout: float, what: str) -> None:
         for web, process in webs.items():
@@ -107,11 +130,16 @@ class Demo(Play[InvoiceStage]):
         os.kill(pid, signal.SIGKILL)
         self.kills.append(Kill(what, begun["key"], at, bound))
         who = what if what.startswith(begun["worker"]) else f"{what} of {begun['worker']}"
-        self.narrator.say("demo", f"SIGKILLs {who}, in the middle of {short(begun['key'])}", at=at, colour="red")
+        self.narrator.say(
+            "demo", f"SIGKILLs {who}, in the middle of {short(begun['key'])}", at=at, colour="red"
+        )
 
     def _begun(self, key: str) -> Mapping[str, Any] | None:
         events = self.stage.journal.events
-        return next((event for event in events if (event["what"], event["key"]) == ("LeaseAcquired", key)), None)
+        return next(
+            (event for event in events if (event["what"], event["key"]) == ("LeaseAcquired", key)),
+            None,
+        )
 
 
 @click.command()
@@ -119,7 +147,10 @@ class Demo(Play[InvoiceStage]):
 def main(*, without_leases: bool) -> None:
     """Play the demo and judge it."""
     if tuple(kombu.VERSION[:2]) < NEEDED_KOMBU:
-        click.secho(f"BROKEN: the demo needs kombu 5.7, this is {kombu.__version__}: it sweeps every 100 s", fg="red")
+        click.secho(
+            f"BROKEN: the demo needs kombu 5.7, this is {kombu.__version__}: it sweeps every 100 s",
+            fg="red",
+        )
         sys.exit(1)
     perform(Demo(InvoiceStage(leases=not without_leases), Narrator(done="mailed")))
 

@@ -1,4 +1,5 @@
-"""``make demo-cooldown``: documents for a paid model that is rate limited, and the same on plain Celery, then judged.
+"""``make demo-cooldown``: documents for a paid model that is rate limited, and the same on plain
+Celery, then judged.
 
 Exits with 1 when a promise was broken.
 """
@@ -22,7 +23,9 @@ from example_project.play import Play, perform
 from example_project.stage import CommandFailed, Stage
 
 FIVE_MINUTES = 300
-"""Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5 s."""
+"""Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5
+s.
+"""
 
 SHORT_LIMIT = 3
 COOLDOWN = 1.0
@@ -51,7 +54,10 @@ class PaidStage(Stage):
         servers = {"model": ["example_project.model", str(self._ledger)]}
         servers |= {web: ["example_project.website", web] for web in WEBS.values()}
         started = {name: self.start(name, command) for name, command in servers.items()}
-        ports = {name: server.wait_for_log(r"listens on port (\d+)$", 20)[1] for name, server in started.items()}
+        ports = {
+            name: server.wait_for_log(r"listens on port (\d+)$", 20)[1]
+            for name, server in started.items()
+        }
         self._urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
         return {"MODEL_URL": self._urls["model"], "COOLDOWN_SECONDS": str(COOLDOWN)}
 
@@ -62,14 +68,20 @@ class PaidStage(Stage):
     def charges(self, side: str, model: str) -> list[Charge]:
         """What one side was billed for calls of one model."""
         account = ACCOUNTS[side]
-        return [charge for charge in charges(self._ledger) if (charge.account, charge.model) == (account, model)]
+        return [
+            charge
+            for charge in charges(self._ledger)
+            if (charge.account, charge.model) == (account, model)
+        ]
 
     def press(self, task: str, times: int, model: str, documents: Sequence[int]) -> None:
         """Press the button *times* times for each document, on both sides at once."""
         asked = {"times": times, "model": model, "documents": documents}
         with ThreadPoolExecutor() as fingers:
             presses = [
-                fingers.submit(self._ask, WEBS[side], "button", {"task": f"{MODULES[side]}.{task}", **asked})
+                fingers.submit(
+                    self._ask, WEBS[side], "button", {"task": f"{MODULES[side]}.{task}", **asked}
+                )
                 for side in WEBS
             ]
         for press in presses:
@@ -77,7 +89,11 @@ class PaidStage(Stage):
 
     def page(self, key: str) -> str:
         """What the page of a document says to its reader."""
-        return str(self._ask(WEBS[LEASES], "page", {"task": f"{MODULES[LEASES]}.write_summary", "key": key}))
+        return str(
+            self._ask(
+                WEBS[LEASES], "page", {"task": f"{MODULES[LEASES]}.write_summary", "key": key}
+            )
+        )
 
     def _ask(self, server: str, path: str, value: Any, method: str = "POST") -> Any:
         try:
@@ -129,43 +145,69 @@ class Demo(Play[PaidStage]):
     def verdict(self) -> Bill:
         """Hand over what is to be judged."""
         scenes = [BUTTON, NIGHT, NONSENSE]
-        return Bill(self.promises, [self._account(scene, side) for scene in scenes for side in (LEASES, PLAIN)])
+        return Bill(
+            self.promises,
+            [self._account(scene, side) for scene in scenes for side in (LEASES, PLAIN)],
+        )
 
-    # -- the scenes ----------------------------------------------------------------------------------------
+    # -- the scenes --------------------------------------------------------------------------------
 
     def _a_button_pressed_again_and_again(self) -> None:
-        self._begin(BUTTON, "A document is submitted, its model is rate limited, and its reader is impatient")
-        self.narrator.say("demo", f"{WEBS[LEASES]} has a button with leases, {WEBS[PLAIN]} one of plain Celery")
+        self._begin(
+            BUTTON,
+            "A document is submitted, its model is rate limited, and its reader is impatient",
+        )
+        self.narrator.say(
+            "demo", f"{WEBS[LEASES]} has a button with leases, {WEBS[PLAIN]} one of plain Celery"
+        )
         self._limit(BUTTON, FIVE_MINUTES)
         self._press("write_summary", BUTTON)
         self._show(BUTTON)
         self._press("write_summary", BUTTON, PRESSES)
         leased, plain = ([*self._answers(side)][-PRESSES:] for side in (LEASES, PLAIN))
         refused = [answer for answer in leased if str(answer).startswith("CoolingDown(")]
-        self.narrator.say(WEBS[LEASES], f"got CoolingDown as the answer to {len(refused)} of {PRESSES} presses")
-        self.narrator.say(WEBS[PLAIN], f"got {plain[-1]} as the answer to {plain.count(plain[-1])} of {PRESSES}")
-        paid, plainly_paid = (len(self.stage.charges(side, BUTTON.model)) for side in (LEASES, PLAIN))
-        self.narrator.say("model", f"has billed {paid} call{'' if paid == 1 else 's'}; plain Celery {plainly_paid}")
-        self._promise(f"the button: presses answered with CoolingDown, of {PRESSES}", PRESSES, len(refused))
+        self.narrator.say(
+            WEBS[LEASES], f"got CoolingDown as the answer to {len(refused)} of {PRESSES} presses"
+        )
+        self.narrator.say(
+            WEBS[PLAIN], f"got {plain[-1]} as the answer to {plain.count(plain[-1])} of {PRESSES}"
+        )
+        paid, plainly_paid = (
+            len(self.stage.charges(side, BUTTON.model)) for side in (LEASES, PLAIN)
+        )
+        self.narrator.say(
+            "model",
+            f"has billed {paid} call{'' if paid == 1 else 's'}; plain Celery {plainly_paid}",
+        )
+        self._promise(
+            f"the button: presses answered with CoolingDown, of {PRESSES}", PRESSES, len(refused)
+        )
         self._promise(f"the button: paid calls after {PRESSES + 1} presses", 1, paid)
-        self._promise("the button: what its page says", "Retry available in 5 minutes", self._show(BUTTON))
+        self._promise(
+            "the button: what its page says", "Retry available in 5 minutes", self._show(BUTTON)
+        )
 
     def _an_operator_who_looks(self) -> None:
         key, group = BUTTON.keys[0], f"model:{BUTTON.model}"
         self.narrator.scene("An operator looks, buys a larger quota, and lets it run")
         self._operate("show", key)
-        self._operate("groups")
+        self._operate("group", "list")
         self.stage.trouble(BUTTON.model)
         self.narrator.say("model", f"{BUTTON.model} answers again, to both accounts")
-        self._operate("groups", "--open", group)
+        self._operate("group", "open", group)
         self._operate("retry", key, fields=False)
         self._press("write_summary", BUTTON)
         self._promise("the button: what its page says in the end", "Done", self._show(BUTTON))
-        self._promise("the button: paid calls in the end", 2, len(self.stage.charges(LEASES, BUTTON.model)))
+        self._promise(
+            "the button: paid calls in the end", 2, len(self.stage.charges(LEASES, BUTTON.model))
+        )
 
     def _a_night_with_a_short_limit(self) -> None:
         number = len(NIGHT.documents)
-        self._begin(NIGHT, f"{number} documents overnight, and a model that is limited for {SHORT_LIMIT} seconds")
+        self._begin(
+            NIGHT,
+            f"{number} documents overnight, and a model that is limited for {SHORT_LIMIT} seconds",
+        )
         self._limit(NIGHT, SHORT_LIMIT)
         self.stage.press("write_summary_overnight", 1, NIGHT.model, NIGHT.documents[:1])
         self.wait(lambda: self._events("GateClosed", NIGHT.keys), 15, "a closed gate")
@@ -178,27 +220,41 @@ class Demo(Play[PaidStage]):
         self._promise("the night: calls before the model's Retry-After was over", 0, len(early))
 
     def _a_model_that_talks_nonsense(self) -> None:
-        self._begin(NONSENSE, "A model whose first two answers break off: nothing says how long to wait")
+        self._begin(
+            NONSENSE, "A model whose first two answers break off: nothing says how long to wait"
+        )
         self.stage.trouble(NONSENSE.model, nonsense=2)
         self._press("write_summary_overnight", NONSENSE)
         settled = self._events("AttemptSettled", NONSENSE.keys)
         waits = [event["retry_after"] for event in settled if event["state"] == "cooling"]
         times = [charge.t for charge in self.stage.charges(LEASES, NONSENSE.model)]
-        early = [wait for (before, t), wait in zip(pairwise(times), waits, strict=False) if t < before + wait]
-        promised, seen = (", then ".join(f"{wait:g} s" for wait in each) for each in ([COOLDOWN, 2 * COOLDOWN], waits))
+        early = [
+            wait
+            for (before, t), wait in zip(pairwise(times), waits, strict=False)
+            if t < before + wait
+        ]
+        promised, seen = (
+            ", then ".join(f"{wait:g} s" for wait in each)
+            for each in ([COOLDOWN, 2 * COOLDOWN], waits)
+        )
         self._promise("the nonsense: how long the document was left alone", promised, seen)
         self._promise("the nonsense: calls that came earlier", 0, len(early))
 
-    # -- small steps ---------------------------------------------------------------------------------------
+    # -- small steps -------------------------------------------------------------------------------
 
     def _begin(self, scene: Scene, headline: str) -> None:
         self.narrator.scene(f"{headline} (model {scene.model})")
 
     def _limit(self, scene: Scene, seconds: float) -> None:
         self.stage.trouble(scene.model, limited_for=seconds)
-        self.narrator.say("model", f"{scene.model} turns every account away, for {seconds} s from its first call on")
+        self.narrator.say(
+            "model",
+            f"{scene.model} turns every account away, for {seconds} s from its first call on",
+        )
 
-    def _press(self, task: str, scene: Scene, times: int = 1, documents: Sequence[int] | None = None) -> None:
+    def _press(
+        self, task: str, scene: Scene, times: int = 1, documents: Sequence[int] | None = None
+    ) -> None:
         self.stage.press(task, times, scene.model, documents or scene.documents)
         self.wait(self.all_answered, 25, "all answers")
 
@@ -216,19 +272,35 @@ class Demo(Play[PaidStage]):
         self.promises.append(Promise(what, promised, seen))
 
     def _events(self, what: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
-        return [event for event in self.stage.journal.events if event["what"] == what and event["key"] in keys]
+        return [
+            event
+            for event in self.stage.journal.events
+            if event["what"] == what and event["key"] in keys
+        ]
 
     def _answers(self, side: str) -> Iterator[Any]:
         results = self.stage.results()
-        return (results.get(request.call_id) for request in self.stage.requests if request.web == WEBS[side])
+        return (
+            results.get(request.call_id)
+            for request in self.stage.requests
+            if request.web == WEBS[side]
+        )
 
     def _account(self, scene: Scene, side: str) -> Account:
-        asked = [request for request in self.stage.requests if request.web == WEBS[side] and request.key in scene.keys]
+        asked = [
+            request
+            for request in self.stage.requests
+            if request.web == WEBS[side] and request.key in scene.keys
+        ]
         results = self.stage.results()
-        finished = {request.key for request in asked if isinstance(results.get(request.call_id), dict)}
+        finished = {
+            request.key for request in asked if isinstance(results.get(request.call_id), dict)
+        }
         billed = self.stage.charges(side, scene.model)
         cents = sum(charge.cents for charge in billed)
-        return Account(scene.name, side, len(asked), len(billed), cents, len(scene.documents), len(finished))
+        return Account(
+            scene.name, side, len(asked), len(billed), cents, len(scene.documents), len(finished)
+        )
 
 
 @click.command()

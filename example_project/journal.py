@@ -1,4 +1,5 @@
-"""What happens on a demo's stage, as one JSON line per event: written by all its processes, read by the demo.
+"""What happens on a demo's stage, as one JSON line per event: written by all its processes, read by
+the demo.
 
 Times are seconds of the clock that all processes of one machine share.
 """
@@ -21,7 +22,13 @@ WITHOUT_LEASES = "DEMO_WITHOUT_LEASES"
 
 def write(what: str, **fields: Any) -> None:
     """Append one event."""
-    event = {"t": time.monotonic(), "what": what, "pid": os.getpid(), "worker": os.environ.get(WORKER), **fields}
+    event = {
+        "t": time.monotonic(),
+        "what": what,
+        "pid": os.getpid(),
+        "worker": os.environ.get(WORKER),
+        **fields,
+    }
     jsonlines.append(Path(os.environ[FILE]), event)
 
 

@@ -1,11 +1,15 @@
-"""A paid language model, as small as can be: a server of its own that bills every call it is sent, answered or not.
+"""A paid language model, as small as can be: a server of its own that bills every call it is sent,
+answered or not.
 
-``python -m example_project.model LEDGER [PORT]`` listens on 127.0.0.1, by default on a free port, and prints which.
+``python -m example_project.model LEDGER [PORT]`` listens on 127.0.0.1, by default on a free port,
+and prints which.
 
-* ``POST /summaries`` with ``{"document", "model"}`` and the account as bearer token: a line in the ledger, a summary.
-* ``PUT /troubles/MODEL`` says what is wrong with a model from now on: ``{"limited_for": 300}`` answers 429 with
-  ``Retry-After`` for as many seconds, counted for each account from its first call; ``{"nonsense": 2}`` breaks off the
-  first two answers to each account; ``{}`` mends everything.
+* ``POST /summaries`` with ``{"document", "model"}`` and the account as bearer token: a line in the
+  ledger, a summary.
+* ``PUT /troubles/MODEL`` says what is wrong with a model from now on: ``{"limited_for": 300}``
+  answers 429 with ``Retry-After`` for as many seconds, counted for each account from its first
+  call; ``{"nonsense": 2}`` breaks off the first two answers to each account; ``{}`` mends
+  everything.
 """
 
 from __future__ import annotations
@@ -80,10 +84,17 @@ class Model(ThreadingTCPServer):
             wait = trouble.limited(account)
             broken_off = not wait and trouble.breaks_off(account)
             status = 429 if wait else 200
-            jsonlines.append(self._ledger, asdict(Charge(time.monotonic(), account, model, document, status, PRICE)))
+            jsonlines.append(
+                self._ledger,
+                asdict(Charge(time.monotonic(), account, model, document, status, PRICE)),
+            )
         if wait:
             error = {"code": "rate_limit_exceeded", "message": f"{model} is busy"}
-            return status, {"Retry_After": str(math.ceil(wait))}, json.dumps({"error": error}).encode()
+            return (
+                status,
+                {"Retry_After": str(math.ceil(wait))},
+                json.dumps({"error": error}).encode(),
+            )
         time.sleep(THINKING)
         summary = json.dumps({"summary": f"What matters in document {document}"}).encode()
         return status, {}, summary[: len(summary) // 2] if broken_off else summary

@@ -22,20 +22,24 @@ _COLOURS = {
 
 
 class Narrator:
-    """Prints lines, each with the seconds since it was made. *done* says what a worker has done with a key."""
+    """Prints lines, each with the seconds since it was made. *done* says what a worker has done
+    with a key.
+    """
 
     def __init__(self, done: str) -> None:
         self.began = time.monotonic()
         self._done = done
         self._webs: dict[str, str] = {}
-        self._put_back: set[str] = set()
+        self._reschedule: set[str] = set()
         self._refused: set[str] = set()
 
     def scene(self, text: str) -> None:
         """Print a headline."""
         click.secho(f"\n{text}", bold=True)
 
-    def say(self, who: str, text: str, *, at: float | None = None, colour: str | None = None) -> None:
+    def say(
+        self, who: str, text: str, *, at: float | None = None, colour: str | None = None
+    ) -> None:
         """Print one line of the timeline; *at*: when it happened, by default now."""
         seconds = (time.monotonic() if at is None else at) - self.began
         first, *more = textwrap.wrap(text, WIDTH - 27)
@@ -50,7 +54,9 @@ class Narrator:
             click.secho(f"{'':10}| {line[: WIDTH - 12]}", dim=True)
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Print one event of the journal, unless a call is put back, or a key refused, for the second time."""
+        """Print one event of the journal, unless a call is rescheduled, or a key refused, for the
+        second time.
+        """
         if event["what"] == "Asked":
             self._webs |= {call: event["worker"] for _, call in event["calls"]}
             self.say(event["worker"], _asked(event), at=event["t"])
@@ -68,11 +74,17 @@ class Narrator:
             case "AttemptSettled" if event["state"] == "done":
                 return f"has {self._done} {key} after {event['runtime']:.1f} s", "green"
             case "AttemptSettled" if event["state"] == "cooling":
-                return f"has failed with {key}, which cools down for {event['retry_after']:.1f} s", "yellow"
+                return (
+                    f"has failed with {key}, which cools down for {event['retry_after']:.1f} s",
+                    "yellow",
+                )
             case "AttemptSettled":
                 return f"closes its attempt at {key}: {event['ended']}", "yellow"
             case "CrashSeen":
-                return f"finds that whoever had {key} ({event['host']}) died without a word", "yellow"
+                return (
+                    f"finds that whoever had {key} ({event['host']}) died without reporting an outcome",
+                    "yellow",
+                )
             case "LeaseGone":
                 return f"has lost its lease on {key}: {event['reason']}", "red"
             case "OutcomeRefused":
@@ -84,14 +96,16 @@ class Narrator:
                 )
             case "GateOpened":
                 return f"opens the gate of {event['group']}", "green"
-        return self._answered(event, f"{self._webs.get(event['call_id'], 'somebody')}'s call for {key}")
+        return self._answered(
+            event, f"{self._webs.get(event['call_id'], 'somebody')}'s call for {key}"
+        )
 
     def _answered(self, event: Mapping[str, Any], call: str) -> tuple[str, str | None]:
         match event["what"]:
             case "ResultReplayed":
                 return f"answers {call} with the saved result", "green"
-            case "CallPutBack" if event["call_id"] not in self._put_back:
-                self._put_back.add(event["call_id"])
+            case "CallRescheduled" if event["call_id"] not in self._reschedule:
+                self._reschedule.add(event["call_id"])
                 return f"puts {call} back ({event['delay']:.1f} s): {event['reason']}", None
             case "CallDropped":
                 return f"drops {call}: {event['reason']}", None
@@ -116,5 +130,7 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns, the first as a head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        line = "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
         click.secho(f"  {line}", bold=number == 0)

@@ -1,4 +1,6 @@
-"""The summaries once more, as tasks of plain Celery: what the demo counts beside those with leases."""
+"""The summaries once more, as tasks of plain Celery: what the demo counts beside those with
+leases.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     return ask_model(document_id, model, account="plain")
 
 
-@app.task(autoretry_for=(HTTPError, ValueError), retry_backoff=True, retry_jitter=False, max_retries=8)
+@app.task(
+    autoretry_for=(HTTPError, ValueError), retry_backoff=True, retry_jitter=False, max_retries=8
+)
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:
-    """Have one document summarised, sometime this night: again after 1 s, 2 s, 4 s, as Celery's own retries do."""
+    """Have one document summarised, sometime this night: again after 1 s, 2 s, 4 s, as Celery's own
+    retries do.
+    """
     return ask_model(document_id, model, account="plain")

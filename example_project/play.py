@@ -11,10 +11,10 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import click
 
-from celery_leases.testing.process import NotReady
-from celery_leases.testing.servers import ServerMissing
 from example_project.narrator import Narrator
 from example_project.stage import CommandFailed, Stage
+from tests.support.process import NotReady
+from tests.support.servers import ServerMissing
 
 TIME_LIMIT = 80.0
 """Seconds; three times what a play takes on an idle machine."""
@@ -87,7 +87,9 @@ class Play(ABC, Generic[StageT]):
     def _set_up(self) -> None:
         redis = self.stage.redis
         program = redis.process.argv[0].rpartition("/")[2]
-        self.narrator.say("demo", f"has started {program} on port {redis.port}; records are kept in SQLite")
+        self.narrator.say(
+            "demo", f"has started {program} on port {redis.port}; records are kept in SQLite"
+        )
         self.stage.start_workers("worker-a", "worker-b")
         for name, worker in self.stage.workers.items():
             children = " ".join(map(str, worker.children()))
@@ -99,7 +101,9 @@ class Play(ABC, Generic[StageT]):
 
 
 def perform(play: Play[Any]) -> NoReturn:
-    """Play and judge; exits with 1 when a promise was broken or the play could not go on, 130 after Ctrl-C."""
+    """Play and judge; exits with 1 when a promise was broken or the play could not go on, 130 after
+    Ctrl-C.
+    """
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _end)
     try:

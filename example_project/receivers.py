@@ -22,14 +22,20 @@ def _receive(event: Any, **_: Any) -> None:
     journal.write(type(event).__name__, **asdict(event))
 
 
-def _begin(sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any) -> None:
+def _begin(
+    sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any
+) -> None:
     sender.request.began = time.monotonic()
     journal.write("LeaseAcquired", key=_key(args, kwargs), call_id=task_id, attempt=None)
 
 
-def _end(sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any) -> None:
+def _end(
+    sender: Any, task_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **_: Any
+) -> None:
     runtime = time.monotonic() - sender.request.began
-    journal.write("AttemptSettled", key=_key(args, kwargs), call_id=task_id, state="done", runtime=runtime)
+    journal.write(
+        "AttemptSettled", key=_key(args, kwargs), call_id=task_id, state="done", runtime=runtime
+    )
 
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -46,7 +52,7 @@ else:
     for happened in (
         signals.lease_acquired,
         signals.attempt_settled,
-        signals.call_put_back,
+        signals.call_rescheduled,
         signals.call_dropped,
         signals.call_refused,
         signals.result_replayed,

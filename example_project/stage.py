@@ -1,4 +1,6 @@
-"""The stage of a demo: a private Redis, a directory, real worker processes, and whatever else a story needs."""
+"""The stage of a demo: a private Redis, a directory, real worker processes, and whatever else a
+story needs.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from typing import Any, Self
 
 from celery import Celery
 
-from celery_leases.testing.process import GuardedProcess
-from celery_leases.testing.servers.redis import RedisServer
-from celery_leases.testing.workers import LocalWorker
 from example_project import journal
+from tests.support.process import GuardedProcess
+from tests.support.servers.redis import RedisServer
+from tests.support.workers import LocalWorker
 
 ROOT = Path(__file__).parents[1]
 TTL = 3.0
@@ -43,7 +45,9 @@ class CommandFailed(Exception):
 
 
 class Stage:
-    """Everything a demo starts; a context manager that leaves neither a process nor a file behind."""
+    """Everything a demo starts; a context manager that leaves neither a process nor a file
+    behind.
+    """
 
     modules: Sequence[str] = ("example_project.receivers",)
     """What workers import beside the application."""
@@ -59,12 +63,15 @@ class Stage:
             undo.push(self._stack)
             with undisturbed():
                 self.redis = self._stack.enter_context(RedisServer())
-            # Inside the server's directory, which goes with the server even if this process is killed.
+            # Inside the server's directory, which goes with the server even if this process is
+            # killed.
             self.home = self.redis.home / "demo"
             self.home.mkdir()
             self._pids.add(self.redis.pid)
             self.journal = journal.Journal(self.home / "journal.jsonl")
-            for name in [name for name in os.environ if name.startswith(("CELERY_", "LEASES_", "DEMO_"))]:
+            for name in [
+                name for name in os.environ if name.startswith(("CELERY_", "LEASES_", "DEMO_"))
+            ]:
                 del os.environ[name]
             os.environ |= self._environment()
             os.environ |= self.furnish()
@@ -73,7 +80,9 @@ class Stage:
         return self
 
     def furnish(self) -> dict[str, str]:
-        """Start what else the story needs, and give the environment variables that tell workers of it."""
+        """Start what else the story needs, and give the environment variables that tell workers of
+        it.
+        """
         return {}
 
     def _environment(self) -> dict[str, str]:
@@ -108,7 +117,10 @@ class Stage:
             with undisturbed():
                 self.workers[name].launch()
         for name in names:
-            self._pids |= {self.workers[name].wait_ready().pid, *self.workers[name].wait_for_children()}
+            self._pids |= {
+                self.workers[name].wait_ready().pid,
+                *self.workers[name].wait_for_children(),
+            }
 
     def start(self, name: str, command: Sequence[str]) -> GuardedProcess:
         """Start a Python module, ``command``, which ends with the stage at the latest."""
@@ -129,7 +141,9 @@ class Stage:
     def requests(self) -> list[Request]:
         """What has been asked for, as far as the journal was read."""
         asked = [event for event in self.journal.events if event["what"] == "Asked"]
-        return [Request(event["worker"], key, call) for event in asked for key, call in event["calls"]]
+        return [
+            Request(event["worker"], key, call) for event in asked for key, call in event["calls"]
+        ]
 
     def results(self) -> dict[str, Any]:
         """What the callers have got so far, by call id: a result, or the error as text."""
@@ -137,14 +151,21 @@ class Stage:
         for request in self.requests:
             answer = self.app.AsyncResult(request.call_id)
             if answer.ready():
-                found[request.call_id] = answer.result if answer.successful() else repr(answer.result)
+                found[request.call_id] = (
+                    answer.result if answer.successful() else repr(answer.result)
+                )
         return found
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut this short
-        self._pids |= {pid for worker in self.workers.values() if worker.alive for pid in worker.children()}
+        self._pids |= {
+            pid for worker in self.workers.values() if worker.alive for pid in worker.children()
+        }
         self._stack.close()
 
     def left_behind(self) -> list[str]:
@@ -152,15 +173,21 @@ class Stage:
         deadline = time.monotonic() + 5
         while (alive := [pid for pid in self._pids if _alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return [f"process {pid}" for pid in alive] + [str(self.home.parent)] * self.home.parent.exists()
+        return [f"process {pid}" for pid in alive] + [
+            str(self.home.parent)
+        ] * self.home.parent.exists()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and the like back until a process has started: half-started it could not be ended in order."""
+    """Hold Ctrl-C and the like back until a process has started: half-started it could not be ended
+    in order.
+    """
     held: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {signum: signal.signal(signum, lambda signum, _: held.append(signum)) for signum in ends}
+    before = {
+        signum: signal.signal(signum, lambda signum, _: held.append(signum)) for signum in ends
+    }
     try:
         yield
     finally:

@@ -1,7 +1,9 @@
-"""The tasks of the example: invoices that are mailed once, and document summaries that are paid for once.
+"""The tasks of the example: invoices that are mailed once, and document summaries that are paid for
+once.
 
-One invoice per customer and month is mailed, whoever asks and however often. A summary comes from a paid model that
-is rate limited now and then: whoever asks meanwhile is told when to ask again, and the model is left alone.
+One invoice per customer and month is mailed, whoever asks and however often. A summary comes from a
+paid model that is rate limited now and then: whoever asks meanwhile is told when to ask again, and
+the model is left alone.
 """
 
 from __future__ import annotations
@@ -31,11 +33,19 @@ PATIENCE = 30.0
 
 @app.task(base=LeasedTask, bind=True, lease_key="invoice:{customer_id}:{month}")
 def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
-    """Render one invoice and mail it; every caller gets the same answer, from the one run that mailed it."""
+    """Render one invoice and mail it; every caller gets the same answer, from the one run that
+    mailed it.
+    """
     pages = render(customer_id, month)
     self.lease.check()  # still ours? A process that slept through its lease stops here, before the mail leaves
-    jsonlines.append(OUTBOX, {"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence})
-    return {"mailed_by": f"{socket.gethostname()}/{os.getpid()}", "customer": customer_id, "month": month}
+    jsonlines.append(
+        OUTBOX, {"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence}
+    )
+    return {
+        "mailed_by": f"{socket.gethostname()}/{os.getpid()}",
+        "customer": customer_id,
+        "month": month,
+    }
 
 
 @app.task(
@@ -69,7 +79,9 @@ def render(customer_id: int, month: str) -> list[str]:
 
 
 def ask_model(document_id: int, model: str, account: str) -> dict[str, Any]:
-    """One call of the paid model. Raises what urllib raises, and KeyError or ValueError for an unusable answer."""
+    """One call of the paid model. Raises what urllib raises, and KeyError or ValueError for an
+    unusable answer.
+    """
     question = json.dumps({"document": document_id, "model": model}).encode()
     request = Request(f"{MODEL_URL}/summaries", question, {"Authorization": f"Bearer {account}"})  # noqa: S310 - http
     with urlopen(request, timeout=PATIENCE) as answer:  # noqa: S310 - the address is ours

@@ -13,7 +13,9 @@ from example_project.stage import Request
 
 @dataclass(frozen=True)
 class Kill:
-    """Something was killed in the middle of *key*; the work is promised to begin again within *bound* seconds."""
+    """Something was killed in the middle of *key*; the work is promised to begin again within
+    *bound* seconds.
+    """
 
     what: str
     key: str
@@ -66,17 +68,27 @@ class Verdict:
 
     def _broken_mails(self) -> list[str]:
         mails = Counter(self.mailed)
-        return [f"{key} was mailed {mails[key]} times, not once" for key in self.keys if mails[key] != 1]
+        return [
+            f"{key} was mailed {mails[key]} times, not once" for key in self.keys if mails[key] != 1
+        ]
 
     def _broken_answers(self) -> list[str]:
         lines = []
         for key in self.keys:
             calls = [request for request in self.requests if request.key == key]
             unanswered = [request.web for request in calls if request.call_id not in self.results]
-            answers = [self.results[request.call_id] for request in calls if request.call_id in self.results]
+            answers = [
+                self.results[request.call_id]
+                for request in calls
+                if request.call_id in self.results
+            ]
             if unanswered:
                 lines.append(f"{key}: {' and '.join(unanswered)} got no answer")
-            lines += [f"{key}: a caller got {answer!r}" for answer in answers if not isinstance(answer, dict)]
+            lines += [
+                f"{key}: a caller got {answer!r}"
+                for answer in answers
+                if not isinstance(answer, dict)
+            ]
             if any(answer != answers[0] for answer in answers):
                 lines.append(f"{key}: its callers got different answers")
         return lines
@@ -105,12 +117,21 @@ class Verdict:
         rows = [["invoice", "mailed", "attempts", "crashes", *(f"{web} got" for web in webs)]]
         mails = Counter(self.mailed)
         for key in self.keys:
-            counts = (mails[key], len(self.of("LeaseAcquired", key)), len(self.of("CrashSeen", key)))
+            counts = (
+                mails[key],
+                len(self.of("LeaseAcquired", key)),
+                len(self.of("CrashSeen", key)),
+            )
             rows.append([short(key), *map(str, counts), *(self._got(key, web) for web in webs)])
         table(rows)
         if self.kills:
             print()
-            table([["killed", "in the middle of", "taken over by", "after", "promised"], *map(self._row, self.kills)])
+            table(
+                [
+                    ["killed", "in the middle of", "taken over by", "after", "promised"],
+                    *map(self._row, self.kills),
+                ]
+            )
 
     def _row(self, kill: Kill) -> list[str]:
         takeover = self.takeover(kill)
@@ -118,7 +139,9 @@ class Verdict:
         return [kill.what, short(kill.key), by, after, f"within {kill.bound:g} s"]
 
     def _got(self, key: str, web: str) -> str:
-        calls = [request.call_id for request in self.requests if (request.key, request.web) == (key, web)]
+        calls = [
+            request.call_id for request in self.requests if (request.key, request.web) == (key, web)
+        ]
         if not calls:
             return "-"
         if calls[0] not in self.results:

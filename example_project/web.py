@@ -1,7 +1,8 @@
-"""A web process of a demo: ask for the invoices of some customers, and note the ids of the calls in the journal.
+"""A web process of a demo: ask for the invoices of some customers, and note the ids of the calls in
+the journal.
 
-``python -m example_project.web web-1 delay 2026-04 1842 1843``. With ``send_task`` it imports no task, as a process
-that shares no code with the workers would.
+``python -m example_project.web web-1 delay 2026-04 1842 1843``. With ``send_task`` it imports no
+task, as a process that shares no code with the workers would.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def ask(how: str, month: str, customers: list[int]) -> list[tuple[str, str]]:
 
             call = send_invoice.delay(customer, month)
         else:
-            call = app.send_task("example_project.tasks.send_invoice", kwargs={"customer_id": customer, "month": month})
+            call = app.send_task(
+                "example_project.tasks.send_invoice",
+                kwargs={"customer_id": customer, "month": month},
+            )
         calls.append((f"invoice:{customer}:{month}", call.id))
     return calls
 

@@ -1,9 +1,11 @@
-"""The web process of the demo: a button that publishes calls, and a page that says where a document stands.
+"""The web process of the demo: a button that publishes calls, and a page that says where a document
+stands.
 
-``python -m example_project.website web-1`` notes the ids of its calls in the journal, under that name. It imports no
-task.
+``python -m example_project.website web-1`` notes the ids of its calls in the journal, under that
+name. It imports no task.
 
-* ``POST /button`` with ``{"task", "times", "model", "documents"}`` presses it *times* times for each document.
+* ``POST /button`` with ``{"task", "times", "model", "documents"}`` presses it *times* times for
+  each document.
 * ``POST /page`` with ``{"task", "key"}`` answers with what is shown to the reader.
 """
 
@@ -51,7 +53,10 @@ class _Visit(Conversation):
     server: Website
 
     def do_POST(self) -> None:  # noqa: N802 - the name http.server calls
-        serving: Mapping[str, Callable[..., str | None]] = {"/button": self.server.press, "/page": self.server.page}
+        serving: Mapping[str, Callable[..., str | None]] = {
+            "/button": self.server.press,
+            "/page": self.server.page,
+        }
         self.answer(json.dumps(serving[self.path](**self.asked())).encode())
 
 

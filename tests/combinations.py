@@ -1,13 +1,16 @@
 """On which combinations of broker, lease store and database a test runs.
 
-A test that is parametrized by a combination, or by one server of a store, describes what holds on each of them.
-``make test`` runs it on one, and the tests of a module take turns: each broker, lease store and database is used by
-some test of the module. ``make test-all`` (pytest's option ``--all-combinations``) runs every test on all of them.
-A test with many other arguments, and workers or kills in each, runs on :data:`SAMPLE` of them.
-Two marks change the choice:
+A test that is parametrized by a combination, or by one server of a store, describes what holds on
+each of them. ``make test`` runs it on one, and the tests of a module take turns. ``make test-all``
+(pytest's option ``--all-combinations``) runs every test on all of them. A test that starts workers
+runs with one set of its other arguments too, in turns. Marks change the choice:
 
-* ``@pytest.mark.both_lease_stores``: one combination with leases in Redis and one with leases in the database.
-* ``@pytest.mark.only(database=("postgres", "mariadb"), leases="database")``: the test makes sense there only.
+* ``@pytest.mark.both_lease_stores``: one combination with leases in Redis and one with leases in
+  the database.
+* ``@pytest.mark.every_argument``: all sets of arguments.
+* ``@pytest.mark.nightly``: ``make test-all`` only.
+* ``@pytest.mark.only(database=("postgres", "mariadb"), leases="database")``: the test makes sense
+  there only.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +34,6 @@ PARTS = {
 SERVERS = {"database_url", "one_database", "open_store", "server_url", "store_elsewhere"}
 """The fixtures and arguments that stand for one server of a store."""
 
-SAMPLE = 2
-"""Of a test in the directories below that has more sets of arguments than these, ``make test`` runs as many."""
 SAMPLED = ("crash", "integration")
 """Directories whose tests start workers: each set of arguments costs seconds."""
 
@@ -56,7 +58,9 @@ class Place:
         for name, value in params.items():
             parts = _parts(name, value)
             if parts is not None:
-                others = tuple((each, repr(other)) for each, other in params.items() if each != name)
+                others = tuple(
+                    (each, repr(other)) for each, other in params.items() if each != name
+                )
                 return cls(item, (item.nodeid.partition("[")[0], others), frozenset(parts.items()))
         return None
 
@@ -96,24 +100,40 @@ def chosen(items: Sequence[pytest.Item], *, everywhere: bool) -> list[pytest.Ite
 
 
 def _sampled(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Without the sets of arguments that are left to ``make test-all``: all but the first and the last."""
+    """Without what is left to ``make test-all``: the tests of each module with workers take turns
+    in which set of arguments they run with.
+    """
+    left_out: set[pytest.Item] = {
+        item for item in items if item.get_closest_marker("nightly") is not None
+    }
     of_test: dict[str, list[pytest.Item]] = {}
+    turns: Counter[Path] = Counter()
     for item in items:
-        of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
+        if item.path.parent.name in SAMPLED and item not in left_out:
+            of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in of_test.values():
-        if same[0].get_closest_marker("nightly") is not None:
-            left_out.update(same)
+        first = same[0]
+        if first.get_closest_marker("every_argument") is not None:
             continue
-        slow = same[0].path.parent.name in SAMPLED and len(same) > SAMPLE
-        if slow and same[0].get_closest_marker("every_argument") is None:
-            chosen_ones = {round(number * (len(same) - 1) / (SAMPLE - 1)) for number in range(SAMPLE)}
-            left_out.update(item for number, item in enumerate(same) if number not in chosen_ones)
+        turn = turns[first.path]
+        turns[first.path] += 1
+        kept = {same[turn % len(same)]}
+        if first.get_closest_marker("both_lease_stores") is not None:
+            kept = {same[0], same[-1]}
+        left_out.update(item for item in same if item not in kept)
     return [item for item in items if item not in left_out]
 
 
+def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
+    """The same tests, so that each of the *processes*, which begin with equal shares of the list
+    one after the other, gets its part of the slow ones at the front.
+    """
+    return [item for start in range(processes) for item in items[start::processes]]
+
+
 def _taking_turns(places: Iterable[Place]) -> Iterator[Place]:
-    """For each test the place whose combination, and then whose parts, were used least by the tests before it.
+    """For each test the place whose combination, and then whose parts, were used least by the tests
+    before it.
 
     Then one more test for each part that no test has used.
     """
@@ -144,4 +164,8 @@ def _one_of_each(same: list[Place]) -> list[list[Place]]:
     if not same[0].item.get_closest_marker("both_lease_stores"):
         return [same]
     in_database = [place for place in same if ("leases", "database") in place.parts]
-    return [some for some in (in_database, [place for place in same if place not in in_database]) if some]
+    return [
+        some
+        for some in (in_database, [place for place in same if place not in in_database])
+        if some
+    ]

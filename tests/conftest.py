@@ -1,31 +1,40 @@
-"""Fixtures for all tests come from the published plugin, as they would in a user's project."""
+"""Fixtures for all tests come from ``tests/support``; which tests run, from ``combinations``."""
+
+import os
 
 import pytest
 from hypothesis import settings
 
-from celery_leases.process import lending
-from tests.combinations import chosen
+from celery_leases.concurrency import resource_pool
+from tests.combinations import chosen, dealt
 
-# A machine that is busy with something else makes single examples slow, which says nothing about the code.
+# A machine that is busy with something else makes single examples slow, which says nothing about
+# the code.
 settings.register_profile("without_deadline", deadline=None)
 settings.load_profile("without_deadline")
 
-pytest_plugins = ["celery_leases.testing.plugin", "celery_leases.testing.node_plugin", "pytester"]
+pytest_plugins = ["tests.support.plugin", "tests.support.node_plugin", "pytester"]
 
 SLOW_FIRST = ("crash", "integration", "contract", "clients", "unit")
-"""Directories with what takes long first: where the last tests are short, all processes end at the same time."""
+"""Directories with what takes long first: where the last tests are short, all processes end at the
+same time.
+"""
 
 
 @pytest.fixture(autouse=True)
 def _patience() -> None:
-    """A test that acquires a lease itself must not leave the patience of its call to the tests after it."""
-    lending.patience.set(None)
+    """A test that acquires a lease itself must not leave the patience of its call to the tests
+    after it.
+    """
+    resource_pool.patience.set(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--all-combinations`` runs each test on all of its combinations."""
     parser.getgroup("celery_leases").addoption(
-        "--all-combinations", action="store_true", help="run each test on all its brokers, lease stores and databases"
+        "--all-combinations",
+        action="store_true",
+        help="run each test on all its brokers, lease stores and databases",
     )
 
 
@@ -35,4 +44,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(items).difference(kept)
     config.hook.pytest_deselected(items=list(left_out))
     places = {config.rootpath / "tests" / name: number for number, name in enumerate(SLOW_FIRST)}
-    items[:] = sorted(kept, key=lambda item: places.get(item.path.parent, len(places)))
+    slow_first = sorted(kept, key=lambda item: places.get(item.path.parent, len(places)))
+    items[:] = dealt(slow_first, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

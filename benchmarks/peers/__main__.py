@@ -1,4 +1,6 @@
-"""Play the cases and print the table: ``python -m benchmarks.peers [--only M4,C6] [--check | --write]``."""
+"""Play the cases and print the table: ``python -m benchmarks.peers [--only M4,C6] [--check |
+--write]``.
+"""
 
 import argparse
 import sys
@@ -12,20 +14,28 @@ from benchmarks.peers.columns import PACKAGES, Package
 from benchmarks.peers.observations import Case, Observed
 from benchmarks.peers.plays import NotPlayed, play
 from benchmarks.peers.table import PAGE, differences, drawn, on_page, put_on_page
-from celery_leases.testing.process import NotReady
+from tests.support.process import NotReady
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Play cases, print a table.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description="Play cases, print a table."
+    )
     parser.add_argument("--only", default="", help="rows, such as M4,C6")
     parser.add_argument("--package", default="", help="names of adapters, such as once,leases")
-    parser.add_argument("--jobs", type=int, default=3, help="how many cases are played at once (default: 3)")
+    parser.add_argument(
+        "--jobs", type=int, default=3, help="how many cases are played at once (default: 3)"
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help=f"end with 1 if {PAGE.name} shows something else")
+    what.add_argument(
+        "--check", action="store_true", help=f"end with 1 if {PAGE.name} shows something else"
+    )
     what.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
     options = parser.parse_args(argv)
     if (options.check or options.write) and (options.only or options.package):
-        parser.error("--check and --write are about the whole table: leave out --only and --package")
+        parser.error(
+            "--check and --write are about the whole table: leave out --only and --package"
+        )
     return options
 
 
@@ -37,12 +47,18 @@ def _chosen(names: str, known: Sequence[str]) -> list[str]:
 
 
 def _played(case: Case, package: Package) -> Observed | None:
-    """What was observed, told on the way; None, and the log, when the case did not come to its end."""
+    """What was observed, told on the way; None, and the log, when the case did not come to its
+    end.
+    """
     start = time.monotonic()
     try:
         observed = play(case, package.name, interpreter(package.name))
     except (NotPlayed, NotReady) as error:
-        print(f"== {case.row} on {package.title} was not played to its end\n{error}", file=sys.stderr, flush=True)
+        print(
+            f"== {case.row} on {package.title} was not played to its end\n{error}",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
     took = time.monotonic() - start
     print(f"{case.row:4} {package.title:17} {took:5.1f} s  {observed}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""The tasks of all cases, unique by the package that ``PEERS_PACKAGE`` names; bodies write into a journal what they do.
+"""The tasks of all cases, unique by the package that ``PEERS_PACKAGE`` names; bodies write into a
+journal what they do.
 
-All of them are acknowledged late and come back when their process dies, whatever the package: else a killed worker
-would simply lose them. The rest comes from the environment: PEERS_BROKER and PEERS_LOCKS (URLs), PEERS_DIRECTORY,
-PEERS_LOCK_SECONDS, PEERS_VISIBILITY.
+All of them are acknowledged late and come back when their process dies, whatever the package: else
+a killed worker would simply lose them. The rest comes from the environment: PEERS_BROKER and
+PEERS_LOCKS (URLs), PEERS_DIRECTORY, PEERS_LOCK_SECONDS, PEERS_VISIBILITY.
 """
 
 import importlib
@@ -41,7 +42,9 @@ package.configure(app, os.environ["PEERS_LOCKS"], float(seconds) if seconds else
 
 def events() -> list[dict[str, Any]]:
     """What the bodies have written, oldest first."""
-    return [json.loads(line) for line in JOURNAL.read_text().splitlines()] if JOURNAL.exists() else []
+    return (
+        [json.loads(line) for line in JOURNAL.read_text().splitlines()] if JOURNAL.exists() else []
+    )
 
 
 def note(what: str, **more: object) -> None:
@@ -63,7 +66,11 @@ def begin(task: Any, name: object) -> int:
 def pass_gate(gate: str | None, turn: int) -> None:
     """Wait until the gate is open, for everybody or for the body of this turn."""
     until = time.monotonic() + PATIENCE
-    while gate and time.monotonic() < until and not any(Path(f"{gate}{end}").exists() for end in ("", f".{turn}")):
+    while (
+        gate
+        and time.monotonic() < until
+        and not any(Path(f"{gate}{end}").exists() for end in ("", f".{turn}"))
+    ):
         time.sleep(0.02)
 
 
@@ -90,7 +97,9 @@ def refuses(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
 
 @app.task(bind=True, **package.SKIPPING)
 def skips(self: Any, name: object, gate: str | None = None) -> dict[str, Any]:
-    """As :func:`work`; a duplicate ends without a result. Celery alone does that with a check by hand."""
+    """As :func:`work`; a duplicate ends without a result. Celery alone does that with a check by
+    hand.
+    """
     if os.environ["PEERS_PACKAGE"] != "plain":
         return worked(self, name, gate, 0.0)
     with redis.Redis.from_url(os.environ["PEERS_LOCKS"]) as locks:

@@ -31,9 +31,11 @@ def wrong(text: str) -> Observed:
 
 @dataclass(frozen=True)
 class Case:
-    """One story; *unfit* says why it makes no sense for a package; times in seconds, None for the default.
+    """One story; *unfit* says why it makes no sense for a package; times in seconds, None for the
+    default.
 
-    ``visibility`` is how long the broker waits for an acknowledgement, ``locks`` how long locks and leases last.
+    ``visibility`` is how long the broker waits for an acknowledgement, ``locks`` how long locks and
+    leases last.
     """
 
     row: str
@@ -66,7 +68,9 @@ def case(
 
 
 NO_KEYS = "Celery alone has no keys: nothing is held, and nothing is refused."
-NO_MEMORY = "It remembers nothing of finished work: the body runs again, so that nobody has to be skipped."
+NO_MEMORY = (
+    "It remembers nothing of finished work: the body runs again, so that nobody has to be skipped."
+)
 SILENT = "It has no error for a duplicate: `delay()` returns `None`."
 EVERYBODY = ("once", "singleton", "heimdall", "once_task")
 KEYLESS = {"plain": NO_KEYS}

@@ -1,4 +1,6 @@
-"""One case on one package: two private Redis servers, a process that plays it, and an end whatever happens."""
+"""One case on one package: two private Redis servers, a process that plays it, and an end whatever
+happens.
+"""
 
 import json
 import os
@@ -8,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.environments import ROOT
 from benchmarks.peers.observations import Case, Observed
-from celery_leases.testing.process import GuardedProcess
-from celery_leases.testing.servers import RedisServer
+from tests.support.process import GuardedProcess
+from tests.support.servers import RedisServer
 
 LIMIT = 180.0
 """No case takes longer than this, in seconds."""
@@ -21,11 +23,19 @@ class NotPlayed(RuntimeError):
 
 def play(case: Case, package: str, python: Path) -> Observed:
     """What was observed; raises NotPlayed."""
-    with tempfile.TemporaryDirectory(prefix="peers-") as place, RedisServer() as broker, RedisServer() as locks:
+    with (
+        tempfile.TemporaryDirectory(prefix="peers-") as place,
+        RedisServer() as broker,
+        RedisServer() as locks,
+    ):
         directory = Path(place)
         chosen = {"PEERS_LOCK_SECONDS": case.locks, "PEERS_VISIBILITY": case.visibility}
         env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("CELERY", "PEERS"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("CELERY", "PEERS"))
+            },
             **{name: f"{value:g}" for name, value in chosen.items() if value is not None},
             "PEERS_PACKAGE": package,
             "PEERS_BROKER": broker.url,
@@ -46,7 +56,9 @@ def play(case: Case, package: str, python: Path) -> Observed:
 
 
 def _attend(process: GuardedProcess, locks: RedisServer, away: Path) -> None:
-    """Return when the case is over; meanwhile take the lock store away as long as the case wants that."""
+    """Return when the case is over; meanwhile take the lock store away as long as the case wants
+    that.
+    """
     deadline = time.monotonic() + LIMIT
     while process.alive and time.monotonic() < deadline:
         if away.exists() and locks.alive:
@@ -59,5 +71,7 @@ def _attend(process: GuardedProcess, locks: RedisServer, away: Path) -> None:
 def _observed(process: GuardedProcess, directory: Path) -> Observed:
     if (found := directory / "observed").exists():
         return Observed(**json.loads(found.read_text()))
-    workers = [path.read_text(errors="replace")[-2000:] for path in sorted(directory.glob("worker-*.log"))]
+    workers = [
+        path.read_text(errors="replace")[-2000:] for path in sorted(directory.glob("worker-*.log"))
+    ]
     raise NotPlayed("\n".join([process.logs()[-2000:], *workers]))

@@ -1,4 +1,6 @@
-"""What a case has to work with, inside the environment of one package: its tasks, workers, and the journal."""
+"""What a case has to work with, inside the environment of one package: its tasks, workers, and the
+journal.
+"""
 
 import os
 import signal
@@ -23,7 +25,16 @@ class Worker:
     def __init__(self, directory: Path, number: int, concurrency: int) -> None:
         self.log = directory / f"worker-{number}.log"
         options = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-        argv = [sys.executable, "-m", "celery", "-A", "benchmarks.peers.app", "worker", "-l", "INFO"]
+        argv = [
+            sys.executable,
+            "-m",
+            "celery",
+            "-A",
+            "benchmarks.peers.app",
+            "worker",
+            "-l",
+            "INFO",
+        ]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*argv, "-c", str(concurrency), "-n", f"worker-{number}@%h", *options],
@@ -75,10 +86,12 @@ class Stage:
         """What all workers have written."""
         return "".join(worker.logs() for worker in self._workers)
 
-    # -- calling -------------------------------------------------------------------------------------------
+    # -- calling -----------------------------------------------------------------------------------
 
     def call(self, task: Any, *args: Any, **options: Any) -> tuple[Any, str]:
-        """The result handle of a call, or the name of the error that its caller got; ("None" without either)."""
+        """The result handle of a call, or the name of the error that its caller got; ("None"
+        without either).
+        """
         try:
             result = task.apply_async(args, **options)
         except Exception as error:  # noqa: BLE001 - whatever the package raises is what we want to know
@@ -97,16 +110,29 @@ class Stage:
         Path(self.gate if turn is None else f"{self.gate}.{turn}").touch()
 
     def forward(self, side: str, copies: int) -> None:
-        """Deliver the message that waits in *side* so many times, as a broker does that is not sure of an answer."""
+        """Deliver the message that waits in *side* so many times, as a broker does that is not sure
+        of an answer.
+        """
         with self.app.connection_for_write() as connection:
             channel = connection.default_channel
             producer = connection.Producer()
             message = channel.basic_get(side)
             names = ("correlation_id", "reply_to", "priority", "delivery_mode")
-            properties = {name: message.properties[name] for name in names if name in message.properties}
-            kind = {"content_type": message.content_type, "content_encoding": message.content_encoding}
+            properties = {
+                name: message.properties[name] for name in names if name in message.properties
+            }
+            kind = {
+                "content_type": message.content_type,
+                "content_encoding": message.content_encoding,
+            }
             for _ in range(copies):
-                producer.publish(message.body, routing_key="celery", headers=message.headers, **kind, **properties)
+                producer.publish(
+                    message.body,
+                    routing_key="celery",
+                    headers=message.headers,
+                    **kind,
+                    **properties,
+                )
             channel.basic_ack(message.delivery_tag)
 
     def locks_away(self) -> None:
@@ -128,11 +154,15 @@ class Stage:
         except OSError:
             return False
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def begun(self, name: object = "a") -> list[dict[str, Any]]:
         """The bodies that have begun, oldest first."""
-        return [event for event in self.tasks.events() if event["what"] == "begin" and event["name"] == name]
+        return [
+            event
+            for event in self.tasks.events()
+            if event["what"] == "begin" and event["name"] == name
+        ]
 
     def seen(self, runs: int, name: object = "a", patience: float = PATIENCE) -> bool:
         """Whether so many bodies begin in time."""
@@ -140,11 +170,15 @@ class Stage:
 
     def ended(self, name: object = "a") -> int:
         """How many bodies have reached their end."""
-        return sum(event["what"] == "end" and event["name"] == name for event in self.tasks.events())
+        return sum(
+            event["what"] == "end" and event["name"] == name for event in self.tasks.events()
+        )
 
     def gathered(self, patience: float = PATIENCE) -> bool:
         """Whether the end of a chain or chord is reached in time."""
-        return until(lambda: any(event["what"] == "gather" for event in self.tasks.events()), patience)
+        return until(
+            lambda: any(event["what"] == "gather" for event in self.tasks.events()), patience
+        )
 
     def value(self, result: Any, patience: float = PATIENCE) -> Any:
         """What the call returned, or None when it did not succeed in time."""

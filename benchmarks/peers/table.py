@@ -30,9 +30,13 @@ def drawn(cases: Sequence[Case], packages: Sequence[Package], cells: Cells) -> s
 
     titles = [f"{package.title} {package.version}".strip() for package in packages]
     lines = [["", "case", *titles], ["---"] * (len(packages) + 2)]
-    lines += [[case.row, case.title, *(cell(case, package) for package in packages)] for case in cases]
+    lines += [
+        [case.row, case.title, *(cell(case, package) for package in packages)] for case in cases
+    ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([table, "", *(f"{NUMBERS[number]} {note}<br>" for number, note in enumerate(notes))]).strip()
+    return "\n".join(
+        [table, "", *(f"{NUMBERS[number]} {note}<br>" for number, note in enumerate(notes))]
+    ).strip()
 
 
 def on_page(page: Path = PAGE) -> str:
@@ -48,4 +52,6 @@ def put_on_page(table: str, page: Path = PAGE) -> None:
 def differences(shown: str, observed: str) -> list[str]:
     """One line for each line that the page shows otherwise than was observed."""
     ours, theirs = observed.splitlines(), shown.splitlines()
-    return [f"- {line}" for line in theirs if line not in ours] + [f"+ {line}" for line in ours if line not in theirs]
+    return [f"- {line}" for line in theirs if line not in ours] + [
+        f"+ {line}" for line in ours if line not in theirs
+    ]

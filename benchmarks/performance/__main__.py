@@ -1,4 +1,6 @@
-"""Measure, print the tables, and write them: ``python -m benchmarks.performance [--quick] [--only ring,wal]``."""
+"""Measure, print the tables, and write them: ``python -m benchmarks.performance [--quick] [--only
+ring,wal]``.
+"""
 
 import argparse
 import importlib
@@ -18,8 +20,8 @@ from benchmarks.performance.bench import Bench, NotDone
 from benchmarks.performance.figures import Figure
 from benchmarks.performance.findings import Finding, drawn
 from benchmarks.performance.goals import Facts
-from celery_leases.testing.process import NotReady
-from celery_leases.testing.servers import ServerMissing
+from tests.support.process import NotReady
+from tests.support.servers import ServerMissing
 
 MEASUREMENTS: Final = (
     *("throughput", "replay", "latency", "ring", "writes", "memory", "connections", "renewals"),
@@ -30,7 +32,9 @@ KEPT: Final = ROOT / "build" / "performance"
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description="Measure, and print tables.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.performance", description="Measure, and print tables."
+    )
     parser.add_argument(QUICK, action="store_true", help="small samples: rough figures")
     parser.add_argument("--only", default="", help=f"some of {','.join(MEASUREMENTS)}")
     parser.add_argument("--check", action="store_true", help="end with 1 if a bound is not kept")
@@ -49,13 +53,17 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _measured(bench: Bench, name: str, quick: bool) -> Finding:
     start = time.monotonic()
-    finding: Finding = importlib.import_module(f"benchmarks.performance.measures.{name}").measure(bench, quick)
+    finding: Finding = importlib.import_module(f"benchmarks.performance.measures.{name}").measure(
+        bench, quick
+    )
     print(f"\n== {name}: {time.monotonic() - start:.0f} s\n\n{finding.markdown()}", flush=True)
     return finding
 
 
 def _known(finding: Finding, quick: bool) -> Facts:
-    """The figures of this run, with those that earlier runs of the same size have left for what is measured apart."""
+    """The figures of this run, with those that earlier runs of the same size have left for what is
+    measured apart.
+    """
     place = KEPT / ("quick" if quick else "full")
     place.mkdir(parents=True, exist_ok=True)
     kept = {fact: asdict(figure) for fact, figure in finding.facts.items()}
@@ -79,7 +87,9 @@ def _machine(bench: Bench, quick: bool) -> str:
 
 @dataclass
 class Run:
-    """What was measured, on which machine, with the figures of earlier runs, and what could not be measured."""
+    """What was measured, on which machine, with the figures of earlier runs, and what could not be
+    measured.
+    """
 
     quick: bool
     machine: str = ""

@@ -1,4 +1,6 @@
-"""The Celery app of the contender that ``BENCH_CONTENDER`` names; all of them acknowledge late and keep no results."""
+"""The Celery app of the contender that ``BENCH_CONTENDER`` names; all of them acknowledge late and
+keep no results.
+"""
 
 import importlib
 from typing import Any
@@ -9,7 +11,9 @@ from celery.signals import task_postrun
 from benchmarks.performance import body, settings
 from benchmarks.performance.journal import ANSWERED
 
-contender: Any = importlib.import_module(f"benchmarks.performance.contenders.{settings.given(settings.CONTENDER)}")
+contender: Any = importlib.import_module(
+    f"benchmarks.performance.contenders.{settings.given(settings.CONTENDER)}"
+)
 
 app = Celery("bench", broker=settings.given(settings.BROKER))
 app.conf.update(

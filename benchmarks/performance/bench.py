@@ -20,8 +20,9 @@ from benchmarks.performance import machine, roster, settings
 from benchmarks.performance.journal import ENDED, Journal
 from benchmarks.performance.machine import CpuByPid
 from benchmarks.performance.roster import Contender
-from celery_leases.testing.process import GuardedProcess, wait_until
-from celery_leases.testing.servers import PostgresServer, RedisServer
+from celery_leases.testing.waits import wait_until
+from tests.support.process import GuardedProcess
+from tests.support.servers import PostgresServer, RedisServer
 
 APP = "benchmarks.performance.app"
 QUIET = "--without-gossip --without-mingle --without-heartbeat"
@@ -50,7 +51,13 @@ class Caller:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                argv, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                argv,
+                env=env,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
             )
 
     def wait_ready(self) -> None:
@@ -64,9 +71,13 @@ class Caller:
         self._process.stdin.flush()
         return self._heard()
 
-    def publish(self, keys: Sequence[str], task: str = "job", seconds: float = 0.0) -> dict[str, float]:
+    def publish(
+        self, keys: Sequence[str], task: str = "job", seconds: float = 0.0
+    ) -> dict[str, float]:
         """When the first was published, since the epoch, and the CPU of all, in seconds."""
-        published: dict[str, float] = self.ask("publish", keys=list(keys), task=task, seconds=seconds)
+        published: dict[str, float] = self.ask(
+            "publish", keys=list(keys), task=task, seconds=seconds
+        )
         return published
 
     def trace(self, keys: Sequence[str]) -> dict[str, float]:
@@ -90,7 +101,9 @@ class Caller:
 class Worker:
     """The processes that run the tasks of a contender, and their journal; a context manager."""
 
-    def __init__(self, commands: Sequence[Sequence[str | Path]], env: Mapping[str, str], place: Path) -> None:
+    def __init__(
+        self, commands: Sequence[Sequence[str | Path]], env: Mapping[str, str], place: Path
+    ) -> None:
         self.journal = Journal(Path(env[settings.JOURNAL]))
         self._processes = [
             GuardedProcess(command, log=place / f"worker-{number}.log", env=env, cwd=ROOT)
@@ -115,7 +128,9 @@ class Worker:
         deadline = time.monotonic() + patience
         while not seen():
             if time.monotonic() > deadline or not all(process.alive for process in self._processes):
-                raise NotDone(f"waited for {what}; the journal has {len(self.journal)} records\n{self.logs()}")
+                raise NotDone(
+                    f"waited for {what}; the journal has {len(self.journal)} records\n{self.logs()}"
+                )
             time.sleep(0.005)
 
     def pause(self) -> None:
@@ -136,14 +151,19 @@ class Worker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for process in self._processes:
             process.end()
 
 
 class Stage:
-    """One contender on the servers: two Redis databases and a PostgreSQL database of its own, made once for a run."""
+    """One contender on the servers: two Redis databases and a PostgreSQL database of its own, made
+    once for a run.
+    """
 
     def __init__(self, contender: Contender, bench: "Bench", directory: Path) -> None:
         self.contender = contender
@@ -159,7 +179,11 @@ class Stage:
     def env(self, *, notes: str = "", database: str = "") -> dict[str, str]:
         """The environment of a process; each gets a journal of its own, with these notes."""
         broker, locks = self._redis
-        theirs = {name: value for name, value in os.environ.items() if not name.startswith(("CELERY", "BENCH"))}
+        theirs = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CELERY", "BENCH"))
+        }
         return {
             **theirs,
             settings.CONTENDER: self.contender.name,
@@ -178,14 +202,24 @@ class Stage:
         env = self.env(database=database)
         if env[settings.DATABASE] in self._prepared:
             return
-        command: list[str | Path] = [self.python, "-W", "ignore", "-m", "benchmarks.performance.prepare"]
-        made = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        command: list[str | Path] = [
+            self.python,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.performance.prepare",
+        ]
+        made = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if made.returncode:
             raise NotDone(made.stderr[-3000:])
         self._prepared.add(env[settings.DATABASE])
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Have a lease store that came up empty settled: the first second after its first task costs more."""
+        """Have a lease store that came up empty settled: the first second after its first task
+        costs more.
+        """
         if not self._settled:
             run()
             time.sleep(SETTLING)
@@ -195,7 +229,13 @@ class Stage:
     def caller(self, database: str = "") -> Iterator[Caller]:
         """Its caller, once it answers."""
         self.prepare(database)
-        argv: list[str | Path] = [self.python, "-W", "ignore", "-m", "benchmarks.performance.caller"]
+        argv: list[str | Path] = [
+            self.python,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.performance.caller",
+        ]
         caller = Caller(argv, self.env(database=database), self.directory / "caller.log")
         try:
             caller.wait_ready()
@@ -203,15 +243,25 @@ class Stage:
         finally:
             caller.close()
 
-    def worker(self, *, pool: str = "prefork", concurrency: int = WORKERS, notes: str = ENDED) -> Worker:
-        """Start its worker, or both processes of one that is not on Celery; its journal has these notes."""
+    def worker(
+        self, *, pool: str = "prefork", concurrency: int = WORKERS, notes: str = ENDED
+    ) -> Worker:
+        """Start its worker, or both processes of one that is not on Celery; its journal has these
+        notes.
+        """
         self.prepare()
         python: list[str | Path] = [self.python, "-W", "ignore", "-m"]
         name = f"{self.contender.name}-{uuid4().hex[:8]}@%h"
         celery = f"celery -A {APP} worker -P {pool} -c {concurrency} -n {name} -l WARNING {QUIET}".split()
         other = f"benchmarks.performance.contenders.{self.contender.name}"
-        commands = [celery] if self.contender.on_celery else [[other, str(number)] for number in range(WORKERS)]
-        return Worker([[*python, *command] for command in commands], self.env(notes=notes), self.directory)
+        commands = (
+            [celery]
+            if self.contender.on_celery
+            else [[other, str(number)] for number in range(WORKERS)]
+        )
+        return Worker(
+            [[*python, *command] for command in commands], self.env(notes=notes), self.directory
+        )
 
     def forget_messages(self) -> None:
         """Empty its queue: what a worker that was ended has left would come back."""
@@ -248,7 +298,9 @@ class Running:
 
 
 class Bench:
-    """A private Redis and a private PostgreSQL that writes through to its disk; a context manager."""
+    """A private Redis and a private PostgreSQL that writes through to its disk; a context
+    manager.
+    """
 
     def __init__(self) -> None:
         self.redis = RedisServer()
@@ -264,7 +316,10 @@ class Bench:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._exit.close()
 
@@ -278,7 +333,9 @@ class Bench:
 
     @contextmanager
     def running(self, contenders: Sequence[Contender], **options: Any) -> Iterator[list[Running]]:
-        """Workers and callers of all these, warmed up; with several of them, all workers are paused."""
+        """Workers and callers of all these, warmed up; with several of them, all workers are
+        paused.
+        """
         with ExitStack() as stack:
             stages = [self.stage(contender) for contender in contenders]
             for stage in stages:
@@ -299,11 +356,17 @@ class Bench:
     @contextmanager
     def without_autovacuum(self) -> Iterator[None]:
         """Meanwhile PostgreSQL writes nothing but what it is asked for."""
-        with psycopg.connect(self.postgres.url.replace("+psycopg", "", 1), autocommit=True) as connection:
+        with psycopg.connect(
+            self.postgres.url.replace("+psycopg", "", 1), autocommit=True
+        ) as connection:
             connection.execute("ALTER SYSTEM SET autovacuum = off")
             connection.execute("SELECT pg_reload_conf()")
             at_work = "SELECT count(*) FROM pg_stat_activity WHERE backend_type LIKE 'autovacuum%'"
-            wait_until(lambda: connection.execute(at_work).fetchone() == (0,), PATIENCE, "the end of autovacuum")
+            wait_until(
+                lambda: connection.execute(at_work).fetchone() == (0,),
+                PATIENCE,
+                "the end of autovacuum",
+            )
             try:
                 yield
             finally:

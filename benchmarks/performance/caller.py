@@ -1,6 +1,8 @@
-"""The caller of one contender, and a tracer of its tasks: a process that does what its standard input asks for.
+"""The caller of one contender, and a tracer of its tasks: a process that does what its standard
+input asks for.
 
-Each line is a JSON object with ``do``, the name of an action, and its arguments; each is answered by one line of JSON.
+Each line is a JSON object with ``do``, the name of an action, and its arguments; each is answered
+by one line of JSON.
 """
 
 import cProfile
@@ -17,7 +19,9 @@ from benchmarks.performance import settings
 
 SETTLED_WITHIN = 60.0
 LOOKS = 2
-"""A message is nowhere for a moment, after a worker has taken it and before it is noted as unacknowledged."""
+"""A message is nowhere for a moment, after a worker has taken it and before it is noted as
+unacknowledged.
+"""
 
 
 class Publisher(Protocol):
@@ -87,7 +91,9 @@ class Tracer:
             "kwargsrepr": "{}",
             "retries": 0,
             "timelimit": [None, None],
-            **dict.fromkeys(("expires", "eta", "group", "chain", "chord", "callbacks", "errbacks", "parent_id")),
+            **dict.fromkeys(
+                ("expires", "eta", "group", "chain", "chord", "callbacks", "errbacks", "parent_id")
+            ),
             "root_id": "root",
             "ignore_result": True,
             "is_eager": False,
@@ -96,7 +102,12 @@ class Tracer:
             "replaced_task_nesting": 0,
             "stamped_headers": None,
             "stamps": {},
-            "delivery_info": {"exchange": "", "routing_key": "celery", "priority": 0, "redelivered": False},
+            "delivery_info": {
+                "exchange": "",
+                "routing_key": "celery",
+                "priority": 0,
+                "redelivered": False,
+            },
             **self._more(),
         }
         traced = self._trace(request["id"], request["args"], {}, request)
@@ -116,7 +127,9 @@ class Caller:
         """Made when it is needed first."""
         if self._publisher is None:
             if settings.given(settings.CONTENDER) == "dbos":
-                self._publisher = importlib.import_module("benchmarks.performance.contenders.dbos").Publisher()
+                self._publisher = importlib.import_module(
+                    "benchmarks.performance.contenders.dbos"
+                ).Publisher()
             else:
                 self._publisher = CeleryPublisher()
         return self._publisher
@@ -129,7 +142,9 @@ class Caller:
         return self._tracer
 
     def publish(self, keys: list[str], task: str = "job", seconds: float = 0.0) -> dict[str, float]:
-        """Publish one job for each key: when it began (since the epoch), and the CPU used, in seconds."""
+        """Publish one job for each key: when it began (since the epoch), and the CPU used, in
+        seconds.
+        """
         publisher = self.publisher
         cpu, began = time.process_time(), time.time()
         for key in keys:
@@ -145,7 +160,9 @@ class Caller:
         return self.publisher.answered(keys)
 
     def trace(self, keys: list[str]) -> dict[str, float]:
-        """Run one task for each key in this process: CPU of all its threads, and time, in seconds per task."""
+        """Run one task for each key in this process: CPU of all its threads, and time, in seconds
+        per task.
+        """
         tracer = self.tracer
         cpu, wall = time.process_time(), time.perf_counter()
         for key in keys:
@@ -156,7 +173,9 @@ class Caller:
         }
 
     def calls(self, keys: list[str]) -> float:
-        """Run one task for each key: Python and built-in calls per task, as cProfile counts them."""
+        """Run one task for each key: Python and built-in calls per task, as cProfile counts
+        them.
+        """
         profile = cProfile.Profile()
         for key in keys:
             profile.runcall(self.tracer.run, key)

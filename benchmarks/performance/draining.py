@@ -11,8 +11,9 @@ UNMEASURED = 0.1
 
 @dataclass(frozen=True)
 class Turn:
-    """Tasks per second; all else is CPU per task, in microseconds: of the worker, its main process, the servers, and
-    the publisher. *others* is the share of the machine that somebody else used meanwhile.
+    """Tasks per second; all else is CPU per task, in microseconds: of the worker, its main process,
+    the servers, and the publisher. *others* is the share of the machine that somebody else used
+    meanwhile.
     """
 
     rate: float
@@ -30,7 +31,8 @@ class Turn:
 
 
 def drained(one: Running, tasks: int, publishing: float) -> Turn:
-    """Let the paused worker run *tasks* messages; *publishing* is the CPU that they took their caller, in seconds.
+    """Let the paused worker run *tasks* messages; *publishing* is the CPU that they took their
+    caller, in seconds.
 
     Its journal has one note for each task.
     """
@@ -40,7 +42,12 @@ def drained(one: Running, tasks: int, publishing: float) -> Turn:
     worker.resume()
     worker.ended(start + int(tasks * UNMEASURED))
     first = len(journal)
-    busy, cpu, redis, postgres = machine.busy(), machine.cpu(pids), bench.redis_cpu(), machine.cpu(servers)
+    busy, cpu, redis, postgres = (
+        machine.busy(),
+        machine.cpu(pids),
+        bench.redis_cpu(),
+        machine.cpu(servers),
+    )
     worker.ended(start + tasks)
     after = machine.cpu(pids)
     redis_used = machine.used(redis, bench.redis_cpu())

@@ -1,4 +1,5 @@
-"""A process that holds many leases: ``python -m benchmarks.performance.holder LEASES SECONDS SPREAD``.
+"""A process that holds many leases: ``python -m benchmarks.performance.holder LEASES SECONDS
+SPREAD``.
 
 Prints on one line of JSON the share of a core that it used, and what it asked its lease store.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from benchmarks.performance.app import app
 from celery_leases import LeasedTask
-from celery_leases.seam.apps import parts_of
+from celery_leases.worker.apps import parts_of
 
 TTL = 15.0
 
@@ -60,7 +61,11 @@ def main(leases: int, seconds: float, spread: float) -> None:
     cpu, wall = time.process_time(), time.monotonic()
     time.sleep(seconds)
     share = (time.process_time() - cpu) / (time.monotonic() - wall)
-    print(json.dumps({"cpu": share, "calls": calls.calls, "renewals": calls.renewals, "latest": calls.latest}))
+    print(
+        json.dumps(
+            {"cpu": share, "calls": calls.calls, "renewals": calls.renewals, "latest": calls.latest}
+        )
+    )
     sys.stdout.flush()
     os._exit(0)  # the bodies would be waited for
 

@@ -1,4 +1,6 @@
-"""What bodies and workers write down while they run: records of one size, each appended in one write."""
+"""What bodies and workers write down while they run: records of one size, each appended in one
+write.
+"""
 
 import os
 import struct
@@ -13,7 +15,9 @@ BEGUN: Final = "B"
 ENDED: Final = "E"
 ANSWERED: Final = "A"
 PUT_BACK: Final = "P"
-"""What can be written down: a body begins, a body ends, a task has succeeded, a call is put back."""
+"""What can be written down: a body begins, a body ends, a task has succeeded, a call is put
+back.
+"""
 
 
 class Entry(NamedTuple):

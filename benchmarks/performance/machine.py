@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from celery_leases.testing import guard
+from tests.support import guard
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -19,12 +19,16 @@ def tree(root: int) -> list[int]:
 
 
 def cpu(pids: Iterable[int]) -> CpuByPid:
-    """The CPU of all living threads of each process, to the nanosecond; a process that is gone is left out."""
+    """The CPU of all living threads of each process, to the nanosecond; a process that is gone is
+    left out.
+    """
     found = {}
     for pid in pids:
         with suppress(OSError):
             threads = Path(f"/proc/{pid}/task").iterdir()
-            found[pid] = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+            found[pid] = (
+                sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+            )
     return found
 
 
@@ -34,7 +38,9 @@ def used(before: CpuByPid, after: CpuByPid) -> float:
 
 
 def busy() -> float:
-    """Seconds for which the cores of this machine have not been idle, those that a hypervisor took included."""
+    """Seconds for which the cores of this machine have not been idle, those that a hypervisor took
+    included.
+    """
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle, waiting = fields[3:5]
     return (sum(fields) - idle - waiting) / TICKS

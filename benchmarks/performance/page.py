@@ -1,4 +1,6 @@
-"""``docs/performance.md`` and the README: what the measurements write there, each between marks of its own."""
+"""``docs/performance.md`` and the README: what the measurements write there, each between marks of
+its own.
+"""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,6 @@
-"""Make the tables of the contender that ``BENCH_CONTENDER`` names: ``python -m benchmarks.performance.prepare``."""
+"""Make the tables of the contender that ``BENCH_CONTENDER`` names: ``python -m
+benchmarks.performance.prepare``.
+"""
 
 import importlib
 

@@ -7,7 +7,9 @@ from benchmarks import environments
 
 @dataclass(frozen=True)
 class Contender:
-    """One row; *name* is that of its module, *environment* that of its requirements, *records* its table."""
+    """One row; *name* is that of its module, *environment* that of its requirements, *records* its
+    table.
+    """
 
     name: str
     title: str
@@ -19,7 +21,9 @@ class Contender:
     @property
     def heading(self) -> str:
         """Its title and version."""
-        version = environments.version(self.environment, self.distribution) if self.distribution else ""
+        version = (
+            environments.version(self.environment, self.distribution) if self.distribution else ""
+        )
         return f"{self.title} {version}".strip()
 
 
@@ -30,10 +34,16 @@ TIGHT = Contender("tight", "written by hand: Redis + PostgreSQL", "psycopg", rec
 ROWS = Contender("rows", "written by hand: PostgreSQL", "psycopg", records="job_record")
 DBOS = Contender("dbos", "DBOS", "dbos", "dbos", on_celery=False)
 LEASES = Contender(
-    "leases", "**celery_leases: Redis + PostgreSQL**", "leases_postgresql", records="celery_leases_records"
+    "leases",
+    "**celery_leases: Redis + PostgreSQL**",
+    "leases_postgresql",
+    records="celery_leases_records",
 )
 LEASES_DATABASE = Contender(
-    "leases_database", "**celery_leases: database leases**", "leases_postgresql", records="celery_leases_records"
+    "leases_database",
+    "**celery_leases: database leases**",
+    "leases_postgresql",
+    records="celery_leases_records",
 )
 
 ALL = (PLAIN, ONCE, SINGLETON, ROWS, TIGHT, DBOS, LEASES_DATABASE, LEASES)

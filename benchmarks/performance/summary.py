@@ -32,7 +32,9 @@ def table(facts: Facts) -> Table | None:
         }
         if not wanted.keys() <= facts.keys():
             return None
-        cells = [f"{facts[name].median * factor:.{digits}f}" for name, (factor, digits) in wanted.items()]
+        cells = [
+            f"{facts[name].median * factor:.{digits}f}" for name, (factor, digits) in wanted.items()
+        ]
         cells[1:4] = [f"{share} %" for share in cells[1:4]]
         rows.append([ours.title.strip("*"), *cells])
     return rows
@@ -40,7 +42,11 @@ def table(facts: Facts) -> Table | None:
 
 def sentence(shown: Table) -> str:
     """What the README says, by the table as it is shown."""
-    _, (_, cpu, noop, short, long, *_), (_, cpu_database, noop_database, short_database, long_database, *_) = shown
+    (
+        _,
+        (_, cpu, noop, short, long, *_),
+        (_, cpu_database, noop_database, short_database, long_database, *_),
+    ) = shown
     said = SENTENCE.format(
         cpu=cpu,
         cpu_database=cpu_database,

@@ -1,6 +1,27 @@
-"""``celery -A proj leases …``: look at keys and groups, repair them, explain rules, and make the tables."""
+"""``celery -A proj leases …``: look at keys and groups, repair them, explain rules, and make the
+tables.
+"""
 
-from celery_leases.cli import explain, groups, keys, outgoing, tables
-from celery_leases.cli.group import leases
+from celery_leases.cli import (
+    cooldown_groups,
+    doctor,
+    explain,
+    keys,
+    messages,
+    migrate,
+    repair,
+    tune,
+)
+from celery_leases.cli.root import leases
 
-__all__ = ["explain", "groups", "keys", "leases", "outgoing", "tables"]
+__all__ = [
+    "cooldown_groups",
+    "doctor",
+    "explain",
+    "keys",
+    "leases",
+    "messages",
+    "migrate",
+    "repair",
+    "tune",
+]

@@ -11,18 +11,25 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases.cli.group import app_of, leases, unknown_task
 from celery_leases.cli.output import as_json, echo_fields, echo_json, echo_line
-from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
-from celery_leases.core.endings import Raised
-from celery_leases.core.failures import AfterFailure, CoolDown, Fail, Parked, RetryAfter, after_failure
-from celery_leases.core.keys import CallKey
-from celery_leases.core.options import LeaseOptions
-from celery_leases.core.policies import MANY
-from celery_leases.core.records import Failure, Record, State
-from celery_leases.core.rulings import Classification
-from celery_leases.core.verdicts import Call
-from celery_leases.seam.app_settings import leased_tasks
+from celery_leases.cli.root import app_of, leases, unknown_task
+from celery_leases.failures.actions import Classification
+from celery_leases.failures.cooldown_policies import MANY
+from celery_leases.failures.facts import ErrorFacts, facts_of
+from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.failure_decisions import (
+    AfterFailure,
+    EnterCooldown,
+    Fail,
+    Parked,
+    RetryAfter,
+    after_failure,
+)
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.protocol.records import Failure, Record, State
+from celery_leases.protocol.verdicts import Call
+from celery_leases.worker.app_settings import leased_tasks
 
 _A_RECORD = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)
 SHOWN = 3
@@ -32,8 +39,15 @@ SHOWN = 3
 @leases.command(cls=CeleryCommand)
 @click.option("--task", help="Whose rules and options count; without it the defaults.")
 @click.option("--status", type=click.IntRange(100, 599), help="An HTTP status.")
-@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header of the answer.")
-@click.option("--code", "codes", multiple=True, help="An error code in the answer's body, such as insufficient_quota.")
+@click.option(
+    "--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header of the answer."
+)
+@click.option(
+    "--code",
+    "codes",
+    multiple=True,
+    help="An error code in the answer's body, such as insufficient_quota.",
+)
 @click.option("--exc", help="An exception by its dotted name, such as httpx.ReadTimeout.")
 @click.option("--sqlstate", help="A SQLSTATE, such as 40001.")
 @click.option("--grpc", help="A gRPC status, such as RESOURCE_EXHAUSTED.")
@@ -51,15 +65,23 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
         echo_json(values)
         return
     echo_line(f"{judgement.rule}: {judgement.why}" if judgement.why else judgement.rule)
-    echo_fields({name: value for name, value in values.items() if name not in ("rule", "why", "failures")})
+    echo_fields(
+        {name: value for name, value in values.items() if name not in ("rule", "why", "failures")}
+    )
     for number, line in enumerate(values["failures"], 1):
         click.echo(f"  {f'failure {number}':16} {line}")
 
 
 def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any]:
-    """What *judgement* means for a task with *options*, as plain values; the failures are those in a row."""
+    """What *judgement* means for a task with *options*, as plain values; the failures are those in
+    a row.
+    """
     ruling = judgement.ruling
-    group = options.cooldown_group if isinstance(options.cooldown_group, str) else "its lease_cooldown_group"
+    group = (
+        options.cooldown_group
+        if isinstance(options.cooldown_group, str)
+        else "its lease_cooldown_group"
+    )
     in_group = ruling.scope == "group" and options.cooldown_group is not None
     return {
         "rule": judgement.rule,
@@ -68,7 +90,9 @@ def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any
         "verdict": ruling.kind,
         "scope": ruling.scope,
         "whose_wait": f"all keys of {group}" if in_group else "the key alone",
-        "told": f"{judgement.delay:g} s by {judgement.source}" if judgement.delay is not None else None,
+        "server_delay": f"{judgement.delay:g} s by {judgement.source}"
+        if judgement.delay is not None
+        else None,
         "clamped": "to 6 hours" if judgement.clamped else None,
         "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
         "operator": "waiting alone does not mend it" if ruling.operator else None,
@@ -78,10 +102,12 @@ def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any
 
 
 def _after_a_cooldown(judgement: Classification, options: LeaseOptions) -> str | None:
-    """What becomes of the call once it has no quick retries left; ``None``: it has failed for good then."""
+    """What becomes of the call once it has no quick retries left; ``None``: it has failed for good
+    then.
+    """
     raised = Raised(Exception(), Failure("", ""), judgement)
     verdict = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
-    if not isinstance(verdict, CoolDown):
+    if not isinstance(verdict, EnterCooldown):
         return None
     return "the call comes back by itself" if verdict.resume else "the call ends with the error"
 
@@ -95,13 +121,16 @@ def _in_a_row(judgement: Classification, options: LeaseOptions, group: str | Non
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):
         raised = Raised(Exception(), Failure("", ""), judgement)
-        shortest, longest = (after_failure(call, record, raised, chance) for chance in (0.0, 1.0))
+        shortest, longest = (after_failure(call, record, raised, rand) for rand in (0.0, 1.0))
         lines.append(_in_words(shortest, longest, trips))
         if isinstance(longest, Fail):
             break
         counts = longest.counts
         record = replace(
-            record, failures=counts.failures, quick_retries=counts.quick_retries, cooldowns=counts.cooldowns
+            record,
+            failures=counts.failures,
+            quick_retries=counts.quick_retries,
+            cooldowns=counts.cooldowns,
         )
     return lines
 
@@ -110,7 +139,12 @@ def _in_words(shortest: AfterFailure, longest: AfterFailure, trips: int) -> str:
     if isinstance(shortest, Fail | Parked) or isinstance(longest, Fail | Parked):
         return f"failed for good ({longest.failure.reason})"
     waits = [shortest.delay, longest.delay]
-    if isinstance(shortest, CoolDown) and isinstance(longest, CoolDown) and shortest.closing and longest.closing:
+    if (
+        isinstance(shortest, EnterCooldown)
+        and isinstance(longest, EnterCooldown)
+        and shortest.closing
+        and longest.closing
+    ):
         waits = [shortest.closing.wait(trips), longest.closing.wait(trips)]
     least, most = (f"{wait:.3g}" if wait < 1 else f"{wait:.0f}" for wait in waits)
     span = f"{most} s" if least == most else f"{least} to {most} s"
@@ -129,8 +163,12 @@ def _options(ctx: click.Context, task: str | None) -> LeaseOptions:
 
 
 def _facts(given: Mapping[str, Any]) -> ErrorFacts:
-    if not any(given[name] for name in ("status", "headers", "codes", "exc", "sqlstate", "grpc", "message")):
-        raise click.UsageError("say what failed: --status, --header, --code, --exc, --sqlstate, --grpc or --message")
+    if not any(
+        given[name] for name in ("status", "headers", "codes", "exc", "sqlstate", "grpc", "message")
+    ):
+        raise click.UsageError(
+            "say what failed: --status, --header, --code, --exc, --sqlstate, --grpc or --message"
+        )
     of_class = _of_class(given["exc"]) if given["exc"] else ErrorFacts()
     told = {
         "status": given["status"],
@@ -146,12 +184,16 @@ def _facts(given: Mapping[str, Any]) -> ErrorFacts:
 def _header(text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     if not separator or not name.strip():
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE, such as retry-after=37", param_hint="--header")
+        raise click.BadParameter(
+            f"{text!r} is not NAME=VALUE, such as retry-after=37", param_hint="--header"
+        )
     return name.strip().lower(), value.strip()
 
 
 def _of_class(dotted: str) -> ErrorFacts:
-    """What the class of the exception tells, if it can be imported: its names, and what all its instances carry."""
+    """What the class of the exception tells, if it can be imported: its names, and what all its
+    instances carry.
+    """
     module, _, name = dotted.rpartition(".")
     try:
         found = getattr(import_module(module or "builtins"), name)

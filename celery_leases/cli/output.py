@@ -1,29 +1,66 @@
-"""How commands print: tables and lines for people, of which a terminal obeys nothing; JSON for programs."""
+"""How commands print: tables and lines for people, of which a terminal obeys nothing; JSON lines
+for programs.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import Any, Final
 
 import click
 
-from celery_leases.core.status import LeaseStatus
-from celery_leases.core.texts import printable
+from celery_leases.common.durations import in_short
+from celery_leases.common.texts import printable
+from celery_leases.protocol.status import AttemptStatus, LeaseStatus
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, one object on each line."
+)
 AT_MOST = click.IntRange(min=1)
 """How many of something: a ``--limit``."""
+AT_ONCE: Final = 500
+"""As many rows are looked at before the first is printed, so that the columns of a long table stand
+in line.
+"""
+NARROWEST: Final = 8
+GAP: Final = "  "
+Row = tuple[str, ...]
+_IN_PARTS: Final = {"message", "message_code", "attempts", "traceback", "stored_key"}
+"""What :func:`echo_status` prints apart, or not at all."""
 
 
 def echo_status(status: LeaseStatus, *, as_json: bool) -> None:
-    """Print where a key stands."""
+    """Print where a key stands, its attempts, and what happens next."""
     values = status.as_json()
     if as_json:
         echo_json(values)
         return
     echo_line(status.message())
-    echo_fields({name: value for name, value in values.items() if name not in ("message", "message_code")})
+    echo_fields({name: value for name, value in values.items() if name not in _IN_PARTS})
+    if status.attempts:
+        click.echo("  attempts")
+        rows: list[Row] = [("", "STARTED", "TOOK", "ENDED", "HOST", "ERROR")]
+        echo_table([*rows, *(("", *_attempt(each)) for each in status.attempts)])
+    if status.traceback:
+        click.echo("  last traceback")
+        for line in status.traceback.splitlines():
+            echo_line(f"  {line}")
+    echo_line(f"  what next        {status.what_next()}")
+
+
+def _attempt(attempt: AttemptStatus) -> Row:
+    took = in_short(attempt.runtime) if attempt.runtime is not None else ""
+    error = (
+        f"{attempt.rule}: {attempt.error}"
+        if attempt.rule and attempt.error
+        else attempt.error or ""
+    )
+    return f"{attempt.started_at:%Y-%m-%d %H:%M:%S}", took, attempt.ended, attempt.host, error
 
 
 def echo_fields(values: dict[str, Any]) -> None:
@@ -40,13 +77,55 @@ def echo_line(text: str, *, err: bool = False) -> None:
 
 
 def echo_json(value: Any) -> None:
-    """Print JSON; values are as they are, what a terminal would obey is escaped as JSON escapes it."""
-    click.echo(json.dumps(value, indent=2, default=str))
+    """Print JSON on one line; values are as they are, what a terminal would obey is escaped as JSON
+    escapes it.
+    """
+    click.echo(json.dumps(value, default=str))
 
 
-def echo_table(rows: Iterable[tuple[str, ...]]) -> None:
-    """Print rows in columns; what a terminal would obey is escaped."""
-    rows = [tuple(map(printable, row)) for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def echo_table(rows: Iterable[Row], *, lines: int | None = None) -> None:
+    """Print rows in columns, the first one as their heads; what a terminal would obey is escaped.
+
+    On a terminal the widest columns are cut to its width. Rows are printed as they come, after the
+    first 500; with *lines* no more than those.
+    """
+    shown = (tuple(map(printable, row)) for row in islice(rows, lines))
+    first = [*islice(shown, AT_ONCE)]
+    if not first:
+        return
+    widths = _fitting([max(map(_width, column)) for column in zip(*first, strict=True)])
+    for row in chain(first, shown):
+        cells = [_cell(cell, width) for cell, width in zip(row, widths, strict=True)]
+        click.echo(GAP.join(cells).rstrip())
+
+
+def _fitting(widths: Sequence[int]) -> list[int]:
+    """*widths* of columns, the widest made narrower until all fit into the terminal."""
+    found = list(widths)
+    if not sys.stdout.isatty():
+        return found
+    over = sum(found) + len(GAP) * (len(found) - 1) - shutil.get_terminal_size().columns
+    while over > 0 and max(found) > NARROWEST:
+        found[found.index(max(found))] -= 1
+        over -= 1
+    return found
+
+
+def _cell(text: str, width: int) -> str:
+    taken = _width(text)
+    if taken > width and sys.stdout.isatty():
+        while taken > width - 1:
+            taken -= _width(text[-1])
+            text = text[:-1]
+        text, taken = f"{text}…", taken + 1
+    return text + " " * (width - taken)
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal *text* takes: those of East Asia take two."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1
+        for one in text
+    )

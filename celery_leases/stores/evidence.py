@@ -1,8 +1,9 @@
 """For how long a database has been answering claims, as one process has seen it.
 
-Where the claimed row is the lease, a lapsed lease says that its holder has died only if the database was there for the
-holder: during an outage nobody can renew or write an outcome. So a running row is taken over only by a process that has
-seen the database answer for long enough, for every living holder to have tried again.
+With database leases, an expired lease shows that its holder has died only if the database was
+available to the holder: during an outage no process can renew a lease or write an outcome. So a
+process takes a running row over only after it has seen the database answer for long enough that
+every live holder has tried again.
 """
 
 from __future__ import annotations
@@ -10,29 +11,35 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from celery_leases.core.claims import ALWAYS
-from celery_leases.core.outcomes import LONGEST_SETTLE_PAUSE
+from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.outcomes import LONGEST_SETTLE_PAUSE
 
 GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0
-"""Seconds for which the database must have answered: a living holder tries to write its outcome again within
-``LONGEST_SETTLE_PAUSE`` and tries to renew within 1 s, and either takes a moment."""
+"""Seconds for which the database must have answered: a live holder retries its outcome within
+``LONGEST_SETTLE_PAUSE`` and its renewal within 1 s, and either takes some time.
+"""
 
 SILENCE: Final = 1.0
-"""Seconds without a claim after which nothing is known any more; an answer that took longer counts for no more."""
+"""Seconds without a claim after which the evidence is void; an answer that took longer does not
+count.
+"""
 
 NEVER: Final = -ALWAYS
-"""A moment before every other one."""
+"""A time before every other time."""
 
 
 class Evidence:
-    """What claims have shown. Times are seconds of a local clock, moments of the database are microseconds.
+    """The evidence from claims. Times are seconds of a local clock; times of the database are
+    microseconds.
 
-    Threads share it without a lock: one that overwrites another's answer makes the evidence weaker, never stronger.
+    Threads share it without a lock: a thread that overwrites another's answer makes the evidence
+    weaker, never stronger.
     """
 
     def __init__(self, grace: float = GRACE) -> None:
         self.grace = grace
-        #: When the last claim was answered, what the database's clock said, for how long it had been answering.
+        #: When the last claim was answered, the database's clock in that answer, and for how long
+        #: the database had been answering.
         self._last = (-math.inf, 0, 0.0)
         self._failed = -math.inf
 
@@ -46,14 +53,16 @@ class Evidence:
         self._last = at, now, answering
 
     def failed(self, at: float) -> None:
-        """A claim was not answered."""
+        """A claim failed without an answer."""
         self._failed = at
 
     def takes_until(self, sent: float) -> int:
-        """Until which moment of the database a claim sent at *sent* may take a running row over.
+        """Until which time of the database's clock a claim sent at *sent* may take a running row
+        over.
 
-        It is the moment of sending, as well as this process can tell: a claim that a frozen database carries out later
-        must not. The claim allows a third of the row's ttl on top, which a living holder has left at the least.
+        It is the time of sending, as well as this process can tell, so a claim that a frozen
+        database executes later takes nothing. The claim adds a third of the row's ttl, which is the
+        least that a live holder has left.
         """
         last, now, answering = self._last
         if not self.grace:

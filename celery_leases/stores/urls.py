@@ -1,9 +1,11 @@
-"""How the URLs of settings are shown: which server, and nothing that lets anybody in."""
+"""URLs of settings for display: which server, without passwords."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -29,6 +31,44 @@ def shown(url: object) -> str:
 def shown_database(url: URL) -> str:
     """The URL of a database without its password and its query, which may hold another one."""
     return url.set(query={}).render_as_string(hide_password=True)
+
+
+def written_url(
+    backend: str,
+    *,
+    database: str | None,
+    username: str | None = None,
+    password: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    query: Mapping[str, str | tuple[str, ...]] | None = None,
+) -> str:
+    """A URL of SQLAlchemy from its parts, each of which may have any characters; with its
+    password.
+    """
+    from sqlalchemy import URL
+
+    made = URL.create(backend, None, None, host, port, database, dict(query or {}))
+    written = made.render_as_string(hide_password=False)
+    if username is None and password is None:
+        return written
+    # SQLAlchemy 2.0.0 writes a % as it is, and reads it as the beginning of another character.
+    who = quote(username or "", safe="")
+    who += f":{quote(password, safe='')}" if password is not None else ""
+    return written.replace("://", f"://{who}@", 1)
+
+
+def rewritten_url(url: URL) -> str:
+    """*url* as it has to be written, with its password."""
+    return written_url(
+        url.drivername,
+        database=url.database,
+        username=url.username,
+        password=url.password,
+        host=url.host,
+        port=url.port,
+        query=url.query,
+    )
 
 
 def without_secrets(text: str, url: URL) -> str:

@@ -1,9 +1,9 @@
-"""A task that keeps books in a transaction of its own, by scripts: run number n of a name plays script n, and the last
-one from then on.
+"""A task that keeps books in a transaction of its own, by scripts: run number n of a name plays
+script n, and the last one from then on.
 
-A script is a list of steps, a step a list: a word of :data:`STEPS` and its arguments. *way* says what the transaction
-is made of: ``session``, ``scoped``, ``connection``, ``driver`` or ``django``, and words that change it, see
-:class:`Books`.
+A script is a list of steps, a step a list: a word of :data:`STEPS` and its arguments. *way* says
+what the transaction is made of: ``session``, ``scoped``, ``connection``, ``driver`` or ``django``,
+and words that change it, see :class:`Books`.
 """
 
 import json
@@ -22,13 +22,16 @@ from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from celery_leases import LeasedTask, Snooze, current_lease, execution, signals
+from celery_leases import LeasedTask, Snooze, current_lease, signals
+from celery_leases.attempt import run
 from celery_leases.rules import CooldownPolicy
 from tests.apps.leased import app, note, plain, wait_for
 
 __all__ = ["app", "plain"]
 
-URL = make_url(os.environ["BOOKS_URL"] if "BOOKS_URL" in os.environ else os.environ["LEASES_DATABASE_URL"])
+URL = make_url(
+    os.environ["BOOKS_URL"] if "BOOKS_URL" in os.environ else os.environ["LEASES_DATABASE_URL"]
+)
 LITE = URL.get_backend_name() == "sqlite"
 MARIA = URL.get_backend_name() == "mysql"
 INVOICE = "INSERT INTO invoices (name, fence) VALUES ({0}name{1}, {0}fence{1})"
@@ -43,10 +46,15 @@ def connected(url, *, autocommit=False):
     """A connection of the driver's own to a server."""
     if MARIA:
         return pymysql.connect(
-            host=url.host, port=url.port, user=url.username, database=url.database, autocommit=autocommit
+            host=url.host,
+            port=url.port,
+            user=url.username,
+            database=url.database,
+            autocommit=autocommit,
         )
     return psycopg.connect(
-        url.set(drivername="postgresql").render_as_string(hide_password=False), autocommit=autocommit
+        url.set(drivername="postgresql").render_as_string(hide_password=False),
+        autocommit=autocommit,
     )
 
 
@@ -66,8 +74,8 @@ class Wrapper:
 
 
 class Books:
-    """A connection of the body's own. More words of *way*: ``autocommit``, ``repeatable`` (read), ``plain`` (a mere
-    BEGIN on SQLite), ``elsewhere`` (another database).
+    """A connection of the body's own. More words of *way*: ``autocommit``, ``repeatable`` (read),
+    ``plain`` (a mere BEGIN on SQLite), ``elsewhere`` (another database).
     """
 
     def __init__(self, way):
@@ -75,16 +83,26 @@ class Books:
         self.words = set(words)
         self.url = URL
         if "elsewhere" in words:
-            self.url = URL.set(database=f"{URL.database}.other" if LITE else "mysql" if MARIA else "postgres")
+            self.url = URL.set(
+                database=f"{URL.database}.other" if LITE else "mysql" if MARIA else "postgres"
+            )
         self.given = getattr(self, f"_{self.kind}")()
 
     def _engine(self):
         levels = {"autocommit": "AUTOCOMMIT", "repeatable": "REPEATABLE READ"}
         level = next((levels[word] for word in levels if word in self.words), None)
-        engine = create_engine(self.url, poolclass=NullPool, **({"isolation_level": level} if level else {}))
+        engine = create_engine(
+            self.url, poolclass=NullPool, **({"isolation_level": level} if level else {})
+        )
         if LITE and level is None:
-            event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
-            event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(self._begin()))
+            event.listen(
+                engine,
+                "connect",
+                lambda connection, _: setattr(connection, "isolation_level", None),
+            )
+            event.listen(
+                engine, "begin", lambda connection: connection.exec_driver_sql(self._begin())
+            )
         return engine
 
     def _begin(self):
@@ -193,7 +211,15 @@ class Play:
     def _told(self, step, began, error):
         took = time.monotonic() - began
         state = getattr(getattr(error, "orig", error), "sqlstate", None)
-        note("raised", name=self.name, step=step, error=type(error).__name__, text=str(error), took=took, state=state)
+        note(
+            "raised",
+            name=self.name,
+            step=step,
+            error=type(error).__name__,
+            text=str(error),
+            took=took,
+            state=state,
+        )
 
     def each(self):
         """A loop that saves each item."""
@@ -270,7 +296,7 @@ STEPS = {
 """All the words of a script."""
 
 
-_completed = execution.Execution._completed
+_completed = run.Execution._completed
 
 
 def _completed_and_die(self, *args):
@@ -280,12 +306,18 @@ def _completed_and_die(self, *args):
     return _completed(self, *args)
 
 
-execution.Execution._completed = _completed_and_die
+run.Execution._completed = _completed_and_die
 
 
 def _runs(name):
-    lines = Path(os.environ["JOURNAL"]).read_text().splitlines() if Path(os.environ["JOURNAL"]).exists() else []
-    return sum(found["what"] == "begin" and found.get("name") == name for found in map(json.loads, lines))
+    lines = (
+        Path(os.environ["JOURNAL"]).read_text().splitlines()
+        if Path(os.environ["JOURNAL"]).exists()
+        else []
+    )
+    return sum(
+        found["what"] == "begin" and found.get("name") == name for found in map(json.loads, lines)
+    )
 
 
 @app.task(
@@ -310,7 +342,9 @@ def _tell_kept(**_):
     while _KEPT:
         name, books = _KEPT.pop()
         driver = getattr(
-            books.given, {"raw": "dbapi_connection", "django": "connection"}.get(books.kind, ""), books.given
+            books.given,
+            {"raw": "dbapi_connection", "django": "connection"}.get(books.kind, ""),
+            books.given,
         )
         inside = driver.in_transaction if LITE else driver.info.transaction_status.name == "INTRANS"
         note("kept", name=name, value=inside)

@@ -5,9 +5,9 @@ from typing import Any
 
 from celery import Celery
 
-from celery_leases.testing.workers import QUEUE_VARIABLE
 from tests.clients.catalog import IN_A_WORKER
 from tests.clients.expectations import Places, judged
+from tests.support.workers import QUEUE_VARIABLE
 
 app = Celery("clients")
 app.conf.update(

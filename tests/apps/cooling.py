@@ -1,6 +1,8 @@
-"""Leased tasks that fail by a script: run number n of a name plays step n, and the last step from then on.
+"""Leased tasks that fail by a script: run number n of a name plays step n, and the last step from
+then on.
 
-A step is a list: a word of :data:`STEPS` and its arguments. Each run first writes down that it was paid for.
+A step is a list: a word of :data:`STEPS` and its arguments. Each run first writes down that it was
+paid for.
 """
 
 import builtins
@@ -31,15 +33,26 @@ def _exactly(seconds):
 
 
 def _paid(name):
-    lines = Path(os.environ["JOURNAL"]).read_text().splitlines() if Path(os.environ["JOURNAL"]).exists() else []
-    return sum(event["what"] == "paid" and event.get("name") == name for event in map(json.loads, lines))
+    lines = (
+        Path(os.environ["JOURNAL"]).read_text().splitlines()
+        if Path(os.environ["JOURNAL"]).exists()
+        else []
+    )
+    return sum(
+        event["what"] == "paid" and event.get("name") == name for event in map(json.loads, lines)
+    )
 
 
 def _play(self, name, script):
     run, lease = _paid(name), self.lease
     step = script[min(run, len(script) - 1)]
     previous = asdict(lease.previous) if lease.previous else None
-    seen = {"attempt": lease.attempt, "retries": self.request.retries, "held": lease.held, "previous": previous}
+    seen = {
+        "attempt": lease.attempt,
+        "retries": self.request.retries,
+        "held": lease.held,
+        "previous": previous,
+    }
     note("paid", name=name, id=self.request.id, wall=time.time(), **seen)
     value = _step(step)
     return value if value is not None else {"name": name, "paid": run + 1}
@@ -89,24 +102,40 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 
 def _task(name, **options):
-    @app.task(base=LeasedTask, bind=True, name=f"{__name__}.{name}", lease_key=name + ":{name}", **options)
+    @app.task(
+        base=LeasedTask, bind=True, name=f"{__name__}.{name}", lease_key=name + ":{name}", **options
+    )
     def play(self, name, script, group="nobody"):
         return _play(self, name, script)
 
     return play
 
 
-_CONFLICT = Rules.default().on(status=409, to=retry("400ms", max=2, factor=1, jitter=0), name="taken")
+_CONFLICT = Rules.default().on(
+    status=409, to=retry("400ms", max=2, factor=1, jitter=0), name="taken"
+)
 _BUSY = Rules.default().on(status=429, to=cooldown("1.5s", scope="group", jitter=0), name="busy")
-_GROUPED = {"lease_cooldown_group": "{group}", "lease_rules": _BUSY, "lease_cooldown": _exactly(1.5)}
+_GROUPED = {
+    "lease_cooldown_group": "{group}",
+    "lease_rules": _BUSY,
+    "lease_cooldown": _exactly(1.5),
+}
 
 resumes = _task("resumes", lease_cooldown=_exactly(3), lease_resume="always")
 usual = _task("usual", lease_cooldown=_exactly(3))
 stops = _task("stops", lease_cooldown=_exactly(3), lease_resume="never")
 slow = _task("slow", lease_cooldown=_exactly(300), lease_resume="never")
-firm = _task("firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document"))
+firm = _task(
+    "firm", lease_rules=Rules.default().on(exc=ValueError, to=permanent(), name="no such document")
+)
 breaks = _task("breaks", lease_resume="always", lease_cooldown=_exactly(1), lease_max_failures=2)
-quick = _task("quick", lease_resume="always", lease_rules=_CONFLICT, lease_cooldown=_exactly(3), lease_max_crashes=1)
+quick = _task(
+    "quick",
+    lease_resume="always",
+    lease_rules=_CONFLICT,
+    lease_cooldown=_exactly(3),
+    lease_max_crashes=1,
+)
 auto = _task(
     "auto",
     autoretry_for=(Answered,),
@@ -145,7 +174,11 @@ def asks(self, number, url):
 
 
 @app.task(
-    base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="reschedule", lease_cooldown_group="{url}"
+    base=LeasedTask,
+    bind=True,
+    lease_key="asks:{number}",
+    lease_on_cooling="reschedule",
+    lease_cooldown_group="{url}",
 )
 def asks_together(self, number, url):
     """Call the limited server; all keys behind one gate."""

@@ -1,4 +1,6 @@
-"""The tasks of :mod:`tests.apps.cooling` in a worker that writes down what Celery's signals and Sentry see of them."""
+"""The tasks of :mod:`tests.apps.cooling` in a worker that writes down what Celery's signals and
+Sentry see of them.
+"""
 
 import json
 import os

@@ -1,7 +1,9 @@
-"""Runs a leased task through Celery's own tracer in this process: ``python -m tests.apps.counted FIRST|REPLAY``.
+"""Runs a leased task through Celery's own tracer in this process: ``python -m tests.apps.counted
+FIRST|REPLAY``.
 
-Prints the number of Python and built-in calls that one task costs, as cProfile counts them, on one line of JSON. The
-stores are those of ``LEASES_URL`` and ``LEASES_DATABASE_URL``. Every run is warmed up, and the number repeats exactly.
+Prints the number of Python and built-in calls that one task costs, as cProfile counts them, on one
+line of JSON. The stores are those of ``LEASES_URL`` and ``LEASES_DATABASE_URL``. Every run is
+warmed up, and the number repeats exactly.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from celery import Celery
 from celery.app.trace import build_tracer, setup_worker_optimizations
 
 from celery_leases import LeasedTask
-from celery_leases.seam.app_settings import leased_tasks
-from celery_leases.seam.apps import parts_of
-from celery_leases.seam.pin import TOKEN, WATCHED
+from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.apps import parts_of
+from celery_leases.worker.headers import TOKEN, WATCHED
 
 TASKS = 64
 WARM_UP = 32
@@ -98,7 +100,12 @@ def _runner(name: str) -> Callable[[str], Any]:
             "is_eager": False,
             "called_directly": False,
             "hostname": "here",
-            "delivery_info": {"exchange": "", "routing_key": "celery", "priority": 0, "redelivered": False},
+            "delivery_info": {
+                "exchange": "",
+                "routing_key": "celery",
+                "priority": 0,
+                "redelivered": False,
+            },
             TOKEN: uuid4().hex,
             WATCHED: False,
             "replaced_task_nesting": 0,

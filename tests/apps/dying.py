@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from celery_leases import LeasedTask, LeaseLost
-from celery_leases.process import native
+from celery_leases.concurrency import native
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note
 
@@ -19,7 +19,9 @@ STEP = 0.02
 
 @app.task
 def collects():
-    """Collect garbage: in green pools Celery makes each greenlet a result backend, with connections, in cycles."""
+    """Collect garbage: in green pools Celery makes each greenlet a result backend, with
+    connections, in cycles.
+    """
     gc.collect()
 
 
@@ -47,7 +49,9 @@ def stands(self, name, gate, checks=False):
     return {"name": name, "fence": self.lease.fence}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="hangs:{name}", lease_max_hold=4, lease_max_failures=1)
+@app.task(
+    base=LeasedTask, bind=True, lease_key="hangs:{name}", lease_max_hold=4, lease_max_failures=1
+)
 def hangs(self, name):
     """Never end, and never look at the lease."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
@@ -58,7 +62,9 @@ def hangs(self, name):
 
 @app.task(base=LeasedTask, bind=True, lease_key="hogs:{name}")
 def hogs(self, name, once, seconds, checks=False):
-    """Hold the interpreter's lock for so long in one call, then wait to be told; only where *once* does not exist."""
+    """Hold the interpreter's lock for so long in one call, then wait to be told; only where *once*
+    does not exist.
+    """
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     with _told(self, name):
         if not Path(once).exists():
@@ -86,7 +92,9 @@ def _hold(name, seconds):
         held = time.monotonic() - began
         try:
             note("held", name=name, seconds=held)
-        except BaseException:  # the news of the loss, which may come as soon as the lock is given up
+        except (
+            BaseException
+        ):  # the news of the loss, which may come as soon as the lock is given up
             note("held", name=name, seconds=held)
             raise
 
@@ -110,7 +118,9 @@ def blocks(self, name, seconds):
 
 @app.task(base=LeasedTask, bind=True, lease_key="forks:{name}")
 def forks(self, name, how):
-    """Fork; the child comes out of the body in this way or that. The parent waits for it, and tells how it ended."""
+    """Fork; the child comes out of the body in this way or that. The parent waits for it, and tells
+    how it ended.
+    """
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     child = os.fork()
     if child == 0:
@@ -120,5 +130,11 @@ def forks(self, name, how):
             sys.exit(3)
         return "the child's"
     _, status = os.waitpid(child, 0)
-    note("end", name=name, child=os.waitstatus_to_exitcode(status), held=self.lease.held, id=self.request.id)
+    note(
+        "end",
+        name=name,
+        child=os.waitstatus_to_exitcode(status),
+        held=self.lease.held,
+        id=self.request.id,
+    )
     return {"name": name, "fence": self.lease.fence}

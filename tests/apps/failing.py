@@ -1,10 +1,12 @@
-"""The tasks of :mod:`tests.apps.leased` in a worker that dies or waits at one named step of the protocol, so often.
+"""The tasks of :mod:`tests.apps.leased` in a worker that dies or waits at one named step of the
+protocol, so often.
 
-FAILPOINT names the step, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number) remembers that it has.
-``before publish``, ``after publish``, ``after mark`` kill the whole worker in a put-back; ``after release`` kills the
-child once its success is settled and the lease released, ``after callbacks`` the whole worker once Celery has sent
-the callbacks and before our mark. ``slow settle`` holds the statement back for a second, ``slow put back`` the
-publishing until the file FAILPOINT_GATE is there.
+FAILPOINT names the step, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number)
+remembers that it has. ``before publish``, ``after publish``, ``after mark`` kill the whole worker
+in a reschedule; ``after release`` kills the child once its success is settled and the lease
+released, ``after callbacks`` the whole worker once Celery has sent the callbacks and before our
+mark. ``slow settle`` holds the statement back for a second, ``slow rescheduled`` the publishing
+until the file FAILPOINT_GATE is there.
 """
 
 import os
@@ -12,16 +14,16 @@ import time
 
 from celery.signals import task_success
 
-from celery_leases import execution
-from celery_leases.seam import putback
-from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.attempt import run
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.worker import reschedule
 from tests.apps.failpoints import STEP, reach, strikes
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note, wait_for  # noqa: F401
 
-_publish = putback.Copies._publish
-_put_back = putback.Copies.put_back
-_run = execution.Execution._run
+_publish = reschedule.Copies._publish
+_reschedule = reschedule.Copies.reschedule
+_run = run.Execution._run
 _settle = SqlRecordStore.settle
 
 
@@ -36,7 +38,7 @@ task_success.receivers.insert(0, task_success.receivers.pop())
 
 def _publish_and_die(self, *args, **kwargs):
     reach("before publish", whole_worker=True)
-    if STEP == "slow put back" and strikes():
+    if STEP == "slow rescheduled" and strikes():
         note("failpoint", step=STEP)
         wait_for(os.environ["FAILPOINT_GATE"])
     _publish(self, *args, **kwargs)
@@ -44,7 +46,7 @@ def _publish_and_die(self, *args, **kwargs):
 
 
 def _put_back_and_die(self, *args, **kwargs):
-    published = _put_back(self, *args, **kwargs)
+    published = _reschedule(self, *args, **kwargs)
     reach("after mark", whole_worker=True)
     return published
 
@@ -62,7 +64,7 @@ def _settle_late(self, record, outcome):
     return _settle(self, record, outcome)
 
 
-putback.Copies._publish = _publish_and_die
-putback.Copies.put_back = _put_back_and_die
-execution.Execution._run = _run_and_die
+reschedule.Copies._publish = _publish_and_die
+reschedule.Copies.reschedule = _put_back_and_die
+run.Execution._run = _run_and_die
 SqlRecordStore.settle = _settle_late

@@ -1,8 +1,8 @@
 """Named steps at which a process of the tests dies, so often.
 
-FAILPOINT names the step for a whole worker, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE (plus a number)
-remembers that it has. :func:`reach_for` strikes once for one name, where the test has put a file for it into the
-directory FAILPOINTS.
+FAILPOINT names the step for a whole worker, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE
+(plus a number) remembers that it has. :func:`reach_for` strikes once for one name, where the test
+has put a file for it into the directory FAILPOINTS.
 """
 
 import os
@@ -50,6 +50,8 @@ def reach_for(step: str, name: str) -> None:
 
 
 def _note(**more: str) -> None:
-    from tests.apps.leased import note  # a test that arms a step must not get all its tasks for that
+    from tests.apps.leased import (
+        note,
+    )  # a test that arms a step must not get all its tasks for that
 
     note("failpoint", **more)

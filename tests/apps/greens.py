@@ -1,4 +1,6 @@
-"""Eager runs in greenlets that lose their leases: ``python -m tests.apps.greens gevent <what>`` prints JSON."""
+"""Eager runs in greenlets that lose their leases: ``python -m tests.apps.greens gevent <what>``
+prints JSON.
+"""
 
 import sys
 
@@ -29,11 +31,11 @@ from functools import partial
 from celery import Celery
 
 from celery_leases import LeasedTask, LeaseLost
+from celery_leases.concurrency import native
 from celery_leases.errors import LeaseHeld
-from celery_leases.process import native
-from celery_leases.seam.apps import parts_of
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.worker.apps import parts_of
 
 GREENLETS = 20
 RUNS = 30
@@ -49,7 +51,9 @@ LOST_AT: dict[str, float] = {}
 
 @app.task(base=LeasedTask, bind=True, lease_key="{name}")
 def body(self, name, seconds=0.0, saves=False):
-    """Work in small steps, each of which lets others run; some of them are steps of the protocol."""
+    """Work in small steps, each of which lets others run; some of them are steps of the
+    protocol.
+    """
     over = time.perf_counter() + seconds
     while time.perf_counter() < over:
         time.sleep(random.uniform(0, 0.002))
@@ -70,7 +74,9 @@ def blocked(self, name, how):
 
 @app.task(base=LeasedTask, bind=True, lease_key="{name}")
 def cleaning(self, name, seconds):
-    """Clean up after the loss for so many seconds; tell how often that was interrupted, and go on waiting."""
+    """Clean up after the loss for so many seconds; tell how often that was interrupted, and go on
+    waiting.
+    """
     try:
         time.sleep(60)
     except LeaseLost:
@@ -136,11 +142,13 @@ WAITS = {
 }
 
 
-# -- what happens ------------------------------------------------------------------------------------------
+# -- what happens ----------------------------------------------------------------------------------
 
 
 def race():
-    """Bodies lose their leases at about the moment they end; how the runs ended, and what came out elsewhere."""
+    """Bodies lose their leases at about the moment they end; how the runs ended, and what came out
+    elsewhere.
+    """
     ended: Counter[str] = Counter()
     renewer = _warm()
     for store, step in (
@@ -188,10 +196,10 @@ def _lose_all(renewer, seconds):
     pause = native.allocate_lock()
     pause.acquire()
     while True:
-        for token, tenure in list(renewer._tenures.items()):
+        for token, held_lease in list(renewer._held_leases.items()):
             at = due.setdefault(token, time.perf_counter() + seconds * random.uniform(0.5, 1.5))
             if time.perf_counter() >= at:
-                renewer._lose(tenure, REASON)
+                renewer._lose(held_lease, REASON)
         pause.acquire(timeout=0.0005)
 
 
@@ -206,16 +214,22 @@ def reach():
 
 
 def _lose_now(renewer):
-    for tenure in list(renewer._tenures.values()):
-        LOST_AT[tenure.bid.key] = time.perf_counter()
-        renewer._lose(tenure, REASON)
+    for held_lease in list(renewer._held_leases.values()):
+        LOST_AT[held_lease.claim_request.key] = time.perf_counter()
+        renewer._lose(held_lease, REASON)
 
 
 def _lose_soon(renewer, key):
     """In a thread of the system: take the lease of *key* a moment after it was given."""
     pause = native.allocate_lock()
     pause.acquire()
-    while not (found := [tenure for tenure in list(renewer._tenures.values()) if tenure.bid.key == key]):
+    while not (
+        found := [
+            held_lease
+            for held_lease in list(renewer._held_leases.values())
+            if held_lease.claim_request.key == key
+        ]
+    ):
         pause.acquire(timeout=0.001)
     pause.acquire(timeout=0.2)
     renewer._lose(found[0], REASON)
@@ -258,8 +272,8 @@ def _stay_awake():
 
 
 def _wait_for(greenlets):
-    # As in a worker, the hub always has something to wait for: gevent takes one that only waits for another thread of
-    # the system, as for a lock, to wait for ever, and ends it.
+    # As in a worker, the hub always has something to wait for: gevent takes one that only waits for
+    # another thread of the system, as for a lock, to wait for ever, and ends it.
     spawn(_stay_awake)
     for greenlet in greenlets:
         with suppress(GreenletExit):

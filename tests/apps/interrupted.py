@@ -1,4 +1,6 @@
-"""Eager runs in this very process, interrupted by signals: ``python -m tests.apps.interrupted <what>`` prints JSON."""
+"""Eager runs in this very process, interrupted by signals: ``python -m tests.apps.interrupted
+<what>`` prints JSON.
+"""
 
 import json
 import logging
@@ -16,7 +18,7 @@ from celery import Celery
 
 from celery_leases import LeasedTask, stores
 from celery_leases.errors import LeaseHeld
-from celery_leases.seam.apps import parts_of
+from celery_leases.worker.apps import parts_of
 
 app = Celery("interrupted", broker="memory://", backend="cache+memory://")
 app.conf.leases_url = "database"
@@ -34,7 +36,9 @@ def body(name, seconds=0.0):
 
 
 def race(runs=300, seconds=0.01):
-    """Lose the lease at about the moment the body ends; count how the runs ended, and what came out elsewhere."""
+    """Lose the lease at about the moment the body ends; count how the runs ended, and what came out
+    elsewhere.
+    """
     sys.setswitchinterval(1e-4)
     logging.disable()
     body.apply(("warm",))
@@ -57,13 +61,13 @@ def race(runs=300, seconds=0.01):
 
 
 def _lose(renewer, seconds, done):
-    while not renewer._tenures and not done.is_set():
+    while not renewer._held_leases and not done.is_set():
         pass
     over = time.perf_counter() + seconds * random.uniform(0.7, 1.2)
     while time.perf_counter() < over:
         pass
-    for tenure in list(renewer._tenures.values()):
-        renewer._lose(tenure, "the test said so")
+    for held_lease in list(renewer._held_leases.values()):
+        renewer._lose(held_lease, "the test said so")
 
 
 def _outcome(name, seconds=0.0):
@@ -77,9 +81,11 @@ def _outcome(name, seconds=0.0):
 
 
 def step(signum, where):
-    """Send *signum* to ourselves while the step *where* of the protocol goes on, before its statement."""
+    """Send *signum* to ourselves while the step *where* of the protocol goes on, before its
+    statement.
+    """
     body.apply(("warm",))
-    records = stores.sql.SqlRecordStore
+    records = stores.sql.records.SqlRecordStore
     real = getattr(records, where)
     sent = []
 
@@ -110,4 +116,7 @@ if __name__ == "__main__":
     reset_signals()
     signal.signal(signal.SIGUSR1, soft_timeout_sighandler)
     what, *rest = sys.argv[1:]
-    print(json.dumps(race() if what == "race" else step(getattr(signal, rest[0]), rest[1])), flush=True)
+    print(
+        json.dumps(race() if what == "race" else step(getattr(signal, rest[0]), rest[1])),
+        flush=True,
+    )

@@ -1,9 +1,11 @@
-"""Customers are charged and invoiced: effects against the payment provider of :mod:`tests.apps.provider`.
+"""Customers are charged and invoiced: effects against the payment provider of
+:mod:`tests.apps.provider`.
 
-PROVIDER is its URL, VERIFY_AFTER and LATER are how old an intent must be to be looked up, in seconds. Where FAILPOINTS
-names a directory, a process dies at the steps that are armed there: ``before intent``, ``after intent``, ``after
-reply`` (before it is noted), ``after noting``, ``before complete``, ``after complete`` (before it is committed),
-``after commit`` and ``before release``; inside the call it is the provider that kills.
+PROVIDER is its URL, VERIFY_AFTER and LATER are how old an intent must be to be looked up, in
+seconds. Where FAILPOINTS names a directory, a process dies at the steps that are armed there:
+``before intent``, ``after intent``, ``after reply`` (before it is noted), ``after noting``,
+``before complete``, ``after complete`` (before it is committed), ``after commit`` and ``before
+release``; inside the call it is the provider that kills.
 """
 
 import json
@@ -18,9 +20,10 @@ from urllib.parse import urlsplit
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases import LeasedTask, RetryLater, Snooze, Uncertain, current_lease, execution
+from celery_leases import LeasedTask, RetryLater, Snooze, Uncertain, current_lease
+from celery_leases.attempt import run
 from celery_leases.rules import CooldownPolicy, Rules
-from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.stores.sql.effects import SqlEffectStore
 from tests.apps.failpoints import reach_for
 from tests.apps.leased import app, note, wait_for
 from tests.integration.remote import Answered
@@ -33,7 +36,7 @@ STEPS = ("before intent", "after intent", "after reply", "after noting")
 STEPS += ("before complete", "after complete", "after commit", "before release")
 
 
-# -- the other side ----------------------------------------------------------------------------------------
+# -- the other side --------------------------------------------------------------------------------
 
 
 NOBODY = "http://127.0.0.1:1"
@@ -53,7 +56,9 @@ def request(method, path, body=None, headers=None, timeout=30.0, url=None):
 def charged(customer, key, timeout=30.0, url=None):
     """Charge *customer*; the reply. Raises as client libraries do."""
     body = json.dumps({"customer": customer, "pid": os.getpid()})
-    status, headers, reply = request("POST", "/charges", body, {"Idempotency-Key": key}, timeout, url)
+    status, headers, reply = request(
+        "POST", "/charges", body, {"Idempotency-Key": key}, timeout, url
+    )
     if status != 200:
         raise Answered(status, {name.lower(): value for name, value in headers.items()})
     return json.loads(reply)
@@ -85,11 +90,13 @@ WAYS: dict[str, Any] = {
 }
 
 
-# -- the invoice story -------------------------------------------------------------------------------------
+# -- the invoice story -----------------------------------------------------------------------------
 
 _engine = create_engine(URL, poolclass=NullPool)
 if URL.get_backend_name() == "sqlite":
-    event.listen(_engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(
+        _engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
+    )
     event.listen(_engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
 
 INVOICE = text("INSERT INTO invoices (name, reference, fence) VALUES (:name, :reference, :fence)")
@@ -106,21 +113,27 @@ def reply_of(customer, key, pause=0.0):
 
 @app.task(base=LeasedTask, bind=True, lease_key="invoice:{name}", lease_max_crashes=50)
 def invoice(self, name, way, pause=0.0, gate=None):
-    """Charge once, write one invoice, and be done, all of it or nothing; *pause* seconds lie around each step."""
+    """Charge once, write one invoice, and be done, all of it or nothing; *pause* seconds lie around
+    each step.
+    """
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     if gate:
         wait_for(gate)
     time.sleep(pause)
     reach_for("before intent", name)
     try:
-        charge = self.lease.effect("charge", lambda key: reply_of(name, key, pause), reference=id_of, **WAYS[way])
+        charge = self.lease.effect(
+            "charge", lambda key: reply_of(name, key, pause), reference=id_of, **WAYS[way]
+        )
     except BaseException as error:
         note("raised", name=name, error=type(error).__name__)
         raise
     note("charge", name=name, reference=charge.reference, saved=charge.saved)
     time.sleep(pause)
     with _engine.begin() as connection:
-        connection.execute(INVOICE, {"name": name, "reference": charge.reference, "fence": self.lease.fence})
+        connection.execute(
+            INVOICE, {"name": name, "reference": charge.reference, "fence": self.lease.fence}
+        )
         reach_for("before complete", name)
         result = self.lease.complete({"charge": charge.reference}, connection)
         reach_for("after complete", name)
@@ -131,7 +144,13 @@ def invoice(self, name, way, pause=0.0, gate=None):
     return result
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="flagged:{name}", lease_on_lost="flag", lease_max_crashes=50)
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="flagged:{name}",
+    lease_on_lost="flag",
+    lease_max_crashes=50,
+)
 def flagged(self, name, way, gate=None):
     """Charge, without being interrupted when the lease is lost."""
     return _charge(self, name, way, gate)
@@ -148,7 +167,9 @@ def _charge(self, name, way, gate):
     if gate:
         wait_for(gate)
     try:
-        charge = self.lease.effect("charge", lambda key: charged(name, key), reference=id_of, **WAYS[way])
+        charge = self.lease.effect(
+            "charge", lambda key: charged(name, key), reference=id_of, **WAYS[way]
+        )
     except BaseException as error:
         note("raised", name=name, error=type(error).__name__)
         raise
@@ -156,7 +177,7 @@ def _charge(self, name, way, gate):
     return {"charge": charge.reference, "saved": charge.saved}
 
 
-# -- effects by script -------------------------------------------------------------------------------------
+# -- effects by script -----------------------------------------------------------------------------
 
 
 def _soon(seconds):
@@ -218,8 +239,20 @@ REFERENCES: dict[str, Any] = {
 }
 
 
-def _pay(self, name, after=(), *, way="stop", reply="reply", reference="id", timeout=30.0, names=("charge",), away=()):
-    """Charge under each of *names*; then run number n does what is number n in *after*, and later ones nothing.
+def _pay(
+    self,
+    name,
+    after=(),
+    *,
+    way="stop",
+    reply="reply",
+    reference="id",
+    timeout=30.0,
+    names=("charge",),
+    away=(),
+):
+    """Charge under each of *names*; then run number n does what is number n in *after*, and later
+    ones nothing.
 
     *away* are the runs in which nobody listens at the provider's address.
     """
@@ -234,7 +267,14 @@ def _pay(self, name, after=(), *, way="stop", reply="reply", reference="id", tim
             reference=REFERENCES[reference],
             **WAYS[way],
         )
-        note("charge", name=name, effect=effect, reference=charge.reference, saved=charge.saved, value=charge.value)
+        note(
+            "charge",
+            name=name,
+            effect=effect,
+            reference=charge.reference,
+            saved=charge.saved,
+            value=charge.value,
+        )
         charges.append(charge.reference)
     word, *arguments = after[run] if run < len(after) else ["ok"]
     AFTER[word](self, *arguments)
@@ -242,7 +282,11 @@ def _pay(self, name, after=(), *, way="stop", reply="reply", reference="id", tim
 
 
 # Of what the default rules make of these only the times are changed.
-RULES = Rules.default().on(exc="builtins.TimeoutError", to="200ms").on(exc="ConnectionRefusedError", to="200ms")
+RULES = (
+    Rules.default()
+    .on(exc="builtins.TimeoutError", to="200ms")
+    .on(exc="ConnectionRefusedError", to="200ms")
+)
 RULES = RULES.on(status=500, to="200ms")
 app.conf.leases_result_max = 1000
 PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_rules": RULES}
@@ -261,17 +305,19 @@ def pays(self, name, *args, **kwargs):
     return _pay(self, name, *args, **kwargs)
 
 
-@app.task(**PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_resume": "never"})
+@app.task(
+    **PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_resume": "never"}
+)
 def stops(self, name, *args, **kwargs):
     """See :func:`_pay`; a failure is told to the caller."""
     return _pay(self, name, *args, **kwargs)
 
 
-# -- steps inside the library ------------------------------------------------------------------------------
+# -- steps inside the library ----------------------------------------------------------------------
 
 if "FAILPOINTS" in os.environ:
     _begin, _finish = SqlEffectStore.begin, SqlEffectStore.finish
-    _let_go = execution.Execution._let_go
+    _let_go = run.Execution._let_go
 
     def _begin_and_die(self, record, *args, **kwargs):
         begun = _begin(self, record, *args, **kwargs)
@@ -289,4 +335,4 @@ if "FAILPOINTS" in os.environ:
 
     SqlEffectStore.begin = _begin_and_die
     SqlEffectStore.finish = _finish_and_die
-    execution.Execution._let_go = _let_go_and_die
+    run.Execution._let_go = _let_go_and_die

@@ -1,4 +1,6 @@
-"""The tasks of :mod:`tests.apps.leased`, and tasks that are killed at the deadline of their lease."""
+"""The tasks of :mod:`tests.apps.leased`, and tasks that are killed at the deadline of their
+lease.
+"""
 
 import os
 import re
@@ -13,9 +15,17 @@ from tests.apps.leased import app, note
 PULSE = 0.02
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="pulses:{name}", lease_on_lost="kill", lease_max_crashes=100)
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="pulses:{name}",
+    lease_on_lost="kill",
+    lease_max_crashes=100,
+)
 def pulses(self, name, gate):
-    """Until *gate* exists; in the first attempt with an effect again and again, without a look at the lease."""
+    """Until *gate* exists; in the first attempt with an effect again and again, without a look at
+    the lease.
+    """
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     while not Path(gate).exists():
         if self.lease.attempt == 1:
@@ -67,7 +77,14 @@ def counts(self, name):
 def nests(self, name, gate):
     """Run another leased task on the way, then wait for *gate* without a look at the lease."""
     inside = counts.apply((name,)).result["timers"]
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, inside=inside, after=timers())
+    note(
+        "begin",
+        name=name,
+        attempt=self.lease.attempt,
+        id=self.request.id,
+        inside=inside,
+        after=timers(),
+    )
     while not Path(gate).exists():
         time.sleep(PULSE)
     note("end", name=name, id=self.request.id)
@@ -76,4 +93,6 @@ def nests(self, name, gate):
 
 def timers():
     """How many timers of the kernel this process has."""
-    return sum(line.startswith("ID:") for line in Path("/proc/self/timers").read_text().splitlines())
+    return sum(
+        line.startswith("ID:") for line in Path("/proc/self/timers").read_text().splitlines()
+    )

@@ -1,7 +1,9 @@
-"""Leased tasks for tests with real workers. Each body writes what it does into a journal before it does more.
+"""Leased tasks for tests with real workers. Each body writes what it does into a journal before it
+does more.
 
-Everything comes from the environment: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL, VISIBILITY, and
-QUORUM, the type of the exchange of a quorum queue ("topic" or "direct"); SIDE_QUEUE is the name of another one.
+Everything comes from the environment: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL,
+VISIBILITY, and QUORUM, the type of the exchange of a quorum queue ("topic" or "direct"); SIDE_QUEUE
+is the name of another one.
 """
 
 import json
@@ -17,7 +19,7 @@ from celery.worker.request import Request
 from kombu import Exchange, Queue
 
 from celery_leases import LeasedTask, Snooze, current_lease
-from celery_leases.testing.workers import QUEUE_VARIABLE
+from tests.support.workers import QUEUE_VARIABLE
 
 TTL = float(os.environ.get("TTL", "3"))
 
@@ -33,10 +35,17 @@ app.conf.update(
     task_default_retry_delay=1,
 )
 if "QUORUM" in os.environ:
-    app.conf.update(task_default_queue_type="quorum", task_default_exchange_type=os.environ["QUORUM"])
+    app.conf.update(
+        task_default_queue_type="quorum", task_default_exchange_type=os.environ["QUORUM"]
+    )
 if "SIDE_QUEUE" in os.environ:
     app.conf.task_queues = [
-        Queue(name, Exchange(name, os.environ["QUORUM"]), name, queue_arguments={"x-queue-type": "quorum"})
+        Queue(
+            name,
+            Exchange(name, os.environ["QUORUM"]),
+            name,
+            queue_arguments={"x-queue-type": "quorum"},
+        )
         for name in (app.conf.task_default_queue, os.environ["SIDE_QUEUE"])
     ]
 if "SOFT_SHUTDOWN" in os.environ:
@@ -56,9 +65,17 @@ if "BROKER_CONNECTIONS" in os.environ:
 
 
 def note(what: str, **more: object) -> None:
-    """Append one event to the journal, in one write, so that a killed process leaves whole lines."""
+    """Append one event to the journal, in one write, so that a killed process leaves whole
+    lines.
+    """
     lease = current_lease
-    event = {"what": what, "pid": os.getpid(), "t": time.monotonic(), "key": lease.key, "fence": lease.fence} | more
+    event = {
+        "what": what,
+        "pid": os.getpid(),
+        "t": time.monotonic(),
+        "key": lease.key,
+        "fence": lease.fence,
+    } | more
     fd = os.open(os.environ["JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(fd, (json.dumps(event) + "\n").encode())
@@ -81,7 +98,13 @@ def wait_for(path: str, seconds: float = 60.0) -> None:
 @app.task(base=LeasedTask, bind=True, lease_key="work:{name}")
 def work(self, name, seconds=0.0, gate=None, answer=None, other=None):
     """Work for so many seconds, or until *gate* exists; returns *answer* or who did it."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
+    note(
+        "begin",
+        name=name,
+        attempt=self.lease.attempt,
+        id=self.request.id,
+        previous=_ended(self.lease.previous),
+    )
     if gate:
         wait_for(gate)
     time.sleep(seconds)
@@ -139,7 +162,13 @@ def snoozes(self, name, *delays):
     """Snooze for each of *delays* in turn, then return where the message came from."""
     number = len(_begun(name))
     info = self.request.delivery_info
-    note("begin", name=name, id=self.request.id, host=self.request.hostname, priority=info["priority"])
+    note(
+        "begin",
+        name=name,
+        id=self.request.id,
+        host=self.request.hostname,
+        priority=info["priority"],
+    )
     if number < len(delays):
         raise Snooze(delays[number])
     return {"name": name, "host": self.request.hostname}
@@ -185,17 +214,31 @@ def dies(self, name, times=100):
     return {"name": name, "fence": self.lease.fence}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="fails:{name}", lease_resume="never", lease_cooldown="1s")
+@app.task(
+    base=LeasedTask, bind=True, lease_key="fails:{name}", lease_resume="never", lease_cooldown="1s"
+)
 def fails(self, name):
     """Raise."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
+    note(
+        "begin",
+        name=name,
+        attempt=self.lease.attempt,
+        id=self.request.id,
+        previous=_ended(self.lease.previous),
+    )
     raise ValueError(f"no luck with {name}")
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="retries:{name}", max_retries=5)
 def retries(self, name, times, countdown=0.2):
     """Raise ``self.retry()`` so many times, then succeed."""
-    note("begin", name=name, attempt=self.lease.attempt, retries=self.request.retries, id=self.request.id)
+    note(
+        "begin",
+        name=name,
+        attempt=self.lease.attempt,
+        retries=self.request.retries,
+        id=self.request.id,
+    )
     if self.request.retries < times:
         raise self.retry(countdown=countdown)
     return {"name": name, "retries": self.request.retries}
@@ -204,7 +247,13 @@ def retries(self, name, times, countdown=0.2):
 @app.task(base=LeasedTask, bind=True, lease_key="exports:{name}:{ids}", max_retries=5)
 def exports(self, name, ids, gate=None):
     """Retry once, then wait for *gate*: the key is as long as the list of *ids*."""
-    note("begin", name=name, retries=self.request.retries, id=self.request.id, length=len(self.lease.key))
+    note(
+        "begin",
+        name=name,
+        retries=self.request.retries,
+        id=self.request.id,
+        length=len(self.lease.key),
+    )
     if not self.request.retries:
         raise self.retry(countdown=0.1)
     if gate:
@@ -261,7 +310,9 @@ def swallows(self, name, stop):
 
 @app.task(base=LeasedTask, bind=True, lease_key="goes_on:{name}", lease_on_lost="flag")
 def goes_on(self, name, gate, error=None):
-    """Go on without a look at the lease until the gate of its attempt exists; the first attempt may end by an error."""
+    """Go on without a look at the lease until the gate of its attempt exists; the first attempt may
+    end by an error.
+    """
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
     wait_for(f"{gate}.{self.lease.attempt}")
     note("end", name=name, attempt=self.lease.attempt, id=self.request.id)
@@ -274,7 +325,13 @@ def goes_on(self, name, gate, error=None):
 def tidies(self, name, gate, tidying=0.3):
     """Wait for *gate*; take *tidying* seconds to clean up, however it ends."""
     try:
-        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
+        note(
+            "begin",
+            name=name,
+            attempt=self.lease.attempt,
+            id=self.request.id,
+            previous=_ended(self.lease.previous),
+        )
         wait_for(gate)
     finally:
         note("tidying", name=name, id=self.request.id)
@@ -287,14 +344,22 @@ def tidies(self, name, gate, tidying=0.3):
 @app.task(base=LeasedTask, bind=True, lease_key="exits:{name}", lease_max_crashes=2)
 def exits(self, name, how, times=100):
     """End the own process in the first so many attempts: ``sys.exit(3)`` or ``os._exit(3)``."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, previous=_ended(self.lease.previous))
+    note(
+        "begin",
+        name=name,
+        attempt=self.lease.attempt,
+        id=self.request.id,
+        previous=_ended(self.lease.previous),
+    )
     if self.lease.attempt <= times:
         sys.exit(3) if how == "sys" else os._exit(3)
     note("end", name=name, id=self.request.id)
     return {"name": name}
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_resume="never")
+@app.task(
+    base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_resume="never"
+)
 def softly(self, name, seconds=30.0):
     """Work for so many seconds under a soft limit of one."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
@@ -326,13 +391,25 @@ def impatient(self, name, seconds=0.0, gate=None):
     return _working(self, name, seconds, gate)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="ignores:{name}", lease_on_held="ignore", lease_on_done="ignore")
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="ignores:{name}",
+    lease_on_held="ignore",
+    lease_on_done="ignore",
+)
 def ignores(self, name, seconds=0.0, gate=None):
     """As :func:`work`; another call is dropped."""
     return _working(self, name, seconds, gate)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="refuses:{name}", lease_on_held="raise", lease_on_done="raise")
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="refuses:{name}",
+    lease_on_held="raise",
+    lease_on_done="raise",
+)
 def refuses(self, name, seconds=0.0, gate=None):
     """As :func:`work`; another call gets an error."""
     return _working(self, name, seconds, gate)
@@ -348,7 +425,13 @@ def refuses(self, name, seconds=0.0, gate=None):
 )
 def auto(self, name, times):
     """Fail so many times, under ``autoretry_for``."""
-    note("begin", name=name, attempt=self.lease.attempt, retries=self.request.retries, id=self.request.id)
+    note(
+        "begin",
+        name=name,
+        attempt=self.lease.attempt,
+        retries=self.request.retries,
+        id=self.request.id,
+    )
     if self.request.retries < times:
         raise ValueError(f"not yet: {name}")
     return {"name": name, "retries": self.request.retries}

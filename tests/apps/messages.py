@@ -1,6 +1,8 @@
-"""Leased tasks whose messages are looked at as they arrive, and a serializer that a worker can read but not write.
+"""Leased tasks whose messages are looked at as they arrive, and a serializer that a worker can read
+but not write.
 
-While the file REFUSED exists, nothing can be put back. DELIVERY_LIMIT is that of the worker's queue, a quorum queue.
+While the file REFUSED exists, nothing can be rescheduled. DELIVERY_LIMIT is that of the worker's
+queue, a quorum queue.
 """
 
 import json
@@ -12,8 +14,8 @@ from kombu import Exchange, Queue
 from kombu.serialization import register
 
 from celery_leases import LeasedTask, Snooze
-from celery_leases.core import waiting
-from celery_leases.seam.putback import Copies
+from celery_leases.protocol import waiting
+from celery_leases.worker.reschedule import Copies
 from tests.apps.leased import app, note, wait_for
 
 if "DELIVERY_LIMIT" in os.environ:
@@ -21,7 +23,11 @@ if "DELIVERY_LIMIT" in os.environ:
     _arguments = {"x-queue-type": "quorum", "x-delivery-limit": _limit}
     app.conf.task_queues = [Queue(_name, Exchange(_name), _name, queue_arguments=_arguments)]
     app.conf.leases_consumer_timeout = 3.0
-    vars(waiting)["HELD_FIRST"] = 0.5
+
+    @worker_init.connect(weak=False)
+    def _hold_shortly(**_):
+        vars(waiting)["HELD_FIRST"] = 0.5
+
 
 app.conf.accept_content = ["json", "pickle", "read-only"]
 _in_worker: list[bool] = []
@@ -33,7 +39,13 @@ def _write(value):
     return json.dumps(value)
 
 
-register("read-only", _write, json.loads, content_type="application/x-read-only", content_encoding="utf-8")
+register(
+    "read-only",
+    _write,
+    json.loads,
+    content_type="application/x-read-only",
+    content_encoding="utf-8",
+)
 
 
 _publish = Copies._publish
@@ -62,7 +74,9 @@ def _received(request, **_):
         id=request.id,
         headers=json.loads(json.dumps(message.headers, default=repr)),
         content=[message.content_type, message.content_encoding],
-        properties={name: value for name, value in message.properties.items() if name in _PROPERTIES},
+        properties={
+            name: value for name, value in message.properties.items() if name in _PROPERTIES
+        },
     )
 
 

@@ -1,15 +1,17 @@
-"""Tasks that are enqueued in a transaction, or whose message is kept to be rescued; and the chores of an operator."""
+"""Tasks that are enqueued in a transaction, or whose message is kept to be rescued; and the chores
+of an operator.
+"""
 
 import os
 from ast import literal_eval
 
 from kombu.serialization import register
 
-from celery_leases import Cooldown, LeasedTask, PermanentFailure, Uncertain, chores
+from celery_leases import Cooldown, LeasedTask, PermanentFailure, Uncertain, builtin_tasks
 from celery_leases.rules import CooldownPolicy
 from tests.apps.leased import app, note, plain, wait_for
 
-__all__ = ["app", "chores", "plain"]
+__all__ = ["app", "builtin_tasks", "plain"]
 
 if "CHORES_EVERY" in os.environ:
     every = float(os.environ["CHORES_EVERY"])
@@ -47,7 +49,9 @@ def _ordered(task, name, gate, how):
     return f"{name} by {task.request.id}"
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="order:{name}", lease_resume="never", lease_cooldown=_ONCE)
+@app.task(
+    base=LeasedTask, bind=True, lease_key="order:{name}", lease_resume="never", lease_cooldown=_ONCE
+)
 def order(self, name, gate=None, how=None):
     """Is enqueued; without that, its message is kept nowhere."""
     return _ordered(self, name, gate, how)
@@ -64,7 +68,13 @@ def again(self, name):
     """Shares one record between its calls."""
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="kept:{name}", lease_store_arguments=True, lease_cooldown=_ONCE)
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    lease_key="kept:{name}",
+    lease_store_arguments=True,
+    lease_cooldown=_ONCE,
+)
 def kept(self, name, gate=None, how=None):
     """Has its message in the record."""
     return _ordered(self, name, gate, how)
@@ -76,7 +86,13 @@ def unkept(self, name, gate=None, how=None):
     return _ordered(self, name, gate, how)
 
 
-@app.task(base=LeasedTask, bind=True, serializer="typed", lease_key="typed:{name}", lease_store_arguments=True)
+@app.task(
+    base=LeasedTask,
+    bind=True,
+    serializer="typed",
+    lease_key="typed:{name}",
+    lease_store_arguments=True,
+)
 def typed(self, name, content=None):
     """Is delivered with types that JSON does not know."""
     return repr(content)

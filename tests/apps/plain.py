@@ -5,7 +5,7 @@ import time
 
 from celery import Celery
 
-from celery_leases.testing.workers import QUEUE_VARIABLE
+from tests.support.workers import QUEUE_VARIABLE
 
 app = Celery("plain")
 app.conf.update(

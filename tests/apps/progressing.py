@@ -1,4 +1,6 @@
-"""Loops and pages whose processes die on the way; each item is a line of the file ``items.<name>`` by the journal."""
+"""Loops and pages whose processes die on the way; each item is a line of the file ``items.<name>``
+by the journal.
+"""
 
 import os
 import signal
@@ -35,7 +37,9 @@ class Items:
         os.close(self.fd)
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="loops:{name}", lease_cooldown=SOON, lease_resume="always")
+@app.task(
+    base=LeasedTask, bind=True, lease_key="loops:{name}", lease_cooldown=SOON, lease_resume="always"
+)
 def loops(self, name, count, every=None, pace=0.0, fails_at=(), waits_at=None, gate=None):
     """Work on *count* items; a test arms ``item n`` where it shall die."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id, crashes=_crashes(self))
@@ -74,7 +78,14 @@ def quietly(self, name, count, pace):
 def pages(self, name, count):
     """Read *count* pages, and die after each."""
     page = (self.lease.progress or {}).get("page", 0)
-    note("begin", name=name, page=page, attempt=self.lease.attempt, id=self.request.id, crashes=_crashes(self))
+    note(
+        "begin",
+        name=name,
+        page=page,
+        attempt=self.lease.attempt,
+        id=self.request.id,
+        crashes=_crashes(self),
+    )
     if page < count:
         self.lease.save_progress({"page": page + 1})
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,15 +1,18 @@
-"""A payment provider as a process of its own: ``python -m tests.apps.provider LEDGER`` serves 127.0.0.1.
+"""A payment provider as a process of its own: ``python -m tests.apps.provider LEDGER`` serves
+127.0.0.1.
 
-``POST /charges`` with ``{"customer": …, "pid": …}`` and an ``Idempotency-Key`` charges the customer and replies with
-the charge; ``GET /charges?key=…`` finds the last charge under a key, or answers 404. Each request and each charge is a
-line of the ledger, written with one ``os.write``, so that it says what has happened whoever died.
+``POST /charges`` with ``{"customer": …, "pid": …}`` and an ``Idempotency-Key`` charges the customer
+and replies with the charge; ``GET /charges?key=…`` finds the last charge under a key, or answers
+404. Each request and each charge is a line of the ledger, written with one ``os.write``, so that it
+says what has happened whoever died.
 
-``PUT /scripts/<customer>`` with ``{"dedupe": true, "steps": […]}`` says how to behave to one customer: whether a key
-is charged once (then the same reply comes again), and how the next requests go; after the last step, and without a
-script, it charges and replies at once. A step may have
+``PUT /scripts/<customer>`` with ``{"dedupe": true, "steps": […]}`` says how to behave to one
+customer: whether a key is charged once (then the same reply comes again), and how the next requests
+go; after the last step, and without a script, it charges and replies at once. A step may have
 
 * ``status`` and ``headers``: answer so, without a charge; with ``charged``, after one,
-* ``slow``: seconds between charge and reply; ``hold``: a file that must appear before the reply is sent,
+* ``slow``: seconds between charge and reply; ``hold``: a file that must appear before the reply is
+  sent,
 * ``never``: charge, and send nothing until the client has gone,
 * ``drop``: charge, and close the connection,
 * ``kill``: charge, and SIGKILL the process that asked.
@@ -46,7 +49,9 @@ class Books:
 
     def note(self, what: str, **more: Any) -> None:
         """Write one line."""
-        os.write(self._fd, (json.dumps({"what": what, "t": time.monotonic()} | more) + "\n").encode())
+        os.write(
+            self._fd, (json.dumps({"what": what, "t": time.monotonic()} | more) + "\n").encode()
+        )
 
     def instruct(self, customer: str, script: dict[str, Any]) -> None:
         """Behave so to *customer* from now on."""
@@ -92,7 +97,11 @@ class Handler(BaseHTTPRequestHandler):
         self.books.note("asked", customer=customer, key=key, pid=asked["pid"])
         step = self.books.next_step(customer)
         status = step.get("status", 200)
-        reply = self.books.charge(customer, key) if status == 200 or step.get("charged") else {"error": status}
+        reply = (
+            self.books.charge(customer, key)
+            if status == 200 or step.get("charged")
+            else {"error": status}
+        )
         if "kill" in step:
             os.kill(asked["pid"], signal.SIGKILL)
             return
@@ -128,7 +137,9 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(step.get("slow", 0.0))
         return True
 
-    def _answer(self, status: int, reply: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    def _answer(
+        self, status: int, reply: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
         body = json.dumps(reply).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():

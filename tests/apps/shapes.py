@@ -1,4 +1,6 @@
-"""Leased tasks in every shape Celery knows: bound, class-based, shared, pydantic, a second app in the same process."""
+"""Leased tasks in every shape Celery knows: bound, class-based, shared, pydantic, a second app in
+the same process.
+"""
 
 import os
 

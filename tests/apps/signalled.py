@@ -1,4 +1,6 @@
-"""The leased tasks with receivers: one writes everything down, one raises, one wants the process to end."""
+"""The leased tasks with receivers: one writes everything down, one raises, one wants the process to
+end.
+"""
 
 import dataclasses
 import logging
@@ -11,7 +13,7 @@ __all__ = ["app"]
 ALL = (
     signals.lease_acquired,
     signals.lease_held,
-    signals.call_put_back,
+    signals.call_rescheduled,
     signals.call_dropped,
     signals.call_refused,
     signals.result_replayed,
@@ -53,7 +55,9 @@ def _of_one_task(sender, event, **_):
 
 
 app.finalize()  # before that, Celery would connect a receiver of one task after those that come later
-signals.attempt_settled.connect(_of_one_task, sender=work)  # one that wants the process to end comes last
+signals.attempt_settled.connect(
+    _of_one_task, sender=work
+)  # one that wants the process to end comes last
 for each in ALL:
     each.connect(_write_down, weak=False)
     each.connect(_raise, weak=False)
@@ -68,7 +72,14 @@ class _Lines(logging.Handler):
         event = getattr(record, "lease_event", None)
         if event is not None:
             data = record.data
-            note("line", event=event, level=record.levelname, id=data["call_id"], data=data, text=record.getMessage())
+            note(
+                "line",
+                event=event,
+                level=record.levelname,
+                id=data["call_id"],
+                data=data,
+                text=record.getMessage(),
+            )
 
 
 class _Broken(logging.Handler):

@@ -1,7 +1,8 @@
-"""The tasks of :mod:`tests.apps.leased` in a worker that can open no connection to PostgreSQL while a file is there.
+"""The tasks of :mod:`tests.apps.leased` in a worker that can open no connection to PostgreSQL while
+a file is there.
 
-Nor can a process make its parts then. STARVED names the file. What is raised is what Python raises where a process
-has no descriptor left.
+Nor can a process make its parts then. STARVED names the file. What is raised is what Python raises
+where a process has no descriptor left.
 """
 
 import errno
@@ -11,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from celery_leases.seam import apps
+from celery_leases.worker import apps
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app  # noqa: F401
 

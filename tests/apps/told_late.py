@@ -1,9 +1,11 @@
-"""The tasks of :mod:`tests.apps.leased` in a worker of greenlets whose cold shutdown meets one of them at a given step.
+"""The tasks of :mod:`tests.apps.leased` in a worker of greenlets whose cold shutdown meets one of
+them at a given step.
 
-STEP names it: ``prerun`` and ``store`` are Celery's steps before and after the delivery, ``claim``, ``settle`` and
-``publish`` the protocol's. The first greenlet that comes there goes on when the worker has been told to end, and its
-kill has had the time to come; with SIGNALS it is that greenlet which the signal interrupts, and the main one has had
-the time to end the process. ``publish`` needs a second call of the key, which is put back.
+STEP names it: ``prerun`` and ``store`` are Celery's steps before and after the delivery, ``claim``,
+``settle`` and ``publish`` the protocol's. The first greenlet that comes there goes on when the
+worker has been told to end, and its kill has had the time to come; with SIGNALS it is that greenlet
+which the signal interrupts, and the main one has had the time to end the process. ``publish`` needs
+a second call of the key, which is rescheduled.
 """
 
 import os
@@ -14,8 +16,8 @@ from celery.backends.base import Backend
 from celery.signals import task_prerun
 from celery.worker import state
 
-from celery_leases.seam.putback import Copies
-from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.worker.reschedule import Copies
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note  # noqa: F401
 

@@ -22,12 +22,27 @@ CASES: dict[str, Case] = {case.name: case for case in ALL}
 if len(CASES) != len(ALL):
     raise ValueError("two cases have one name")
 
-_OF_TEN_LIBRARIES = (OPENAI, ANTHROPIC, GEMINI, STRIPE, REQUESTS, HTTPX, AIOHTTP, BOTOCORE, GOOGLE, GRPC)
+_OF_TEN_LIBRARIES = (
+    OPENAI,
+    ANTHROPIC,
+    GEMINI,
+    STRIPE,
+    REQUESTS,
+    HTTPX,
+    AIOHTTP,
+    BOTOCORE,
+    GOOGLE,
+    GRPC,
+)
 IN_A_WORKER: dict[str, Case] = {cases[0].name: cases[0] for cases in _OF_TEN_LIBRARIES}
-"""An error of each library, for what is different in the child of a worker: threads, sockets, and pickling."""
+"""An error of each library, for what is different in the child of a worker: threads, sockets, and
+pickling.
+"""
 
 OPEN: dict[str, str] = {}
-"""Cases that expect what seems right, where the rule table is silent or says otherwise, each with why."""
+"""Cases that expect what seems right, where the rule table is silent or says otherwise, each with
+why.
+"""
 
 if missing := OPEN.keys() - CASES.keys():
     raise ValueError(f"no such cases: {missing}")

@@ -134,17 +134,32 @@ BOTOCORE = [
                 RATE_LIMITED.after(1.5),
             ),
             "400 ProvisionedThroughputExceededException": (answers(400, _TOO_MUCH), RATE_LIMITED),
-            "400 RequestLimitExceeded": (answers(400, aws_says("RequestLimitExceeded")), RATE_LIMITED),
-            "400 ExpiredTokenException": (answers(400, aws_says("ExpiredTokenException")), UNAUTHORIZED),
-            "400 UnrecognizedClientException": (answers(400, aws_says("UnrecognizedClientException")), UNAUTHORIZED),
+            "400 RequestLimitExceeded": (
+                answers(400, aws_says("RequestLimitExceeded")),
+                RATE_LIMITED,
+            ),
+            "400 ExpiredTokenException": (
+                answers(400, aws_says("ExpiredTokenException")),
+                UNAUTHORIZED,
+            ),
+            "400 UnrecognizedClientException": (
+                answers(400, aws_says("UnrecognizedClientException")),
+                UNAUTHORIZED,
+            ),
             "400 AccessDeniedException": (answers(400, aws_says("AccessDeniedException")), REFUSED),
             "400 ValidationException": (answers(400, aws_says("ValidationException")), REFUSED),
-            "400 ResourceNotFoundException": (answers(400, aws_says("ResourceNotFoundException")), REFUSED),
+            "400 ResourceNotFoundException": (
+                answers(400, aws_says("ResourceNotFoundException")),
+                REFUSED,
+            ),
             "400 ConditionalCheckFailedException": (
                 answers(400, aws_says("ConditionalCheckFailedException")),
                 REFUSED,
             ),
-            "500 InternalServerError": (answers(500, aws_says("InternalServerError")), OUTCOME_UNKNOWN),
+            "500 InternalServerError": (
+                answers(500, aws_says("InternalServerError")),
+                OUTCOME_UNKNOWN,
+            ),
             "503, not JSON": (answers(503, "<html>Service Unavailable</html>"), OUTCOME_UNKNOWN),
             "does not answer": (never_answers, OUTCOME_UNKNOWN),
             "hangs up": (hangs_up, OUTCOME_UNKNOWN),
@@ -175,13 +190,22 @@ BOTOCORE = [
                 answers(429, x_amzn_errortype="TooManyRequestsException", retry_after="3"),
                 RATE_LIMITED.after(3),
             ),
-            "403 ExpiredTokenException": (answers(403, x_amzn_errortype="ExpiredTokenException"), UNAUTHORIZED),
-            "502 ServiceException": (answers(502, x_amzn_errortype="ServiceException"), OUTCOME_UNKNOWN),
+            "403 ExpiredTokenException": (
+                answers(403, x_amzn_errortype="ExpiredTokenException"),
+                UNAUTHORIZED,
+            ),
+            "502 ServiceException": (
+                answers(502, x_amzn_errortype="ServiceException"),
+                OUTCOME_UNKNOWN,
+            ),
         },
     ),
     *raising(
         "botocore",
-        {"ParamValidationError": (wrong_parameters, REFUSED), "NoCredentialsError": (no_credentials, UNAUTHORIZED)},
+        {
+            "ParamValidationError": (wrong_parameters, REFUSED),
+            "NoCredentialsError": (no_credentials, UNAUTHORIZED),
+        },
     ),
 ]
 
@@ -250,11 +274,17 @@ def google_token(url: str) -> Any:
     from google.oauth2.credentials import Credentials
 
     credentials = Credentials(
-        token=None, refresh_token="made-up", token_uri=url, client_id="somebody", client_secret="made-up"
+        token=None,
+        refresh_token="made-up",
+        token_uri=url,
+        client_id="somebody",
+        client_secret="made-up",
     )
     request = Request()
     try:
-        return credentials.refresh(lambda *args, **options: request(*args, **{**options, "timeout": patience()}))
+        return credentials.refresh(
+            lambda *args, **options: request(*args, **{**options, "timeout": patience()})
+        )
     finally:
         request.session.close()
 
@@ -294,7 +324,10 @@ GOOGLE = [
         google_grpc,
         {
             "ResourceExhausted": (grpc_aborts("RESOURCE_EXHAUSTED"), RATE_LIMITED),
-            "ResourceExhausted, RetryInfo": (grpc_aborts("RESOURCE_EXHAUSTED", retry_after=13), RATE_LIMITED.after(13)),
+            "ResourceExhausted, RetryInfo": (
+                grpc_aborts("RESOURCE_EXHAUSTED", retry_after=13),
+                RATE_LIMITED.after(13),
+            ),
             "ServiceUnavailable": (grpc_aborts("UNAVAILABLE"), OUTCOME_UNKNOWN),
             "DeadlineExceeded": (grpc_hangs, OUTCOME_UNKNOWN),
             "InternalServerError": (grpc_aborts("INTERNAL"), OUTCOME_UNKNOWN),
@@ -307,13 +340,18 @@ GOOGLE = [
         },
     ),
     *cases(
-        "google-api-core, retrying:", google_retrying, {"RetryError": (grpc_aborts("UNAVAILABLE"), OUTCOME_UNKNOWN)}
+        "google-api-core, retrying:",
+        google_retrying,
+        {"RetryError": (grpc_aborts("UNAVAILABLE"), OUTCOME_UNKNOWN)},
     ),
     *cases(
         "google-auth",
         google_token,
         {
-            "RefreshError": (answers(400, {"error": "invalid_grant", "error_description": "No."}), REFUSED),
+            "RefreshError": (
+                answers(400, {"error": "invalid_grant", "error_description": "No."}),
+                REFUSED,
+            ),
             "TransportError": (refuses, UNREACHABLE),
         },
     ),

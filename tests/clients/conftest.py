@@ -13,21 +13,32 @@ from typing import NoReturn
 import pytest
 import redis
 
-from celery_leases.testing.plugin import missing_server
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer, RedisServer, ServerMissing
+from celery_leases.testing.waits import wait_until
 from tests.clients.expectations import Case, Places
+from tests.support.plugin import missing_server
+from tests.support.servers import PostgresServer, RedisServer, ServerMissing
 
 PASSWORD = "right"
 LIBRARIES = (
-    *("aiohttp", "anthropic", "botocore", "google.api_core", "google.auth", "google.genai", "google.rpc", "grpc"),
+    *(
+        "aiohttp",
+        "anthropic",
+        "botocore",
+        "google.api_core",
+        "google.auth",
+        "google.genai",
+        "google.rpc",
+        "grpc",
+    ),
     *("grpc_status", "httpx", "httpx2", "openai", "requests", "stripe", "tenacity"),
 )
 """The modules of the dependency group ``clients``."""
 
 
 class NotInstalled(pytest.Module):
-    """A module of tests whose libraries are not installed: a skip on a laptop, and a failure in CI."""
+    """A module of tests whose libraries are not installed: a skip on a laptop, and a failure in
+    CI.
+    """
 
     def collect(self) -> NoReturn:
         """Skip or fail."""
@@ -44,7 +55,9 @@ def _is_missing(library: str) -> bool:
         return True
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
     """Import the tests only if all libraries are installed."""
     if any(map(_is_missing, LIBRARIES)):
         made: NotInstalled = NotInstalled.from_parent(parent, path=module_path)
@@ -53,7 +66,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An open question is expected to fail, and a failure once it is answered, so that it is struck off the list."""
+    """An open question is expected to fail, and a failure once it is answered, so that it is struck
+    off the list.
+    """
     if any(map(_is_missing, LIBRARIES)):
         return
     from tests.clients.catalog import OPEN
@@ -62,7 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         callspec = getattr(item, "callspec", None)
         case = callspec.params.get("case") if callspec else None
         if isinstance(case, Case) and case.name in OPEN:
-            item.add_marker(pytest.mark.xfail(reason=OPEN[case.name], raises=AssertionError, strict=True))
+            item.add_marker(
+                pytest.mark.xfail(reason=OPEN[case.name], raises=AssertionError, strict=True)
+            )
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +90,9 @@ def clients_postgres(leases_postgres: PostgresServer) -> str:
 
 @pytest.fixture(scope="session")
 def clients_redis() -> Iterator[str]:
-    """A private Redis that wants a password and is the replica of nobody, so that nothing can be written to it."""
+    """A private Redis that wants a password and is the replica of nobody, so that nothing can be
+    written to it.
+    """
     server = RedisServer()
     try:
         server.start()
@@ -92,7 +111,11 @@ def places(request: pytest.FixtureRequest) -> Callable[[Case], Places]:
     """``places(case)``: the real servers that one case needs, started when the first one does."""
 
     def of(case: Case) -> Places:
-        return Places(**{case.needs: request.getfixturevalue(f"clients_{case.needs}")}) if case.needs else Places()
+        return (
+            Places(**{case.needs: request.getfixturevalue(f"clients_{case.needs}")})
+            if case.needs
+            else Places()
+        )
 
     return of
 
@@ -111,7 +134,8 @@ def nothing_left() -> Iterator[None]:
     """The test leaves no thread and no socket."""
     threads, sockets = set(threading.enumerate()), open_sockets()
     yield
-    # An error holds its frames, and those what a client ends only with its last reference; slow, and so not always.
+    # An error holds its frames, and those what a client ends only with its last reference; slow,
+    # and so not always.
     if set(threading.enumerate()) - threads or open_sockets() - sockets:
         gc.collect()
     wait_until(lambda: set(threading.enumerate()) <= threads, 2, "the threads to end")

@@ -20,7 +20,7 @@ from tests.clients.expectations import (
 )
 from tests.clients.servers import GIVES_UP_AFTER, hangs_up_at_once, refuses
 
-# -- PostgreSQL ------------------------------------------------------------------------------------------------
+# -- PostgreSQL ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -193,16 +193,25 @@ POSTGRES = [
                 ERROR.of("OperationalError"),
             ),
             "57P01 terminated": (terminated, INFRASTRUCTURE),
-            "25006 read only": (_says("SET TRANSACTION READ ONLY", "CREATE TABLE t (id int)"), INFRASTRUCTURE),
+            "25006 read only": (
+                _says("SET TRANSACTION READ ONLY", "CREATE TABLE t (id int)"),
+                INFRASTRUCTURE,
+            ),
             "pool is empty": (pool_is_empty, INFRASTRUCTURE),
             "no row": (no_row, ERROR.of("NoResultFound")),
             "23505 unique, without SQLAlchemy": (plain_psycopg, REFUSED),
             "closed, without SQLAlchemy": (closed_psycopg, INFRASTRUCTURE),
             "no database": (no_database, INFRASTRUCTURE),
             "23505 unique, psycopg2": (_psycopg2(_TABLE, _ONE, _ONE), REFUSED),
-            "23505 unique, psycopg2 by SQLAlchemy": (_psycopg2_by_sqlalchemy(_TABLE, _ONE, _ONE), REFUSED),
+            "23505 unique, psycopg2 by SQLAlchemy": (
+                _psycopg2_by_sqlalchemy(_TABLE, _ONE, _ONE),
+                REFUSED,
+            ),
             "57P01 terminated, psycopg2": (_psycopg2(_END), INFRASTRUCTURE),
-            "57P01 terminated, psycopg2 by SQLAlchemy": (_psycopg2_by_sqlalchemy(_END), INFRASTRUCTURE),
+            "57P01 terminated, psycopg2 by SQLAlchemy": (
+                _psycopg2_by_sqlalchemy(_END),
+                INFRASTRUCTURE,
+            ),
         },
         needs="postgres",
     ),
@@ -214,10 +223,14 @@ POSTGRES = [
             "hangs up": (hangs_up_at_once, INFRASTRUCTURE),
         },
     ),
-    *cases("PostgreSQL, psycopg2:", connect_psycopg2, {"refuses the connection": (refuses, INFRASTRUCTURE)}),
+    *cases(
+        "PostgreSQL, psycopg2:",
+        connect_psycopg2,
+        {"refuses the connection": (refuses, INFRASTRUCTURE)},
+    ),
 ]
 
-# -- MySQL -----------------------------------------------------------------------------------------------------
+# -- MySQL -----------------------------------------------------------------------------------------
 
 
 def mysql_says(number: int, state: str, text: str) -> Any:
@@ -249,10 +262,18 @@ def connect_mysql(url: str) -> None:
     import pymysql
 
     where = urlsplit(url)
-    pymysql.connect(host=where.hostname, port=where.port or 3306, user="somebody", connect_timeout=1, read_timeout=1)
+    pymysql.connect(
+        host=where.hostname,
+        port=where.port or 3306,
+        user="somebody",
+        connect_timeout=1,
+        read_timeout=1,
+    )
 
 
-_DEADLOCK = mysql_says(1213, "40001", "Deadlock found when trying to get lock; try restarting transaction")
+_DEADLOCK = mysql_says(
+    1213, "40001", "Deadlock found when trying to get lock; try restarting transaction"
+)
 _DUPLICATE = mysql_says(1062, "23000", "Duplicate entry '1' for key 'PRIMARY'")
 
 MYSQL = [
@@ -270,11 +291,14 @@ MYSQL = [
     *cases(
         "MySQL",
         connect_mysql,
-        {"refuses the connection": (refuses, INFRASTRUCTURE), "hangs up": (hangs_up_at_once, INFRASTRUCTURE)},
+        {
+            "refuses the connection": (refuses, INFRASTRUCTURE),
+            "hangs up": (hangs_up_at_once, INFRASTRUCTURE),
+        },
     ),
 ]
 
-# -- SQLite ----------------------------------------------------------------------------------------------------
+# -- SQLite ----------------------------------------------------------------------------------------
 
 
 def sqlite_locked(_: Places) -> None:

@@ -1,4 +1,6 @@
-"""What the rules should say of an error: one constant per row of the rule table, and the case that expects it."""
+"""What the rules should say of an error: one constant per row of the rule table, and the case that
+expects it.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ ERROR = Expected("error", "cooldown")
 
 
 def judged(error: BaseException) -> dict[str, Any]:
-    """What the default rules say of *error* now, as JSON can carry it. A warning is an error here."""
-    from celery_leases.core.classifier.rules import Rules
+    """What the default rules say of *error* now, as JSON can carry it. A warning is an error
+    here.
+    """
+    from celery_leases.failures.rules import Rules
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -87,7 +91,9 @@ class Places:
 
 @dataclass(frozen=True)
 class Case:
-    """One real error: *call* makes the library raise it, given the URL of *server*, or the real servers."""
+    """One real error: *call* makes the library raise it, given the URL of *server*, or the real
+    servers.
+    """
 
     name: str
     call: Callable[..., Any]
@@ -121,9 +127,14 @@ class Case:
         )
 
 
-def cases(library: str, call: Callable[..., Any], table: Mapping[str, tuple[Server, Expected]]) -> list[Case]:
+def cases(
+    library: str, call: Callable[..., Any], table: Mapping[str, tuple[Server, Expected]]
+) -> list[Case]:
     """One call of a library, met by one server after the other."""
-    return [Case(f"{library} {name}", call, server, expected) for name, (server, expected) in table.items()]
+    return [
+        Case(f"{library} {name}", call, server, expected)
+        for name, (server, expected) in table.items()
+    ]
 
 
 def raising(
@@ -132,4 +143,7 @@ def raising(
     needs: Literal["postgres", "redis"] | None = None,
 ) -> list[Case]:
     """Errors that need no misbehaving server, and maybe a real one."""
-    return [Case(f"{library} {name}", call, nobody, expected, needs) for name, (call, expected) in table.items()]
+    return [
+        Case(f"{library} {name}", call, nobody, expected, needs)
+        for name, (call, expected) in table.items()
+    ]

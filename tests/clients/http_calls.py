@@ -220,7 +220,10 @@ def in_group_of(name: str) -> Callable[[str], Any]:
         library = importlib.import_module(name)
 
         async def ask() -> None:
-            async with library.AsyncClient(timeout=patience()) as client, asyncio.TaskGroup() as group:
+            async with (
+                library.AsyncClient(timeout=patience()) as client,
+                asyncio.TaskGroup() as group,
+            ):
 
                 async def one() -> None:
                     (await client.post(url, json={})).raise_for_status()
@@ -237,10 +240,15 @@ def aiohttp(url: str, **timeout: float) -> Any:
     """One POST."""
     import aiohttp as library
 
-    limits: Any = library.ClientTimeout(**(timeout or {"sock_read": patience(), "sock_connect": patience()}))
+    limits: Any = library.ClientTimeout(
+        **(timeout or {"sock_read": patience(), "sock_connect": patience()})
+    )
 
     async def ask() -> Any:
-        async with library.ClientSession(timeout=limits) as session, session.post(url, json={}) as response:
+        async with (
+            library.ClientSession(timeout=limits) as session,
+            session.post(url, json={}) as response,
+        ):
             response.raise_for_status()
             return await response.json()
 
@@ -277,17 +285,24 @@ def urllib(url: str) -> Any:
         return response.read()
 
 
-_ASYNC = {name: EVERYWHERE[name] for name in ("does not answer", "resets", "refuses the connection", "is not trusted")}
+_ASYNC = {
+    name: EVERYWHERE[name]
+    for name in ("does not answer", "resets", "refuses the connection", "is not trusted")
+}
 _UNREAD = answers_slowly(429, retry_after="20")
 _CONNECTIONS = {name: EVERYWHERE[name] for name in EVERYWHERE if not name[0].isdigit()}
 
 REQUESTS = [
     *cases("requests", requests, EVERYWHERE | RARE),
     *cases(
-        "requests", requests_json, {"200, not JSON": (answers(200, "<html>Hello</html>"), ERROR.of("JSONDecodeError"))}
+        "requests",
+        requests_json,
+        {"200, not JSON": (answers(200, "<html>Hello</html>"), ERROR.of("JSONDecodeError"))},
     ),
     *cases("requests", requests_unread, {"429, unread": (_UNREAD, RATE_LIMITED.after(20))}),
-    *cases("requests, proxy", requests_by_proxy, {"refuses the connection": (refuses, UNREACHABLE)}),
+    *cases(
+        "requests, proxy", requests_by_proxy, {"refuses the connection": (refuses, UNREACHABLE)}
+    ),
     *raising(
         "requests",
         {
@@ -306,8 +321,14 @@ HTTPX = [
     *cases("httpx2", full_pool_of("httpx2"), {"pool is full": (answers_slowly(), UNREACHABLE)}),
     *cases("httpx", unread_of("httpx"), {"429, unread": (_UNREAD, RATE_LIMITED.after(20))}),
     *cases("httpx, async:", async_of("httpx"), _ASYNC),
-    *cases("httpx, asyncio.timeout:", cut_off_of("httpx"), {"does not answer": (never_answers, OUTCOME_UNKNOWN)}),
-    *cases("httpx, proxy", by_proxy_of("httpx"), {"refuses the connection": (refuses, UNREACHABLE)}),
+    *cases(
+        "httpx, asyncio.timeout:",
+        cut_off_of("httpx"),
+        {"does not answer": (never_answers, OUTCOME_UNKNOWN)},
+    ),
+    *cases(
+        "httpx, proxy", by_proxy_of("httpx"), {"refuses the connection": (refuses, UNREACHABLE)}
+    ),
     *cases("httpx, TaskGroup:", in_group_of("httpx"), {"429": EVERYWHERE["429, Retry-After"]}),
     *raising(
         "httpx",
@@ -316,7 +337,9 @@ HTTPX = [
             "InvalidURL": (nowhere_of("httpx", "http://127.0.0.1:port/"), REFUSED),
         },
     ),
-    *raising("httpx2", {"UnsupportedProtocol": (nowhere_of("httpx2", "127.0.0.1/charge"), REFUSED)}),
+    *raising(
+        "httpx2", {"UnsupportedProtocol": (nowhere_of("httpx2", "127.0.0.1/charge"), REFUSED)}
+    ),
 ]
 
 AIOHTTP = [
@@ -324,7 +347,10 @@ AIOHTTP = [
     *cases(
         "aiohttp, in total:",
         aiohttp_in_total,
-        {"does not answer": (never_answers, OUTCOME_UNKNOWN), "accepts nobody": (accepts_nobody, OUTCOME_UNKNOWN)},
+        {
+            "does not answer": (never_answers, OUTCOME_UNKNOWN),
+            "accepts nobody": (accepts_nobody, OUTCOME_UNKNOWN),
+        },
     ),
 ]
 

@@ -3,7 +3,15 @@
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.clients.expectations import ERROR, OUTCOME_UNKNOWN, RATE_LIMITED, REFUSED, UNAUTHORIZED, UNREACHABLE, cases
+from tests.clients.expectations import (
+    ERROR,
+    OUTCOME_UNKNOWN,
+    RATE_LIMITED,
+    REFUSED,
+    UNAUTHORIZED,
+    UNREACHABLE,
+    cases,
+)
 from tests.clients.other_servers import mail_server
 from tests.clients.servers import name_servers_away, patience, refuses, says_nothing
 
@@ -13,9 +21,13 @@ def smtplib(url: str) -> Any:
     import smtplib as library
 
     where = urlsplit(url)
-    with library.SMTP(where.hostname or "", where.port or 25, timeout=patience(), local_hostname="here") as client:
+    with library.SMTP(
+        where.hostname or "", where.port or 25, timeout=patience(), local_hostname="here"
+    ) as client:
         client.login("somebody", "made-up")
-        return client.sendmail("us@example.com", "them@example.com", "Subject: Hello\r\n\r\nHello\r\n")
+        return client.sendmail(
+            "us@example.com", "them@example.com", "Subject: Hello\r\n\r\nHello\r\n"
+        )
 
 
 SMTPLIB = cases(

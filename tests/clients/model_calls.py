@@ -36,8 +36,12 @@ def openai(url: str) -> Any:
     """One chat completion."""
     import openai as library
 
-    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()) as client:
-        return client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
+    with library.OpenAI(
+        api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()
+    ) as client:
+        return client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "Hello"}]
+        )
 
 
 def openai_async(url: str) -> Any:
@@ -47,9 +51,13 @@ def openai_async(url: str) -> Any:
     import openai as library
 
     async def ask() -> Any:
-        client = library.AsyncOpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience())
+        client = library.AsyncOpenAI(
+            api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()
+        )
         async with client:
-            return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}])
+            return await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "Hello"}]
+            )
 
     return asyncio.run(ask())
 
@@ -58,7 +66,9 @@ def openai_stream(url: str) -> Any:
     """One chat completion, piece by piece."""
     import openai as library
 
-    with library.OpenAI(api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()) as client:
+    with library.OpenAI(
+        api_key="made-up", base_url=f"{url}/v1", max_retries=0, timeout=patience()
+    ) as client:
         messages: Any = [{"role": "user", "content": "Hello"}]
         return list(client.chat.completions.create(model="m", messages=messages, stream=True))
 
@@ -67,8 +77,12 @@ def anthropic(url: str) -> Any:
     """One message."""
     import anthropic as library
 
-    with library.Anthropic(api_key="made-up", base_url=url, max_retries=0, timeout=patience()) as client:
-        return client.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}])
+    with library.Anthropic(
+        api_key="made-up", base_url=url, max_retries=0, timeout=patience()
+    ) as client:
+        return client.messages.create(
+            model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}]
+        )
 
 
 def anthropic_stream(url: str) -> Any:
@@ -76,8 +90,12 @@ def anthropic_stream(url: str) -> Any:
     import anthropic as library
 
     with (
-        library.Anthropic(api_key="made-up", base_url=url, max_retries=0, timeout=patience()) as client,
-        client.messages.stream(model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}]) as stream,
+        library.Anthropic(
+            api_key="made-up", base_url=url, max_retries=0, timeout=patience()
+        ) as client,
+        client.messages.stream(
+            model="m", max_tokens=1, messages=[{"role": "user", "content": "Hello"}]
+        ) as stream,
     ):
         return stream.get_final_message()
 
@@ -108,7 +126,11 @@ def google_says(code: int, status: str, *details: Any) -> dict[str, Any]:
 def anthropic_says(kind: str, error_code: str | None = None) -> dict[str, Any]:
     """The body of Anthropic's errors."""
     details = {"details": {"error_code": error_code}} if error_code else {}
-    return {"type": "error", "error": {"type": kind, "message": "No.", **details}, "request_id": "req_1"}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": "No.", **details},
+        "request_id": "req_1",
+    }
 
 
 _LIMIT = openai_says("rate_limit_exceeded", "requests")
@@ -123,14 +145,24 @@ _EMPTY_WINDOW = {
 
 
 def _in_openai_stream(kind: str, code: str | None = None) -> Server:
-    chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": []}
+    chunk = {
+        "id": "c",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [],
+    }
     error = {"error": {"message": "No.", "type": kind, "code": code}}
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in (chunk, error))
     return answers(200, events, content_type="text/event-stream")
 
 
 def _in_anthropic_stream(kind: str) -> Server:
-    return answers(200, f"event: error\ndata: {json.dumps(anthropic_says(kind))}\n\n", content_type="text/event-stream")
+    return answers(
+        200,
+        f"event: error\ndata: {json.dumps(anthropic_says(kind))}\n\n",
+        content_type="text/event-stream",
+    )
 
 
 OPENAI = [
@@ -138,21 +170,39 @@ OPENAI = [
         "openai",
         openai,
         {
-            "429, Retry-After in seconds": (answers(429, _LIMIT, retry_after="20"), RATE_LIMITED.after(20)),
-            "429, Retry-After is a date": (answers(429, _LIMIT, retry_after=http_date(90)), RATE_LIMITED.about(90)),
-            "429, Retry-After is a past date": (answers(429, _LIMIT, retry_after=http_date(-90)), RATE_LIMITED),
+            "429, Retry-After in seconds": (
+                answers(429, _LIMIT, retry_after="20"),
+                RATE_LIMITED.after(20),
+            ),
+            "429, Retry-After is a date": (
+                answers(429, _LIMIT, retry_after=http_date(90)),
+                RATE_LIMITED.about(90),
+            ),
+            "429, Retry-After is a past date": (
+                answers(429, _LIMIT, retry_after=http_date(-90)),
+                RATE_LIMITED,
+            ),
             "429, retry-after-ms": (
                 answers(429, _LIMIT, retry_after="2", retry_after_ms="1500"),
                 RATE_LIMITED.after(1.5),
             ),
-            "429, the window that is empty": (answers(429, _LIMIT, **_EMPTY_WINDOW), RATE_LIMITED.after(90)),
+            "429, the window that is empty": (
+                answers(429, _LIMIT, **_EMPTY_WINDOW),
+                RATE_LIMITED.after(90),
+            ),
             "429, nothing told": (answers(429, _LIMIT), RATE_LIMITED),
-            "429 insufficient_quota": (answers(429, openai_says("insufficient_quota")), OUT_OF_QUOTA),
+            "429 insufficient_quota": (
+                answers(429, openai_says("insufficient_quota")),
+                OUT_OF_QUOTA,
+            ),
             "429 insufficient_quota, Retry-After": (
                 answers(429, openai_says("insufficient_quota"), retry_after="20"),
                 OUT_OF_QUOTA.after(20),
             ),
-            "429 credit_balance_exhausted": (answers(429, openai_says("credit_balance_exhausted")), OUT_OF_QUOTA),
+            "429 credit_balance_exhausted": (
+                answers(429, openai_says("credit_balance_exhausted")),
+                OUT_OF_QUOTA,
+            ),
             "429 project_spend_limit_exceeded": (answers(429, _SPENT), OUT_OF_QUOTA),
             "401": (answers(401, openai_says("invalid_api_key")), UNAUTHORIZED),
             "403": (answers(403, openai_says("unsupported_country_region_territory")), REFUSED),
@@ -164,7 +214,10 @@ OPENAI = [
             "500, not JSON": (answers(500, "<html>Internal Server Error</html>"), OUTCOME_UNKNOWN),
             "503": (answers(503, _BROKEN), OUTCOME_UNKNOWN),
             "503, Retry-After": (answers(503, _BROKEN, retry_after="7"), RATE_LIMITED.after(7)),
-            "520": (answers(520, "<html>Web server is returning an unknown error</html>"), OUTCOME_UNKNOWN),
+            "520": (
+                answers(520, "<html>Web server is returning an unknown error</html>"),
+                OUTCOME_UNKNOWN,
+            ),
             "does not answer": (never_answers, OUTCOME_UNKNOWN),
             "hangs up": (hangs_up, OUTCOME_UNKNOWN),
             "resets": (resets, OUTCOME_UNKNOWN),
@@ -190,7 +243,10 @@ OPENAI = [
         {
             "a fault inside": (_in_openai_stream("server_error"), OUTCOME_UNKNOWN),
             "a limit inside": (_in_openai_stream("requests", "rate_limit_exceeded"), RATE_LIMITED),
-            "no quota inside": (_in_openai_stream("insufficient_quota", "insufficient_quota"), OUT_OF_QUOTA),
+            "no quota inside": (
+                _in_openai_stream("insufficient_quota", "insufficient_quota"),
+                OUT_OF_QUOTA,
+            ),
             "breaks off": (breaks_off, OUTCOME_UNKNOWN),
         },
     ),
@@ -214,10 +270,16 @@ ANTHROPIC = [
         anthropic,
         {
             "429, windows": (answers(429, _BUSY, **_WINDOWS), RATE_LIMITED.about(90)),
-            "429, Retry-After wins": (answers(429, _BUSY, retry_after="12", **_WINDOWS), RATE_LIMITED.after(12)),
+            "429, Retry-After wins": (
+                answers(429, _BUSY, retry_after="12", **_WINDOWS),
+                RATE_LIMITED.after(12),
+            ),
             "429 enforced_spend_limit_reached": (answers(429, _SPENT_HERE), OUT_OF_QUOTA),
             "529": (answers(529, _OVERLOADED), RATE_LIMITED),
-            "529, Retry-After": (answers(529, _OVERLOADED, retry_after="33"), RATE_LIMITED.after(33)),
+            "529, Retry-After": (
+                answers(529, _OVERLOADED, retry_after="33"),
+                RATE_LIMITED.after(33),
+            ),
             "402 billing_error": (answers(402, anthropic_says("billing_error")), OUT_OF_QUOTA),
             "400 billing_error": (answers(400, anthropic_says("billing_error")), OUT_OF_QUOTA),
             "401": (answers(401, anthropic_says("authentication_error")), UNAUTHORIZED),
@@ -227,12 +289,18 @@ ANTHROPIC = [
             "413": (answers(413, _TOO_LARGE), REFUSED),
             "413, Retry-After": (answers(413, _TOO_LARGE, retry_after="5"), RATE_LIMITED.after(5)),
             "500": (answers(500, _FAULT), OUTCOME_UNKNOWN),
-            "500, x-should-retry: false": (answers(500, _FAULT, x_should_retry="false"), TOLD_TO_STOP),
+            "500, x-should-retry: false": (
+                answers(500, _FAULT, x_should_retry="false"),
+                TOLD_TO_STOP,
+            ),
             "504": (answers(504, anthropic_says("timeout_error")), OUTCOME_UNKNOWN),
             "does not answer": (never_answers, OUTCOME_UNKNOWN),
             "hangs up": (hangs_up, OUTCOME_UNKNOWN),
             "refuses the connection": (refuses, UNREACHABLE),
-            "200, broken JSON": (answers(200, "{oops", content_type="application/json"), ERROR.of("JSONDecodeError")),
+            "200, broken JSON": (
+                answers(200, "{oops", content_type="application/json"),
+                ERROR.of("JSONDecodeError"),
+            ),
         },
     ),
     *cases(
@@ -253,11 +321,17 @@ GEMINI = cases(
     "gemini",
     gemini,
     {
-        "429, RetryInfo": (answers(429, google_says(429, "RESOURCE_EXHAUSTED", _RETRY_INFO)), RATE_LIMITED.after(13)),
+        "429, RetryInfo": (
+            answers(429, google_says(429, "RESOURCE_EXHAUSTED", _RETRY_INFO)),
+            RATE_LIMITED.after(13),
+        ),
         "429": (answers(429, google_says(429, "RESOURCE_EXHAUSTED")), RATE_LIMITED),
         "402": (answers(402, google_says(402, "FAILED_PRECONDITION")), OUT_OF_QUOTA),
         "400": (answers(400, google_says(400, "INVALID_ARGUMENT")), REFUSED),
-        "400 API_KEY_INVALID": (answers(400, google_says(400, "INVALID_ARGUMENT", _NO_KEY)), UNAUTHORIZED),
+        "400 API_KEY_INVALID": (
+            answers(400, google_says(400, "INVALID_ARGUMENT", _NO_KEY)),
+            UNAUTHORIZED,
+        ),
         "403": (answers(403, google_says(403, "PERMISSION_DENIED")), REFUSED),
         "500": (answers(500, google_says(500, "INTERNAL")), OUTCOME_UNKNOWN),
         "503": (answers(503, google_says(503, "UNAVAILABLE")), OUTCOME_UNKNOWN),

@@ -1,4 +1,6 @@
-"""Misbehaving servers that do not speak HTTP: mail, Redis and gRPC, each a context manager factory that gives a URL."""
+"""Misbehaving servers that do not speak HTTP: mail, Redis and gRPC, each a context manager factory
+that gives a URL.
+"""
 
 import socketserver
 import threading
@@ -40,9 +42,11 @@ def _talking(scheme: str, conversation: Conversation) -> Iterator[str]:
 
 
 def mail_server(**said: str | None) -> Server:
-    """A mail server that answers a command as told (``RCPT="550 no such user"``) and hangs up at ``None``.
+    """A mail server that answers a command as told (``RCPT="550 no such user"``) and hangs up at
+    ``None``.
 
-    What is not told goes well; ``CONNECT`` is the greeting, ``CONTENT`` the answer to the mail itself.
+    What is not told goes well; ``CONNECT`` is the greeting, ``CONTENT`` the answer to the mail
+    itself.
     """
     usual = {
         "CONNECT": "220 ready",
@@ -85,7 +89,9 @@ def redis_server(answer: str) -> Server:
 
 
 def grpc_server(behave: Callable[[Any], None]) -> Server:
-    """A gRPC server whose every method is *behave*, which gets the ``ServicerContext`` and aborts it."""
+    """A gRPC server whose every method is *behave*, which gets the ``ServicerContext`` and aborts
+    it.
+    """
 
     @contextmanager
     def running() -> Iterator[str]:
@@ -108,7 +114,9 @@ def grpc_server(behave: Callable[[Any], None]) -> Server:
 
 
 def grpc_aborts(code: str, details: str = "no", *, retry_after: float | None = None) -> Server:
-    """Abort every call with a code, and with ``google.rpc.RetryInfo`` when there is something to wait for."""
+    """Abort every call with a code, and with ``google.rpc.RetryInfo`` when there is something to
+    wait for.
+    """
 
     def behave(context: Any) -> None:
         import grpc
@@ -124,7 +132,9 @@ def grpc_aborts(code: str, details: str = "no", *, retry_after: float | None = N
             packed = any_pb2.Any()
             packed.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
             more.append(packed)
-        context.abort_with_status(rpc_status.to_status(status_pb2.Status(code=number, message=details, details=more)))
+        context.abort_with_status(
+            rpc_status.to_status(status_pb2.Status(code=number, message=details, details=more))
+        )
 
     return grpc_server(behave)
 

@@ -42,7 +42,9 @@ def stripe(url: str) -> Any:
 
 
 def stripe_by_httpx(url: str) -> Any:
-    """One charge in an event loop of its own, with the other of the library's ways to speak HTTP."""
+    """One charge in an event loop of its own, with the other of the library's ways to speak
+    HTTP.
+    """
     import asyncio
 
     import stripe as library
@@ -76,7 +78,10 @@ STRIPE = [
         stripe,
         {
             "402 CardError": (answers(402, _DECLINED), DECLINED),
-            "402, stripe-should-retry: false": (answers(402, _DECLINED, stripe_should_retry="false"), DECLINED),
+            "402, stripe-should-retry: false": (
+                answers(402, _DECLINED, stripe_should_retry="false"),
+                DECLINED,
+            ),
             "429": (answers(429, _LIMIT), RATE_LIMITED),
             "429, Retry-After": (answers(429, _LIMIT, retry_after="4"), RATE_LIMITED.after(4)),
             "429 lock_timeout": (answers(429, _LOCKED), CONFLICT),
@@ -91,8 +96,14 @@ STRIPE = [
             "400 IdempotencyError": (answers(400, says("idempotency_error")), REFUSED),
             "404": (answers(404, says("invalid_request_error", "resource_missing")), REFUSED),
             "500": (answers(500, _FAULT), OUTCOME_UNKNOWN),
-            "500, stripe-should-retry: false": (answers(500, _FAULT, stripe_should_retry="false"), TOLD_TO_STOP),
-            "500, stripe-should-retry: true": (answers(500, _FAULT, stripe_should_retry="true"), OUTCOME_UNKNOWN),
+            "500, stripe-should-retry: false": (
+                answers(500, _FAULT, stripe_should_retry="false"),
+                TOLD_TO_STOP,
+            ),
+            "500, stripe-should-retry: true": (
+                answers(500, _FAULT, stripe_should_retry="true"),
+                OUTCOME_UNKNOWN,
+            ),
             "502, not JSON": (answers(502, "<html>Bad Gateway</html>"), OUTCOME_UNKNOWN),
             "does not answer": (never_answers, OUTCOME_UNKNOWN),
             "hangs up": (hangs_up, OUTCOME_UNKNOWN),

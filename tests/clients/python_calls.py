@@ -21,7 +21,15 @@ from tests.clients.expectations import (
 )
 from tests.clients.http_calls import httpx_of
 from tests.clients.model_calls import openai, openai_says
-from tests.clients.servers import answers, name_servers_away, name_unknown, never_answers, patience, refuses, resets
+from tests.clients.servers import (
+    answers,
+    name_servers_away,
+    name_unknown,
+    never_answers,
+    patience,
+    refuses,
+    resets,
+)
 
 # ruff: noqa: BLE001 - applications do catch everything, and that is what is tried here
 
@@ -96,7 +104,11 @@ def published(url: str) -> None:
     with Celery("shop", set_as_current=False) as app:
         app.conf.task_publish_retry = False
         # Without these a connection is tried for long before anybody is told.
-        app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
+        app.conf.broker_transport_options = {
+            "max_retries": 1,
+            "interval_start": 0,
+            "interval_step": 0,
+        }
         # Given by hand, for in a worker the environment names a broker that is not away.
         with app.connection_for_write(url.replace("http:", "amqp:") + "//") as connection:
             app.send_task("shop.charge", connection=connection)
@@ -112,7 +124,9 @@ def tenacious(url: str) -> None:
 def plain_socket(url: str) -> None:
     """One question and its answer."""
     where = urlsplit(url)
-    with socket.create_connection((where.hostname or "", where.port or 80), patience()) as connection:
+    with socket.create_connection(
+        (where.hostname or "", where.port or 80), patience()
+    ) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         connection.recv(1)
 
@@ -207,13 +221,23 @@ PYTHON = [
 ]
 
 WRAPPED = [
-    *cases("celery, a task is published:", published, {"refuses the connection": (refuses, INFRASTRUCTURE)}),
-    *cases("raise from", chained, {"429": (_BUSY, RATE_LIMITED.after(20)), "404": (_GONE, REFUSED)}),
+    *cases(
+        "celery, a task is published:",
+        published,
+        {"refuses the connection": (refuses, INFRASTRUCTURE)},
+    ),
+    *cases(
+        "raise from", chained, {"429": (_BUSY, RATE_LIMITED.after(20)), "404": (_GONE, REFUSED)}
+    ),
     *cases("raise from, twice:", chained_twice, {"429": (_BUSY, RATE_LIMITED.after(20))}),
     *cases("raise from None", dissembled, {"429": (_BUSY, ERROR.of("DocumentFailed"))}),
     *cases("a mistake while handling", stumbled, {"404": (_GONE, ERROR.of("KeyError"))}),
     *cases("ExceptionGroup", grouped, {"429": (_BUSY, RATE_LIMITED.after(20))}),
-    *cases("ExceptionGroup, and a mistake:", grouped_with_another, {"429": (_BUSY, RATE_LIMITED.after(20))}),
+    *cases(
+        "ExceptionGroup, and a mistake:",
+        grouped_with_another,
+        {"429": (_BUSY, RATE_LIMITED.after(20))},
+    ),
     *cases("a ring of causes", going_round, {"429": (_BUSY, RATE_LIMITED.after(20))}),
     *cases("tenacity", tenacious, {"429": (_BUSY, RATE_LIMITED.after(20))}),
 ]

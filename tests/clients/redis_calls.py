@@ -5,7 +5,14 @@ from urllib.parse import urlsplit
 
 from tests.clients.expectations import ERROR, INFRASTRUCTURE, UNAUTHORIZED, Places, cases, raising
 from tests.clients.other_servers import redis_server
-from tests.clients.servers import accepts_nobody, hangs_up_at_once, name_servers_away, patience, refuses, says_nothing
+from tests.clients.servers import (
+    accepts_nobody,
+    hangs_up_at_once,
+    name_servers_away,
+    patience,
+    refuses,
+    says_nothing,
+)
 
 
 def _redis(url: str, **options: Any) -> Any:
@@ -62,8 +69,14 @@ REDIS = [
         "redis",
         redis,
         {
-            "LOADING": (redis_server("LOADING Redis is loading the dataset in memory"), INFRASTRUCTURE),
-            "TRYAGAIN": (redis_server("TRYAGAIN Multiple keys request during rehashing of slot"), INFRASTRUCTURE),
+            "LOADING": (
+                redis_server("LOADING Redis is loading the dataset in memory"),
+                INFRASTRUCTURE,
+            ),
+            "TRYAGAIN": (
+                redis_server("TRYAGAIN Multiple keys request during rehashing of slot"),
+                INFRASTRUCTURE,
+            ),
             "CLUSTERDOWN": (redis_server("CLUSTERDOWN The cluster is down"), INFRASTRUCTURE),
             "MASTERDOWN": (redis_server("MASTERDOWN Link with MASTER is down"), INFRASTRUCTURE),
             "WRONGTYPE": (

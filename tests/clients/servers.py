@@ -1,6 +1,8 @@
-"""Servers that misbehave as a test wants: each is a context manager factory that gives a URL on 127.0.0.1.
+"""Servers that misbehave as a test wants: each is a context manager factory that gives a URL on
+127.0.0.1.
 
-A server lives as long as one call, in the process that calls, so that a case needs nothing from its test.
+A server lives as long as one call, in the process that calls, so that a case needs nothing from its
+test.
 """
 
 import contextlib
@@ -36,7 +38,9 @@ class _Patience:
 
 
 def patience() -> float:
-    """Seconds a client may wait now: long on a busy machine, unless this server wants it to give up."""
+    """Seconds a client may wait now: long on a busy machine, unless this server wants it to give
+    up.
+    """
     return _Patience.seconds
 
 
@@ -76,7 +80,9 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def _running(behaviour: Behaviour, tls: ssl.SSLContext | None = None, *, answering: bool = True) -> Iterator[str]:
+def _running(
+    behaviour: Behaviour, tls: ssl.SSLContext | None = None, *, answering: bool = True
+) -> Iterator[str]:
     with nullcontext() if answering else short_patience(), _HttpServer(behaviour) as server:
         if tls:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
@@ -90,11 +96,13 @@ def _running(behaviour: Behaviour, tls: ssl.SSLContext | None = None, *, answeri
             thread.join()
 
 
-# -- with an answer --------------------------------------------------------------------------------------------
+# -- with an answer --------------------------------------------------------------------------------
 
 
 def answers(status: int, body: Any = None, **headers: HeaderValue) -> Server:
-    """Answer every request so; *body* is JSON, unless it is text. ``retry_after="20"`` is ``Retry-After: 20``."""
+    """Answer every request so; *body* is JSON, unless it is text. ``retry_after="20"`` is
+    ``Retry-After: 20``.
+    """
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
         text = body if isinstance(body, str) else json.dumps({} if body is None else body)
@@ -102,7 +110,9 @@ def answers(status: int, body: Any = None, **headers: HeaderValue) -> Server:
         said = {"content_type": kind, "content_length": str(len(text.encode())), **headers}
         handler.send_response(status)
         for name, value in said.items():
-            handler.send_header(name.replace("_", "-").title(), value if isinstance(value, str) else value())
+            handler.send_header(
+                name.replace("_", "-").title(), value if isinstance(value, str) else value()
+            )
         handler.end_headers()
         handler.wfile.write(text.encode())
 
@@ -124,7 +134,7 @@ def rfc3339(seconds: float) -> HeaderValue:
     return lambda: f"{datetime.fromtimestamp(time.time() + seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-# -- without one -----------------------------------------------------------------------------------------------
+# -- without one -----------------------------------------------------------------------------------
 
 
 def never_answers() -> AbstractContextManager[str]:
@@ -220,7 +230,7 @@ def speaks_nonsense() -> AbstractContextManager[str]:
     return _running(behave)
 
 
-# -- not even reached ------------------------------------------------------------------------------------------
+# -- not even reached ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -246,7 +256,9 @@ def accepts_nobody() -> Iterator[str]:
 
 
 def has_no_name(errno: int, text: str) -> Server:
-    """A host whose name cannot be resolved, as the system's resolver says it; no resolver is asked."""
+    """A host whose name cannot be resolved, as the system's resolver says it; no resolver is
+    asked.
+    """
 
     @contextmanager
     def unresolvable() -> Iterator[str]:

@@ -14,13 +14,24 @@ from tests.clients.expectations import Case, Places, judged
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx")
 
 CLIENTS = (
-    *("aiohttp", "anthropic", "botocore", "google", "grpc", "httpcore", "httpcore2", "httpx", "httpx2", "openai"),
+    *(
+        "aiohttp",
+        "anthropic",
+        "botocore",
+        "google",
+        "grpc",
+        "httpcore",
+        "httpcore2",
+        "httpx",
+        "httpx2",
+        "openai",
+    ),
     *("psycopg", "psycopg2", "pydantic", "pymysql", "requests", "stripe", "tenacity", "urllib3"),
 )
 
 ALONE = """
 import sys
-from celery_leases.core.classifier.rules import Rules
+from celery_leases.failures.rules import Rules
 
 before = set(sys.modules)
 
@@ -35,13 +46,17 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_real_error_lands_in_its_row(case: Case, places: Callable[[Case], Places], nothing_left: None) -> None:
+def test_a_real_error_lands_in_its_row(
+    case: Case, places: Callable[[Case], Places], nothing_left: None
+) -> None:
     """What the rules say of an error that a real library has just raised is what the table says."""
     case.check(judged(case.raised(places(case))))
 
 
 def test_no_client_library_is_imported_to_judge(pytestconfig: pytest.Config) -> None:
-    """A fresh interpreter judges errors and has none of the client libraries among its modules, before or after."""
+    """A fresh interpreter judges errors and has none of the client libraries among its modules,
+    before or after.
+    """
     command = [sys.executable, "-c", ALONE, *CLIENTS]
     root: Path = pytestconfig.rootpath
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60)

@@ -1,4 +1,6 @@
-"""One real error of each client library, judged in the child of a prefork worker that runs them all."""
+"""One real error of each client library, judged in the child of a prefork worker that runs them
+all.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from celery_leases.testing.servers import RedisServer
-from celery_leases.testing.workers import LocalWorker
 from tests.clients.catalog import IN_A_WORKER
 from tests.clients.expectations import Case
 from tests.integration.stages import imported_anew
+from tests.support.servers import RedisServer
+from tests.support.workers import LocalWorker
 
 APP = "tests.apps.clients"
 QUEUE = "clients"
@@ -23,9 +25,12 @@ class Bench:
 
     def __init__(self, url: str, directory: Path, root: Path) -> None:
         env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
-        self.worker = LocalWorker(APP, directory=directory, concurrency=2, queue=QUEUE, env=env, cwd=root)
+        self.worker = LocalWorker(
+            APP, directory=directory, concurrency=2, queue=QUEUE, env=env, cwd=root
+        )
         self.app = imported_anew(APP, env).app
-        # Celery reads its own variables from the environment of the moment, and that is not the caller's any more.
+        # Celery reads its own variables from the environment of the moment, and that is not the
+        # caller's any more.
         self.app.conf.update(broker_url=url, result_backend=url)
         self._results: dict[str, Any] = {}
 
@@ -52,7 +57,11 @@ def bench(
     leases_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[Bench]:
     """The worker of this module."""
-    made = Bench(f"{leases_redis.url.rpartition('/')[0]}/9", tmp_path_factory.mktemp("bench"), pytestconfig.rootpath)
+    made = Bench(
+        f"{leases_redis.url.rpartition('/')[0]}/9",
+        tmp_path_factory.mktemp("bench"),
+        pytestconfig.rootpath,
+    )
     try:
         made.start()
         yield made
@@ -61,10 +70,16 @@ def bench(
 
 
 @pytest.mark.parametrize("case", IN_A_WORKER.values(), ids=IN_A_WORKER)
-def test_a_real_error_lands_in_its_row_in_a_worker(case: Case, bench: Bench, request: pytest.FixtureRequest) -> None:
-    """What the rules say of an error in the child of a worker is what they say of it anywhere else."""
+def test_a_real_error_lands_in_its_row_in_a_worker(
+    case: Case, bench: Bench, request: pytest.FixtureRequest
+) -> None:
+    """What the rules say of an error in the child of a worker is what they say of it anywhere
+    else.
+    """
     found = bench.judged(case)
-    request.node.add_report_section("call", "log of the worker", "\n".join(bench.worker.full_log().splitlines()[-20:]))
+    request.node.add_report_section(
+        "call", "log of the worker", "\n".join(bench.worker.full_log().splitlines()[-20:])
+    )
     case.check(found)
 
 

@@ -1,4 +1,6 @@
-"""The servers that Redis leases are tested on: fakeredis, Redis, Valkey from its wheel, and the ways to reach them."""
+"""The servers that Redis leases are tested on: fakeredis, Redis, Valkey from its wheel, and the
+ways to reach them.
+"""
 
 import ssl
 import tempfile
@@ -13,11 +15,11 @@ import pytest
 import redis
 import trustme
 
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.testing.plugin import missing_server
-from celery_leases.testing.process import NotReady
-from celery_leases.testing.servers import RedisCluster, RedisSentinels, RedisServer
-from celery_leases.testing.servers.local import free_port
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from tests.support.plugin import missing_server
+from tests.support.process import NotReady
+from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
+from tests.support.servers.local import free_port
 from tests.unit.pages import blocks, page
 
 OpenStore = Callable[..., RedisLeaseStore]
@@ -44,16 +46,22 @@ class Certificates:
     def __init__(self, directory: Path) -> None:
         authority = trustme.CA()
         issued = authority.issue_cert("127.0.0.1")
-        self.authority, self.certificate, self.key = (directory / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        self.authority, self.certificate, self.key = (
+            directory / name for name in ("ca.pem", "cert.pem", "key.pem")
+        )
         authority.cert_pem.write_to_path(str(self.authority))
         issued.cert_chain_pems[0].write_to_path(str(self.certificate))
         issued.private_key_pem.write_to_path(str(self.key))
 
     @property
     def server_options(self) -> tuple[str, ...]:
-        """The command line of a Redis that listens with TLS too, and wants certificates of its clients."""
+        """The command line of a Redis that listens with TLS too, and wants certificates of its
+        clients.
+        """
         files = {"cert": self.certificate, "key": self.key, "ca-cert": self.authority}
-        return tuple(part for name, file in files.items() for part in (f"--tls-{name}-file", str(file)))
+        return tuple(
+            part for name, file in files.items() for part in (f"--tls-{name}-file", str(file))
+        )
 
     @property
     def client_options(self) -> dict[str, Any]:
@@ -105,7 +113,12 @@ def unix_store(leases_redis: RedisServer) -> Iterator[Reached]:
 
 def documented_user() -> list[str]:
     """The words after the user's name in the ``ACL SETUSER`` that docs/stores.md gives."""
-    (line,) = (line for block in blocks(page("stores"), "text") for line in block.splitlines() if "ACL SETUSER" in line)
+    (line,) = (
+        line
+        for block in blocks(page("stores"), "text")
+        for line in block.splitlines()
+        if "ACL SETUSER" in line
+    )
     return line.replace(">password", f">{PASSWORD}").split()[3:]
 
 
@@ -150,7 +163,9 @@ def store_elsewhere(request: pytest.FixtureRequest) -> Iterator[RedisLeaseStore]
     """An empty store that is more than a plain server at a port."""
     reached: Reached = request.getfixturevalue(f"{request.param}_store")
     # Nobody has used the prefix before, so the store is an empty one.
-    store = RedisLeaseStore.from_url(reached.url, prefix=f"celery_leases:{uuid4().hex}", options=reached.options)
+    store = RedisLeaseStore.from_url(
+        reached.url, prefix=f"celery_leases:{uuid4().hex}", options=reached.options
+    )
     yield store
     store.close()
 
@@ -166,11 +181,15 @@ def open_store(request: pytest.FixtureRequest) -> Iterator[OpenStore]:
     elif request.param == "valkey":
         url = request.getfixturevalue("valkey_url")
 
-    def opening(prefix: str = "celery_leases", *, decode_responses: bool = False) -> RedisLeaseStore:
+    def opening(
+        prefix: str = "celery_leases", *, decode_responses: bool = False
+    ) -> RedisLeaseStore:
         if url and not decode_responses:
             store = RedisLeaseStore.from_url(url, prefix=prefix)
         elif url:
-            store = RedisLeaseStore(redis.Redis.from_url(url, decode_responses=True), prefix, "decoding")
+            store = RedisLeaseStore(
+                redis.Redis.from_url(url, decode_responses=True), prefix, "decoding"
+            )
         else:
             client = fakeredis.FakeRedis(server=fake, decode_responses=decode_responses)
             store = RedisLeaseStore(client, prefix, "fakeredis")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, text
 
-from celery_leases.stores.database import Database, engine_for
-from celery_leases.stores.mysql import is_mysql
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.testing.process import wait_until
+from celery_leases.stores.sql.database import Database, engine_for
+from celery_leases.stores.sql.dialects.mysql import is_mysql
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.waits import wait_until
 
 SERVERS = ("postgresql", "mariadb")
 """The databases that are servers: they lock rows, lose connections, and want to be migrated."""
@@ -19,7 +19,9 @@ SERVERS = ("postgresql", "mariadb")
 
 def new_database(request: pytest.FixtureRequest, kind: str) -> str:
     """An empty database on the private server of that kind."""
-    server = request.getfixturevalue("leases_postgres" if kind == "postgresql" else "leases_mariadb")
+    server = request.getfixturevalue(
+        "leases_postgres" if kind == "postgresql" else "leases_mariadb"
+    )
     return str(server.new_database())
 
 
@@ -56,9 +58,15 @@ def statements_of(database: Database) -> Iterator[list[str]]:
 
 
 def waiting_in(connection: Connection) -> int:
-    """How many statements wait for rows in this database; on MySQL and MariaDB, on the whole private server."""
+    """How many statements wait for rows in this database; on MySQL and MariaDB, on the whole
+    private server.
+    """
     if is_mysql(connection.dialect):
-        return int(connection.execute(text("SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")).one()[1])
+        return int(
+            connection.execute(
+                text("SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")
+            ).one()[1]
+        )
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     return int(connection.execute(text(waiting)).scalar_one())
 

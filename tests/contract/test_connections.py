@@ -1,4 +1,6 @@
-"""How many connections a process has to its stores, and what becomes of calls that find all of them in use."""
+"""How many connections a process has to its stores, and what becomes of calls that find all of them
+in use.
+"""
 
 import logging
 import threading
@@ -11,21 +13,21 @@ import pytest
 import redis
 from sqlalchemy import Engine, Integer, column, text
 
-from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.core.records import State
-from celery_leases.process.lending import Lender, Turn, patience
-from celery_leases.renewal import Renewer
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.renewal import Renewer
+from celery_leases.composition import Parts, build
+from celery_leases.concurrency.resource_pool import ResourcePool, Turn, patience
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.protocol.records import State
 from celery_leases.settings import read_settings
-from celery_leases.stores.database import Database, engine_for
-from celery_leases.stores.mysql import is_mysql
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.tenure import Tenure
-from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.sql.database import Database, engine_for
+from celery_leases.stores.sql.dialects.mysql import is_mysql
+from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, row
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisServer
-from celery_leases.wiring import Parts, build
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import server_url
+from tests.support.servers import RedisServer
 from tests.unit.fake_stores import Seen
 
 __all__ = ["server_url"]
@@ -34,20 +36,24 @@ TTL = 1.0
 
 
 @contextmanager
-def all_lent(*lenders: Lender[Any]) -> Iterator[None]:
+def all_lent(*lenders: ResourcePool[Any]) -> Iterator[None]:
     """Others have all that there is."""
     before = patience.set(lambda: 10.0)
-    things = [(lender, lender.lend()) for lender in lenders for _ in range(lender.size)]
+    things = [
+        (resource_pool, resource_pool.lend())
+        for resource_pool in lenders
+        for _ in range(resource_pool.size)
+    ]
     patience.reset(before)
     yield
-    for lender, thing in things:
-        lender.take_back(thing)
+    for resource_pool, thing in things:
+        resource_pool.take_back(thing)
 
 
-def lender_of(engine: Engine) -> Lender[Any]:
+def lender_of(engine: Engine) -> ResourcePool[Any]:
     """That of the connections of an engine."""
-    lender: Lender[Any] = cast(Any, engine.pool)._lender
-    return lender
+    resource_pool: ResourcePool[Any] = cast(Any, engine.pool)._resource_pool
+    return resource_pool
 
 
 def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
@@ -69,7 +75,7 @@ def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
     return errors
 
 
-# -- the database --------------------------------------------------------------------------------------------
+# -- the database ----------------------------------------------------------------------------------
 
 
 def backends(engine: Engine) -> int:
@@ -118,7 +124,9 @@ def test_where_all_connections_are_in_use_nothing_was_executed(server_url: str) 
     for _ in range(3):
         with all_lent(lender_of(database.engine)):
             began = time.monotonic()
-            with pytest.raises(StoreUnavailable, match=r"all 2 were in use for 0\.3 s; see leases_pool_size") as caught:
+            with pytest.raises(
+                StoreUnavailable, match=r"all 2 were in use for 0\.3 s; see leases_pool_size"
+            ) as caught:
                 database.first(statement, {})
             assert time.monotonic() - began >= 0.3
             assert caught.value.executed is False
@@ -138,9 +146,15 @@ def test_connections_that_cannot_be_made_take_no_place() -> None:
     database.close()
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///x.db", "postgresql+psycopg://127.0.0.1:1/x"])
-def test_a_worker_at_debug_has_no_log_lines_of_the_pool(caplog: pytest.LogCaptureFixture, url: str) -> None:
-    """As with SQLAlchemy's own: under eventlet a line of the keeper, a real thread, would stop the worker for good."""
+@pytest.mark.parametrize(
+    "url", ["sqlite://", "sqlite:///x.db", "postgresql+psycopg://127.0.0.1:1/x"]
+)
+def test_a_worker_at_debug_has_no_log_lines_of_the_pool(
+    caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    """As with SQLAlchemy's own: under eventlet a line of the keeper, a real thread, would stop the
+    worker for good.
+    """
     caplog.set_level("DEBUG")
     engine = engine_for(url)
     for pool in (engine.pool, engine.pool.recreate()):
@@ -161,7 +175,7 @@ def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(serve
     watcher.dispose()
 
 
-# -- Redis ---------------------------------------------------------------------------------------------------
+# -- Redis -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,17 +191,19 @@ def clients(admin: redis.Redis) -> int:
 
 
 def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> None:
-    """Scripts, reads and pipelines are sent on the same ones; a server that is slow does not get more."""
-    store = RedisLeaseStore.from_url(server.url, timeout=20.0, turns=Lender(3, Turn, 30.0))
-    bids = [make_bid(fresh_key()) for _ in range(4)]
-    for bid in bids:
-        assert acquired(store.acquire(bid))
+    """Scripts, reads and pipelines are sent on the same ones; a server that is slow does not get
+    more.
+    """
+    store = RedisLeaseStore.from_url(server.url, timeout=20.0, turns=ResourcePool(3, Turn, 30.0))
+    claim_requests = [make_claim_request(fresh_key()) for _ in range(4)]
+    for claim_request in claim_requests:
+        assert acquired(store.acquire(claim_request))
 
     def use() -> None:
-        store.holder(bids[0].stored_key)
-        store.mark(bids[0].stored_key, "x")
-        store.release(bids[1].stored_key, "another")
-        list(store.holders())
+        store.holder(claim_requests[0].stored_key)
+        store.mark(claim_requests[0].stored_key, "x")
+        store.release(claim_requests[1].stored_key, "another")
+        store.held([claim_request.stored_key for claim_request in claim_requests])
 
     with redis.Redis.from_url(server.url) as admin:
         admin.execute_command("CLIENT", "PAUSE", "600", "ALL")
@@ -198,11 +214,17 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
 
 def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer) -> None:
     """And they come back, whatever the calls have ended in."""
-    turns = Lender(2, Turn, 0.2)
+    turns = ResourcePool(2, Turn, 0.2)
     store = RedisLeaseStore.from_url(server.url, timeout=1.0, turns=turns)
     taken = [turns.lend(), turns.lend()]
-    for step in (lambda: store.mark("a", "b"), lambda: store.release("a", "b"), lambda: store.holder("a")):
-        with pytest.raises(StoreUnavailable, match=r"all 2 were in use for 0\.2 s; see leases_pool_size") as caught:
+    for step in (
+        lambda: store.mark("a", "b"),
+        lambda: store.release("a", "b"),
+        lambda: store.holder("a"),
+    ):
+        with pytest.raises(
+            StoreUnavailable, match=r"all 2 were in use for 0\.2 s; see leases_pool_size"
+        ) as caught:
             step()
         assert caught.value.executed is False
     for turn in taken:
@@ -217,11 +239,13 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
     store.close()
 
 
-# -- a process -----------------------------------------------------------------------------------------------
+# -- a process -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["redis", "database"])
-def parts(request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str) -> Iterator[Parts]:
+def parts(
+    request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str
+) -> Iterator[Parts]:
     """The parts of a process that may have three connections to each store."""
     leases = leases_redis_url if request.param == "redis" else "database"
     conf = {"leases_url": leases, "leases_database_url": leases_postgres_url, "leases_pool_size": 3}
@@ -232,24 +256,26 @@ def parts(request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres
     made.close()
 
 
-def begun(parts: Parts, key: str) -> tuple[Tenure, Any]:
+def begun(parts: Parts, key: str) -> tuple[HeldLease, Any]:
     """A lease that is renewed, and its record."""
-    bid, renewer = make_bid(key, ttl=TTL), parts.execution.renewer
-    tenure = Tenure(bid, renewer._clock.now(), renewer._clock)
-    claim: Any = parts.leases.acquire(bid)
+    claim_request, renewer = make_claim_request(key, ttl=TTL), parts.execution.renewer
+    held_lease = HeldLease(claim_request, renewer._clock.now(), renewer._clock)
+    claim: Any = parts.leases.acquire(claim_request)
     assert acquired(claim)
     if not parts.leases.in_records:
-        claim = parts.records.claim(bid, parts.leases.name)
+        claim = parts.records.claim(claim_request, parts.leases.name)
     record = getattr(claim, "claim", claim).record
-    tenure.fence = record.fence
-    renewer.add(tenure)
-    return tenure, record
+    held_lease.fence = record.fence
+    renewer.add(held_lease)
+    return held_lease, record
 
 
 def test_a_full_pool_loses_no_lease(parts: Parts) -> None:
-    """Bodies have all connections of theirs for three ttls: the keeper has its own, and the leases are renewed.
+    """Bodies have all connections of theirs for three ttls: the keeper has its own, and the leases
+    are renewed.
 
-    Who wants a connection meanwhile is told in time that there is none; and in the end all outcomes are written.
+    Who wants a connection meanwhile is told in time that there is none; and in the end all outcomes
+    are written.
     """
     held = [begun(parts, fresh_key()) for _ in range(3)]
     lenders = [lender_of(parts.records.database.engine)]
@@ -260,19 +286,21 @@ def test_a_full_pool_loses_no_lease(parts: Parts) -> None:
         while time.monotonic() < until:
             began = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:
-                parts.records.claim(make_bid(fresh_key(), ttl=TTL), parts.leases.name)
+                parts.records.claim(make_claim_request(fresh_key(), ttl=TTL), parts.leases.name)
             assert caught.value.executed is False
             assert time.monotonic() - began < TTL
-    for tenure, record in held:
-        assert tenure.held, tenure.lost
+    for held_lease, record in held:
+        assert held_lease.held, held_lease.lost
         assert parts.records.settle(record, outcome(record))
-        parts.execution.renewer.drop(tenure)
+        parts.execution.renewer.drop(held_lease)
         assert row(parts.records, record.stored_key).state is State.DONE
 
 
-def test_a_process_has_at_most_as_many_connections_as_it_may(parts: Parts, leases_postgres_url: str) -> None:
+def test_a_process_has_at_most_as_many_connections_as_it_may(
+    parts: Parts, leases_postgres_url: str
+) -> None:
     """Tasks, the keeper, bodies that ask and the thread that purges: all of them together."""
-    tenure, record = begun(parts, fresh_key())
+    held_lease, record = begun(parts, fresh_key())
     renewer: Renewer = parts.execution.renewer
     watcher = engine_for(leases_postgres_url)
 
@@ -280,7 +308,7 @@ def test_a_process_has_at_most_as_many_connections_as_it_may(parts: Parts, lease
         patience.set(lambda: 30.0)
         for _ in range(20):
             parts.records.read(record.stored_key)
-            renewer.extend(tenure, TTL)
+            renewer.extend(held_lease, TTL)
             assert not parts.leases.holder("nothing")
 
     assert in_threads(8, use) == []
@@ -288,13 +316,17 @@ def test_a_process_has_at_most_as_many_connections_as_it_may(parts: Parts, lease
     engines = {store.database.engine for _, store in parts._opened}
     assert sum(lender_of(engine).size for engine in engines) == 3
     assert parts.records.settle(record, outcome(record))
-    renewer.drop(tenure)
+    renewer.drop(held_lease)
     watcher.dispose()
 
 
 @pytest.mark.parametrize("size", [0, 2, -1, 10.0, "10", True, [3]])
 def test_a_number_of_connections_that_cannot_be_is_refused(size: object) -> None:
     """When the worker starts, with what to write."""
-    conf = {"leases_url": "database", "leases_database_url": "sqlite:///x.db", "leases_pool_size": size}
+    conf = {
+        "leases_url": "database",
+        "leases_database_url": "sqlite:///x.db",
+        "leases_pool_size": size,
+    }
     with pytest.raises(LeaseConfigurationError, match=r"leases_pool_size=.* whole number from 3"):
         read_settings(conf, None)

@@ -1,4 +1,6 @@
-"""Records and effects that cannot be read, texts that a database refuses, and whatever a driver may raise."""
+"""Records and effects that cannot be read, texts that a database refuses, and whatever a driver may
+raise.
+"""
 
 import errno
 import logging
@@ -13,24 +15,29 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
-from celery_leases.core.effects import Found, scope_of
-from celery_leases.core.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
-from celery_leases.core.records import Ended, Failure, Record, State, Won
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.outbox import Outbox
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import KeyUnusable, RecordUnreadable, StoreUnavailable
+from celery_leases.protocol.effects import Found, scope_of
+from celery_leases.protocol.records import Ended, Failure, Record, State, Won
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import begin, finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from celery_leases.testing.servers import PostgresServer
 from tests.contract.sql_stores import database_url, migrated, sql_records
+from tests.support.servers import PostgresServer
 
 __all__ = ["database_url", "sql_records"]
 
 NEEDED = {
-    "progress": ["{", '"text"', '{"generation": 0, "value": "{"}', '{"generation": 0, "positions": 5}'],
+    "progress": [
+        "{",
+        '"text"',
+        '{"generation": 0, "value": "{"}',
+        '{"generation": 0, "positions": 5}',
+    ],
     "details": ["{", "[]", '{"results": 5}', '{"retries": "x"}'],
     "state": ["bogus"],
 }
@@ -38,14 +45,19 @@ LOOKED_AT = NEEDED | {"ended": ["bogus"], "result": ["{"]}
 """A claim makes the last two new."""
 SPARED = {
     "error": ["{", "5"],
-    "details": ['{"before": {"ended": "bogus"}}', '{"before": {"ended": "failed", "error": 5}}', '{"digests": "{"}'],
+    "details": [
+        '{"before": {"ended": "bogus"}}',
+        '{"before": {"ended": "failed", "error": 5}}',
+        '{"digests": "{"}',
+    ],
 }
 
 
 def pairs(columns: dict[str, list[str]]) -> Any:
     """Columns with their values."""
     return pytest.mark.parametrize(
-        ("column", "value"), [(column, value) for column, values in columns.items() for value in values]
+        ("column", "value"),
+        [(column, value) for column, values in columns.items() for value in values],
     )
 
 
@@ -70,34 +82,40 @@ def raw(records: SqlRecordStore, key: str) -> Any:
         return connection.execute(query, {"key": key}).mappings().one()
 
 
-def failed_once(records: SqlRecordStore, **bid: Any) -> str:
+def failed_once(records: SqlRecordStore, **claim_request: Any) -> str:
     """A key whose first call has failed and may run again."""
     key = fresh_key()
-    record = won(records, make_bid(key, **bid), "database")
+    record = won(records, make_claim_request(key, **claim_request), "database")
     failure = Failure("ValueError", "no", group="g")
     closed(records, record, State.PENDING, ended=Ended.RETRIED, failure=failure)
     return key
 
 
-# -- what cannot be read -------------------------------------------------------------------------------------
+# -- what cannot be read ---------------------------------------------------------------------------
 
 
 @pairs(NEEDED)
 def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """The error names the key and the column; the row runs under nobody, and no later claim counts a crash."""
+    """The error names the key and the column; the row runs under nobody, and no later claim counts
+    a crash.
+    """
     key = failed_once(sql_records)
     change(sql_records, key, column, value)
     for _ in range(3):
         with pytest.raises(RecordUnreadable) as caught:
-            sql_records.claim(make_bid(key), "database")
-        assert (caught.value.column, caught.value.key, caught.value.executed) == (column, key, False)
+            sql_records.claim(make_claim_request(key), "database")
+        assert (caught.value.column, caught.value.key, caught.value.executed) == (
+            column,
+            key,
+            False,
+        )
         assert f"leases forget {key}" in str(caught.value)
         found = raw(sql_records, key)
         assert found["state"] == ("bogus" if column == "state" else "pending")
         assert (found["crashes"], found["attempt"]) == (0, 1)
-    assert isinstance(sql_records.claim(make_bid(fresh_key()), "database"), Won)
+    assert isinstance(sql_records.claim(make_claim_request(fresh_key()), "database"), Won)
 
 
 @pairs(SPARED)
@@ -111,7 +129,7 @@ def test_what_decides_nothing_is_left_out_with_a_warning(
         read = sql_records.read(key)
     assert read is not None
     assert f"column {column}" in caplog.text
-    assert isinstance(sql_records.claim(make_bid(key), "database"), Won)
+    assert isinstance(sql_records.claim(make_claim_request(key), "database"), Won)
 
 
 @pairs(LOOKED_AT)
@@ -124,22 +142,27 @@ def test_one_broken_row_does_not_keep_an_operator_from_the_others(
     if column == "result":
         change(sql_records, key, "state", "done")
     change(sql_records, key, column, value)
-    assert {status.key: status.state for status in client.list()} == {key: "unreadable", well: "pending"}
+    assert {status.key: status.state for status in client.list()} == {
+        key: "unreadable",
+        well: "pending",
+    }
     assert [status.key for status in client.list(states=["unreadable"])] == [key]
     status = client.status(key)
     assert (status.state, status.reason) == ("unreadable", "record_unreadable")
     assert status.detail is not None
     assert f"column {column}" in status.detail
     assert client.forget(key).state == "absent"
-    assert won(sql_records, make_bid(key), "database").attempt == 1
+    assert won(sql_records, make_claim_request(key), "database").attempt == 1
 
 
 def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record]:
-    """A key that was forgotten twice, with an effect in each of its generations; and its record now."""
+    """A key that was forgotten twice, with an effect in each of its generations; and its record
+    now.
+    """
     effects = SqlEffectStore(records.database, records.tables)
     key = fresh_key()
     for generation in range(3):
-        record = won(records, make_bid(key), "database")
+        record = won(records, make_claim_request(key), "database")
         assert record.generation == generation
         assert finished(effects, sent(effects, record))
         closed(records, record)
@@ -149,7 +172,9 @@ def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record
 
 
 def lose_the_generation(records: SqlRecordStore, column: str, value: str) -> None:
-    """Of a key with effects in each; it is forgotten, has an effect again, and all that happens once more."""
+    """Of a key with effects in each; it is forgotten, has an effect again, and all that happens
+    once more.
+    """
     effects, record = of_third_generation(records)
     key = record.stored_key
     for _ in range(2):
@@ -159,19 +184,21 @@ def lose_the_generation(records: SqlRecordStore, column: str, value: str) -> Non
         after = records.reset(key, keep=False)
         assert after is not None
         assert after.generation > 2
-        record = won(records, make_bid(key), "database")
+        record = won(records, make_claim_request(key), "database")
         assert record.generation == after.generation
         assert finished(effects, sent(effects, record))
         closed(records, record)
     assert records.reset(key, keep=False) is not None
-    assert won(records, make_bid(key), "database").generation == record.generation + 1
+    assert won(records, make_claim_request(key), "database").generation == record.generation + 1
 
 
 LOST = pytest.mark.parametrize("value", ["{", "[]", '"text"', '{"generation": "x"}', "9" * 30])
 
 
 @LOST
-def test_a_generation_that_is_lost_is_followed_by_one_that_never_was(sql_records: SqlRecordStore, value: str) -> None:
+def test_a_generation_that_is_lost_is_followed_by_one_that_never_was(
+    sql_records: SqlRecordStore, value: str
+) -> None:
     """Its effects, and those of all before it, are not found by the next."""
     lose_the_generation(sql_records, "details", value)
 
@@ -184,8 +211,12 @@ def test_a_generation_that_is_lost_in_tables_of_version_1_too(tmp_path: Path, va
         lose_the_generation(records, "generation", value)
 
 
-@pytest.mark.parametrize("value", ['{"generation": 2, "results": 5}', '{"generation": 2, "retries": "x"}'])
-def test_a_generation_that_can_be_read_is_followed_by_the_next(sql_records: SqlRecordStore, value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ['{"generation": 2, "results": 5}', '{"generation": 2, "retries": "x"}']
+)
+def test_a_generation_that_can_be_read_is_followed_by_the_next(
+    sql_records: SqlRecordStore, value: str
+) -> None:
     """Whatever else of the document is damaged."""
     _, record = of_third_generation(sql_records)
     change(sql_records, record.stored_key, "details", value)
@@ -205,13 +236,17 @@ def test_a_generation_made_from_a_fence_survives_a_downgrade(sql_records: SqlRec
         assert row(sql_records, record.stored_key).generation == after.generation > 2
 
 
-def test_a_broken_row_is_skipped_by_those_who_look_for_messages(sql_records: SqlRecordStore) -> None:
+def test_a_broken_row_is_skipped_by_those_who_look_for_messages(
+    sql_records: SqlRecordStore,
+) -> None:
     """The rescue sees it among the others."""
     keys = [failed_once(sql_records, message="{}") for _ in range(3)]
     change(sql_records, keys[1], "progress", "{")
     for key in keys:
         change(sql_records, key, "finished_at", 1)
-    found = {record.stored_key: record.unreadable for record in Outbox(sql_records).stranded(1.0, 10)}
+    found = {
+        record.stored_key: record.unreadable for record in Outbox(sql_records).stranded(1.0, 10)
+    }
     assert set(found) == set(keys)
     assert [key for key, unreadable in found.items() if unreadable] == [keys[1]]
 
@@ -220,7 +255,7 @@ def test_a_group_is_opened_whatever_the_errors_of_its_keys_say(sql_records: SqlR
     """One of them cannot be read."""
     keys = []
     for _ in range(2):
-        record = won(sql_records, make_bid(fresh_key()))
+        record = won(sql_records, make_claim_request(fresh_key()))
         closed(
             sql_records,
             record,
@@ -234,50 +269,74 @@ def test_a_group_is_opened_whatever_the_errors_of_its_keys_say(sql_records: SqlR
     assert sql_records.end_waits("g") == 1
 
 
-# -- effects that cannot be read -----------------------------------------------------------------------------
+# -- effects that cannot be read -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("column", "value"), [("state", "bogus"), ("result", "{")])
 def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happened(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """The error names effect and column, nothing is written, and an operator sees which effect it is."""
-    effects, record = SqlEffectStore(sql_records.database, sql_records.tables), won(sql_records, make_bid(fresh_key()))
+    """The error names effect and column, nothing is written, and an operator sees which effect it
+    is.
+    """
+    effects, record = (
+        SqlEffectStore(sql_records.database, sql_records.tables),
+        won(sql_records, make_claim_request(fresh_key())),
+    )
     assert finished(effects, sent(effects, record))
     assert finished(effects, sent(effects, record, "mail"))
-    change(sql_records, record.stored_key, column, value, "celery_leases_effects", "name = 'charge'")
+    change(
+        sql_records, record.stored_key, column, value, "celery_leases_effects", "name = 'charge'"
+    )
     for _ in range(2):
         with pytest.raises(RecordUnreadable) as caught:
             begin(effects, record)
-        assert (caught.value.column, caught.value.key, caught.value.executed) == (column, record.stored_key, False)
+        assert (caught.value.column, caught.value.key, caught.value.executed) == (
+            column,
+            record.stored_key,
+            False,
+        )
         assert f"leases resolve {record.stored_key} --done" in str(caught.value)
         assert "'charge'" in str(caught.value)
     assert isinstance(begin(effects, record, "mail"), Found)
     status = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records).status(record.stored_key)
-    assert {effect.name: effect.state for effect in status.effects} == {"charge": "unreadable", "mail": "done"}
-    assert [effect.detail for effect in status.effects if effect.name == "charge"] == [str(caught.value)]
+    assert {effect.name: effect.state for effect in status.effects} == {
+        "charge": "unreadable",
+        "mail": "done",
+    }
+    assert [effect.detail for effect in status.effects if effect.name == "charge"] == [
+        str(caught.value)
+    ]
 
 
 def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
     """As SQLite allows it."""
     with migrated(f"sqlite:///{tmp_path}/leases.db") as records:
-        effects, record = SqlEffectStore(records.database, records.tables), won(records, make_bid(fresh_key()))
+        effects, record = (
+            SqlEffectStore(records.database, records.tables),
+            won(records, make_claim_request(fresh_key())),
+        )
         sent(effects, record)
         change(records, record.stored_key, "sent_at", "yesterday", "celery_leases_effects")
         with pytest.raises(RecordUnreadable, match="column sent_at has 'yesterday'"):
             effects.begin(
-                replace(record, fence=record.fence + 1), "charge", "", scope_of(record, rerun=False, retention=0)
+                replace(record, fence=record.fence + 1),
+                "charge",
+                "",
+                scope_of(record, rerun=False, retention=0),
             )
         assert [effect.unreadable is not None for effect in effects.of_key(record)] == [True]
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", ["a\x00b", "half \ud83d of it", "x" * 300, "\N{GRINNING FACE}" * 300])
+@pytest.mark.parametrize(
+    "reason", ["a\x00b", "half \ud83d of it", "x" * 300, "\N{GRINNING FACE}" * 300]
+)
 def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> None:
     """Without what no database takes, and cut to its column."""
-    record = won(sql_records, make_bid(fresh_key(), holder="h\x00" * 300))
+    record = won(sql_records, make_claim_request(fresh_key(), holder="h\x00" * 300))
     snoozed = outcome(record, State.PENDING, Ended.SNOOZED, reason=reason, retry_after=5.0)
     assert sql_records.settle(record, snoozed)
     assert sql_records.settle(record, snoozed), "the same again is known as the same"
@@ -294,7 +353,9 @@ def latin(leases_postgres: PostgresServer) -> Any:
     name = url.rpartition("/")[2]
     with engine_for(leases_postgres.url).connect() as connection:
         connection.execute(text(f"DROP DATABASE {name}"))
-        connection.execute(text(f"CREATE DATABASE {name} ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"))
+        connection.execute(
+            text(f"CREATE DATABASE {name} ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+        )
     with migrated(url) as store:
         yield store
 
@@ -302,7 +363,12 @@ def latin(leases_postgres: PostgresServer) -> Any:
 @pytest.mark.parametrize(
     "more",
     [
-        {"ended": Ended.SNOOZED, "reason": "\u5f85\u3063\u3066", "retry_after": 60.0, "state": State.PENDING},
+        {
+            "ended": Ended.SNOOZED,
+            "reason": "\u5f85\u3063\u3066",
+            "retry_after": 60.0,
+            "state": State.PENDING,
+        },
         {"result": '"\u5f85"', "finished": {"call": '"\u5f85"'}},
     ],
 )
@@ -310,7 +376,7 @@ def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it
     latin: SqlRecordStore, more: dict[str, Any]
 ) -> None:
     """State, counts and times survive."""
-    record = won(latin, make_bid(fresh_key()))
+    record = won(latin, make_claim_request(fresh_key()))
     assert latin.settle(record, outcome(record, **({"state": State.DONE} | more)))
     written = row(latin, record.stored_key)
     assert written.state is more.get("state", State.DONE)
@@ -320,20 +386,28 @@ def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it
 
 def test_a_key_that_the_database_refuses_is_the_calls_own_fault(latin: SqlRecordStore) -> None:
     """It would be refused for ever."""
-    for call in (lambda: latin.claim(make_bid("t:contract|\u5f85"), "database"), lambda: latin.read("\u5f85")):
+    for call in (
+        lambda: latin.claim(make_claim_request("t:contract|\u5f85"), "database"),
+        lambda: latin.read("\u5f85"),
+    ):
         with pytest.raises(KeyUnusable):
             call()
 
 
 def test_a_reply_that_the_database_refuses_leaves_its_effect_done(latin: SqlRecordStore) -> None:
     """The effect has happened, which counts more than what the other side calls it."""
-    effects, record = SqlEffectStore(latin.database, latin.tables), won(latin, make_bid(fresh_key()))
+    effects, record = (
+        SqlEffectStore(latin.database, latin.tables),
+        won(latin, make_claim_request(fresh_key())),
+    )
     effect = sent(effects, record)
     assert effects.finish(effect, None, "\u5f85")
-    assert [(found.state.value, found.reference) for found in effects.of_key(record)] == [("done", None)]
+    assert [(found.state.value, found.reference) for found in effects.of_key(record)] == [
+        ("done", None)
+    ]
 
 
-# -- what is raised ------------------------------------------------------------------------------------------
+# -- what is raised --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -352,7 +426,7 @@ def test_whatever_a_driver_raises_the_store_is_unavailable(
 ) -> None:
     """Also at the first try, when it connects."""
     with migrated(database_url) as records:
-        record = won(records, make_bid(fresh_key()))
+        record = won(records, make_claim_request(fresh_key()))
 
         def refuse(*_: Any, **__: Any) -> Any:
             raise error
@@ -362,7 +436,7 @@ def test_whatever_a_driver_raises_the_store_is_unavailable(
         records.database.engine.dispose()
         steps: list[Callable[[], object]] = [
             lambda: records.read(record.stored_key),
-            lambda: records.claim(make_bid(record.stored_key), "database"),
+            lambda: records.claim(make_claim_request(record.stored_key), "database"),
             lambda: records.settle(record, outcome(record)),
             records.check,
             lambda: DatabaseLeaseStore(records).mark("k", "m"),
@@ -372,7 +446,9 @@ def test_whatever_a_driver_raises_the_store_is_unavailable(
                 step()
 
 
-def test_a_soft_time_limit_that_strikes_in_a_statement_is_the_tasks(sql_records: SqlRecordStore) -> None:
+def test_a_soft_time_limit_that_strikes_in_a_statement_is_the_tasks(
+    sql_records: SqlRecordStore,
+) -> None:
     """As in a body that asks where a key stands."""
     with pytest.raises(SoftTimeLimitExceeded), sql_records.database.errors():
         raise SoftTimeLimitExceeded
@@ -380,8 +456,8 @@ def test_a_soft_time_limit_that_strikes_in_a_statement_is_the_tasks(sql_records:
 
 def test_a_refused_claim_of_a_row_that_runs_is_not_given_back(sql_records: SqlRecordStore) -> None:
     """It is another's."""
-    record = won(sql_records, make_bid(fresh_key()), "database")
+    record = won(sql_records, make_claim_request(fresh_key()), "database")
     change(sql_records, record.stored_key, "progress", "{")
     with pytest.raises(RecordUnreadable):
-        sql_records.claim(make_bid(record.stored_key), "database")
+        sql_records.claim(make_claim_request(record.stored_key), "database")
     assert raw(sql_records, record.stored_key)["owner"] == record.owner

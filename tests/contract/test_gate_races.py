@@ -1,4 +1,6 @@
-"""A gate that changes between the look at it and the write: the decision is made again, on what it is by then."""
+"""A gate that changes between the look at it and the write: the decision is made again, on what it
+is by then.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core import gates
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.gates import Closing, Gate
-from celery_leases.stores import gate_closing
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import (
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol import groups
+from celery_leases.protocol.groups import Closing, Gate
+from celery_leases.stores import group_closing
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import (
     GatedLeaseStore,
     closed,
     closing,
@@ -40,7 +42,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLease
         redis_store.close()
         return
     sqlite = f"sqlite:///{tmp_path / 'records.db'}"
-    records = SqlRecordStore(engine_for(sqlite if request.param == "sqlite" else new_database(request, request.param)))
+    records = SqlRecordStore(
+        engine_for(sqlite if request.param == "sqlite" else new_database(request, request.param))
+    )
     records.migrate()
     yield DatabaseLeaseStore(records)
     records.database.close()
@@ -62,7 +66,7 @@ def probed_by(token: str) -> Step:
     def step(store: GatedLeaseStore) -> None:
         if store.gate(GROUP) is None:
             half_open(store, GROUP)
-        probe(store, make_bid(fresh_key(), token, group=GROUP))
+        probe(store, make_claim_request(fresh_key(), token, group=GROUP))
 
     return step
 
@@ -119,17 +123,19 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
     lasts: float,
     slot: str | None,
 ) -> None:
-    """We fail and are told to wait for 100 s; between our look at the gate and our write something happens."""
+    """We fail and are told to wait for 100 s; between our look at the gate and our write something
+    happens.
+    """
     before(store)
     happens = [meanwhile]
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
-        decision = gates.closed(group, gate, cause, token)
+        decision = groups.closed(group, gate, cause, token)
         if happens:
             happens.pop()(store)
         return decision
 
-    monkeypatch.setattr(gate_closing, "closed", decided)
+    monkeypatch.setattr(group_closing, "closed", decided)
     answer = store.close_gate(GROUP, closing(100.0), OURS)
     assert not happens
     for gate in (answer, found(store, GROUP)):
@@ -143,12 +149,12 @@ def test_a_gate_that_never_stands_still_is_left_alone_in_the_end(
     """The step is bounded; nothing has been written by it."""
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
-        decision = gates.closed(group, gate, cause, token)
+        decision = groups.closed(group, gate, cause, token)
         if token == OURS and not store.open_gate(GROUP):
             closed(store, GROUP, 50.0)
         return decision
 
-    monkeypatch.setattr(gate_closing, "closed", decided)
+    monkeypatch.setattr(group_closing, "closed", decided)
     with pytest.raises(StoreUnavailable) as caught:
         store.close_gate(GROUP, closing(100.0), OURS)
     assert caught.value.executed is False

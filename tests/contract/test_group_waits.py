@@ -1,12 +1,14 @@
-"""An operator who opens the gate of a cooldown group also ends the waits of the keys that failed of it."""
+"""An operator who opens the gate of a cooldown group also ends the waits of the keys that failed of
+it.
+"""
 
 from pathlib import Path
 
 from celery_leases import LeaseClient
-from celery_leases.core.records import Ended, Failure, Outcome, State, Won
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.testing.contracts.bids import make_bid
+from celery_leases.protocol.records import Ended, Failure, Outcome, State, Won
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import make_claim_request
 
 
 def test_only_the_keys_of_the_opened_group_may_run_at_once(tmp_path: Path) -> None:
@@ -15,10 +17,12 @@ def test_only_the_keys_of_the_opened_group_may_run_at_once(tmp_path: Path) -> No
     client, records = LeaseClient("database", url), SqlRecordStore(engine_for(url))
     records.check()
     for key, group in (("t:mail|1", "smtp"), ("t:mail|2", "sms"), ("t:mail|3", None)):
-        claim = records.claim(make_bid(key, ttl=15.0), "database")
+        claim = records.claim(make_claim_request(key, ttl=15.0), "database")
         assert isinstance(claim, Won)
         failure = Failure("Limited", "slow down", "rate-limited", "rate_limited", group)
-        cooled = Outcome(State.COOLING, Ended.FAILED, 1, 0, 0, 3600.0, retry_after=600.0, failure=failure)
+        cooled = Outcome(
+            State.COOLING, Ended.FAILED, 1, 0, 0, 3600.0, retry_after=600.0, failure=failure
+        )
         assert records.settle(claim.record, cooled)
     assert not client.open_group("smtp")
     waits = {status.key: status.retry_after is not None for status in client.list()}

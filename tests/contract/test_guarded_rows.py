@@ -1,4 +1,6 @@
-"""Rows that a transaction of the user's own has locked: how their leases are renewed, what a commit does to them."""
+"""Rows that a transaction of the user's own has locked: how their leases are renewed, what a commit
+does to them.
+"""
 
 import sqlite3
 import time
@@ -17,22 +19,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases.core.errors import LeaseLost, StoreUnavailable, WrongDatabase
-from celery_leases.core.ports import Claimed, Kept, Renewal
-from celery_leases.core.records import Record, Refused, Won
-from celery_leases.renewal import TAKEN, Renewer, Stores
-from celery_leases.stores import postgres
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.mysql import is_mysql
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.stores.transactions import JoinedTransaction
-from celery_leases.tenure import Tenure
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import half_open
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.renewal import TAKEN, Renewer, Stores
+from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
+from celery_leases.protocol.ports import Claimed, Renewal, RenewalResult
+from celery_leases.protocol.records import Record, Refused, Won
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.dialects import postgresql
+from celery_leases.stores.sql.dialects.mysql import is_mysql
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.transactions import JoinedTransaction
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import half_open
 from celery_leases.testing.contracts.record_case import outcome, row, won
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import (
     database_url,
     migrated,
@@ -43,6 +44,7 @@ from tests.contract.sql_stores import (
 )
 from tests.contract.test_postgres import needs_told
 from tests.crash.proxy import CuttingProxy
+from tests.support.servers import PostgresServer
 from tests.unit.fake_stores import Seen
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
@@ -88,10 +90,10 @@ def driver(records: SqlRecordStore) -> Iterator[Any]:
 
 def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
     """A key's record, claimed with its lease."""
-    return won(leases.records, make_bid(fresh_key(), ttl=ttl), leases.name)
+    return won(leases.records, make_claim_request(fresh_key(), ttl=ttl), leases.name)
 
 
-def look(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> Kept:
+def look(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> RenewalResult:
     """Renew as the keeper does while a transaction of the body's own may have the row locked."""
     (kept,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, guarded=True)])
     return kept
@@ -104,7 +106,9 @@ def remaining(leases: DatabaseLeaseStore, record: Record) -> float:
 
 
 def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) -> None:
-    """Ours, another's and missing ones in one call, with one that is not guarded, in the order they were asked for."""
+    """Ours, another's and missing ones in one call, with one that is not guarded, in the order they
+    were asked for.
+    """
     free, ours, locked, others = [claimed(leases) for _ in range(4)]
     with leases.database.engine.connect() as connection:
         connection.execute(text("BEGIN"))
@@ -113,10 +117,18 @@ def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) 
         asked = [(record.stored_key, record.owner) for record in (free, ours, locked)]
         asked += [(others.stored_key, "stranger"), (fresh_key(), "nobody")]
         began = time.monotonic()
-        kept = leases.renew([Renewal(key, token, 4 * TTL, guarded=key != free.stored_key) for key, token in asked])
+        kept = leases.renew(
+            [Renewal(key, token, 4 * TTL, guarded=key != free.stored_key) for key, token in asked]
+        )
         assert time.monotonic() - began < 1.0
         connection.execute(text("ROLLBACK"))
-    assert kept == [Kept.OURS, Kept.OURS, Kept.LOCKED, Kept.OTHER, Kept.MISSING]
+    assert kept == [
+        RenewalResult.OURS,
+        RenewalResult.OURS,
+        RenewalResult.LOCKED,
+        RenewalResult.OTHER,
+        RenewalResult.MISSING,
+    ]
     assert min(remaining(leases, free), remaining(leases, ours)) > TTL
     assert max(remaining(leases, locked), remaining(leases, others)) <= TTL
 
@@ -127,15 +139,21 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
 ) -> None:
     """Long before the slot ends: the gate must not take the probe for dead."""
     half_open(leases, GROUP)
-    bid = make_bid(fresh_key(), ttl=TTL, group=GROUP)
-    answer = leases.acquire(bid)
+    claim_request = make_claim_request(fresh_key(), ttl=TTL, group=GROUP)
+    answer = leases.acquire(claim_request)
     assert isinstance(answer, Claimed)
     assert answer.probe
     assert isinstance(answer.claim, Won)
     with Session(engine) as session:
         if guarded:
             JoinedTransaction(session, leases.records).guard(answer.claim.record)
-        leases.renew([Renewal(bid.stored_key, bid.token, 4 * TTL, GROUP, guarded=guarded)])
+        leases.renew(
+            [
+                Renewal(
+                    claim_request.stored_key, claim_request.token, 4 * TTL, GROUP, guarded=guarded
+                )
+            ]
+        )
         gate = leases.gate(GROUP)
         assert gate is not None
         assert gate.probe_for > 2 * TTL
@@ -168,13 +186,13 @@ def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
     transaction = JoinedTransaction(lite, leases.records)
     transaction.guard(record)
     began = time.monotonic()
-    assert look(leases, record, 4 * TTL) is Kept.LOCKED
+    assert look(leases, record, 4 * TTL) is RenewalResult.LOCKED
     assert time.monotonic() - began < 1.0
     lite.execute("COMMIT")
     lite.execute("BEGIN")
     assert lite.execute("SELECT count(*) FROM celery_leases_records").fetchone() == (1,)
     assert transaction.is_open()
-    assert look(leases, record, 4 * TTL) is Kept.OURS
+    assert look(leases, record, 4 * TTL) is RenewalResult.OURS
     assert remaining(leases, record) > TTL
     lite.execute("COMMIT")
     with leases.database.engine.connect() as connection:
@@ -182,14 +200,18 @@ def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
 
 
 @pytest.mark.parametrize("look_at", ["stranger", "nobody"])
-def test_on_sqlite_a_lease_that_is_not_ours_is_told(on_sqlite: DatabaseLeaseStore, look_at: str) -> None:
+def test_on_sqlite_a_lease_that_is_not_ours_is_told(
+    on_sqlite: DatabaseLeaseStore, look_at: str
+) -> None:
     """As on any database, without waiting too."""
     key = claimed(on_sqlite).stored_key if look_at == "stranger" else fresh_key()
-    expected = Kept.OTHER if look_at == "stranger" else Kept.MISSING
+    expected = RenewalResult.OTHER if look_at == "stranger" else RenewalResult.MISSING
     assert on_sqlite.renew([Renewal(key, look_at, TTL, guarded=True)]) == [expected]
 
 
-def test_a_session_in_the_middle_of_its_commit_is_open(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_a_session_in_the_middle_of_its_commit_is_open(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """However long that takes: the row is locked until the database has said that it is done."""
     record = claimed(leases)
     seen: list[bool] = []
@@ -216,30 +238,36 @@ def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
         else:
             transaction.complete(record, outcome(record, result="1"))
         time.sleep(1.5 * SHORT)
-        assert look(leases, record) is Kept.LOCKED
+        assert look(leases, record) is RenewalResult.LOCKED
         session.rollback()
-    assert look(leases, record) is Kept.OURS
+    assert look(leases, record) is RenewalResult.OURS
 
 
-def test_a_savepoint_that_is_rolled_back_takes_the_lock_along(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_a_savepoint_that_is_rolled_back_takes_the_lock_along(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """The transaction says that it is open; the row can be renewed."""
     record = claimed(leases)
     with engine.connect() as connection:
         savepoint = connection.begin_nested()
         transaction = JoinedTransaction(connection, leases.records)
         transaction.guard(record)
-        assert look(leases, record) is Kept.LOCKED
+        assert look(leases, record) is RenewalResult.LOCKED
         savepoint.rollback()
         assert transaction.is_open()
-        assert look(leases, record) is Kept.OURS
+        assert look(leases, record) is RenewalResult.OURS
 
 
 def end_session(connection: Connection, leases: DatabaseLeaseStore) -> None:
     """Have the server end the session, of which the client notices nothing."""
     of_mysql = is_mysql(connection.dialect)
-    pid = connection.execute(text("SELECT connection_id()" if of_mysql else "SELECT pg_backend_pid()")).scalar()
+    pid = connection.execute(
+        text("SELECT connection_id()" if of_mysql else "SELECT pg_backend_pid()")
+    ).scalar()
     with leases.database.engine.connect() as other:
-        other.execute(text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+        other.execute(
+            text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid}
+        )
 
 
 @pytest.mark.parametrize("way", ["terminated", "idle for too long"])
@@ -252,44 +280,52 @@ def test_a_session_ended_by_the_server_takes_the_lock_along(
         of_mysql = is_mysql(engine.dialect)
         transaction = JoinedTransaction(connection, leases.records)
         transaction.guard(record)
-        assert look(leases, record) is Kept.LOCKED
+        assert look(leases, record) is RenewalResult.LOCKED
         if way == "terminated":
             end_session(connection, leases)
         elif of_mysql and not getattr(engine.dialect, "is_mariadb", False):
             pytest.skip("MySQL ends idle connections only, by wait_timeout")
         else:
-            pause = "idle_transaction_timeout = 1" if of_mysql else "idle_in_transaction_session_timeout = '200ms'"
+            pause = (
+                "idle_transaction_timeout = 1"
+                if of_mysql
+                else "idle_in_transaction_session_timeout = '200ms'"
+            )
             connection.execute(text(f"SET {pause}"))
-        wait_until(lambda: look(leases, record) is Kept.OURS, PATIENCE, "the lock to go")
+        wait_until(lambda: look(leases, record) is RenewalResult.OURS, PATIENCE, "the lock to go")
         assert transaction.is_open()
         connection.invalidate()
 
 
-def test_a_driver_that_is_in_its_next_transaction_holds_no_lock(leases: DatabaseLeaseStore, driver: Any) -> None:
+def test_a_driver_that_is_in_its_next_transaction_holds_no_lock(
+    leases: DatabaseLeaseStore, driver: Any
+) -> None:
     """It says that it is in a transaction, and is in another one."""
     record = claimed(leases)
     transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
-    assert look(leases, record) is Kept.LOCKED
+    assert look(leases, record) is RenewalResult.LOCKED
     driver.commit()
     driver.cursor().execute("DELETE FROM celery_leases_marks")
     assert transaction.is_open()
-    assert look(leases, record) is Kept.OURS
+    assert look(leases, record) is RenewalResult.OURS
 
 
-def test_a_lock_that_another_attempt_has_taken_is_not_ours(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_a_lock_that_another_attempt_has_taken_is_not_ours(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """The row says so as soon as it is committed."""
     record = claimed(leases, SHORT)
     time.sleep(1.5 * SHORT)
-    successor = leases.acquire(make_bid(record.stored_key, ttl=TTL))
+    successor = leases.acquire(make_claim_request(record.stored_key, ttl=TTL))
     assert isinstance(successor, Claimed)
     assert isinstance(successor.claim, Won)
     with Session(engine) as session:
         JoinedTransaction(session, leases.records).guard(successor.claim.record)
-        assert look(leases, record) is Kept.OTHER
+        assert look(leases, record) is RenewalResult.OTHER
 
 
-# -- what check() asks -------------------------------------------------------------------------------------
+# -- what check() asks -----------------------------------------------------------------------------
 
 
 class FakeClock:
@@ -307,43 +343,46 @@ class FakeClock:
 
 
 class Guarded:
-    """An attempt of a short ttl whose row its body has locked, and whose lease is over: only the lock keeps others out.
+    """An attempt of a short ttl whose row its body has locked, and whose lease is over: only the
+    lock keeps others out.
 
     The threads of its renewer do not run.
     """
 
-    def __init__(self, records: SqlRecordStore, lock: str, asking: SqlRecordStore | None = None) -> None:
+    def __init__(
+        self, records: SqlRecordStore, lock: str, asking: SqlRecordStore | None = None
+    ) -> None:
         self.leases = DatabaseLeaseStore(records)
-        bid = make_bid(fresh_key(), ttl=SHORT)
-        self.record = won(records, bid, self.leases.name)
+        claim_request = make_claim_request(fresh_key(), ttl=SHORT)
+        self.record = won(records, claim_request, self.leases.name)
         stores, clock, nobody = Stores(self.leases, records), FakeClock(), Seen()
         asked = Stores(DatabaseLeaseStore(asking), asking) if asking is not None else stores
         self.renewer = Renewer(stores, asked, nobody, clock, None)
-        self.tenure = Tenure(bid, clock.now(), clock)
-        self.tenure.fence = self.record.fence
-        self.renewer._tenures[bid.token] = self.tenure
-        self.tenure.confirm = lambda: self.renewer.confirm(self.tenure)
+        self.held_lease = HeldLease(claim_request, clock.now(), clock)
+        self.held_lease.fence = self.record.fence
+        self.renewer._held_leases[claim_request.token] = self.held_lease
+        self.held_lease.confirm = lambda: self.renewer.confirm(self.held_lease)
         self.session = Session(create_engine(records.database.engine.url, poolclass=NullPool))
         clock.sleep(0.001)
         self.lock(lock)
         time.sleep(1.2 * SHORT)
         clock.time += 2 * SHORT
-        assert self.tenure.outlasted(clock.now())
+        assert self.held_lease.outlasted(clock.now())
 
     def lock(self, how: str) -> None:
         """What the handle does for ``guard()`` and ``complete()``."""
         transaction = JoinedTransaction(self.session, self.leases.records)
-        with self.tenure.work.locking(transaction):
+        with self.held_lease.work.locking(transaction):
             if how == "guard":
                 transaction.guard(self.record)
             else:
                 transaction.complete(self.record, outcome(self.record, result="1"))
-                self.tenure.work.completing = True
-        self.renewer.locked(self.tenure, self.tenure.now())
+                self.held_lease.work.completing = True
+        self.renewer.locked(self.held_lease, self.held_lease.now())
 
     def taken(self) -> None:
         """Another call takes the row over."""
-        answer = self.leases.acquire(make_bid(self.record.stored_key))
+        answer = self.leases.acquire(make_claim_request(self.record.stored_key))
         assert isinstance(answer, Claimed)
         assert isinstance(answer.claim, Won)
 
@@ -359,50 +398,54 @@ def guarded(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iter
 def test_a_check_passes_while_the_row_is_locked(guarded: Guarded) -> None:
     """However long the lease has been over; the lock counts from the last check on."""
     for _ in range(3):
-        guarded.tenure.check()
-        guarded.tenure._clock.sleep(0.9)
-        assert guarded.tenure.held
+        guarded.held_lease.check()
+        guarded.held_lease._clock.sleep(0.9)
+        assert guarded.held_lease.held
     assert remaining(guarded.leases, guarded.record) == 0
 
 
 def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
     """Nobody has come in between; the row itself is the lease again."""
     guarded.session.rollback()
-    guarded.tenure.check()
-    assert not guarded.tenure.outlasted(guarded.tenure.now())
+    guarded.held_lease.check()
+    assert not guarded.held_lease.outlasted(guarded.held_lease.now())
     assert remaining(guarded.leases, guarded.record) > 0
 
 
 def test_a_check_after_a_commit_goes_on(guarded: Guarded) -> None:
     """Renewed, or done for good."""
     guarded.session.commit()
-    guarded.tenure.check()
-    assert not guarded.tenure.outlasted(guarded.tenure.now())
+    guarded.held_lease.check()
+    assert not guarded.held_lease.outlasted(guarded.held_lease.now())
 
 
 def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guarded) -> None:
     """At once, and before the renewer has looked."""
     guarded.session.rollback()
     guarded.taken()
-    assert guarded.tenure.held
+    assert guarded.held_lease.held
     with pytest.raises(LeaseLost, match=TAKEN):
-        guarded.tenure.check()
+        guarded.held_lease.check()
 
 
 @pytest.mark.parametrize("comes", [True, False], ids=["taken", "nobody came"])
-def test_a_check_does_not_believe_in_a_session_that_has_died(server_records: SqlRecordStore, comes: bool) -> None:
+def test_a_check_does_not_believe_in_a_session_that_has_died(
+    server_records: SqlRecordStore, comes: bool
+) -> None:
     """Its transaction object says that it is open."""
     guarded = Guarded(server_records, "guard")
     end_session(guarded.session.connection(), guarded.leases)
-    wait_until(lambda: not guarded.leases._locked([guarded.record.stored_key]), PATIENCE, "the lock to go")
-    assert guarded.tenure.work.guarded
+    wait_until(
+        lambda: not guarded.leases._locked([guarded.record.stored_key]), PATIENCE, "the lock to go"
+    )
+    assert guarded.held_lease.work.guarded
     if comes:
         guarded.taken()
         with pytest.raises(LeaseLost, match=TAKEN):
-            guarded.tenure.check()
+            guarded.held_lease.check()
     else:
-        guarded.tenure.check()
-        assert not guarded.tenure.outlasted(guarded.tenure.now())
+        guarded.held_lease.check()
+        assert not guarded.held_lease.outlasted(guarded.held_lease.now())
     guarded.session.invalidate()
 
 
@@ -411,32 +454,36 @@ def test_a_check_does_not_believe_in_a_session_that_has_died(server_records: Sql
 def test_a_check_does_not_pass_where_the_database_does_not_answer(
     leases_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The row is locked all along; but the server may have ended that session, and somebody else have come."""
+    """The row is locked all along; but the server may have ended that session, and somebody else
+    have come.
+    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy, migrated(url) as direct:
-        through = SqlRecordStore(engine_for(url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")))
+        through = SqlRecordStore(
+            engine_for(url.replace(f":{leases_postgres.port}/", f":{proxy.port}/"))
+        )
         guarded = Guarded(direct, "guard", asking=through)
-        guarded.tenure.check()
-        monkeypatch.setattr(postgres, "SILENCE", 0.5)
+        guarded.held_lease.check()
+        monkeypatch.setattr(postgresql, "SILENCE", 0.5)
         if how == "silent":
             proxy.silent = True
         else:
             proxy.refusing = True
             proxy.cut(b"SKIP LOCKED", before=True)
         with pytest.raises(StoreUnavailable):
-            guarded.tenure.check()
-        assert guarded.tenure.held
+            guarded.held_lease.check()
+        assert guarded.held_lease.held
         proxy.silent = proxy.refusing = False
-        guarded.tenure.check()
+        guarded.held_lease.check()
         guarded.session.rollback()
         guarded.taken()
         with pytest.raises(LeaseLost, match=TAKEN):
-            guarded.tenure.check()
+            guarded.held_lease.check()
         guarded.session.close()
         through.database.close()
 
 
-# -- what guard and commit write ---------------------------------------------------------------------------
+# -- what guard and commit write -------------------------------------------------------------------
 
 
 GUARDS: dict[str, Callable[[Any], Any]] = {
@@ -445,27 +492,35 @@ GUARDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_a_guard_pushes_the_lease_out_with_its_commit(leases: DatabaseLeaseStore, driver: Any) -> None:
-    """By the ttl from the guard on; a rollback takes it back, and what is longer already is not cut."""
+def test_a_guard_pushes_the_lease_out_with_its_commit(
+    leases: DatabaseLeaseStore, driver: Any
+) -> None:
+    """By the ttl from the guard on; a rollback takes it back, and what is longer already is not
+    cut.
+    """
     record = claimed(leases)
     JoinedTransaction(driver, leases.records).guard(record)
     driver.rollback()
     assert remaining(leases, record) <= TTL
     with leases.database.engine.connect() as connection:
-        connection.execute(text("UPDATE celery_leases_records SET lease_until = lease_until - 10000000"))
+        connection.execute(
+            text("UPDATE celery_leases_records SET lease_until = lease_until - 10000000")
+        )
     assert remaining(leases, record) < 6
     JoinedTransaction(driver, leases.records).guard(record)
     driver.commit()
     assert TTL - 2 < remaining(leases, record) <= TTL
-    assert look(leases, record, 4 * TTL) is Kept.OURS
+    assert look(leases, record, 4 * TTL) is RenewalResult.OURS
     JoinedTransaction(driver, leases.records).guard(record)
     driver.commit()
     assert remaining(leases, record) > 3 * TTL
 
 
-def test_a_lease_apart_from_the_row_is_not_made_one_by_a_guard(records: SqlRecordStore, engine: Engine) -> None:
+def test_a_lease_apart_from_the_row_is_not_made_one_by_a_guard(
+    records: SqlRecordStore, engine: Engine
+) -> None:
     """Under Redis leases ``lease_until`` stays empty, and nothing is done at the commit."""
-    record = won(records, make_bid(fresh_key(), ttl=SHORT), "redis:one")
+    record = won(records, make_claim_request(fresh_key(), ttl=SHORT), "redis:one")
     with Session(engine) as session:
         JoinedTransaction(session, records).guard(record)
         time.sleep(SHORT)
@@ -474,7 +529,9 @@ def test_a_lease_apart_from_the_row_is_not_made_one_by_a_guard(records: SqlRecor
 
 
 @pytest.mark.parametrize("given", GUARDS)
-def test_a_commit_finds_the_lease_alive_however_long_it_took(sql_records: SqlRecordStore, given: str) -> None:
+def test_a_commit_finds_the_lease_alive_however_long_it_took(
+    sql_records: SqlRecordStore, given: str
+) -> None:
     """The row is pushed out just before; so a bid that comes then is refused."""
     leases = DatabaseLeaseStore(sql_records)
     engine = create_engine(sql_records.database.engine.url, poolclass=NullPool)
@@ -484,21 +541,23 @@ def test_a_commit_finds_the_lease_alive_however_long_it_took(sql_records: SqlRec
         time.sleep(1.5)
         own.commit()
     assert 0.5 < remaining(leases, record) <= 1.0
-    answer = leases.acquire(make_bid(record.stored_key))
+    answer = leases.acquire(make_claim_request(record.stored_key))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
 
 
-def test_who_waits_for_the_row_at_the_commit_is_refused(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_who_waits_for_the_row_at_the_commit_is_refused(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """His claim is judged by the row as it was committed."""
     record = claimed(leases, 1.0)
     with Session(engine) as session, ThreadPoolExecutor(1) as threads:
         JoinedTransaction(session, leases.records).guard(record)
         time.sleep(1.2)
-        bid = threads.submit(leases.acquire, make_bid(record.stored_key))
+        claim_request = threads.submit(leases.acquire, make_claim_request(record.stored_key))
         wait_for_locks(leases.records)
         session.commit()
-        answer = bid.result(PATIENCE)
+        answer = claim_request.result(PATIENCE)
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert row(leases.records, record.stored_key).owner == record.owner
@@ -516,7 +575,9 @@ def updates(connection: Connection) -> list[str]:
     return found
 
 
-def test_nothing_is_pushed_out_where_it_is_not_needed(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_nothing_is_pushed_out_where_it_is_not_needed(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """After a short transaction, after a rollback, in a later transaction, and for a completion."""
     long, short = claimed(leases, SHORT), claimed(leases, 60.0)
     with engine.connect() as connection:
@@ -542,7 +603,9 @@ def test_nothing_is_pushed_out_where_it_is_not_needed(leases: DatabaseLeaseStore
         assert len(made) == 5
 
 
-def test_a_long_lived_connection_gathers_no_listeners(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_a_long_lived_connection_gathers_no_listeners(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """However many transactions it guards, and however they end."""
     record = claimed(leases)
     with engine.connect() as connection:
@@ -569,22 +632,26 @@ def test_an_error_before_the_commit_leaves_nothing_committed(
         with pytest.raises(DBAPIError):
             own.execute(text("SELECT 1 / 0"))
         time.sleep(SHORT)
-        with pytest.raises(DBAPIError, match="current transaction is aborted"):  # a bare COMMIT would pass as ROLLBACK
+        with pytest.raises(
+            DBAPIError, match="current transaction is aborted"
+        ):  # a bare COMMIT would pass as ROLLBACK
             own.commit()
         own.rollback()
     with leases.database.engine.connect() as other:
         assert other.execute(text("SELECT count(*) FROM books")).scalar() == 0
-    assert look(leases, record) is Kept.OURS
+    assert look(leases, record) is RenewalResult.OURS
 
 
-# -- which transaction it is, and where --------------------------------------------------------------------
+# -- which transaction it is, and where ------------------------------------------------------------
 
 
 @pytest.mark.only(server="postgresql")
 def test_a_pooled_connection_that_somebody_else_has_now_is_left_alone(
     leases: DatabaseLeaseStore, driver: psycopg.Connection[Any]
 ) -> None:
-    """Its next transaction is not the guarded one, though the driver is in one; an open one is ended."""
+    """Its next transaction is not the guarded one, though the driver is in one; an open one is
+    ended.
+    """
     record = claimed(leases)
     first = JoinedTransaction(driver, leases.records)
     first.guard(record)
@@ -609,11 +676,13 @@ def test_rows_that_are_made_as_the_user_likes_do_not_matter(
     driver.row_factory = rows
     transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
-    assert look(leases, record) is Kept.LOCKED
+    assert look(leases, record) is RenewalResult.LOCKED
     assert (transaction.is_over(), transaction.roll_back()) == (False, True)
 
 
-def test_on_sqlite_a_next_transaction_is_left_alone(on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection) -> None:
+def test_on_sqlite_a_next_transaction_is_left_alone(
+    on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
+) -> None:
     """One that only reads is over at once; one that has written is not ours either."""
     record = claimed(on_sqlite)
     lite.execute("BEGIN IMMEDIATE")
@@ -631,7 +700,9 @@ def test_on_sqlite_a_next_transaction_is_left_alone(on_sqlite: DatabaseLeaseStor
     assert not lite.execute("SELECT 1 FROM sqlite_master WHERE name = 'books'").fetchall()
 
 
-def test_a_closed_connection_is_in_no_transaction(leases: DatabaseLeaseStore, engine: Engine) -> None:
+def test_a_closed_connection_is_in_no_transaction(
+    leases: DatabaseLeaseStore, engine: Engine
+) -> None:
     """SQLAlchemy's wrapper of one says so by having none."""
     raw = engine.raw_connection()
     transaction = JoinedTransaction(raw, leases.records)
@@ -640,7 +711,11 @@ def test_a_closed_connection_is_in_no_transaction(leases: DatabaseLeaseStore, en
     raw.commit()
     assert not transaction.is_open()
     raw.close()
-    assert (transaction.is_open(), transaction.is_over(), transaction.roll_back()) == (False, True, False)
+    assert (transaction.is_open(), transaction.is_over(), transaction.roll_back()) == (
+        False,
+        True,
+        False,
+    )
 
 
 @pytest.mark.only(server="postgresql")
@@ -649,14 +724,19 @@ def test_a_connection_to_another_database_is_refused(
 ) -> None:
     """Whatever tables are there, and whatever was to be written."""
     url = make_url(leases.database.engine.url)
-    elsewhere = url.set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
+    elsewhere = url.set(drivername="postgresql", database="postgres").render_as_string(
+        hide_password=False
+    )
     given: dict[Any, DatabaseLeaseStore] = {
         psycopg.connect(elsewhere): leases,
         sqlite3.connect(tmp_path / "other.db"): on_sqlite,
     }
     for connection, store in given.items():
         transaction = JoinedTransaction(connection, store.records)
-        with closing(connection), pytest.raises(WrongDatabase, match="rows of its own database") as told:
+        with (
+            closing(connection),
+            pytest.raises(WrongDatabase, match="rows of its own database") as told,
+        ):
             transaction.join("invoice:1")
         assert "done" not in str(told.value)
         assert not transaction.is_open()

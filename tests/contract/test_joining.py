@@ -14,15 +14,21 @@ from sqlalchemy import URL, Connection, Engine, String, create_engine, event, ma
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
-from celery_leases.core.errors import WrongDatabase
-from celery_leases.core.keys import CallKey
-from celery_leases.stores.outbox import Outbox
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.stores.transactions import JoinedTransaction
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import WrongDatabase
+from celery_leases.protocol.keys import CallKey
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.transactions import JoinedTransaction
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, row, won
-from tests.contract.sql_stores import database_url, migrated, server_records, server_url, sql_records
+from tests.contract.sql_stores import (
+    database_url,
+    migrated,
+    server_records,
+    server_url,
+    sql_records,
+)
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
@@ -40,29 +46,37 @@ ON_DJANGO = pytest.mark.only(server=("sqlite", "postgresql"))
 
 @pytest.fixture(params=["plain", "debug"])
 def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Django's connection to the records; under ``DEBUG`` its cursors write down what they execute."""
+    """Django's connection to the records; under ``DEBUG`` its cursors write down what they
+    execute.
+    """
     if not settings.configured:
         settings.configure(LOGGING_CONFIG=None)
         setup()
     url = sql_records.database.engine.url
     where = {"HOST": url.host, "PORT": url.port, "USER": url.username, "NAME": url.database}
     kind = {"sqlite": "sqlite3"}.get(url.get_backend_name(), url.get_backend_name())
-    made = ConnectionHandler({"default": {"ENGINE": f"django.db.backends.{kind}", **where}})["default"]
+    made = ConnectionHandler({"default": {"ENGINE": f"django.db.backends.{kind}", **where}})[
+        "default"
+    ]
     made.force_debug_cursor = request.param == "debug"
     yield made
     made.close()
 
 
 @ON_DJANGO
-def test_the_connections_of_django_are_joined_under_debug_too(sql_records: SqlRecordStore, django: Any) -> None:
+def test_the_connections_of_django_are_joined_under_debug_too(
+    sql_records: SqlRecordStore, django: Any
+) -> None:
     """What is guarded, completed and enqueued is Django's to commit."""
-    record = won(sql_records, make_bid(fresh_key()), DatabaseLeaseStore(sql_records).name)
+    record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
     django.set_autocommit(False)
     transaction = JoinedTransaction(django, sql_records)
     transaction.guard(record)
     transaction.complete(record, outcome(record, result='"50%"'))
     key = CallKey("k", fresh_key(), None)
-    enqueuing = Outbox(sql_records).enqueuing("contract", key, "first", '["50%"]', ttl=15.0, retention=60.0)
+    enqueuing = Outbox(sql_records).enqueuing(
+        "contract", key, "first", '["50%"]', ttl=15.0, retention=60.0
+    )
     assert transaction.write(enqueuing, "k")
     django.commit()
     assert row(sql_records, record.stored_key).result == '"50%"'
@@ -72,7 +86,10 @@ def test_the_connections_of_django_are_joined_under_debug_too(sql_records: SqlRe
 @ON_DJANGO
 def test_a_cursor_is_not_taken_for_a_connection(sql_records: SqlRecordStore, django: Any) -> None:
     """Django's has one of its driver inside, which is not to be called."""
-    with django.cursor() as cursor, pytest.raises(WrongDatabase, match="is no SQLAlchemy Session"):
+    with (
+        django.cursor() as cursor,
+        pytest.raises(WrongDatabase, match="is not a SQLAlchemy Session"),
+    ):
         JoinedTransaction(cursor, sql_records).join("invoice:1")
 
 
@@ -97,7 +114,11 @@ def engine_by(store: SqlRecordStore, driver: str, **options: Any) -> Engine:
 def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, driver: str) -> None:
     """Whether or not its driver tells that it is in no transaction; SQLAlchemy begins none."""
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
-    for given in (engine, engine.execution_options(logging_token="reports"), engine_by(postgres, driver)):
+    for given in (
+        engine,
+        engine.execution_options(logging_token="reports"),
+        engine_by(postgres, driver),
+    ):
         with Session(given) as session, session.begin():
             if given.dialect is not engine.dialect:
                 session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
@@ -106,9 +127,11 @@ def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, drive
 
 
 @pytest.mark.parametrize("driver", ENGINES)
-def test_a_connection_with_a_level_of_its_own_is_joined(postgres: SqlRecordStore, driver: str) -> None:
+def test_a_connection_with_a_level_of_its_own_is_joined(
+    postgres: SqlRecordStore, driver: str
+) -> None:
     """What its engine was told does not count for it."""
-    record = won(postgres, make_bid(fresh_key()), DatabaseLeaseStore(postgres).name)
+    record = won(postgres, make_claim_request(fresh_key()), DatabaseLeaseStore(postgres).name)
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
         JoinedTransaction(connection, postgres).complete(record, outcome(record, result="1"))
@@ -118,8 +141,10 @@ def test_a_connection_with_a_level_of_its_own_is_joined(postgres: SqlRecordStore
 
 def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecordStore) -> None:
     """There SQLAlchemy may be told to leave beginning to the user, who has begun."""
-    record = won(sqlite, make_bid(fresh_key()), DatabaseLeaseStore(sqlite).name)
-    engine = create_engine(sqlite.database.engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    record = won(sqlite, make_claim_request(fresh_key()), DatabaseLeaseStore(sqlite).name)
+    engine = create_engine(
+        sqlite.database.engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT"
+    )
     with engine.connect() as connection, pytest.raises(WrongDatabase, match="autocommit mode"):
         JoinedTransaction(connection, sqlite).join("invoice:1")
     event.listen(engine, "begin", lambda connection: connection.execute(text("BEGIN IMMEDIATE")))
@@ -130,7 +155,7 @@ def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecor
     assert row(sqlite, record.stored_key).result is None
 
 
-# -- which database it is ----------------------------------------------------------------------------------
+# -- which database it is --------------------------------------------------------------------------
 
 
 def by_query(url: URL) -> URL:
@@ -145,7 +170,9 @@ def plainly(url: URL) -> str:
 
 def made(url: URL, where: URL) -> Session:
     """A session that is where its creator says, whatever its URL is."""
-    return Session(create_engine(url, poolclass=NullPool, creator=lambda: psycopg.connect(plainly(where))))
+    return Session(
+        create_engine(url, poolclass=NullPool, creator=lambda: psycopg.connect(plainly(where)))
+    )
 
 
 GIVEN: dict[str, Callable[[URL, URL], Any]] = {
@@ -158,10 +185,16 @@ GIVEN: dict[str, Callable[[URL, URL], Any]] = {
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("records", ["by name", "by query"])
-def test_the_database_is_the_one_that_the_connections_say(leases_postgres_url: str, records: str, given: str) -> None:
-    """An engine may be made with another URL, or without a name in it; so may that of the records."""
+def test_the_database_is_the_one_that_the_connections_say(
+    leases_postgres_url: str, records: str, given: str
+) -> None:
+    """An engine may be made with another URL, or without a name in it; so may that of the
+    records.
+    """
     url = make_url(leases_postgres_url)
-    with migrated((by_query(url) if records == "by query" else url).render_as_string(hide_password=False)) as store:
+    with migrated(
+        (by_query(url) if records == "by query" else url).render_as_string(hide_password=False)
+    ) as store:
         with GIVEN[given](url, url) as joined:
             JoinedTransaction(joined, store).join("invoice:1")
         with (
@@ -183,11 +216,14 @@ def test_a_file_is_the_same_however_it_is_named(tmp_path: Path, records: str, gi
         with Session(create_engine(named(given, "records.db"), poolclass=NullPool)) as session:
             JoinedTransaction(session, store).join("invoice:1")
         for other in (named(given, "other.db"), "sqlite://"):
-            with Session(create_engine(other)) as session, pytest.raises(WrongDatabase, match="rows of its own"):
+            with (
+                Session(create_engine(other)) as session,
+                pytest.raises(WrongDatabase, match="rows of its own"),
+            ):
                 JoinedTransaction(session, store).join("invoice:1")
 
 
-# -- several engines in one session ------------------------------------------------------------------------
+# -- several engines in one session ----------------------------------------------------------------
 
 
 class Base(DeclarativeBase):
@@ -210,8 +246,10 @@ class Routed(Session):
 
 
 def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) -> None:
-    """Its rows and the record would be committed one after the other, be it in one database; one of them is taken."""
-    record = won(sql_records, make_bid(fresh_key()), DatabaseLeaseStore(sql_records).name)
+    """Its rows and the record would be committed one after the other, be it in one database; one of
+    them is taken.
+    """
+    record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
     url = sql_records.database.engine.url
     own, other = create_engine(url, poolclass=NullPool), create_engine(url, poolclass=NullPool)
     Base.metadata.create_all(other)
@@ -233,7 +271,9 @@ def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) ->
 
 def test_a_session_that_knows_one_engine_only_is_joined(sql_records: SqlRecordStore) -> None:
     """However often it is named; and one that has its own way of finding engines is left to it."""
-    engine, other = (create_engine(sql_records.database.engine.url, poolclass=NullPool) for _ in range(2))
+    engine, other = (
+        create_engine(sql_records.database.engine.url, poolclass=NullPool) for _ in range(2)
+    )
     with engine.connect() as connection:
         for session in (
             Session(engine, binds={Book: engine}),
@@ -260,8 +300,12 @@ def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRec
 
 
 def test_schemas_that_the_session_translates_are_not_ours(postgres: SqlRecordStore) -> None:
-    """Records stay where they are configured to be, when they are guarded, at the commit, and when they are done."""
-    record = won(postgres, make_bid(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name)
+    """Records stay where they are configured to be, when they are guarded, at the commit, and when
+    they are done.
+    """
+    record = won(
+        postgres, make_claim_request(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name
+    )
     engine = engine_by(postgres, "psycopg").execution_options(schema_translate_map={None: "tenant"})
     with Session(engine) as session:
         session.execute(text("CREATE SCHEMA tenant"))

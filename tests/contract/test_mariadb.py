@@ -1,4 +1,6 @@
-"""What is MySQL's and MariaDB's own: keys by their bytes, a claim of several statements, sessions of any kind."""
+"""What is MySQL's and MariaDB's own: keys by their bytes, a claim of several statements, sessions
+of any kind.
+"""
 
 import multiprocessing
 import random
@@ -9,19 +11,19 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.core.errors import KeyUnusable
-from celery_leases.core.records import Refused, State, Won
-from celery_leases.stores import mysql
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.schema import Tables
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import KeyUnusable
+from celery_leases.protocol.records import Refused, State, Won
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from celery_leases.testing.servers import MariaServer
 from tests.contract.sql_stores import database_url, mariadb_records, sql_records, statements_of
+from tests.support.servers import MariaServer
 
 __all__ = ["database_url", "mariadb_records", "sql_records"]
 
@@ -37,15 +39,24 @@ def first_words(sent: list[str]) -> list[str]:
     return [statement.split(maxsplit=1)[0] for statement in sent]
 
 
-# -- keys ----------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", ["A", "ä", "á", "a ", " a", "a\t", "\N{FULLWIDTH LATIN SMALL LETTER A}", "a\u200b"])
-def test_keys_that_differ_in_anything_are_different_keys(sql_records: SqlRecordStore, other: str) -> None:
-    """In case, accents, width, and spaces at the end, on any database; so are owners, calls, effects and marks."""
+@pytest.mark.parametrize(
+    "other", ["A", "ä", "á", "a ", " a", "a\t", "\N{FULLWIDTH LATIN SMALL LETTER A}", "a\u200b"]
+)
+def test_keys_that_differ_in_anything_are_different_keys(
+    sql_records: SqlRecordStore, other: str
+) -> None:
+    """In case, accents, width, and spaces at the end, on any database; so are owners, calls,
+    effects and marks.
+    """
     base = fresh_key()
     one, two = base + "a", base + other
-    first, second = won(sql_records, make_bid(one)), won(sql_records, make_bid(two))
+    first, second = (
+        won(sql_records, make_claim_request(one)),
+        won(sql_records, make_claim_request(two)),
+    )
     assert (first.attempt, second.attempt) == (1, 1)
     assert [row(sql_records, key).owner for key in (one, two)] == [first.owner, second.owner]
     assert not sql_records.settle(replace(first, owner=first.owner + " "), outcome(first))
@@ -64,7 +75,7 @@ def test_keys_that_differ_in_anything_are_different_keys(sql_records: SqlRecordS
 def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecordStore) -> None:
     """255 characters of four bytes each, three times over."""
     long = "\N{GRINNING FACE}" * 255
-    record = won(records, make_bid(long))
+    record = won(records, make_claim_request(long))
     assert row(records, long).owner == record.owner
     effects = SqlEffectStore(records.database, records.tables)
     assert begin(effects, record, long) is not None
@@ -74,44 +85,49 @@ def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecord
 def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) -> None:
     """Whatever the server's ``sql_mode`` is: two long keys with one beginning would be one."""
     with pytest.raises(KeyUnusable):
-        records.claim(make_bid("k" * 256), "database")
+        records.claim(make_claim_request("k" * 256), "database")
 
 
-# -- the claim -----------------------------------------------------------------------------------------------
+# -- the claim -------------------------------------------------------------------------------------
 
 
 def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
     """A claim looks and then inserts or updates; one that is refused only looks."""
-    leases, bid = DatabaseLeaseStore(records), make_bid(fresh_key())
+    leases, claim_request = DatabaseLeaseStore(records), make_claim_request(fresh_key())
     with statements_of(records.database) as sent:
-        leases.acquire(bid)
+        leases.acquire(claim_request)
     assert first_words(sent) == ["SELECT", "INSERT"]
-    record = row(records, bid.stored_key)
+    record = row(records, claim_request.stored_key)
     with statements_of(records.database) as sent:
-        leases.acquire(make_bid(bid.stored_key))
+        leases.acquire(make_claim_request(claim_request.stored_key))
     assert first_words(sent) == ["SELECT"]
-    assert row(records, bid.stored_key).owner == record.owner
+    assert row(records, claim_request.stored_key).owner == record.owner
     with statements_of(records.database) as sent:
         records.settle(record, outcome(record, State.PENDING))
     assert first_words(sent) == ["UPDATE"]
     with statements_of(records.database) as sent:
-        record = won(records, make_bid(bid.stored_key), "database")
+        record = won(records, make_claim_request(claim_request.stored_key), "database")
     assert first_words(sent) == ["SELECT", "UPDATE"]
     records.settle(record, outcome(record, result="1"))
     with statements_of(records.database) as sent:
-        assert isinstance(records.claim(make_bid(bid.stored_key), "database"), Refused)
+        assert isinstance(
+            records.claim(make_claim_request(claim_request.stored_key), "database"), Refused
+        )
     assert first_words(sent) == ["SELECT"]
 
 
 def commands(records: SqlRecordStore) -> int:
     """How many statements the pooled connection has sent in its life, of whatever kind."""
     with records.database.engine.connect() as connection:
-        return sum(int(number) for _, number in connection.execute(text("SHOW SESSION STATUS LIKE 'Com\\_%'")))
+        return sum(
+            int(number)
+            for _, number in connection.execute(text("SHOW SESSION STATUS LIKE 'Com\\_%'"))
+        )
 
 
 def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore) -> None:
     """Neither COMMIT nor ROLLBACK: each commits by itself."""
-    record = won(records, make_bid(fresh_key()))
+    record = won(records, make_claim_request(fresh_key()))
     before = commands(records)
     assert records.settle(record, outcome(record))
     assert commands(records) - before == 2  # this one too
@@ -119,41 +135,45 @@ def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore)
 
 def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
     """Each column is made of the row as it was before."""
-    bid = make_bid(fresh_key(), fingerprint="v1:a")
-    first = won(records, bid)
-    second = won(records, make_bid(bid.stored_key, fingerprint="v1:a"))
+    claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
+    first = won(records, claim_request)
+    second = won(records, make_claim_request(claim_request.stored_key, fingerprint="v1:a"))
     assert second.fence > first.fence
-    assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, bid.call_id)
+    assert (second.attempt, second.crashes, second.crashed_call) == (2, 1, claim_request.call_id)
     assert second.previous is not None
     assert (second.previous.ended, second.previous.host) == ("crashed", first.holder)
     done = closed(records, second, State.DONE, result="1")
-    third = won(records, make_bid(bid.stored_key, rerun=True))
+    third = won(records, make_claim_request(claim_request.stored_key, rerun=True))
     assert (third.attempt, third.generation, third.crashes) == (1, done.generation + 1, 1)
     assert (third.result, third.fingerprint, third.expires_at) == (None, None, None)
 
 
 def race(url: str, seed: int, begin: Any, found: Any) -> None:
     """Claim often, and give each win back."""
-    records, chance = SqlRecordStore(engine_for(url)), random.Random(seed)
+    records, rand = SqlRecordStore(engine_for(url)), random.Random(seed)
     wins = []
     begin.wait(30)
     for _ in range(1000):
-        bid = make_bid(f"t:race|{chance.randrange(20)}")
-        answer = records.claim(bid, "database")
+        claim_request = make_claim_request(f"t:race|{rand.randrange(20)}")
+        answer = records.claim(claim_request, "database")
         if isinstance(answer, Won):
-            wins.append((bid.stored_key, answer.record.fence, answer.record.attempt))
-            if chance.random() < 0.8:
-                assert DatabaseLeaseStore(records).release(bid.stored_key, bid.token)
+            wins.append((claim_request.stored_key, answer.record.fence, answer.record.attempt))
+            if rand.random() < 0.8:
+                assert DatabaseLeaseStore(records).release(
+                    claim_request.stored_key, claim_request.token
+                )
             else:
                 outcome_ = outcome(answer.record, State.PENDING)
                 assert records.settle(answer.record, outcome_)
         else:
             assert answer.record is not None
-            assert answer.record.owner != bid.token
+            assert answer.record.owner != claim_request.token
     found.put(wins)
 
 
-def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(records: SqlRecordStore) -> None:
+def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(
+    records: SqlRecordStore,
+) -> None:
     """A thousand claims each, on twenty keys: the fences of a key grow with every win."""
     spawn = multiprocessing.get_context("spawn")
     together, found = spawn.Barrier(2), spawn.Queue()
@@ -173,7 +193,7 @@ def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(records
     assert len(wins) > 1000
 
 
-# -- sessions and clocks -------------------------------------------------------------------------------------
+# -- sessions and clocks ---------------------------------------------------------------------------
 
 
 def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRecordStore) -> None:
@@ -189,21 +209,27 @@ def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRec
 
 
 def test_a_server_of_other_modes_serves_as_well(leases_mariadb: MariaServer) -> None:
-    """Quotes that mean names, all columns at once, long values cut, a short wait, case in names of tables."""
+    """Quotes that mean names, all columns at once, long values cut, a short wait, case in names of
+    tables.
+    """
     modes = "ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
     if leases_mariadb.name == "MariaDB":
         modes += ",SIMULTANEOUS_ASSIGNMENT"
-    with type(leases_mariadb)(settings={"sql-mode": modes, "default-storage-engine": "MyISAM"}) as server:
+    with type(leases_mariadb)(
+        settings={"sql-mode": modes, "default-storage-engine": "MyISAM"}
+    ) as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
-        bid = make_bid(fresh_key() + "\\'\"%s")
-        won(records, bid)
-        second = won(records, make_bid(bid.stored_key))
+        claim_request = make_claim_request(fresh_key() + "\\'\"%s")
+        won(records, claim_request)
+        second = won(records, make_claim_request(claim_request.stored_key))
         assert (second.attempt, second.crashes) == (2, 1)
         with pytest.raises(KeyUnusable):
-            records.claim(make_bid("k" * 256), "database")
+            records.claim(make_claim_request("k" * 256), "database")
         with records.database.engine.connect() as connection:
-            used = connection.execute(text("SHOW TABLE STATUS LIKE 'celery_leases%'")).mappings().all()
+            used = (
+                connection.execute(text("SHOW TABLE STATUS LIKE 'celery_leases%'")).mappings().all()
+            )
         assert {table["Engine"] for table in used} == {"InnoDB"}
         records.database.close()
 
@@ -215,7 +241,7 @@ def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaS
         connection.execute(text("CREATE DATABASE jobs"))
     records.migrate()
     records.check()
-    record = won(records, make_bid(fresh_key()), "database")
+    record = won(records, make_claim_request(fresh_key()), "database")
     assert begin(SqlEffectStore(records.database, records.tables), record) is not None
     assert records.settle(record, outcome(record))
     with records.database.engine.connect() as connection:

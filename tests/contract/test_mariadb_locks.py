@@ -1,4 +1,6 @@
-"""What MySQL and MariaDB do with locks: waits, deadlocks, servers that are away, and transactions of the user's own."""
+"""What MySQL and MariaDB do with locks: waits, deadlocks, servers that are away, and transactions
+of the user's own.
+"""
 
 import threading
 import time
@@ -10,21 +12,21 @@ import pymysql
 import pytest
 from sqlalchemy import Connection, text
 
-from celery_leases.core.errors import LeaseLost, StoreUnavailable, WrongDatabase
-from celery_leases.core.keys import CallKey
-from celery_leases.core.records import Refused
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.outbox import Outbox
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.stores.transactions import JoinedTransaction
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.records import Refused
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.transactions import JoinedTransaction
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import begin
 from celery_leases.testing.contracts.record_case import outcome, won
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import MariaServer
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import mariadb_records, wait_for_locks
+from tests.support.servers import MariaServer
 
 __all__ = ["mariadb_records"]
 
@@ -35,7 +37,7 @@ def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
     return mariadb_records
 
 
-# -- locks and outages ---------------------------------------------------------------------------------------
+# -- locks and outages -----------------------------------------------------------------------------
 
 
 def locked(connection: Connection) -> None:
@@ -44,13 +46,17 @@ def locked(connection: Connection) -> None:
     connection.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
 
 
-def test_who_waits_too_long_for_a_row_is_told_that_nothing_was_written(records: SqlRecordStore) -> None:
+def test_who_waits_too_long_for_a_row_is_told_that_nothing_was_written(
+    records: SqlRecordStore,
+) -> None:
     """Waits are whole seconds here; the statement is taken back."""
-    record = won(records, make_bid(fresh_key()))
+    record = won(records, make_claim_request(fresh_key()))
     with records.database.engine.connect() as other:
         locked(other)
         began = time.monotonic()
-        with pytest.raises(StoreUnavailable, match="another transaction has the row locked") as caught:
+        with pytest.raises(
+            StoreUnavailable, match="another transaction has locked the row"
+        ) as caught:
             records.settle(record, outcome(record))
         assert time.monotonic() - began < 4
         other.execute(text("ROLLBACK"))
@@ -61,13 +67,15 @@ def test_who_waits_too_long_for_a_row_is_told_that_nothing_was_written(records: 
 def test_a_statement_taken_back_for_a_deadlock_is_repeated(records: SqlRecordStore) -> None:
     """The other transaction goes on, and then it is our turn."""
     leases = DatabaseLeaseStore(records)
-    record = won(records, make_bid(fresh_key()))
+    record = won(records, make_claim_request(fresh_key()))
     effects = SqlEffectStore(records.database, records.tables)
     with records.database.engine.connect() as other:
         other.execute(text("BEGIN"))
         # Whoever has changed more is kept: the deadlock takes ours back.
         for number in range(20):
-            other.execute(text("INSERT INTO celery_leases_marks VALUES (:name, 'x', '', 0)"), {"name": number})
+            other.execute(
+                text("INSERT INTO celery_leases_marks VALUES (:name, 'x', '', 0)"), {"name": number}
+            )
         other.execute(text("SELECT 1 FROM celery_leases_effects FOR UPDATE"))
         other.execute(
             text(
@@ -99,9 +107,11 @@ def deadlocks(connection: Connection) -> int:
 def test_a_silent_server_holds_nobody_for_ever(leases_mariadb: MariaServer) -> None:
     """Nor is anything said of what it has done."""
     with type(leases_mariadb)() as server:
-        records = SqlRecordStore(engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1"))
+        records = SqlRecordStore(
+            engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1")
+        )
         records.migrate()
-        record = won(records, make_bid(fresh_key()))
+        record = won(records, make_claim_request(fresh_key()))
         server.pause()
         began = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
@@ -118,24 +128,28 @@ def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer)
     with type(leases_mariadb)() as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
-        record = won(records, make_bid(fresh_key()))
+        record = won(records, make_claim_request(fresh_key()))
         assert records.settle(record, outcome(record, result="1"))
         server.kill()
         with pytest.raises(StoreUnavailable):
             records.read(record.stored_key)
         server.start()
-        assert isinstance(records.claim(make_bid(record.stored_key), "database"), Refused)
+        assert isinstance(records.claim(make_claim_request(record.stored_key), "database"), Refused)
         records.database.close()
 
 
-# -- the user's own transaction ------------------------------------------------------------------------------
+# -- the user's own transaction --------------------------------------------------------------------
 
 
 @pytest.fixture
 def driver(records: SqlRecordStore) -> Iterator[Any]:
-    """A connection of PyMySQL as it comes: no autocommit, REPEATABLE READ, counting what has changed."""
+    """A connection of PyMySQL as it comes: no autocommit, REPEATABLE READ, counting what has
+    changed.
+    """
     url = records.database.engine.url
-    connection = pymysql.connect(host=url.host, port=url.port, user=url.username, database=url.database)
+    connection = pymysql.connect(
+        host=url.host, port=url.port, user=url.username, database=url.database
+    )
     yield connection
     connection.close()
 
@@ -145,7 +159,7 @@ def test_a_guard_by_a_plain_connection_needs_no_change_to_be_seen(
     records: SqlRecordStore, driver: Any, store: str
 ) -> None:
     """Such a connection counts changed rows, and a guard may change none."""
-    record = won(records, make_bid(fresh_key(), ttl=60.0), store)
+    record = won(records, make_claim_request(fresh_key(), ttl=60.0), store)
     transaction = JoinedTransaction(driver, records)
     for _ in range(2):
         transaction.guard(record)
@@ -157,14 +171,16 @@ def test_a_guard_by_a_plain_connection_needs_no_change_to_be_seen(
     assert records.settle(record, outcome(record))
 
 
-def test_an_old_snapshot_does_not_keep_a_guard_from_seeing_the_successor(records: SqlRecordStore, driver: Any) -> None:
+def test_an_old_snapshot_does_not_keep_a_guard_from_seeing_the_successor(
+    records: SqlRecordStore, driver: Any
+) -> None:
     """At REPEATABLE READ the transaction still reads the old row, and locks the new one."""
-    bid = make_bid(fresh_key())
-    record = won(records, bid)
+    claim_request = make_claim_request(fresh_key())
+    record = won(records, claim_request)
     transaction = JoinedTransaction(driver, records)
     with driver.cursor() as cursor:
         cursor.execute("SELECT owner FROM celery_leases_records")
-        won(records, make_bid(bid.stored_key))
+        won(records, make_claim_request(claim_request.stored_key))
         cursor.execute("SELECT owner FROM celery_leases_records")
         assert cursor.fetchone() == (record.owner,)
     with pytest.raises(LeaseLost):
@@ -200,8 +216,8 @@ def test_a_plain_connection_that_does_not_tell_of_its_transaction_is_refused(
     records: SqlRecordStore, driver: Any
 ) -> None:
     """Django's tells by its autocommit mode, which it leaves for a transaction."""
-    record, mute = won(records, make_bid(fresh_key())), Mute(driver)
-    with pytest.raises(WrongDatabase, match="does not tell whether its transaction is open"):
+    record, mute = won(records, make_claim_request(fresh_key())), Mute(driver)
+    with pytest.raises(WrongDatabase, match="does not show whether its transaction is open"):
         JoinedTransaction(mute, records).guard(record)
     transaction = JoinedTransaction(DjangoLike(mute), records)
     driver.autocommit(True)
@@ -215,7 +231,9 @@ def test_a_plain_connection_that_does_not_tell_of_its_transaction_is_refused(
     assert not transaction.is_open()
 
 
-def test_a_call_enqueued_behind_an_old_snapshot_is_found_all_the_same(records: SqlRecordStore, driver: Any) -> None:
+def test_a_call_enqueued_behind_an_old_snapshot_is_found_all_the_same(
+    records: SqlRecordStore, driver: Any
+) -> None:
     """The insert meets a row that the transaction cannot see, and may look at the newest."""
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
     enqueuing = outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0)
@@ -240,7 +258,9 @@ def test_a_call_enqueued_behind_an_old_snapshot_is_found_all_the_same(records: S
 def test_an_enqueued_call_is_taken_by_one_of_many(records: SqlRecordStore) -> None:
     """All look at once; who takes it has seen it as it is."""
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
-    assert records.database.touch(outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0), {})
+    assert records.database.touch(
+        outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0), {}
+    )
     with records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_records SET publish_at = 1"))
     with ThreadPoolExecutor(8) as threads:

@@ -1,4 +1,6 @@
-"""Tables of version 1, made as release 0.1.0 made them: workers run on them, and migrations convert them."""
+"""Tables of version 1, made as release 0.1.0 made them: workers run on them, and migrations convert
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,26 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, event, inspect, make_url, text
 
-from celery_leases.core.effects import scope_of
-from celery_leases.core.errors import RecordUnreadable, SchemaOutdated, StoreUnavailable
-from celery_leases.core.keys import CallKey
-from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import Ended, Failure, Record, State, Won
-from celery_leases.stores import migrations, postgres
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.layouts import DOCUMENT, NARROW, WIDE, Migrated
-from celery_leases.stores.mysql import FAMILY
-from celery_leases.stores.outbox import Outbox
-from celery_leases.stores.schema import Tables
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.stores.transactions import JoinedTransaction
+from celery_leases.errors import RecordUnreadable, SchemaOutdated, StoreUnavailable
+from celery_leases.protocol.effects import scope_of
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.records import Ended, Failure, Record, State, Won
+from celery_leases.stores.sql import migrations
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.dialects import postgresql
+from celery_leases.stores.sql.dialects.mysql import FAMILY
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.layouts import DOCUMENT, NARROW, WIDE, Migrated
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts import EffectStoreContract, RecordStoreContract
-from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
+from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, outcome, row, timeless, won
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import database_url, server_url, wait_for_locks
 
 __all__ = ["database_url", "server_url"]
@@ -47,7 +50,9 @@ DAMAGED = {
 }
 """By column: what cannot be read of a row."""
 UNREADABLE = {"finished_results", "progress", "state", "ended"}
-FAILURE = Failure("builtins.ValueError", "bad \N{SNOWMAN}", "rule", "busy", group="g", ambiguous=True)
+FAILURE = Failure(
+    "builtins.ValueError", "bad \N{SNOWMAN}", "rule", "busy", group="g", ambiguous=True
+)
 
 
 def make_old(url: str) -> None:
@@ -119,29 +124,65 @@ def fill(records: SqlRecordStore) -> list[str]:
     """Rows in every state, with all that a row may have; their keys."""
     keys: list[str] = []
 
-    def begun(lease_store: str = "database", **bid: Any) -> Record:
+    def begun(lease_store: str = "database", **claim_request: Any) -> Record:
         keys.append(fresh_key())
-        given: dict[str, Any] = {"fingerprint": f"v1:{'ab' * 32}", "digests": {"a": "b"}, "retention": 9.5, "ttl": 40.0}
-        return won(records, make_bid(keys[-1], **(given | bid)), lease_store)
+        given: dict[str, Any] = {
+            "fingerprint": f"v1:{'ab' * 32}",
+            "digests": {"a": "b"},
+            "retention": 9.5,
+            "ttl": 40.0,
+        }
+        return won(records, make_claim_request(keys[-1], **(given | claim_request)), lease_store)
 
-    counts: dict[str, Any] = {"failures": 2, "quick_retries": 3, "cooldowns": 4, "crashes": 1, "crashed_call": "c"}
-    failed: dict[str, Any] = counts | {"ended": Ended.FAILED, "failure": FAILURE, "failed": True, "reason": "busy"}
+    counts: dict[str, Any] = {
+        "failures": 2,
+        "quick_retries": 3,
+        "cooldowns": 4,
+        "crashes": 1,
+        "crashed_call": "c",
+    }
+    failed: dict[str, Any] = counts | {
+        "ended": Ended.FAILED,
+        "failure": FAILURE,
+        "failed": True,
+        "reason": "busy",
+    }
     begun()
     begun("redis:other/", ttl=2.3, retention=None, fingerprint=None, digests=None)
     for state in (State.PENDING, State.COOLING, State.FAILED, State.UNCERTAIN):
-        closed(records, begun(), state, **failed, retry_after=60.0, resumes=state is State.COOLING, retries=3)
-    closed(records, begun(message='{"a": "50%"}'), result='"\N{SNOWMAN}"', finished={"a!b c": '"1"', "!": None})
+        closed(
+            records,
+            begun(),
+            state,
+            **failed,
+            retry_after=60.0,
+            resumes=state is State.COOLING,
+            retries=3,
+        )
+    closed(
+        records,
+        begun(message='{"a": "50%"}'),
+        result='"\N{SNOWMAN}"',
+        finished={"a!b c": '"1"', "!": None},
+    )
     closed(records, begun(), retention=None, reason="result_too_large")
     closed(records, begun(), State.PENDING, **failed)
-    again = won(records, make_bid(keys[-1], rerun=True), "database")  # with a previous attempt, and counts of old
+    again = won(
+        records, make_claim_request(keys[-1], rerun=True), "database"
+    )  # with a previous attempt, and counts of old
     closed(records, again, State.PENDING, ended=Ended.RETRIED)
-    won(records, make_bid(keys[-1], rerun=True), "database")
+    won(records, make_claim_request(keys[-1], rerun=True), "database")
     begun("redis:one")
-    won(records, make_bid(keys[-1]), "redis:one")  # it has crashed
+    won(records, make_claim_request(keys[-1]), "redis:one")  # it has crashed
     saving = begun()
     effects = SqlEffectStore(records.database, records.tables)
-    assert effects.save_progress(saving, '{"generation": 0, "value": "1", "positions": {"items": 3}}')
-    assert effects.begin(saving, "charge", "key", scope_of(saving, rerun=False, retention=1.0)) is not None
+    assert effects.save_progress(
+        saving, '{"generation": 0, "value": "1", "positions": {"items": 3}}'
+    )
+    assert (
+        effects.begin(saving, "charge", "key", scope_of(saving, rerun=False, retention=1.0))
+        is not None
+    )
     closed(records, begun(), State.FAILED, **failed)
     assert records.reset(keys[-1], keep=True) is not None
     closed(records, begun(), State.FAILED, **failed)
@@ -150,7 +191,9 @@ def fill(records: SqlRecordStore) -> list[str]:
     assert records.resolve(keys[-1], '"by hand"')
     key = CallKey("enqueued", fresh_key(), f"v1:{'cd' * 32}", {"x": "y"})
     keys.append(key.stored)
-    assert records.database.touch(Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), {})
+    assert records.database.touch(
+        Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), {}
+    )
     return keys
 
 
@@ -158,11 +201,15 @@ def damage(records: SqlRecordStore) -> dict[str, str]:
     """A row for each column that cannot be read; their keys by column."""
     broken = {}
     for column, value in DAMAGED.items():
-        record = won(records, make_bid(fresh_key(), retention=None), "database")
-        closed(records, record, State.PENDING, ended=Ended.FAILED, failure=FAILURE, finished={"a": "1"})
-        won(records, make_bid(record.stored_key, rerun=True), "database")
+        record = won(records, make_claim_request(fresh_key(), retention=None), "database")
+        closed(
+            records, record, State.PENDING, ended=Ended.FAILED, failure=FAILURE, finished={"a": "1"}
+        )
+        won(records, make_claim_request(record.stored_key, rerun=True), "database")
         with records.database.engine.connect() as connection:
-            written = text(f"UPDATE celery_leases_records SET {column} = :value WHERE stored_key = :key")  # noqa: S608
+            written = text(
+                f"UPDATE celery_leases_records SET {column} = :value WHERE stored_key = :key"  # noqa: S608
+            )
             connection.execute(written, {"value": value, "key": record.stored_key})
         broken[column] = record.stored_key
     return broken
@@ -200,22 +247,24 @@ def test_each_record_reads_the_same_after_a_migration_and_back(old: SqlRecordSto
 
 
 @pytest.mark.parametrize("to", [2, 1], ids=["upgrade", "downgrade"])
-def test_work_that_was_done_before_a_migration_may_be_run_again(old: SqlRecordStore, to: int) -> None:
+def test_work_that_was_done_before_a_migration_may_be_run_again(
+    old: SqlRecordStore, to: int
+) -> None:
     """By another call, where each call is work of its own, or once the retention is over."""
     if to == 1:
         migrated(old)
-    rerun, expired = (won(old, make_bid(fresh_key()), "database") for _ in range(2))
+    rerun, expired = (won(old, make_claim_request(fresh_key()), "database") for _ in range(2))
     closed(old, rerun)
     closed(old, expired, retention=1e-6)
     migrated(old, to)
-    assert won(old, make_bid(rerun.stored_key, rerun=True), "database").generation == 1
-    assert won(old, make_bid(expired.stored_key), "database").generation == 1
+    assert won(old, make_claim_request(rerun.stored_key, rerun=True), "database").generation == 1
+    assert won(old, make_claim_request(expired.stored_key), "database").generation == 1
 
 
 def test_a_migration_that_has_nothing_to_do_waits_for_no_transaction(old: SqlRecordStore) -> None:
     """Run again while a transaction of the user's has written a row."""
     migrated(old)
-    won(old, make_bid(fresh_key()), "database")
+    won(old, make_claim_request(fresh_key()), "database")
     with old.database.engine.connect() as connection:
         if connection.dialect.name == "sqlite":
             pytest.skip("there is one writer at a time")
@@ -263,7 +312,9 @@ def indexes(records: SqlRecordStore) -> set[str | None]:
     if engine.dialect.name != "postgresql":
         return {index["name"] for index in inspect(engine).get_indexes(records.tables.records.name)}
     with engine.connect() as connection:
-        names = "SELECT indexname FROM pg_indexes WHERE tablename = :name AND indexname NOT LIKE 'pk%'"
+        names = (
+            "SELECT indexname FROM pg_indexes WHERE tablename = :name AND indexname NOT LIKE 'pk%'"
+        )
         return set(connection.execute(text(names), {"name": records.tables.records.name}).scalars())
 
 
@@ -284,18 +335,30 @@ def ready_indexes(records: SqlRecordStore) -> set[str]:
 
 
 @contextmanager
-def held_up(old: SqlRecordStore, migrating: Callable[[], Any]) -> Iterator[tuple[Connection, Future[Any]]]:
+def held_up(
+    old: SqlRecordStore, migrating: Callable[[], Any]
+) -> Iterator[tuple[Connection, Future[Any]]]:
     """A migration in a thread, while PostgreSQL makes an index and waits for an older transaction.
 
     Gives the connection of that transaction.
     """
-    waits = text("SELECT 1 FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE NOT granted AND query LIKE :query")
-    with old.database.engine.connect() as older, old.database.engine.connect() as watcher, ThreadPoolExecutor(1) as one:
+    waits = text(
+        "SELECT 1 FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE NOT granted AND query LIKE :query"
+    )
+    with (
+        old.database.engine.connect() as older,
+        old.database.engine.connect() as watcher,
+        ThreadPoolExecutor(1) as one,
+    ):
         older.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ")
         older.exec_driver_sql("SELECT 1 FROM celery_leases_marks")
         running = one.submit(migrating)
         made = {"query": "CREATE INDEX CONCURRENTLY%"}
-        wait_until(lambda: running.done() or watcher.execute(waits, made).first() is not None, 20, "the index to wait")
+        wait_until(
+            lambda: running.done() or watcher.execute(waits, made).first() is not None,
+            20,
+            "the index to wait",
+        )
         yield older, running
         if older.in_transaction():
             older.exec_driver_sql("ROLLBACK")
@@ -305,7 +368,7 @@ def held_up(old: SqlRecordStore, migrating: Callable[[], Any]) -> Iterator[tuple
 def test_work_goes_on_while_indexes_are_made(old: SqlRecordStore) -> None:
     """They are made beside the old ones. Under the lock they only get their names."""
     with held_up(old, lambda: migrated(old)) as (older, running):
-        record = won(old, make_bid(fresh_key()), "database")
+        record = won(old, make_claim_request(fresh_key()), "database")
         assert closed(old, record).state is State.DONE
         assert not running.done()
         older.exec_driver_sql("ROLLBACK")
@@ -316,7 +379,9 @@ def test_work_goes_on_while_indexes_are_made(old: SqlRecordStore) -> None:
 @pytest.mark.only(server="postgresql")
 def test_an_index_that_nobody_has_finished_is_made_anew(old: SqlRecordStore) -> None:
     """It would be none for the server's plans, and would be written to all the same."""
-    end = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%'")
+    end = text(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%'"
+    )
     with held_up(old, lambda: migrated(old)) as (older, running):
         with old.database.engine.connect() as connection:
             connection.execute(end)
@@ -335,14 +400,16 @@ def test_an_index_that_nobody_has_finished_is_made_anew(old: SqlRecordStore) -> 
 
 
 @pytest.mark.only(server="postgresql")
-def test_an_index_that_waits_for_too_long_is_given_up(old: SqlRecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_waits_for_too_long_is_given_up(
+    old: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is lost; a downgrade takes away what is left of it."""
-    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_OF_MIGRATIONS", 300)
+    monkeypatch.setattr(postgresql, "LOCK_TIMEOUT_OF_MIGRATIONS", 300)
     with held_up(old, lambda: migrated(old)) as (older, running):
         failed = running.exception(60)
         older.exec_driver_sql("ROLLBACK")
     assert isinstance(failed, StoreUnavailable)
-    assert "run it again when they have ended" in str(failed)
+    assert "run the migration again when they have ended" in str(failed)
     old.check()
     assert indexes(old) > wanted_indexes(1)
     migrated(old, 1)
@@ -364,10 +431,14 @@ def test_columns_and_indexes_are_dropped_by_statements_of_their_own(old: SqlReco
         event.remove(Engine, "before_cursor_execute", note)
     assert any("DROP INDEX" in statement for statement in sent)
     assert any("DROP COLUMN" in statement for statement in sent)
-    assert not [statement for statement in sent if "DROP INDEX" in statement and "DROP COLUMN" in statement]
+    assert not [
+        statement for statement in sent if "DROP INDEX" in statement and "DROP COLUMN" in statement
+    ]
 
 
-def test_no_statement_of_a_migration_is_given_up(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_statement_of_a_migration_is_given_up(
+    server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the server says nothing for longer than any other statement may take."""
     make_old(server_url)
     url = make_url(server_url)
@@ -380,9 +451,9 @@ def test_no_statement_of_a_migration_is_given_up(server_url: str, monkeypatch: p
             "CREATE TRIGGER slow BEFORE UPDATE ON celery_leases_version FOR EACH ROW EXECUTE FUNCTION slow()",
         ]
     )
-    monkeypatch.setattr(postgres, "SILENCE", 0.3)
-    hurried = url.update_query_dict({"read_timeout": "1"} if of_mysql else {})
-    records = SqlRecordStore(engine_for(hurried.render_as_string(hide_password=False)))
+    monkeypatch.setattr(postgresql, "SILENCE", 0.3)
+    stopping = url.update_query_dict({"read_timeout": "1"} if of_mysql else {})
+    records = SqlRecordStore(engine_for(stopping.render_as_string(hide_password=False)))
     with closing(records.database):
         with records.database.engine.connect() as connection:
             for statement in made:
@@ -395,20 +466,27 @@ def test_no_statement_of_a_migration_is_given_up(server_url: str, monkeypatch: p
 
 STEPS: dict[str, Callable[[SqlRecordStore, Record], object]] = {
     "read": lambda records, record: records.read(record.stored_key),
-    "settle": lambda records, record: records.settle(record, outcome(record, failure=FAILURE, failed=True)),
-    "claim": lambda records, _: won(records, make_bid(fresh_key()), "database"),
-    "take over": lambda records, record: records.claim(make_bid(record.stored_key), "redis:one"),
+    "settle": lambda records, record: records.settle(
+        record, outcome(record, failure=FAILURE, failed=True)
+    ),
+    "claim": lambda records, _: won(records, make_claim_request(fresh_key()), "database"),
+    "take over": lambda records, record: records.claim(
+        make_claim_request(record.stored_key), "redis:one"
+    ),
     "search": lambda records, _: records.search(states=[State.RUNNING]),
     "named": lambda records, record: records.named(record.key),
     "reset": lambda records, record: records.reset(record.stored_key, keep=True, seen=record),
     "resolve": lambda records, record: records.resolve(record.stored_key, "1"),
-    "holders": lambda records, _: list(DatabaseLeaseStore(records).holders()),
+    "held": lambda records, record: DatabaseLeaseStore(records).held([record.stored_key]),
     "renew": lambda records, record: (
-        DatabaseLeaseStore(records).renew([Renewal(record.stored_key, record.owner, 60.0)]) == [Kept.OURS]
+        DatabaseLeaseStore(records).renew([Renewal(record.stored_key, record.owner, 60.0)])
+        == [RenewalResult.OURS]
     ),
     "stranded": lambda records, _: Outbox(records).stranded(0.0, 10),
     "take": lambda records, _: Outbox(records).take("absent") is None,
-    "progress": lambda records, record: SqlEffectStore(records.database, records.tables).save_progress(record, "{}"),
+    "progress": lambda records, record: SqlEffectStore(
+        records.database, records.tables
+    ).save_progress(record, "{}"),
 }
 
 
@@ -416,25 +494,40 @@ STEPS: dict[str, Callable[[SqlRecordStore, Record], object]] = {
 def test_a_worker_finds_out_that_its_tables_were_migrated(old: SqlRecordStore, step: str) -> None:
     """At whatever it does next, in either direction; nothing fails."""
     for version in (2, 1):
-        record = won(old, make_bid(fresh_key()), "redis:one" if step == "take over" else "database")
+        record = won(
+            old, make_claim_request(fresh_key()), "redis:one" if step == "take over" else "database"
+        )
         for _ in range(8):  # psycopg prepares what comes often
             STEPS["read"](old, record)
         migrated(old, version)
         assert STEPS[step](old, record) is not None
         STEPS[step](old, record)
-        assert isinstance(old.claim(make_bid(fresh_key()), "database"), Won)
+        assert isinstance(old.claim(make_claim_request(fresh_key()), "database"), Won)
 
 
 def test_an_attempt_that_was_claimed_before_ends_after_the_migration(old: SqlRecordStore) -> None:
     """With what its row had: counts, calls that have finished, how the attempt before ended."""
-    first = won(old, make_bid(fresh_key(), rerun=True), "database")
-    closed(old, first, State.PENDING, ended=Ended.FAILED, failure=FAILURE, failures=2, finished={"a": "1"}, failed=True)
-    record = won(old, make_bid(first.stored_key, rerun=True), "database")
+    first = won(old, make_claim_request(fresh_key(), rerun=True), "database")
+    closed(
+        old,
+        first,
+        State.PENDING,
+        ended=Ended.FAILED,
+        failure=FAILURE,
+        failures=2,
+        finished={"a": "1"},
+        failed=True,
+    )
+    record = won(old, make_claim_request(first.stored_key, rerun=True), "database")
     migrated(old)
     done = closed(old, record, result="1", finished={"a": "1", "b": "2"})
     assert (done.finished_calls, done.finished_results) == (("a", "b"), {"a": "1", "b": "2"})
     assert done.previous == record.previous
-    assert (done.generation, done.lease_ttl, done.fingerprint) == (1, record.lease_ttl, record.fingerprint)
+    assert (done.generation, done.lease_ttl, done.fingerprint) == (
+        1,
+        record.lease_ttl,
+        record.fingerprint,
+    )
 
 
 def test_many_claims_and_outcomes_go_on_during_migrations(old: SqlRecordStore) -> None:
@@ -446,8 +539,10 @@ def test_many_claims_and_outcomes_go_on_during_migrations(old: SqlRecordStore) -
         store = opened(url)
         while not stop.is_set():
             try:
-                record = won(store, make_bid(fresh_key(), ttl=60.0), "database")
-            except StoreUnavailable as error:  # locked for too long: the delivery would be put back
+                record = won(store, make_claim_request(fresh_key(), ttl=60.0), "database")
+            except (
+                StoreUnavailable
+            ) as error:  # locked for too long: the delivery would be rescheduled
                 assert error.executed is not True  # noqa: PT017
                 continue
             while True:
@@ -485,16 +580,27 @@ class KilledError(BaseException):
     """As if the process had ended there."""
 
 
-KILLED_AT = [(name, number) for name, times in (("_alter", 2), ("_batch", 2), ("_note", 1)) for number in range(times)]
+KILLED_AT = [
+    (name, number)
+    for name, times in (("_alter", 2), ("_batch", 2), ("_note", 1))
+    for number in range(times)
+]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("name", "number"), KILLED_AT)
 @pytest.mark.parametrize("to", [2, 1])
 def test_a_migration_that_was_killed_is_run_again(
-    old: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, to: int, name: str, number: int, after: bool
+    old: SqlRecordStore,
+    monkeypatch: pytest.MonkeyPatch,
+    to: int,
+    name: str,
+    number: int,
+    after: bool,
 ) -> None:
-    """Wherever that was, workers go on with the tables as they are, and the next one ends it, or goes back."""
+    """Wherever that was, workers go on with the tables as they are, and the next one ends it, or
+    goes back.
+    """
     keys = fill(old)
     before = reads(old, keys)
     if to == 1:
@@ -520,7 +626,7 @@ def test_a_migration_that_was_killed_is_run_again(
                 migrated(old, to)
     assert reads(old, keys) == before
     for store in (old, opened(old.database.engine.url.render_as_string(False))):
-        record = won(store, make_bid(fresh_key()), "database")
+        record = won(store, make_claim_request(fresh_key()), "database")
         assert closed(store, record, result="1", finished={"a": "1"}).state is State.DONE
         keys.append(record.stored_key)
     before = reads(old, keys)
@@ -546,8 +652,8 @@ def test_two_migrations_at_once_do_it_once(old: SqlRecordStore) -> None:
 def test_a_migration_waits_for_a_transaction_that_guards_a_row(old: SqlRecordStore) -> None:
     """It gives others way meanwhile, and goes on once the transaction has ended."""
     if old.database.host_clock:
-        pytest.skip("SQLite has one writer")
-    record = won(old, make_bid(fresh_key()), "database")
+        pytest.skip("SQLite allows one writer")
+    record = won(old, make_claim_request(fresh_key()), "database")
     user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
         isolation_level="READ COMMITTED"
     )
@@ -563,9 +669,11 @@ def test_a_migration_waits_for_a_transaction_that_guards_a_row(old: SqlRecordSto
     assert row(old, record.stored_key).state is State.DONE
 
 
-def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(old: SqlRecordStore) -> None:
+def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(
+    old: SqlRecordStore,
+) -> None:
     """An error would end the transaction, so the columns are looked at first."""
-    record = won(old, make_bid(fresh_key()), "database")
+    record = won(old, make_claim_request(fresh_key()), "database")
     migrated(old)
     user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
         isolation_level="READ COMMITTED" if not old.database.host_clock else "SERIALIZABLE"
@@ -584,7 +692,9 @@ def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(old
 
 @pytest.mark.parametrize("by", ["sqlalchemy", "driver"])
 def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str) -> None:
-    """Who knows that the tables are the newest does not look before; the error of the first says so."""
+    """Who knows that the tables are the newest does not look before; the error of the first says
+    so.
+    """
     migrated(old)
     migrated(old, 1)
     old.use(NARROW)  # as another process would know it
@@ -594,7 +704,9 @@ def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str
     written: list[bool | None] = []
     for _ in range(3):
         with user.connect() as connection:
-            given: Any = connection if by == "sqlalchemy" else connection.connection.driver_connection
+            given: Any = (
+                connection if by == "sqlalchemy" else connection.connection.driver_connection
+            )
             if by == "driver" and old.database.host_clock:
                 given.execute("BEGIN IMMEDIATE")
             transaction = JoinedTransaction(given, old)
@@ -615,7 +727,9 @@ def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> N
     keys = fill(old)
     before = reads(old, keys)
     with old.database.engine.connect() as connection:
-        for statement in 2 * old.tables.ddl(old.database.engine).strip().removesuffix(";").split(";\n"):
+        for statement in 2 * old.tables.ddl(old.database.engine).strip().removesuffix(";").split(
+            ";\n"
+        ):
             connection.execute(text(statement))
     old.tables.create(old.database.engine)
     assert reads(old, keys) == before
@@ -623,7 +737,9 @@ def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> N
     assert reads(old, keys) == before
 
 
-def test_a_worker_on_old_tables_says_so(old: SqlRecordStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_on_old_tables_says_so(
+    old: SqlRecordStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """And runs."""
     old.check()
     assert "have version 1" in caplog.text
@@ -633,8 +749,10 @@ def test_a_worker_on_old_tables_says_so(old: SqlRecordStore, caplog: pytest.LogC
 def test_a_lease_is_kept_through_a_migration(old: SqlRecordStore) -> None:
     """By the row that is the lease."""
     leases = DatabaseLeaseStore(old)
-    bid = make_bid(fresh_key(), ttl=60.0)
-    assert acquired(leases.acquire(bid))
+    claim_request = make_claim_request(fresh_key(), ttl=60.0)
+    assert acquired(leases.acquire(claim_request))
     migrated(old)
-    assert leases.renew([Renewal(bid.stored_key, bid.token, 60.0)]) == [Kept.OURS]
-    assert not acquired(leases.acquire(make_bid(bid.stored_key)))
+    assert leases.renew([Renewal(claim_request.stored_key, claim_request.token, 60.0)]) == [
+        RenewalResult.OURS
+    ]
+    assert not acquired(leases.acquire(make_claim_request(claim_request.stored_key)))

@@ -8,20 +8,21 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Claimed
-from celery_leases.core.records import Refused
-from celery_leases.stores import postgres
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.ports import Claimed
+from celery_leases.protocol.records import Refused
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.dialects import postgresql
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, won
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer
+from celery_leases.testing.waits import wait_until
+from tests.support.servers import PostgresServer
 
 needs_told = pytest.mark.skipif(
-    tuple(map(int, psycopg.__version__.split(".")[:3])) < (3, 2, 11), reason="psycopg tells of silence since 3.2.11"
+    tuple(map(int, psycopg.__version__.split(".")[:3])) < (3, 2, 11),
+    reason="psycopg tells of silence since 3.2.11",
 )
 
 SILENCE = 0.5
@@ -36,20 +37,30 @@ def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
 
 
 @needs_told
-def test_a_silent_server_holds_nobody_for_ever(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_holds_nobody_for_ever(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is frozen: TCP goes on acknowledging. Nothing is said of what it has done."""
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
-    record = won(records, make_bid(fresh_key()))
-    monkeypatch.setattr(postgres, "SILENCE", SILENCE)
+    record = won(records, make_claim_request(fresh_key()))
+    monkeypatch.setattr(postgresql, "SILENCE", SILENCE)
     server.pause()
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         records.settle(record, outcome(record))
-    assert SILENCE <= time.monotonic() - began < SILENCE + SLACK  # a second try would take as long to connect alone
+    assert (
+        SILENCE <= time.monotonic() - began < SILENCE + SLACK
+    )  # a second try would take as long to connect alone
     assert caught.value.executed is None
     server.resume()
-    wait_until(lambda: isinstance(records.claim(make_bid(record.stored_key), "redis:1"), Refused), 10, "an answer")
+    wait_until(
+        lambda: isinstance(
+            records.claim(make_claim_request(record.stored_key), "redis:1"), Refused
+        ),
+        10,
+        "an answer",
+    )
     records.database.close()
 
 
@@ -59,7 +70,7 @@ def test_a_statement_that_waits_is_told_of_its_connection(
 ) -> None:
     """The connection is closed: a late answer must not be taken for that of the next statement."""
     engine = engine_for(leases_postgres_url)
-    monkeypatch.setattr(postgres, "SILENCE", SILENCE)
+    monkeypatch.setattr(postgresql, "SILENCE", SILENCE)
     with engine.connect() as connection:
         driver = connection.connection.driver_connection
         with pytest.raises(Exception, match=r"has not answered for 0\.5 s") as caught:
@@ -72,19 +83,23 @@ def test_a_statement_that_waits_is_told_of_its_connection(
     engine.dispose()
 
 
-def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_id(server: PostgresServer) -> None:
-    """Behind the gate of a group too. The server says so: by its WAL, its transaction ids, and the rows' own marks."""
+def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_id(
+    server: PostgresServer,
+) -> None:
+    """Behind the gate of a group too. The server says so: by its WAL, its transaction ids, and the
+    rows' own marks.
+    """
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     leases = DatabaseLeaseStore(records)
-    done, running = (won(records, make_bid(fresh_key()), "database") for _ in range(2))
+    done, running = (won(records, make_claim_request(fresh_key()), "database") for _ in range(2))
     assert records.settle(done, outcome(done, result="1"))
 
     def refusals() -> None:
         for _ in range(20):
             for record in (done, running):
                 for group in (None, "open"):
-                    answer = leases.acquire(make_bid(record.stored_key, group=group))
+                    answer = leases.acquire(make_claim_request(record.stored_key, group=group))
                     assert isinstance(answer, Claimed)
                     assert isinstance(answer.claim, Refused)
 
@@ -106,30 +121,38 @@ def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_i
 
     wait_until(nothing_written, 30, "a while in which the server itself writes no WAL")
     before = seen()
-    won(records, make_bid(fresh_key()))
+    won(records, make_claim_request(fresh_key()))
     assert seen()["wal"] != before["wal"]
     assert seen()["xid"] != before["xid"]
     records.database.close()
 
 
 @pytest.mark.parametrize("asked", ["", "?options=-c%20lock_timeout%3D700"])
-def test_rows_are_waited_for_as_the_url_says_or_for_a_moment(leases_postgres_url: str, asked: str) -> None:
+def test_rows_are_waited_for_as_the_url_says_or_for_a_moment(
+    leases_postgres_url: str, asked: str
+) -> None:
     """``options`` in the URL are the user's own."""
     engine = engine_for(leases_postgres_url + asked)
     with engine.connect() as connection:
-        assert connection.execute(text("SHOW lock_timeout")).scalar_one() == ("700ms" if asked else "1500ms")
+        assert connection.execute(text("SHOW lock_timeout")).scalar_one() == (
+            "700ms" if asked else "1500ms"
+        )
     engine.dispose()
 
 
 def test_a_list_carries_nothing_but_keys_through_the_sort(leases_postgres_url: str) -> None:
-    """It shows few of the rows that it looks at; the clock alone, asked for each, would take most of the time."""
+    """It shows few of the rows that it looks at; the clock alone, asked for each, would take most
+    of the time.
+    """
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()
     records.check()
     sent: list[Any] = []
 
     def explained(query: Any, _: Any) -> list[Any]:
-        compiled = query.compile(dialect=records.database.engine.dialect, compile_kwargs={"literal_binds": True})
+        compiled = query.compile(
+            dialect=records.database.engine.dialect, compile_kwargs={"literal_binds": True}
+        )
         with records.database.engine.connect() as connection:
             sent.extend(connection.exec_driver_sql(f"EXPLAIN (VERBOSE) {compiled}").scalars())
         return []

@@ -1,4 +1,6 @@
-"""Whose turn it is to delete what is over: one process of a database at a time, and only as often as it is due."""
+"""Whose turn it is to delete what is over: one process of a database at a time, and only as often
+as it is due.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -6,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import text
 
-from celery_leases.stores import sql
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.stores.sql import records
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, refused, won
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import database_url, sql_records
 
 __all__ = ["database_url", "sql_records"]
@@ -19,7 +21,7 @@ __all__ = ["database_url", "sql_records"]
 def expire(records: SqlRecordStore, number: int) -> None:
     """Rows whose retention is over."""
     for _ in range(number):
-        closed(records, won(records, make_bid(fresh_key())))
+        closed(records, won(records, make_claim_request(fresh_key())))
     with records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_records SET expires_at = 1"))
 
@@ -27,10 +29,14 @@ def expire(records: SqlRecordStore, number: int) -> None:
 def left(records: SqlRecordStore) -> int:
     """How many rows there are."""
     with records.database.engine.connect() as connection:
-        return int(connection.execute(text("SELECT count(*) FROM celery_leases_records")).scalar_one())
+        return int(
+            connection.execute(text("SELECT count(*) FROM celery_leases_records")).scalar_one()
+        )
 
 
-def test_a_turn_goes_on_while_batches_are_full_and_ends_for_a_while(sql_records: SqlRecordStore) -> None:
+def test_a_turn_goes_on_while_batches_are_full_and_ends_for_a_while(
+    sql_records: SqlRecordStore,
+) -> None:
     """Whoever asks meanwhile is told that there is nothing to do."""
     expire(sql_records, 5)
     assert [sql_records.purge_in_turn(2, 60.0) for _ in range(3)] == [True, True, False]
@@ -57,7 +63,7 @@ def test_a_process_that_dies_in_its_turn_is_followed_soon(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a pool child may that lives for one task."""
-    monkeypatch.setattr(sql, "PURGE_PATIENCE", 0.5)
+    monkeypatch.setattr(records, "PURGE_PATIENCE", 0.5)
     expire(sql_records, 2)
 
     def die(_: int) -> int:
@@ -68,7 +74,11 @@ def test_a_process_that_dies_in_its_turn_is_followed_soon(
         with pytest.raises(SystemExit):
             sql_records.purge_in_turn(10, 60.0)
     assert not sql_records.purge_in_turn(10, 60.0)
-    wait_until(lambda: not sql_records.purge_in_turn(10, 60.0) and left(sql_records) == 0, 10, "the next turn")
+    wait_until(
+        lambda: not sql_records.purge_in_turn(10, 60.0) and left(sql_records) == 0,
+        10,
+        "the next turn",
+    )
 
 
 def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) -> None:
@@ -83,24 +93,30 @@ def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) 
 
 
 def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -> None:
-    """A process that is frozen in the middle of it would hold up every other writer of a SQLite file."""
-    closed(sql_records, won(sql_records, make_bid(fresh_key())))
+    """A process that is frozen in the middle of it would hold up every other writer of a SQLite
+    file.
+    """
+    closed(sql_records, won(sql_records, make_claim_request(fresh_key())))
     with sql_records.database.engine.connect() as writer:
         writer.execute(text("BEGIN"))
         writer.execute(text("UPDATE celery_leases_records SET holder = 'seen'"))
         assert not sql_records.purge_in_turn(10, 60.0)
         writer.execute(text("ROLLBACK"))
-        assert not writer.execute(text("SELECT count(*) FROM celery_leases_marks WHERE name = 'purge'")).scalar()
+        assert not writer.execute(
+            text("SELECT count(*) FROM celery_leases_marks WHERE name = 'purge'")
+        ).scalar()
 
 
 def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRecordStore) -> None:
     """Its moment counts from its outcome; the claim has written it, as most outcomes come soon."""
-    record = won(sql_records, make_bid(fresh_key(), retention=0.001), "database")
+    record = won(sql_records, make_claim_request(fresh_key(), retention=0.001), "database")
     assert record.expires_at is None
     time.sleep(0.01)
     assert not sql_records.purge_in_turn(10, 60.0)
     assert sql_records.purge(10) == 0
-    assert refused(sql_records, make_bid(record.stored_key), "database").expires_at is None
+    assert (
+        refused(sql_records, make_claim_request(record.stored_key), "database").expires_at is None
+    )
     after = closed(sql_records, record, retention=0.001)
     assert after.expires_at is not None
     assert after.finished_at is not None
@@ -114,14 +130,18 @@ def test_an_outcome_that_comes_soon_leaves_the_moment_of_expiry(
     sql_records: SqlRecordStore, early: int, kept: bool
 ) -> None:
     """It is at most a hundredth too early, and no index changes."""
-    record = won(sql_records, make_bid(fresh_key(), retention=3600.0), "database")
+    record = won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database")
     ended = record.started_at + (3600 - early) * 1_000_000
     with sql_records.database.engine.connect() as connection:
         connection.execute(text(f"UPDATE celery_leases_records SET expires_at = {ended}"))  # noqa: S608
     after = closed(sql_records, record, retention=3600.0)
     assert after.expires_at is not None
     assert (after.expires_at == ended) is kept
-    again = closed(sql_records, won(sql_records, make_bid(fresh_key(), retention=3600.0), "database"), retention=60.0)
+    again = closed(
+        sql_records,
+        won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database"),
+        retention=60.0,
+    )
     assert again.expires_at is not None
     assert again.finished_at is not None
     assert again.expires_at - again.finished_at == 60_000_000

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Acquired, Kept, Renewal
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.stores.redis_errors import ACL_COMMANDS
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import half_open
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisCluster, RedisSentinels, RedisServer
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.ports import Acquired, Renewal, RenewalResult
+from celery_leases.stores.redis.errors import ACL_COMMANDS
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import half_open
+from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import (
     PASSWORD,
     Certificates,
@@ -26,6 +25,7 @@ from tests.contract.redis_stores import (
     tls_store,
 )
 from tests.contract.test_redis_outages import STEPS, steps
+from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
 from tests.unit.pages import markdown_rows, page
 
 __all__ = ["acl_store", "certificates", "tls_store"]
@@ -40,9 +40,9 @@ def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
 
 def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
     """The errors of all steps that fail."""
-    bid = make_bid(fresh_key())
+    claim_request = make_claim_request(fresh_key())
     errors = {}
-    for name, step in steps(store, bid.stored_key).items():
+    for name, step in steps(store, claim_request.stored_key).items():
         try:
             step()
         except StoreUnavailable as error:
@@ -50,10 +50,12 @@ def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
     return errors
 
 
-# -- TLS -----------------------------------------------------------------------------------------------------
+# -- TLS -------------------------------------------------------------------------------------------
 
 
-def test_a_certificate_of_another_authority_is_told_in_openssls_words(tls_store: Reached, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_told_in_openssls_words(
+    tls_store: Reached, tmp_path: Path
+) -> None:
     """And nothing was sent."""
     stranger = Certificates(tmp_path)
     store = RedisLeaseStore.from_url(tls_store.url, options={"ssl": stranger.client_options})
@@ -62,8 +64,12 @@ def test_a_certificate_of_another_authority_is_told_in_openssls_words(tls_store:
     assert caught.value.executed is False
 
 
-def test_a_server_that_wants_a_certificate_of_ours_lets_nobody_in_without(tls_store: Reached) -> None:
-    """Where the URL has only the authority; whether its alert or its goodbye is seen first is a matter of luck."""
+def test_a_server_that_wants_a_certificate_of_ours_lets_nobody_in_without(
+    tls_store: Reached,
+) -> None:
+    """Where the URL has only the authority; whether its alert or its goodbye is seen first is a
+    matter of luck.
+    """
     authority = tls_store.options["ssl"]["ssl_ca_certs"]
     store = RedisLeaseStore.from_url(f"{tls_store.url}?ssl_ca_certs={authority}")
     with pytest.raises(StoreUnavailable, match=r"(?i)ssl|closed|reset|broken pipe"):
@@ -78,7 +84,7 @@ def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
     assert caught.value.executed is False
 
 
-# -- users ---------------------------------------------------------------------------------------------------
+# -- users -----------------------------------------------------------------------------------------
 
 
 def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store: Reached) -> None:
@@ -88,10 +94,8 @@ def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store
     _, history = store._client.get("celery_leases:own:epoch").split()
     assert len(history) == 40
     assert not refusals(store)
-    assert set(refusals(RedisLeaseStore.from_url(acl_store.url, prefix="other"))) == set(steps(store)) - {
-        "holders",
-        "gates",
-    }
+    others = RedisLeaseStore.from_url(acl_store.url, prefix="other")
+    assert set(refusals(others)) == set(steps(store)) - {"gates"}
 
 
 @pytest.mark.parametrize("missing", ACL_COMMANDS.split())
@@ -100,7 +104,9 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
     words = documented_user()
     assert {word for word in words if word.startswith("+")} == set(ACL_COMMANDS.split())
     with redis.Redis.from_url(server.url) as admin:
-        admin.execute_command("ACL", "SETUSER", "leases", *(word for word in words if word != missing))
+        admin.execute_command(
+            "ACL", "SETUSER", "leases", *(word for word in words if word != missing)
+        )
         admin.script_flush()
         whole = RedisLeaseStore.from_url(server.url)
         half_open(whole, "g")
@@ -111,7 +117,7 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
         errors = refusals(store)
     assert bool(errors) is (missing != "+info")
     if missing == "+get":  # with which every script begins
-        assert set(STEPS) - set(errors) == {"holders", "open_gate"}
+        assert set(STEPS) - set(errors) == {"open_gate"}
     for error in errors.values():
         assert error.executed is False
         assert f"needs ~celery_leases:* {ACL_COMMANDS}" in str(error)
@@ -123,28 +129,30 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
 def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
     """Whether the user cannot make a lease longer, and is told what is missing."""
     store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
-    bid = make_bid(fresh_key())
-    assert whole.acquire(bid) == Acquired()
+    claim_request = make_claim_request(fresh_key())
+    assert whole.acquire(claim_request) == Acquired()
     with pytest.raises(StoreUnavailable, match="pexpire") as caught:
-        store.renew([Renewal(bid.stored_key, bid.token, 60.0)])
+        store.renew([Renewal(claim_request.stored_key, claim_request.token, 60.0)])
     return "the user of leases needs" in str(caught.value)
 
 
 def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> None:
     """Users who may call it and users who may not share one epoch."""
     with redis.Redis.from_url(server.url) as admin:
-        admin.execute_command("ACL", "SETUSER", "leases", *(word for word in documented_user() if word != "+info"))
+        admin.execute_command(
+            "ACL", "SETUSER", "leases", *(word for word in documented_user() if word != "+info")
+        )
     meek = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
     whole = RedisLeaseStore.from_url(server.url)
     key = fresh_key()
-    assert meek.acquire(make_bid(key)) == Acquired()
+    assert meek.acquire(make_claim_request(key)) == Acquired()
     wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
     assert whole.age(key) == 0.0
     wait_until(lambda: meek.age(key) > 0.05, 10, "the store to age")
     assert whole.age(key) > 0.05
 
 
-# -- passwords that change -----------------------------------------------------------------------------------
+# -- passwords that change -------------------------------------------------------------------------
 
 
 class Rotating(redis.CredentialProvider):
@@ -161,17 +169,21 @@ class Rotating(redis.CredentialProvider):
 
 
 def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
-    """Open connections live on; a new one asks the provider, and a store that is behind says so until it is told."""
+    """Open connections live on; a new one asks the provider, and a store that is behind says so
+    until it is told.
+    """
     provider = Rotating("first")
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("requirepass", "first")
         store = RedisLeaseStore.from_url(server.url, options={"credential_provider": provider})
-        bid = make_bid(fresh_key())
+        claim_request = make_claim_request(fresh_key())
 
         def renewed() -> bool:
-            return store.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.OURS]
+            return store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0)]) == [
+                RenewalResult.OURS
+            ]
 
-        assert store.acquire(bid) == Acquired()
+        assert store.acquire(claim_request) == Acquired()
         admin.config_set("requirepass", "second")
         assert renewed()
         assert provider.asked == 1
@@ -228,12 +240,17 @@ def test_sentinel_needs_the_documented_rights_and_no_more(leases_redis: RedisSer
                 admin.execute_command("ACL", "SETUSER", "leases", *documented_user(), *more)
         for server in sentinels.sentinels:
             with redis.Redis(port=server.port) as admin:
-                admin.execute_command("ACL", "SETUSER", "watch", "on", f">{PASSWORD}", *extras["Sentinel"])
+                admin.execute_command(
+                    "ACL", "SETUSER", "watch", "on", f">{PASSWORD}", *extras["Sentinel"]
+                )
                 admin.execute_command("ACL", "SETUSER", "default", "off")
         url = (
-            sentinels.url.replace("://", f"://leases:{PASSWORD}@", 1).replace("/0?", "/2?") + "&sentinel_username=watch"
+            sentinels.url.replace("://", f"://leases:{PASSWORD}@", 1).replace("/0?", "/2?")
+            + "&sentinel_username=watch"
         )
-        store = RedisLeaseStore.from_url(f"{url}&sentinel_password={PASSWORD}", options={"client_name": "leases"})
+        store = RedisLeaseStore.from_url(
+            f"{url}&sentinel_password={PASSWORD}", options={"client_name": "leases"}
+        )
         assert not refusals(store)
         store.close()
         with pytest.raises(StoreUnavailable, match="AuthenticationError") as caught:

@@ -1,4 +1,6 @@
-"""What is a cluster's own: a gate on another node, epochs for each slot, slots that move, nodes that are away."""
+"""What is a cluster's own: a gate on another node, epochs for each slot, slots that move, nodes
+that are away.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,18 +10,18 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.core.ports import Acquired, Held, Kept, Renewal, Shut
-from celery_leases.core.records import Bid
-from celery_leases.stores import lua, lua_gates
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.stores.redis_cluster import Cluster
-from celery_leases.stores.redis_values import Keys
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import closed, found, half_open
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisCluster, RedisServer
-from celery_leases.testing.servers.local import free_port
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.protocol.ports import Acquired, Held, Renewal, RenewalResult, Shut
+from celery_leases.protocol.records import ClaimRequest
+from celery_leases.stores.redis import group_scripts, lease_scripts
+from celery_leases.stores.redis.cluster import Cluster
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.redis.values import Keys
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import closed, found, half_open
+from celery_leases.testing.waits import wait_until
+from tests.support.servers import RedisCluster, RedisServer
+from tests.support.servers.local import free_port
 
 TIMEOUT = 0.5
 SLACK = 1.5
@@ -55,29 +57,35 @@ def store(cluster: RedisCluster) -> Iterator[RedisLeaseStore]:
     opened.close()
 
 
-def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer, Bid]:
+def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer, ClaimRequest]:
     """One lease on each node."""
-    bids: dict[RedisServer, Bid] = {}
-    while len(bids) < len(cluster.nodes):
-        bid = make_bid(fresh_key())
-        bids.setdefault(cluster.node_of(store._keys.lease(bid.stored_key)), bid)
-    for bid in bids.values():
-        assert store.acquire(bid) == Acquired()
-    return bids
+    claim_requests: dict[RedisServer, ClaimRequest] = {}
+    while len(claim_requests) < len(cluster.nodes):
+        claim_request = make_claim_request(fresh_key())
+        claim_requests.setdefault(
+            cluster.node_of(store._keys.lease(claim_request.stored_key)), claim_request
+        )
+    for claim_request in claim_requests.values():
+        assert store.acquire(claim_request) == Acquired()
+    return claim_requests
 
 
-def renewal(bid: Bid) -> Renewal:
+def renewal(claim_request: ClaimRequest) -> Renewal:
     """For as long as the lease had at first."""
-    return Renewal(bid.stored_key, bid.token, bid.ttl)
+    return Renewal(claim_request.stored_key, claim_request.token, claim_request.ttl)
 
 
-def group_apart(cluster: RedisCluster, store: RedisLeaseStore, bid: Bid) -> str:
-    """A group whose gate is on another node than the lease of *bid*."""
-    node = cluster.node_of(store._keys.lease(bid.stored_key))
-    return next(name for name in map(str, range(100)) if cluster.node_of(store._keys.gate(name)[0]) is not node)
+def group_apart(cluster: RedisCluster, store: RedisLeaseStore, claim_request: ClaimRequest) -> str:
+    """A group whose gate is on another node than the lease of *claim_request*."""
+    node = cluster.node_of(store._keys.lease(claim_request.stored_key))
+    return next(
+        name
+        for name in map(str, range(100))
+        if cluster.node_of(store._keys.gate(name)[0]) is not node
+    )
 
 
-# -- keys ----------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["celery_leases", "team:{x}", "a}b", "ü"])
@@ -98,14 +106,14 @@ def test_a_prefix_that_would_tear_keys_apart_is_refused(prefix: str) -> None:
 
 def test_every_slot_comes_up_empty_by_itself(cluster: RedisCluster, store: RedisLeaseStore) -> None:
     """A bid in one slot does not make another one known."""
-    first, second = make_bid("g:{a"), make_bid("g:{b")
+    first, second = make_claim_request("g:{a"), make_claim_request("g:{b")
     assert store.acquire(first) == Acquired()
     wait_until(lambda: store.age(first.stored_key) > 0.05, 10, "the slot to age")
     assert store.age(second.stored_key) == 0.0
     assert store._client.send([("PTTL", store._keys.epoch(first.stored_key))])[0] > 29 * 86_400_000
 
 
-# -- a gate on another node ----------------------------------------------------------------------------------
+# -- a gate on another node ------------------------------------------------------------------------
 
 
 def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
@@ -116,11 +124,11 @@ def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
     closed(store, "closed", 60.0)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:
-            for script in (lua.ACQUIRE, lua.RELEASE, lua_gates.ENTER):
+            for script in (lease_scripts.ACQUIRE, lease_scripts.RELEASE, group_scripts.ENTER):
                 admin.script_load(script.text)
     leases_on(cluster, store)
-    bid = make_bid(fresh_key(), group="half-open")
-    assert store.acquire(bid) == Acquired(probe=True)
+    claim_request = make_claim_request(fresh_key(), group="half-open")
+    assert store.acquire(claim_request) == Acquired(probe=True)
     sent: list[Any] = []
     send: Any = redis.connection.AbstractConnection.send_packed_command
 
@@ -130,12 +138,12 @@ def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
 
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
     steps: tuple[tuple[int, Callable[[], Any]], ...] = (
-        (1, lambda: store.acquire(make_bid(fresh_key()))),
-        (2, lambda: store.acquire(make_bid(fresh_key(), group="open"))),
-        (3, lambda: store.acquire(make_bid(fresh_key(), group="closed"))),
-        (2, lambda: store.acquire(bid)),
-        (1, lambda: store.acquire(make_bid(bid.stored_key, group="half-open"))),
-        (1, lambda: store.release(bid.stored_key, bid.token)),
+        (1, lambda: store.acquire(make_claim_request(fresh_key()))),
+        (2, lambda: store.acquire(make_claim_request(fresh_key(), group="open"))),
+        (3, lambda: store.acquire(make_claim_request(fresh_key(), group="closed"))),
+        (2, lambda: store.acquire(claim_request)),
+        (1, lambda: store.acquire(make_claim_request(claim_request.stored_key, group="half-open"))),
+        (1, lambda: store.release(claim_request.stored_key, claim_request.token)),
     )
     for trips, step in steps:
         sent.clear()
@@ -144,40 +152,52 @@ def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
 
 
 def test_a_shut_gate_leaves_no_lease_behind(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """Whether it is closed, or another one probes; the next bid without the group gets the key at once."""
-    bid = make_bid(fresh_key())
-    group = group_apart(cluster, store, bid)
+    """Whether it is closed, or another one probes; the next bid without the group gets the key at
+    once.
+    """
+    claim_request = make_claim_request(fresh_key())
+    group = group_apart(cluster, store, claim_request)
     closed(store, group, 60.0)
     for _ in range(2):
-        assert isinstance(store.acquire(make_bid(bid.stored_key, group=group)), Shut)
-        assert store.holder(bid.stored_key) is None
+        assert isinstance(
+            store.acquire(make_claim_request(claim_request.stored_key, group=group)), Shut
+        )
+        assert store.holder(claim_request.stored_key) is None
         store.open_gate(group)
         half_open(store, group)
-        assert store.acquire(make_bid(fresh_key(), group=group)) == Acquired(probe=True)
-    assert store.acquire(bid) == Acquired()
+        assert store.acquire(make_claim_request(fresh_key(), group=group)) == Acquired(probe=True)
+    assert store.acquire(claim_request) == Acquired()
 
 
-def test_a_gate_that_does_not_answer_lets_nobody_in(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """The bidder is told, and can give back what it took; a probe's slot is never without its lease."""
-    bid = make_bid(fresh_key())
-    group = group_apart(cluster, store, bid)
+def test_a_gate_that_does_not_answer_lets_nobody_in(
+    cluster: RedisCluster, store: RedisLeaseStore
+) -> None:
+    """The bidder is told, and can give back what it took; a probe's slot is never without its
+    lease.
+    """
+    claim_request = make_claim_request(fresh_key())
+    group = group_apart(cluster, store, claim_request)
     half_open(store, group)
     gate = cluster.node_of(store._keys.gate(group)[0])
     gate.pause()
     with pytest.raises(StoreUnavailable):
-        store.acquire(make_bid(bid.stored_key, bid.token, group=group))
-    assert store.release(bid.stored_key, bid.token)
+        store.acquire(
+            make_claim_request(claim_request.stored_key, claim_request.token, group=group)
+        )
+    assert store.release(claim_request.stored_key, claim_request.token)
     gate.resume()
-    store.give_back_probe(group, bid.token)
+    store.give_back_probe(group, claim_request.token)
     assert found(store, group).probe is None
-    lease = cluster.node_of(store._keys.lease(bid.stored_key))
+    lease = cluster.node_of(store._keys.lease(claim_request.stored_key))
     lease.pause()
     with pytest.raises(StoreUnavailable):
-        store.acquire(make_bid(bid.stored_key, bid.token, group=group))
+        store.acquire(
+            make_claim_request(claim_request.stored_key, claim_request.token, group=group)
+        )
     assert found(store, group).probe is None
 
 
-# -- nodes that are away -------------------------------------------------------------------------------------
+# -- nodes that are away ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("away", ["killed", "frozen"])
@@ -185,29 +205,29 @@ def test_a_node_that_is_away_fails_its_own_leases_only(
     cluster: RedisCluster, store: RedisLeaseStore, away: str
 ) -> None:
     """Each renewal has its answer, in about the time of one timeout, again and again."""
-    bids = leases_on(cluster, store)
+    claim_requests = leases_on(cluster, store)
     gone = cluster.nodes[1]
     gone.kill() if away == "killed" else gone.pause()
     for _ in range(3):
         began = time.monotonic()
-        answers = store.renew([renewal(bid) for bid in bids.values()])
+        answers = store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
         assert time.monotonic() - began < 2 * TIMEOUT + SLACK
-        for node, answer in zip(bids, answers, strict=True):
+        for node, answer in zip(claim_requests, answers, strict=True):
             if node is gone:
                 assert isinstance(answer, StoreUnavailable)
             else:
-                assert answer is Kept.OURS
-    for node, bid in bids.items():
+                assert answer is RenewalResult.OURS
+    for node, claim_request in claim_requests.items():
         if node is gone:
             with pytest.raises(StoreUnavailable) as caught:
-                store.acquire(bid)
+                store.acquire(claim_request)
             assert caught.value.executed is (False if away == "killed" else None)
             with pytest.raises(StoreUnavailable):
-                store.renew([renewal(bid)])
+                store.renew([renewal(claim_request)])
         else:
-            assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+            assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
     with pytest.raises(StoreUnavailable):
-        list(store.holders())
+        store.held([claim_request.stored_key for claim_request in claim_requests.values()])
 
 
 class FakeNode:
@@ -251,7 +271,9 @@ class FakeNode:
 
 
 def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
-    """Once they are known to be frozen; the others are asked first, and each is believed again when it answers."""
+    """Once they are known to be frozen; the others are asked first, and each is believed again when
+    it answers.
+    """
     asked: list[int] = []
     nodes = {port: FakeNode(asked, port) for port in (1, 2, 3)}
     nodes_of_a_cluster = Cluster([("h", 1)], lambda _, port: nodes[port], timeout=0.05)
@@ -273,105 +295,134 @@ def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
     assert nodes_of_a_cluster.send(commands) == [1, 2, 3]
 
 
-def test_a_node_that_comes_back_empty_is_noticed(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+def test_a_node_that_comes_back_empty_is_noticed(
+    cluster: RedisCluster, store: RedisLeaseStore
+) -> None:
     """A newcomer learns it, and makes way for the holder, which asserts its lease again."""
-    bids = leases_on(cluster, store)
+    claim_requests = leases_on(cluster, store)
     gone = cluster.nodes[2]
     gone.kill()
     gone.start()
     cluster.await_agreed()
-    newcomer = make_bid(bids[gone].stored_key)
+    newcomer = make_claim_request(claim_requests[gone].stored_key)
     assert store.acquire(newcomer) == Acquired()
     assert store.age(newcomer.stored_key) < 0.5
     assert store.release(newcomer.stored_key, newcomer.token)
-    answers = dict(zip(bids, store.renew([renewal(bid) for bid in bids.values()]), strict=True))
-    assert [node for node, answer in answers.items() if answer is Kept.MISSING] == [gone]
-    assert store.reassert(bids[gone])
-    assert len(list(store.holders())) == 3
+    answers = dict(
+        zip(
+            claim_requests,
+            store.renew([renewal(claim_request) for claim_request in claim_requests.values()]),
+            strict=True,
+        )
+    )
+    assert [node for node, answer in answers.items() if answer is RenewalResult.MISSING] == [gone]
+    assert store.reassert(claim_requests[gone])
+    held = {claim_request.stored_key for claim_request in claim_requests.values()}
+    assert store.held([*held, newcomer.stored_key]) == held
 
 
 def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
     """One that is not there is passed over, and all of them are found."""
     host, port = "127.0.0.1", cluster.nodes[1].port
-    store = RedisLeaseStore.from_url(f"redis+cluster://{host}:{free_port()},{host}:{port}", timeout=TIMEOUT)
+    store = RedisLeaseStore.from_url(
+        f"redis+cluster://{host}:{free_port()},{host}:{port}", timeout=TIMEOUT
+    )
     leases_on(cluster, store)
     store.close()
 
 
 def test_no_node_at_all_has_executed_nothing(leases_redis_url: str) -> None:
     """Nor has a server that is no cluster; both say so."""
-    hosts = {f"127.0.0.1:{free_port()}": "connecting to", leases_redis_url.split("/")[2]: "cluster support disabled"}
+    hosts = {
+        f"127.0.0.1:{free_port()}": "connecting to",
+        leases_redis_url.split("/")[2]: "cluster support disabled",
+    }
     for host, said in hosts.items():
         store = RedisLeaseStore.from_url(f"redis+cluster://{host}", timeout=TIMEOUT)
         with pytest.raises(StoreUnavailable, match=said) as caught:
-            store.acquire(make_bid(fresh_key()))
+            store.acquire(make_claim_request(fresh_key()))
         assert caught.value.executed is False
 
 
-def test_a_slot_that_nobody_serves_has_executed_nothing(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+def test_a_slot_that_nobody_serves_has_executed_nothing(
+    cluster: RedisCluster, store: RedisLeaseStore
+) -> None:
     """Until somebody does."""
-    bid = make_bid(fresh_key())
-    node = cluster.node_of(store._keys.lease(bid.stored_key))
-    slot = key_slot(store._keys.lease(bid.stored_key).encode())
+    claim_request = make_claim_request(fresh_key())
+    node = cluster.node_of(store._keys.lease(claim_request.stored_key))
+    slot = key_slot(store._keys.lease(claim_request.stored_key).encode())
     with redis.Redis(port=node.port) as admin:
         admin.execute_command("CLUSTER", "DELSLOTS", slot)
         for _ in range(2):
             with pytest.raises(StoreUnavailable) as caught:
-                store.acquire(bid)
+                store.acquire(claim_request)
             assert caught.value.executed is False
         admin.execute_command("CLUSTER", "ADDSLOTS", slot)
-    wait_until(lambda: acquires(store, bid), 10, "the slot to be served")
+    wait_until(lambda: acquires(store, claim_request), 10, "the slot to be served")
 
 
-def acquires(store: RedisLeaseStore, bid: Bid) -> bool:
+def acquires(store: RedisLeaseStore, claim_request: ClaimRequest) -> bool:
     """Whether the lease is taken now."""
     try:
-        return store.acquire(bid) == Acquired()
+        return store.acquire(claim_request) == Acquired()
     except StoreUnavailable:
         return False
 
 
-# -- slots that move -----------------------------------------------------------------------------------------
+# -- slots that move -------------------------------------------------------------------------------
 
 
 def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """On its way and afterwards, for a store that knew the old place, it is renewed and keeps others out."""
-    bid = make_bid(fresh_key())
-    assert store.acquire(bid) == Acquired()
-    lease = store._keys.lease(bid.stored_key)
+    """On its way and afterwards, for a store that knew the old place, it is renewed and keeps
+    others out.
+    """
+    claim_request = make_claim_request(fresh_key())
+    assert store.acquire(claim_request) == Acquired()
+    lease = store._keys.lease(claim_request.stored_key)
     slot, source = key_slot(lease.encode()), cluster.node_of(lease)
     target = next(node for node in cluster.nodes if node is not source)
     with redis.Redis(port=source.port) as old, redis.Redis(port=target.port) as new:
         ids = {client: client.execute_command("CLUSTER", "MYID") for client in (old, new)}
         new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[old])
         old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[new])
-        assert store.renew([renewal(bid)]) == [Kept.OURS]
-        epoch = store._keys.epoch(bid.stored_key)
+        assert store.renew([renewal(claim_request)]) == [RenewalResult.OURS]
+        epoch = store._keys.epoch(claim_request.stored_key)
         old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", lease, epoch)
-        assert store.renew([renewal(bid)] * 2) == [Kept.OURS] * 2
-        assert store.holder(bid.stored_key) is not None
+        assert store.renew([renewal(claim_request)] * 2) == [RenewalResult.OURS] * 2
+        assert store.holder(claim_request.stored_key) is not None
         for client in (new, old):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[new])
         try:
-            assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
-            assert store.acquire(bid) == Acquired()
-            assert [key for key, _ in store.holders()] == [bid.stored_key]
-            assert store.release(bid.stored_key, bid.token)
+            assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
+            assert store.acquire(claim_request) == Acquired()
+            assert store.held([claim_request.stored_key]) == {claim_request.stored_key}
+            assert store.release(claim_request.stored_key, claim_request.token)
         finally:
             new.delete(epoch)
             for client in (old, new):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[old])
 
 
-def test_scripts_that_nodes_have_lost_are_sent_again(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+def test_scripts_that_nodes_have_lost_are_sent_again(
+    cluster: RedisCluster, store: RedisLeaseStore
+) -> None:
     """Each node has its own."""
-    bids = leases_on(cluster, store)
+    claim_requests = leases_on(cluster, store)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:
             admin.script_flush()
-    assert store.renew([renewal(bid) for bid in bids.values()]) == [Kept.OURS] * 3
+    assert (
+        store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
+        == [RenewalResult.OURS] * 3
+    )
     for node in cluster.nodes[1:]:
         with redis.Redis(port=node.port) as admin:
             admin.script_flush()
-    assert store.renew([renewal(bid) for bid in bids.values()]) == [Kept.OURS] * 3
-    assert all(store.release(bid.stored_key, bid.token) for bid in bids.values())
+    assert (
+        store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
+        == [RenewalResult.OURS] * 3
+    )
+    assert all(
+        store.release(claim_request.stored_key, claim_request.token)
+        for claim_request in claim_requests.values()
+    )

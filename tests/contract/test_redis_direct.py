@@ -1,4 +1,6 @@
-"""Commands that go past redis-py's pool: each reply belongs to its command, whatever became of the one before."""
+"""Commands that go past redis-py's pool: each reply belongs to its command, whatever became of the
+one before.
+"""
 
 import os
 import threading
@@ -8,14 +10,14 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.core.ports import Acquired
-from celery_leases.process import native
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.stores.redis_address import redis_address
-from celery_leases.stores.redis_direct import DirectClient, packed
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisServer
+from celery_leases.concurrency import native
+from celery_leases.protocol.ports import Acquired
+from celery_leases.stores.redis.clients import redis_address
+from celery_leases.stores.redis.direct import DirectClient, packed
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.waits import wait_until
+from tests.support.servers import RedisServer
 
 PATIENCE = 10.0
 """How long the server may take to notice that a connection is closed, in seconds."""
@@ -52,7 +54,9 @@ def connections(url: str) -> int:
 def test_an_interruption_leaves_no_reply_for_the_next_command(
     client: DirectClient, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """It comes once the command was sent, whose reply is late, and goes on to whom it is meant for."""
+    """It comes once the command was sent, whose reply is late, and goes on to whom it is meant
+    for.
+    """
     usual: Any = getattr(redis.connection.AbstractConnection, where)
 
     def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,17 +71,23 @@ def test_an_interruption_leaves_no_reply_for_the_next_command(
     assert client.ask(packed(["ECHO", "ours"])) == b"ours"
 
 
-def test_a_refused_command_leaves_its_connection_open(client: DirectClient, leases_redis_url: str) -> None:
+def test_a_refused_command_leaves_its_connection_open(
+    client: DirectClient, leases_redis_url: str
+) -> None:
     """An error of the server's is a reply like any other."""
     before = client.ask(packed(["CLIENT", "ID"]))
     with pytest.raises(redis.ResponseError):
         client.ask(packed(["NO-SUCH-COMMAND"]))
     assert client.ask(packed(["CLIENT", "ID"])) == before
     # The server may not have noticed yet that the connections of the test before are closed.
-    wait_until(lambda: connections(leases_redis_url) == 1, PATIENCE, "the server to have one client")
+    wait_until(
+        lambda: connections(leases_redis_url) == 1, PATIENCE, "the server to have one client"
+    )
 
 
-def test_a_connection_that_died_while_idle_is_replaced(client: DirectClient, leases_redis_url: str) -> None:
+def test_a_connection_that_died_while_idle_is_replaced(
+    client: DirectClient, leases_redis_url: str
+) -> None:
     """No command fails for it, and none is sent twice."""
     for time in range(3):
         with redis.Redis.from_url(leases_redis_url) as admin:
@@ -89,20 +99,26 @@ def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer
     """The scripts it has lost are sent again."""
     with RedisServer() as server:
         store = RedisLeaseStore.from_url(server.url)
-        bid = make_bid(fresh_key())
-        assert isinstance(store.acquire(bid), Acquired)
+        claim_request = make_claim_request(fresh_key())
+        assert isinstance(store.acquire(claim_request), Acquired)
         server.kill()
         server.start()
-        assert isinstance(store.acquire(bid), Acquired)
+        assert isinstance(store.acquire(claim_request), Acquired)
         store.close()
 
 
-def test_threads_share_connections_and_no_replies(client: DirectClient, leases_redis_url: str) -> None:
+def test_threads_share_connections_and_no_replies(
+    client: DirectClient, leases_redis_url: str
+) -> None:
     """As many are open as commands were in flight at once, and they are kept."""
     wrong: list[object] = []
 
     def ask(name: str) -> None:
-        wrong.extend(reply for _ in range(300) if (reply := client.ask(packed(["ECHO", name]))) != name.encode())
+        wrong.extend(
+            reply
+            for _ in range(300)
+            if (reply := client.ask(packed(["ECHO", name]))) != name.encode()
+        )
 
     threads = [threading.Thread(target=ask, args=(f"thread {number}",)) for number in range(8)]
     for thread in threads:
@@ -117,7 +133,9 @@ def test_threads_share_connections_and_no_replies(client: DirectClient, leases_r
 
 
 def test_a_forked_process_opens_connections_of_its_own(client: DirectClient) -> None:
-    """What it asks does not mix with what its parent asks, and its end closes nothing of the parent's."""
+    """What it asks does not mix with what its parent asks, and its end closes nothing of the
+    parent's.
+    """
     before = client.ask(packed(["CLIENT", "ID"]))
     child = os.fork()
     if not child:
@@ -148,7 +166,9 @@ def test_a_look_at_a_connection_reads_nothing() -> None:
     os.close(reading)
 
 
-def test_a_client_with_a_credential_provider_keeps_the_connections_of_redis_py(leases_redis_url: str) -> None:
+def test_a_client_with_a_credential_provider_keeps_the_connections_of_redis_py(
+    leases_redis_url: str,
+) -> None:
     """A provider may log in anew on open connections, of which only the pool knows."""
     provider = redis.UsernamePasswordCredentialProvider("default", "")
     made = redis_address(leases_redis_url, {"credential_provider": provider}).client(2.0)

@@ -1,10 +1,16 @@
-"""The published suites on Redis over TLS and unix sockets, for a user of few rights, behind Sentinel, in a cluster."""
+"""The published suites on Redis over TLS and unix sockets, for a user of few rights, behind
+Sentinel, in a cluster.
+"""
 
 import pytest
 
-from celery_leases.core.ports import LeaseStore, MarkStore
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.testing.contracts import GateStoreContract, MarkStoreContract, SeparateLeaseStoreContract
+from celery_leases.protocol.ports import LeaseStore, MarkStore
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.testing.contracts import (
+    GateStoreContract,
+    MarkStoreContract,
+    SeparateLeaseStoreContract,
+)
 from tests.contract.redis_stores import (
     acl_store,
     certificates,

@@ -4,29 +4,41 @@ import pytest
 import redis
 from redis.sentinel import MasterNotFoundError
 
-from celery_leases.stores.redis_errors import executed, unavailable
+from celery_leases.stores.redis.errors import executed, unavailable
 
 SECRET = "s3cret-w0rd"
 
 
 def test_a_server_that_repeats_our_login_in_its_error_tells_no_secret() -> None:
     """Redis lists the arguments of an unknown command, AUTH and HELLO among them."""
-    told = redis.ResponseError(f"unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' '{SECRET}'")
+    told = redis.ResponseError(
+        f"unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' '{SECRET}'"
+    )
     assert SECRET not in str(unavailable("redis:h:1/0", told, SECRET))
 
 
 def test_sentinels_that_know_no_primary_are_told_in_one_line() -> None:
     """redis-py writes down every client with all its parameters."""
-    asked = f"<Redis(<Pool(password={SECRET})>)>", f"Redis<Pool<password={SECRET}>>", f"<Redis(password={SECRET})>"
-    came = "TimeoutError('Timeout reading from socket')", "auth:AuthenticationError", "auth:AuthenticationError"
+    asked = (
+        f"<Redis(<Pool(password={SECRET})>)>",
+        f"Redis<Pool<password={SECRET}>>",
+        f"<Redis(password={SECRET})>",
+    )
+    came = (
+        "TimeoutError('Timeout reading from socket')",
+        "auth:AuthenticationError",
+        "auth:AuthenticationError",
+    )
     pairs = ", ".join(f"{who} - {what}" for who, what in zip(asked, came, strict=True))
-    error = unavailable("redis-sentinel:m/0", MasterNotFoundError(f"No master found for 'm' : {pairs}"))
+    error = unavailable(
+        "redis-sentinel:m/0", MasterNotFoundError(f"No master found for 'm' : {pairs}")
+    )
     assert str(error).endswith(
-        "No master found for 'm': no Sentinel that answers names one "
+        "No master found for 'm': no Sentinel that answers knows a primary "
         "(others: TimeoutError('Timeout reading from socket'), auth:AuthenticationError)"
     )
     error = unavailable("redis-sentinel:m/0", MasterNotFoundError("No master found for 'm'"))
-    assert str(error).endswith("'m': no Sentinel that answers names one")
+    assert str(error).endswith("'m': no Sentinel that answers knows a primary")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,26 @@
-"""Gates in Redis against the published suite, and what is their own: one trip, young stores, foreign values, names."""
+"""Gates in Redis against the published suite, and what is their own: one trip, young stores,
+foreign values, names.
+"""
 
 from typing import Any
 
 import pytest
 import redis
 
-from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.ports import Acquired, Cooling, Held, Renewal, Shut
-from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.ports import Acquired, Cooling, Held, Renewal, Shut
+from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import GateStoreContract
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import POLICY, closed, closing, found, half_open
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
 from tests.contract.redis_stores import OpenStore, open_store, valkey_url
 
 __all__ = ["open_store", "valkey_url"]
 
 GROUP = "openai:gpt"
-TRIPS, CLOSED, PROBE = (f"celery_leases:{{gate:{GROUP}}}:{part}" for part in ("trips", "closed", "probe"))
+TRIPS, CLOSED, PROBE = (
+    f"celery_leases:{{gate:{GROUP}}}:{part}" for part in ("trips", "closed", "probe")
+)
 
 
 @pytest.fixture
@@ -38,57 +42,69 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore) -> Non
     """Whoever gives a client of their own may have one of either kind."""
     store = open_store(decode_responses=True)
     half_open(store, GROUP)
-    bid = make_bid(fresh_key(), group=GROUP)
-    assert store.acquire(bid) == Acquired(probe=True)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Shut)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    assert store.acquire(claim_request) == Acquired(probe=True)
+    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
     assert [gate.group for gate in store.gates()] == [GROUP]
-    assert store.close_gate(GROUP, closing(60.0), bid.token).trips == 2
+    assert store.close_gate(GROUP, closing(60.0), claim_request.token).trips == 2
     assert found(store, GROUP).message == "slow"
 
 
-# -- what comes before the gate ------------------------------------------------------------------------------
+# -- what comes before the gate --------------------------------------------------------------------
 
 
 def test_a_store_that_came_up_empty_says_so_at_a_gate_too(store: RedisLeaseStore) -> None:
     """With the slot, which the bidder gives back with the lease if the row is running."""
     half_open(store, GROUP)
-    bid = make_bid(fresh_key(), group=GROUP)
-    assert store.acquire(bid) == Acquired(probe=True)
-    assert store.age(bid.stored_key) < 0.5
-    assert store.give_back_probe(GROUP, bid.token)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    assert store.acquire(claim_request) == Acquired(probe=True)
+    assert store.age(claim_request.stored_key) < 0.5
+    assert store.give_back_probe(GROUP, claim_request.token)
     closed(store, GROUP, 60.0)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Shut)
+    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
 
 
 def test_a_key_that_is_held_or_cools_says_so_at_any_gate(store: RedisLeaseStore) -> None:
     """And takes no slot; the holder itself is let in again, as its body may have begun."""
-    held, cooling = make_bid(fresh_key(), group=GROUP), make_bid(fresh_key(), group=GROUP)
-    for bid in (held, cooling):
-        assert store.acquire(bid) == Acquired()
+    held, cooling = (
+        make_claim_request(fresh_key(), group=GROUP),
+        make_claim_request(fresh_key(), group=GROUP),
+    )
+    for claim_request in (held, cooling):
+        assert store.acquire(claim_request) == Acquired()
     assert store.cool(cooling.stored_key, cooling.token, 60.0)
     half_open(store, GROUP)
     for _ in range(2):
-        assert isinstance(store.acquire(make_bid(held.stored_key, group=GROUP)), Held)
-        assert isinstance(store.acquire(make_bid(cooling.stored_key, group=GROUP)), Cooling)
+        assert isinstance(store.acquire(make_claim_request(held.stored_key, group=GROUP)), Held)
+        assert isinstance(
+            store.acquire(make_claim_request(cooling.stored_key, group=GROUP)), Cooling
+        )
         assert found(store, GROUP).probe is None
         assert store.acquire(held) == Acquired()
         closed(store, GROUP, 60.0)
 
 
-# -- trips ---------------------------------------------------------------------------------------------------
+# -- trips -----------------------------------------------------------------------------------------
 
 
-def test_every_step_is_one_trip_and_closing_two(leases_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acquiring asks at the gate in the same trip, renewals take the slots along; without a group nothing is sent."""
+def test_every_step_is_one_trip_and_closing_two(
+    leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acquiring asks at the gate in the same trip, renewals take the slots along; without a group
+    nothing is sent.
+    """
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
-    bid, plain = make_bid(fresh_key(), group=GROUP), make_bid(fresh_key())
-    store.acquire(bid)
+    claim_request, plain = (
+        make_claim_request(fresh_key(), group=GROUP),
+        make_claim_request(fresh_key()),
+    )
+    store.acquire(claim_request)
     store.give_back_probe(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
-    store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)])
+    store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)])
     store.open_gate("open", "x")
     sent: list[bytes] = []
     send: Any = redis.connection.AbstractConnection.send_packed_command
@@ -100,19 +116,24 @@ def test_every_step_is_one_trip_and_closing_two(leases_redis_url: str, monkeypat
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
     for trips, step in (
         (1, lambda: store.acquire(plain)),
-        (1, lambda: store.acquire(make_bid(fresh_key(), group="open"))),
-        (1, lambda: store.acquire(make_bid(fresh_key(), group="closed"))),
-        (1, lambda: store.acquire(bid)),
-        (1, lambda: store.acquire(make_bid(fresh_key(), group=GROUP))),
-        (1, lambda: store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)] * 20)),
+        (1, lambda: store.acquire(make_claim_request(fresh_key(), group="open"))),
+        (1, lambda: store.acquire(make_claim_request(fresh_key(), group="closed"))),
+        (1, lambda: store.acquire(claim_request)),
+        (1, lambda: store.acquire(make_claim_request(fresh_key(), group=GROUP))),
+        (
+            1,
+            lambda: store.renew(
+                [Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)] * 20
+            ),
+        ),
         (1, lambda: store.gate(GROUP)),
-        (2, lambda: store.close_gate(GROUP, closing(60.0), bid.token)),
+        (2, lambda: store.close_gate(GROUP, closing(60.0), claim_request.token)),
         (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
-        (1, lambda: store.open_gate(GROUP, bid.token)),
+        (1, lambda: store.open_gate(GROUP, claim_request.token)),
         (1, lambda: store.open_gate(GROUP)),
-        (1, lambda: store.give_back_probe(GROUP, bid.token)),
-        (1, lambda: store.cool(bid.stored_key, bid.token, 60.0)),
-        (1, lambda: store.end_cooldown(bid.stored_key)),
+        (1, lambda: store.give_back_probe(GROUP, claim_request.token)),
+        (1, lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0)),
+        (1, lambda: store.end_cooldown(claim_request.stored_key)),
     ):
         sent.clear()
         step()
@@ -125,23 +146,23 @@ def test_every_step_is_one_trip_and_closing_two(leases_redis_url: str, monkeypat
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     """SCRIPT FLUSH, or a failover, between any two steps."""
     half_open(store, GROUP)
-    bid = make_bid(fresh_key(), group=GROUP)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
     store._client.script_flush()
-    assert store.acquire(bid) == Acquired(probe=True)
+    assert store.acquire(claim_request) == Acquired(probe=True)
     for step in (
-        lambda: found(store, GROUP).probe == bid.token,
+        lambda: found(store, GROUP).probe == claim_request.token,
         lambda: [gate.group for gate in store.gates()] == [GROUP],
-        lambda: store.give_back_probe(GROUP, bid.token),
+        lambda: store.give_back_probe(GROUP, claim_request.token),
         lambda: closed(store, GROUP, 60.0).trips == 1,
-        lambda: store.cool(bid.stored_key, bid.token, 60.0),
-        lambda: store.end_cooldown(bid.stored_key),
-        lambda: not store.open_gate(GROUP, bid.token),
+        lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0),
+        lambda: store.end_cooldown(claim_request.stored_key),
+        lambda: not store.open_gate(GROUP, claim_request.token),
     ):
         store._client.script_flush()
         assert step()
 
 
-# -- how long a gate is remembered ---------------------------------------------------------------------------
+# -- how long a gate is remembered -----------------------------------------------------------------
 
 
 def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
@@ -156,10 +177,10 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     store._client.delete(CLOSED)
     assert found(store, GROUP).half_open
     store._client.pexpire(TRIPS, 1)
-    bid = make_bid(fresh_key(), group=GROUP)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
     while store.gate(GROUP) is not None:
         pass
-    assert store.acquire(bid) == Acquired()
+    assert store.acquire(claim_request) == Acquired()
     assert closed(store, GROUP, 60.0).trips == 1
 
 
@@ -168,23 +189,31 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
     closed(store, GROUP, 60.0)
     store._client.flushall()
     assert store.gate(GROUP) is None
-    assert store.acquire(make_bid(fresh_key(), group=GROUP)) == Acquired()
+    assert store.acquire(make_claim_request(fresh_key(), group=GROUP)) == Acquired()
 
 
-# -- values and names ----------------------------------------------------------------------------------------
+# -- values and names ------------------------------------------------------------------------------
 
 
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
     """Cluster keeps them on one node, and none of them is kept for ever."""
     half_open(store, GROUP)
-    store.acquire(make_bid("t:x|y", group=GROUP))
+    store.acquire(make_claim_request("t:x|y", group=GROUP))
     closed(store, GROUP, 60.0)
     found_keys = {name.decode() for name in store._client.keys("*")}
-    assert found_keys == {TRIPS, CLOSED, PROBE, "celery_leases:{t:x|y}:lease", "celery_leases:epoch"}
+    assert found_keys == {
+        TRIPS,
+        CLOSED,
+        PROBE,
+        "celery_leases:{t:x|y}:lease",
+        "celery_leases:epoch",
+    }
     assert all(store._client.pttl(name) > 0 for name in found_keys)
 
 
-@pytest.mark.parametrize("value", [b"garbage", b"", b"7 {not json", b"7 [1, 2]", b"\xff\xfe \x00", b'-3 {"reason":5}'])
+@pytest.mark.parametrize(
+    "value", [b"garbage", b"", b"7 {not json", b"7 [1, 2]", b"\xff\xfe \x00", b'-3 {"reason":5}']
+)
 def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> None:
     """Of which little is known; it is closed, probed and opened like any other."""
     store._client.set(TRIPS, value, px=60_000)
@@ -192,7 +221,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     gate = found(store, GROUP)
     assert gate.trips == (7 if value.startswith(b"7") else 1)
     assert (gate.probe, gate.half_open) == ("stranger", True)
-    assert isinstance(store.acquire(make_bid(fresh_key(), group=GROUP)), Shut)
+    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
     assert closed(store, GROUP, 60.0).trips == gate.trips
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.open_gate(GROUP)
@@ -204,14 +233,16 @@ def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
     for name in (TRIPS, PROBE):
         store._client.hset(name, "a", "b")
     assert store.gate(GROUP) is None
-    assert store.acquire(make_bid(fresh_key(), group=GROUP)) == Acquired()
+    assert store.acquire(make_claim_request(fresh_key(), group=GROUP)) == Acquired()
     half_open(store, GROUP)
-    assert store.acquire(make_bid(fresh_key(), group=GROUP)) == Acquired(probe=True)
+    assert store.acquire(make_claim_request(fresh_key(), group=GROUP)) == Acquired(probe=True)
 
 
 @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])
 def test_any_prefix_finds_its_own_gates_only(open_store: OpenStore, prefix: str) -> None:
-    """Characters that mean something to SCAN stand for themselves; other prefixes are other stores."""
+    """Characters that mean something to SCAN stand for themselves; other prefixes are other
+    stores.
+    """
     store, other = open_store(prefix), open_store("aab")
     closed(store, "mine", 60.0)
     closed(other, "theirs", 60.0)

@@ -1,4 +1,6 @@
-"""Redis leases against the published suites, and what is their own: epochs, foreign values, lost scripts."""
+"""Redis leases against the published suites, and what is their own: epochs, foreign values, lost
+scripts.
+"""
 
 import multiprocessing
 from collections.abc import Callable
@@ -8,12 +10,21 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.core.ports import Acquired, Cooling, Held, Kept, LeaseStore, MarkStore, Renewal
-from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
+from celery_leases.protocol.ports import (
+    Acquired,
+    Cooling,
+    Held,
+    LeaseStore,
+    MarkStore,
+    Renewal,
+    RenewalResult,
+)
+from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import closed
+from celery_leases.testing.waits import wait_until
 from tests.contract.redis_stores import OpenStore, open_store, valkey_url
 
 __all__ = ["open_store", "valkey_url"]
@@ -54,85 +65,99 @@ class TestMarks(MarkStoreContract):
 def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore, key: str) -> None:
     """Whoever gives a client of their own may have one of either kind."""
     store = open_store(decode_responses=True)
-    bid = make_bid(key)
-    assert store.acquire(bid) == Acquired()
-    assert isinstance(store.acquire(make_bid(key)), Held)
-    assert store.renew([Renewal(key, bid.token, 60)]) == [Kept.OURS]
+    claim_request = make_claim_request(key)
+    assert store.acquire(claim_request) == Acquired()
+    assert isinstance(store.acquire(make_claim_request(key)), Held)
+    assert store.renew([Renewal(key, claim_request.token, 60)]) == [RenewalResult.OURS]
     holder = store.holder(key)
     assert holder is not None
-    assert holder.token == bid.token
-    assert [found for found, _ in store.holders()] == [key]
+    assert holder.token == claim_request.token
+    assert store.held([key]) == {key}
     assert store.swap_mark(key, "m", None, "x", 5)
     assert store.mark(key, "m") == "x"
-    assert store.release(key, bid.token)
+    assert store.release(key, claim_request.token)
 
 
-# -- a store that came up empty ----------------------------------------------------------------------------
+# -- a store that came up empty --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", ["acquired", "asked"])
-def test_a_store_that_came_up_empty_says_how_long_ago(store: RedisLeaseStore, key: str, first: str) -> None:
-    """Counted from the first lease that it gives, or from the first question; it forgets that a month later."""
+def test_a_store_that_came_up_empty_says_how_long_ago(
+    store: RedisLeaseStore, key: str, first: str
+) -> None:
+    """Counted from the first lease that it gives, or from the first question; it forgets that a
+    month later.
+    """
     if first == "acquired":
-        store.acquire(make_bid(key))
+        store.acquire(make_claim_request(key))
     assert store.age(key) < 0.1
     wait_until(lambda: store.age(key) > 0.1, 10, "the store to age")
-    store.acquire(make_bid(fresh_key()))
+    store.acquire(make_claim_request(fresh_key()))
     assert 0.1 < store.age(fresh_key()) < 10
     assert MONTH - 60 < store._client.pttl("celery_leases:epoch") / 1000 <= MONTH
 
 
 def test_a_held_key_is_held_in_a_young_store_too(store: RedisLeaseStore, key: str) -> None:
     """The age only matters where the key is free."""
-    bid = make_bid(key)
-    assert store.acquire(bid) == Acquired()
-    assert isinstance(store.acquire(make_bid(key)), Held)
+    claim_request = make_claim_request(key)
+    assert store.acquire(claim_request) == Acquired()
+    assert isinstance(store.acquire(make_claim_request(key)), Held)
 
 
 def test_emptying_the_store_makes_it_young_again(store: RedisLeaseStore, key: str) -> None:
     """FLUSHALL takes the epoch with the leases, and keeps the replication id."""
-    store.acquire(make_bid(key))
+    store.acquire(make_claim_request(key))
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
     store._client.flushall()
     assert store.age(key) == 0.0
 
 
 @pytest.mark.parametrize("value", ["", "garbage", "a" * 40, "up", "up 1 name", {"up": "1"}])
-def test_a_foreign_value_for_the_epoch_is_none(store: RedisLeaseStore, key: str, value: str | dict[str, str]) -> None:
+def test_a_foreign_value_for_the_epoch_is_none(
+    store: RedisLeaseStore, key: str, value: str | dict[str, str]
+) -> None:
     """The store counts as newly come up."""
     if isinstance(value, dict):
         store._client.hset("celery_leases:epoch", mapping=value)
     else:
         store._client.set("celery_leases:epoch", value)
-    assert store.acquire(make_bid(key)) == Acquired()
+    assert store.acquire(make_claim_request(key)) == Acquired()
     assert store.age(key) == 0.0
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
 
 
-# -- values that are not ours ------------------------------------------------------------------------------
+# -- values that are not ours ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [b"garbage", b"", b"tok {not json", b"tok [1, 2]", b"\xff\xfe \x00", {"a": "b"}])
-def test_a_foreign_value_is_named_as_one(store: RedisLeaseStore, key: str, value: bytes | dict[str, str]) -> None:
-    """With its key and what to do: no call holds the key, so waiting for one would never end. Nothing changes it."""
+@pytest.mark.parametrize(
+    "value", [b"garbage", b"", b"tok {not json", b"tok [1, 2]", b"\xff\xfe \x00", {"a": "b"}]
+)
+def test_a_foreign_value_is_named_as_one(
+    store: RedisLeaseStore, key: str, value: bytes | dict[str, str]
+) -> None:
+    """With its key and what to do: no call holds the key, so waiting for one would never end.
+    Nothing changes it.
+    """
     lease = store._keys.lease(key)
     if isinstance(value, dict):
         store._client.hset(lease, mapping=value)
     else:
         store._client.set(lease, value, px=60_000)
-    bid = make_bid(key)
-    with pytest.raises(StoreUnavailable, match="was not written by celery_leases; delete it") as caught:
-        store.acquire(bid)
+    claim_request = make_claim_request(key)
+    with pytest.raises(
+        StoreUnavailable, match="was not written by celery_leases; delete it"
+    ) as caught:
+        store.acquire(claim_request)
     assert repr(lease) in str(caught.value)
     assert caught.value.executed is False
-    assert store.renew([Renewal(key, bid.token, 90)]) == [Kept.OTHER]
-    assert not store.reassert(bid)
-    assert not store.release(key, bid.token)
+    assert store.renew([Renewal(key, claim_request.token, 90)]) == [RenewalResult.OTHER]
+    assert not store.reassert(claim_request)
+    assert not store.release(key, claim_request.token)
     holder = store.holder(key)
     assert holder is not None
     assert (holder.call_id, holder.host) == ("", "")
     assert holder.remaining == 60 if isinstance(value, dict) else 50 < holder.remaining <= 60
-    assert [found for found, _ in store.holders()] == [key]
+    assert store.held([key]) == {key}
 
 
 @pytest.mark.parametrize(
@@ -148,40 +173,44 @@ def test_a_value_of_a_later_version_is_held_for_its_ttl(
     """By a holder we may know little of; nothing of ours changes it."""
     lease = store._keys.lease(key)
     store._client.set(lease, value, px=60_000)
-    bid = make_bid(key)
-    answer = store.acquire(bid)
+    claim_request = make_claim_request(key)
+    answer = store.acquire(claim_request)
     assert isinstance(answer, Held)
     assert (answer.holder.call_id, answer.holder.host) == (call_id, host)
     assert 50 < answer.holder.remaining <= 60
-    assert store.renew([Renewal(key, bid.token, 90)]) == [Kept.OTHER]
-    assert not store.release(key, bid.token)
+    assert store.renew([Renewal(key, claim_request.token, 90)]) == [RenewalResult.OTHER]
+    assert not store.release(key, claim_request.token)
     assert store._client.get(lease) == value
 
 
 @pytest.mark.parametrize("cools", [False, True], ids=["held", "cooling"])
-def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(store: RedisLeaseStore, key: str, cools: bool) -> None:
-    """Two environments on one prefix: neither waits for the other's calls, nor ends its cooldown. Both are named."""
-    bid = make_bid(key, database="aa")
-    assert isinstance(store.acquire(bid), Acquired)
-    assert not cools or store.cool(key, bid.token, 60.0)
-    rival = make_bid(key, database="bb")
+def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(
+    store: RedisLeaseStore, key: str, cools: bool
+) -> None:
+    """Two environments on one prefix: neither waits for the other's calls, nor ends its cooldown.
+    Both are named.
+    """
+    claim_request = make_claim_request(key, database="aa")
+    assert isinstance(store.acquire(claim_request), Acquired)
+    assert not cools or store.cool(key, claim_request.token, 60.0)
+    rival = make_claim_request(key, database="bb")
     with pytest.raises(LeaseStoreMismatch, match="leases_prefix") as caught:
         store.acquire(rival)
     assert (caught.value.key, caught.value.ours, caught.value.theirs) == (key, "bb", "aa")
-    assert bid.holder in str(caught.value)
+    assert claim_request.holder in str(caught.value)
     assert rival.holder in str(caught.value)
-    for neighbour in (make_bid(key, database="aa"), make_bid(key)):
+    for neighbour in (make_claim_request(key, database="aa"), make_claim_request(key)):
         assert isinstance(store.acquire(neighbour), Cooling if cools else Held)
 
 
 def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str) -> None:
     """Somebody persisted the key by hand."""
-    bid = make_bid(key, ttl=15.0)
-    assert store.acquire(bid) == Acquired()
+    claim_request = make_claim_request(key, ttl=15.0)
+    assert store.acquire(claim_request) == Acquired()
     repairs: tuple[Callable[[], bool], ...] = (
-        lambda: store.renew([Renewal(key, bid.token, 15.0)]) == [Kept.OURS],
-        lambda: store.reassert(bid),
-        lambda: store.acquire(bid) == Acquired(),
+        lambda: store.renew([Renewal(key, claim_request.token, 15.0)]) == [RenewalResult.OURS],
+        lambda: store.reassert(claim_request),
+        lambda: store.acquire(claim_request) == Acquired(),
     )
     for repair in repairs:
         store._client.persist(store._keys.lease(key))
@@ -191,10 +220,10 @@ def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str)
 
 def test_acquiring_again_never_cuts_a_longer_lease(store: RedisLeaseStore, key: str) -> None:
     """A repeat whose first try was answered, and extended, long ago."""
-    bid = make_bid(key, ttl=1.0)
-    assert store.acquire(bid) == Acquired()
-    assert store.renew([Renewal(key, bid.token, 600)]) == [Kept.OURS]
-    assert store.acquire(bid) == Acquired()
+    claim_request = make_claim_request(key, ttl=1.0)
+    assert store.acquire(claim_request) == Acquired()
+    assert store.renew([Renewal(key, claim_request.token, 600)]) == [RenewalResult.OURS]
+    assert store.acquire(claim_request) == Acquired()
     holder = store.holder(key)
     assert holder is not None
     assert holder.remaining > 500
@@ -204,62 +233,82 @@ def test_acquiring_again_never_cuts_a_longer_lease(store: RedisLeaseStore, key: 
 def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) -> None:
     """A blank ends the token inside the value; a cooldown is no owner."""
     with pytest.raises(ValueError, match="owner token"):
-        store.acquire(replace(make_bid(key), token=token))
+        store.acquire(replace(make_claim_request(key), token=token))
 
 
-# -- names -------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["a*b", "a?", "[ab]", "a\\", "team:{x}", "ü"])
-def test_any_prefix_finds_its_own_leases_only(open_store: OpenStore, prefix: str, key: str) -> None:
-    """Characters that mean something to SCAN stand for themselves; other prefixes are other stores."""
+def test_any_prefix_has_leases_and_gates_of_its_own(
+    open_store: OpenStore, prefix: str, key: str
+) -> None:
+    """Characters that mean something to SCAN stand for themselves; other prefixes are other
+    stores.
+    """
     store, other = open_store(prefix), open_store("aab")
-    assert store.acquire(make_bid(key)) == Acquired()
-    assert other.acquire(make_bid(key)) == Acquired()
-    assert other.acquire(make_bid(fresh_key())) == Acquired()
-    assert [found for found, _ in store.holders()] == [key]
+    assert store.acquire(make_claim_request(key)) == Acquired()
+    assert other.acquire(make_claim_request(key)) == Acquired()
+    closed(store, "ours", 60.0)
+    closed(other, "theirs", 60.0)
+    assert [gate.group for gate in store.gates()] == ["ours"]
+    assert other.acquire(make_claim_request(fresh_key())) == Acquired()
+    assert (len([*store.live_holders()]), len([*other.live_holders()])) == (1, 2)
+    assert len([*other.live_holders(1)]) == 1
 
 
 def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: str) -> None:
     """Cluster keeps them on one node."""
-    assert store.acquire(make_bid(key)) == Acquired()
+    assert store.acquire(make_claim_request(key)) == Acquired()
     assert store.swap_mark(key, "waiter", None, "x", 5)
     found = {name.decode() for name in store._client.keys("*")}
-    assert found == {f"celery_leases:{{{key}}}:lease", f"celery_leases:{{{key}}}:mark:waiter", "celery_leases:epoch"}
+    assert found == {
+        f"celery_leases:{{{key}}}:lease",
+        f"celery_leases:{{{key}}}:mark:waiter",
+        "celery_leases:epoch",
+    }
 
 
-# -- the server forgets, the process forks -----------------------------------------------------------------
+# -- the server forgets, the process forks ---------------------------------------------------------
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     """SCRIPT FLUSH, or a failover, between any two steps."""
-    bids = [make_bid(fresh_key()) for _ in range(50)]
-    for bid in bids:
-        assert store.acquire(bid) == Acquired()
+    claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
+    for claim_request in claim_requests:
+        assert store.acquire(claim_request) == Acquired()
     store._client.script_flush()
-    renewals = [Renewal(bid.stored_key, bid.token, 60) for bid in bids]
-    assert store.renew(renewals) == [Kept.OURS] * 50
+    renewals = [
+        Renewal(claim_request.stored_key, claim_request.token, 60)
+        for claim_request in claim_requests
+    ]
+    assert store.renew(renewals) == [RenewalResult.OURS] * 50
     steps: tuple[Callable[[], bool], ...] = (
-        lambda: store.acquire(bids[0]) == Acquired(),
-        lambda: store.reassert(bids[1]),
-        lambda: store.release(bids[2].stored_key, bids[2].token),
-        lambda: store.swap_mark(bids[3].stored_key, "m", None, "x", 5),
-        lambda: store.renew(renewals[3:]) == [Kept.OURS] * 47,
+        lambda: store.acquire(claim_requests[0]) == Acquired(),
+        lambda: store.reassert(claim_requests[1]),
+        lambda: store.release(claim_requests[2].stored_key, claim_requests[2].token),
+        lambda: store.swap_mark(claim_requests[3].stored_key, "m", None, "x", 5),
+        lambda: store.renew(renewals[3:]) == [RenewalResult.OURS] * 47,
     )
     for step in steps:
         store._client.script_flush()
         assert step()
 
 
-def test_every_step_is_one_round_trip(leases_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_one_round_trip(
+    leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fifty renewals too."""
     store = RedisLeaseStore.from_url(leases_redis_url)
-    bids = [make_bid(fresh_key()) for _ in range(50)]
-    for bid in bids:
-        store.acquire(bid)
-    renewals = [Renewal(bid.stored_key, bid.token, 60) for bid in bids]
+    claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
+    for claim_request in claim_requests:
+        store.acquire(claim_request)
+    renewals = [
+        Renewal(claim_request.stored_key, claim_request.token, 60)
+        for claim_request in claim_requests
+    ]
     store.renew(renewals)
-    store.release(bids[0].stored_key, bids[0].token)
+    store.release(claim_requests[0].stored_key, claim_requests[0].token)
     sent = []
     send: Any = redis.connection.AbstractConnection.send_packed_command
 
@@ -269,11 +318,11 @@ def test_every_step_is_one_round_trip(leases_redis_url: str, monkeypatch: pytest
 
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
     for step in (
-        lambda: store.acquire(bids[1]),
-        lambda: store.acquire(make_bid(bids[1].stored_key)),
+        lambda: store.acquire(claim_requests[1]),
+        lambda: store.acquire(make_claim_request(claim_requests[1].stored_key)),
         lambda: store.renew(renewals),
-        lambda: store.release(bids[2].stored_key, bids[2].token),
-        lambda: store.holder(bids[3].stored_key),
+        lambda: store.release(claim_requests[2].stored_key, claim_requests[2].token),
+        lambda: store.holder(claim_requests[3].stored_key),
     ):
         sent.clear()
         step()

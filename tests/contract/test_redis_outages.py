@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Acquired, Kept, Renewal
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import closing
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisServer
-from celery_leases.testing.servers.local import free_port
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.ports import Acquired, Renewal, RenewalResult
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import closing
+from celery_leases.testing.waits import wait_until
+from tests.support.servers import RedisServer
+from tests.support.servers.local import free_port
 
 TIMEOUT = 0.4
 SLACK = 1.5
@@ -24,7 +24,9 @@ SECRET = "s3cret-w0rd"
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server of the test's own, to be stopped, frozen and misconfigured; *leases_redis* skips without one."""
+    """A server of the test's own, to be stopped, frozen and misconfigured; *leases_redis* skips
+    without one.
+    """
     with RedisServer(options=("--lua-time-limit", "100")) as started:
         yield started
 
@@ -41,24 +43,26 @@ def store(server: RedisServer) -> Iterator[RedisLeaseStore]:
 
 def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]:
     """Every way to talk to the server."""
-    bid = make_bid(key or fresh_key())
+    claim_request = make_claim_request(key or fresh_key())
     return {
-        "acquire": lambda: store.acquire(bid),
-        "age": lambda: store.age(bid.stored_key),
-        "renew": lambda: store.renew([Renewal(bid.stored_key, bid.token, 15.0)]),
-        "reassert": lambda: store.reassert(bid),
-        "holder": lambda: store.holder(bid.stored_key),
-        "holders": lambda: list(store.holders()),
-        "swap_mark": lambda: store.swap_mark(bid.stored_key, "m", None, "x", 5.0),
-        "mark": lambda: store.mark(bid.stored_key, "m"),
-        "cool": lambda: store.cool(bid.stored_key, bid.token, 15.0),
-        "end_cooldown": lambda: store.end_cooldown(bid.stored_key),
-        "release": lambda: store.release(bid.stored_key, bid.token),
-        "close_gate": lambda: store.close_gate("g", closing(15.0), bid.token),
+        "acquire": lambda: store.acquire(claim_request),
+        "age": lambda: store.age(claim_request.stored_key),
+        "renew": lambda: store.renew(
+            [Renewal(claim_request.stored_key, claim_request.token, 15.0)]
+        ),
+        "reassert": lambda: store.reassert(claim_request),
+        "holder": lambda: store.holder(claim_request.stored_key),
+        "held": lambda: store.held([claim_request.stored_key]),
+        "swap_mark": lambda: store.swap_mark(claim_request.stored_key, "m", None, "x", 5.0),
+        "mark": lambda: store.mark(claim_request.stored_key, "m"),
+        "cool": lambda: store.cool(claim_request.stored_key, claim_request.token, 15.0),
+        "end_cooldown": lambda: store.end_cooldown(claim_request.stored_key),
+        "release": lambda: store.release(claim_request.stored_key, claim_request.token),
+        "close_gate": lambda: store.close_gate("g", closing(15.0), claim_request.token),
         "gate": lambda: store.gate("g"),
         "gates": lambda: list(store.gates()),
-        "give_back_probe": lambda: store.give_back_probe("g", bid.token),
-        "open_gate as probe": lambda: store.open_gate("g", bid.token),
+        "give_back_probe": lambda: store.give_back_probe("g", claim_request.token),
+        "open_gate as probe": lambda: store.open_gate("g", claim_request.token),
         "open_gate": lambda: store.open_gate("g"),
     }
 
@@ -91,12 +95,19 @@ def test_a_server_that_is_not_there_has_executed_nothing(step: str) -> None:
 def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusals() -> None:
     """Nothing was sent to anybody."""
     for url in ("redis://no-such-host.invalid/0", "unix:///no/such.sock"):
-        assert refusal(steps(RedisLeaseStore.from_url(url, timeout=TIMEOUT))["acquire"]).executed is False
+        assert (
+            refusal(steps(RedisLeaseStore.from_url(url, timeout=TIMEOUT))["acquire"]).executed
+            is False
+        )
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_frozen_server_may_have_executed_the_command(server: RedisServer, store: RedisLeaseStore, step: str) -> None:
-    """It is asked once and waited for no longer than the timeout, over an open connection and over a new one."""
+def test_a_frozen_server_may_have_executed_the_command(
+    server: RedisServer, store: RedisLeaseStore, step: str
+) -> None:
+    """It is asked once and waited for no longer than the timeout, over an open connection and over
+    a new one.
+    """
     fresh = store.bounded(TIMEOUT)
     server.pause()
     try:
@@ -107,15 +118,21 @@ def test_a_frozen_server_may_have_executed_the_command(server: RedisServer, stor
 
 
 def test_the_ghost_of_a_frozen_acquire_is_ours(server: RedisServer, store: RedisLeaseStore) -> None:
-    """The server executes the command when it thaws; the same token finds its own lease, nobody else gets it."""
-    bid = make_bid(fresh_key())
+    """The server executes the command when it thaws; the same token finds its own lease, nobody
+    else gets it.
+    """
+    claim_request = make_claim_request(fresh_key())
     server.pause()
-    assert refusal(lambda: store.acquire(bid)).executed is None
+    assert refusal(lambda: store.acquire(claim_request)).executed is None
     server.resume()
-    wait_until(lambda: store.holder(bid.stored_key) is not None, 10, "the server to execute what it was sent")
-    assert store.acquire(make_bid(bid.stored_key)) != Acquired()
-    assert store.acquire(bid) == Acquired()
-    assert store.release(bid.stored_key, bid.token)
+    wait_until(
+        lambda: store.holder(claim_request.stored_key) is not None,
+        10,
+        "the server to execute what it was sent",
+    )
+    assert store.acquire(make_claim_request(claim_request.stored_key)) != Acquired()
+    assert store.acquire(claim_request) == Acquired()
+    assert store.release(claim_request.stored_key, claim_request.token)
 
 
 def test_a_server_that_dies_with_the_command_may_have_executed_it(
@@ -137,7 +154,7 @@ def test_a_server_that_dies_with_the_command_may_have_executed_it(
 
     def ask() -> None:
         try:
-            store.acquire(make_bid(fresh_key()))
+            store.acquire(make_claim_request(fresh_key()))
         except StoreUnavailable as error:
             errors.append(error)
 
@@ -154,35 +171,41 @@ def test_a_server_that_dies_with_the_command_may_have_executed_it(
 def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseStore) -> None:
     """CLIENT KILL between two steps is not an outage."""
     key = fresh_key()
-    bid = make_bid(key)
-    assert store.acquire(bid) == Acquired()
+    claim_request = make_claim_request(key)
+    assert store.acquire(claim_request) == Acquired()
     for _ in range(3):
         with redis.Redis.from_url(server.url) as admin:
             admin.client_kill_filter(_type="normal")
-        assert store.renew([Renewal(key, bid.token, 15.0)]) == [Kept.OURS]
+        assert store.renew([Renewal(key, claim_request.token, 15.0)]) == [RenewalResult.OURS]
 
 
 def test_a_restart_comes_back_empty_and_young(server: RedisServer, store: RedisLeaseStore) -> None:
-    """A newcomer learns that a holder may be about to assert its lease again, and makes way for it."""
-    bid = make_bid(fresh_key())
-    assert store.acquire(bid) == Acquired()
+    """A newcomer learns that a holder may be about to assert its lease again, and makes way for
+    it.
+    """
+    claim_request = make_claim_request(fresh_key())
+    assert store.acquire(claim_request) == Acquired()
     server.kill()
     server.start()
-    assert store.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.MISSING]
-    newcomer = make_bid(bid.stored_key)
+    assert store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0)]) == [
+        RenewalResult.MISSING
+    ]
+    newcomer = make_claim_request(claim_request.stored_key)
     assert store.acquire(newcomer) == Acquired()
-    assert store.age(bid.stored_key) < 0.5
-    assert store.release(bid.stored_key, newcomer.token)
-    assert store.reassert(bid)
-    holder = store.holder(bid.stored_key)
+    assert store.age(claim_request.stored_key) < 0.5
+    assert store.release(claim_request.stored_key, newcomer.token)
+    assert store.reassert(claim_request)
+    holder = store.holder(claim_request.stored_key)
     assert holder is not None
-    assert holder.token == bid.token
+    assert holder.token == claim_request.token
 
 
-# -- commands the server rejects ---------------------------------------------------------------------------
+# -- commands the server rejects -------------------------------------------------------------------
 
 
-def test_a_server_that_accepts_no_writes_has_executed_nothing(server: RedisServer, store: RedisLeaseStore) -> None:
+def test_a_server_that_accepts_no_writes_has_executed_nothing(
+    server: RedisServer, store: RedisLeaseStore
+) -> None:
     """Out of memory, a replica, or too few replicas."""
     with redis.Redis.from_url(server.url) as admin:
         for option, wrong, right in (("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)):
@@ -204,7 +227,10 @@ def test_a_server_busy_with_a_script_has_executed_nothing(
     """Somebody's script runs for ever."""
 
     def run_for_ever() -> None:
-        with redis.Redis.from_url(server.url, socket_timeout=60) as client, pytest.raises(redis.ResponseError):
+        with (
+            redis.Redis.from_url(server.url, socket_timeout=60) as client,
+            pytest.raises(redis.ResponseError),
+        ):
             client.eval("while true do end", 0)
 
     def busy() -> bool:
@@ -234,34 +260,51 @@ def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: Redis
     """No password, another password, a user without scripts; none of them is ever told."""
     port = server.port
     with redis.Redis.from_url(server.url) as admin:
-        admin.acl_setuser("meek", enabled=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+get", "+pttl"])
+        admin.acl_setuser(
+            "meek", enabled=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+get", "+pttl"]
+        )
         admin.config_set("requirepass", "right")
         try:
             for login in ("", f":{SECRET}@", f"nobody:{SECRET}@"):
-                store = RedisLeaseStore.from_url(f"redis://{login}127.0.0.1:{port}/0", timeout=TIMEOUT)
-                for step in ("acquire", "renew", "mark", "holders"):
+                store = RedisLeaseStore.from_url(
+                    f"redis://{login}127.0.0.1:{port}/0", timeout=TIMEOUT
+                )
+                for step in ("acquire", "renew", "mark", "gates"):
                     assert refusal(steps(store)[step]).executed is False
-            store = RedisLeaseStore.from_url(f"redis://meek:{SECRET}@127.0.0.1:{port}/0", timeout=TIMEOUT)
-            for step in ("acquire", "renew", "holders"):
+            store = RedisLeaseStore.from_url(
+                f"redis://meek:{SECRET}@127.0.0.1:{port}/0", timeout=TIMEOUT
+            )
+            for step in ("acquire", "renew", "gates"):
                 assert refusal(steps(store)[step]).executed is False
             assert store.mark("a", "m") is None
         finally:
             admin.config_set("requirepass", "")
 
 
-def test_one_lease_that_is_refused_does_not_fail_the_others(server: RedisServer, store: RedisLeaseStore) -> None:
+def test_one_lease_that_is_refused_does_not_fail_the_others(
+    server: RedisServer, store: RedisLeaseStore
+) -> None:
     """Its own result is the error; a store that refuses all of them raises it."""
-    ours, theirs = make_bid(f"g:ours-{fresh_key()}"), make_bid(fresh_key())
-    for bid in (ours, theirs):
-        assert store.acquire(bid) == Acquired()
+    ours, theirs = make_claim_request(f"g:ours-{fresh_key()}"), make_claim_request(fresh_key())
+    for claim_request in (ours, theirs):
+        assert store.acquire(claim_request) == Acquired()
     with redis.Redis.from_url(server.url) as admin:
         admin.acl_setuser(
-            "half", enabled=True, passwords=[f"+{SECRET}"], keys=["celery_leases:{g:ours*"], commands=["+@all"]
+            "half",
+            enabled=True,
+            passwords=[f"+{SECRET}"],
+            keys=["celery_leases:{g:ours*"],
+            commands=["+@all"],
         )
-    half = RedisLeaseStore.from_url(f"redis://half:{SECRET}@127.0.0.1:{server.port}/0", timeout=TIMEOUT)
-    renewals = [Renewal(bid.stored_key, bid.token, 60.0) for bid in (theirs, ours, theirs)]
+    half = RedisLeaseStore.from_url(
+        f"redis://half:{SECRET}@127.0.0.1:{server.port}/0", timeout=TIMEOUT
+    )
+    renewals = [
+        Renewal(claim_request.stored_key, claim_request.token, 60.0)
+        for claim_request in (theirs, ours, theirs)
+    ]
     refused, kept, refused_too = half.renew(renewals)
-    assert kept is Kept.OURS
+    assert kept is RenewalResult.OURS
     for answer in (refused, refused_too):
         assert isinstance(answer, StoreUnavailable)
         assert answer.executed is False
@@ -269,21 +312,25 @@ def test_one_lease_that_is_refused_does_not_fail_the_others(server: RedisServer,
     assert refusal(lambda: half.holder(theirs.stored_key)).executed is False
 
 
-# -- bounds ------------------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------
 
 
-def test_a_bounded_store_has_connections_of_its_own(server: RedisServer, store: RedisLeaseStore) -> None:
+def test_a_bounded_store_has_connections_of_its_own(
+    server: RedisServer, store: RedisLeaseStore
+) -> None:
     """It is the same store, with another patience, and closing it closes nothing of the first."""
     patient = RedisLeaseStore.from_url(server.url, timeout=30.0)
     hasty = patient.bounded(0.2)
     assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)
     assert hasty._client.connection_pool is not patient._client.connection_pool
-    bid = make_bid(fresh_key())
-    assert patient.acquire(bid) == Acquired()
-    assert hasty.renew([Renewal(bid.stored_key, bid.token, 15.0)]) == [Kept.OURS]
+    claim_request = make_claim_request(fresh_key())
+    assert patient.acquire(claim_request) == Acquired()
+    assert hasty.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0)]) == [
+        RenewalResult.OURS
+    ]
     server.pause()
-    assert refusal(lambda: hasty.holder(bid.stored_key)).executed is None
+    assert refusal(lambda: hasty.holder(claim_request.stored_key)).executed is None
     server.resume()
     hasty.close()
-    assert patient.holder(bid.stored_key) is not None
+    assert patient.holder(claim_request.stored_key) is not None
     patient.close()

@@ -1,4 +1,6 @@
-"""What is Sentinel's own: a primary that dies, freezes or steps down, Sentinels that do not answer."""
+"""What is Sentinel's own: a primary that dies, freezes or steps down, Sentinels that do not
+answer.
+"""
 
 import time
 from collections.abc import Iterator
@@ -6,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.ports import Acquired, Held, Kept, Renewal
-from celery_leases.core.records import Bid
-from celery_leases.stores.redis import RedisLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisSentinels, RedisServer
-from celery_leases.testing.servers.local import free_port
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.ports import Acquired, Held, Renewal, RenewalResult
+from celery_leases.protocol.records import ClaimRequest
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.waits import wait_until
+from tests.support.servers import RedisSentinels, RedisServer
+from tests.support.servers.local import free_port
 
 TIMEOUT = 0.6
 SLACK = 1.5
@@ -30,26 +32,30 @@ def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
 def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
     """A store that has settled, with a connection to the primary."""
     opened = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
-    assert opened.acquire(make_bid(fresh_key())) == Acquired()
+    assert opened.acquire(make_claim_request(fresh_key())) == Acquired()
     yield opened
     opened.close()
 
 
-def short() -> Bid:
+def short() -> ClaimRequest:
     """A bid that wants little."""
-    return make_bid(fresh_key(), ttl=0.01)
+    return make_claim_request(fresh_key(), ttl=0.01)
 
 
-def renewed(store: RedisLeaseStore, bid: Bid) -> Kept | None:
-    """What becomes of a lease; ``None`` while the store is away, which takes it no longer than it may."""
+def renewed(store: RedisLeaseStore, claim_request: ClaimRequest) -> RenewalResult | None:
+    """What becomes of a lease; ``None`` while the store is away, which takes it no longer than it
+    may.
+    """
     began = time.monotonic()
     try:
-        (answer,) = store.renew([Renewal(bid.stored_key, bid.token, bid.ttl)])
+        (answer,) = store.renew(
+            [Renewal(claim_request.stored_key, claim_request.token, claim_request.ttl)]
+        )
     except StoreUnavailable:
         # The call itself, the Sentinels, and connecting to what they name.
         assert time.monotonic() - began < 3 * TIMEOUT + SLACK
         return None
-    assert isinstance(answer, Kept)
+    assert isinstance(answer, RenewalResult)
     return answer
 
 
@@ -64,16 +70,20 @@ def replicated(sentinels: RedisSentinels) -> bool:
 
 
 @pytest.mark.parametrize("end", ["killed", "frozen"])
-def test_a_lease_goes_on_at_the_promoted_replica(sentinels: RedisSentinels, store: RedisLeaseStore, end: str) -> None:
+def test_a_lease_goes_on_at_the_promoted_replica(
+    sentinels: RedisSentinels, store: RedisLeaseStore, end: str
+) -> None:
     """Calls in between are refusals in time; newcomers learn that the store is young."""
-    bid, other = make_bid(fresh_key()), make_bid(fresh_key())
-    assert store.acquire(bid) == Acquired()
+    claim_request, other = make_claim_request(fresh_key()), make_claim_request(fresh_key())
+    assert store.acquire(claim_request) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     old = sentinels.primary
     old.kill() if end == "killed" else old.pause()
-    wait_until(lambda: renewed(store, bid) is Kept.OURS, 30, "the failover")
-    wait_until(lambda: sentinels.primary is not old, 30, "the first Sentinel to know what the store knows")
-    assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+    wait_until(lambda: renewed(store, claim_request) is RenewalResult.OURS, 30, "the failover")
+    wait_until(
+        lambda: sentinels.primary is not old, 30, "the first Sentinel to know what the store knows"
+    )
+    assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
     assert store.acquire(other) == Acquired()
     assert store.age(other.stored_key) == 0.0
     assert store.acquire(short()) == Acquired()
@@ -81,64 +91,77 @@ def test_a_lease_goes_on_at_the_promoted_replica(sentinels: RedisSentinels, stor
         old.resume()
 
 
-def test_a_lease_that_the_replica_never_got_is_missing_there(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
-    """The replica is cut off, a lease is given, the primary dies: who asks learns that the holder may need time."""
+def test_a_lease_that_the_replica_never_got_is_missing_there(
+    sentinels: RedisSentinels, store: RedisLeaseStore
+) -> None:
+    """The replica is cut off, a lease is given, the primary dies: who asks learns that the holder
+    may need time.
+    """
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
-    bid = make_bid(fresh_key(), ttl=60.0)
+    claim_request = make_claim_request(fresh_key(), ttl=60.0)
     with redis.Redis(port=replica.port) as admin:
         admin.replicaof("127.0.0.1", str(free_port()))
-    assert store.acquire(bid) == Acquired()
+    assert store.acquire(claim_request) == Acquired()
     sentinels.primary.kill()
-    wait_until(lambda: renewed(store, bid) is Kept.MISSING, 30, "the failover")
-    newcomer = make_bid(bid.stored_key)
+    wait_until(lambda: renewed(store, claim_request) is RenewalResult.MISSING, 30, "the failover")
+    newcomer = make_claim_request(claim_request.stored_key)
     assert store.acquire(newcomer) == Acquired()
-    assert store.age(bid.stored_key) < 0.5
-    assert store.release(bid.stored_key, newcomer.token)
-    assert store.reassert(bid)
-    assert isinstance(store.acquire(make_bid(bid.stored_key)), Held)
+    assert store.age(claim_request.stored_key) < 0.5
+    assert store.release(claim_request.stored_key, newcomer.token)
+    assert store.reassert(claim_request)
+    assert isinstance(store.acquire(make_claim_request(claim_request.stored_key)), Held)
 
 
-def test_a_primary_that_steps_down_executes_nothing_more(sentinels: RedisSentinels, store: RedisLeaseStore) -> None:
+def test_a_primary_that_steps_down_executes_nothing_more(
+    sentinels: RedisSentinels, store: RedisLeaseStore
+) -> None:
     """What it refuses is told as such, and the next call finds the new one."""
-    bid = make_bid(fresh_key())
-    assert store.acquire(bid) == Acquired()
+    claim_request = make_claim_request(fresh_key())
+    assert store.acquire(claim_request) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     old = sentinels.primary
     with redis.Redis(port=old.port) as admin:
-        admin.replicaof("127.0.0.1", str(free_port()))  # a call that is on its way meets it before Sentinel repairs it
+        admin.replicaof(
+            "127.0.0.1", str(free_port())
+        )  # a call that is on its way meets it before Sentinel repairs it
         with pytest.raises(StoreUnavailable) as caught:
-            store.acquire(make_bid(fresh_key()))
+            store.acquire(make_claim_request(fresh_key()))
         assert caught.value.executed is False
         admin.replicaof("NO", "ONE")
     with redis.Redis(port=sentinels.sentinels[0].port) as sentinel:
         sentinel.execute_command("SENTINEL", "FAILOVER", "leases")
     wait_until(lambda: sentinels.primary is not old, 30, "the failover")
-    wait_until(lambda: renewed(store, bid) is Kept.OURS, 30, "the new primary")
+    wait_until(lambda: renewed(store, claim_request) is RenewalResult.OURS, 30, "the new primary")
     assert store.acquire(short()) == Acquired()
-    assert store.age(bid.stored_key) == 0.0
+    assert store.age(claim_request.stored_key) == 0.0
 
 
 def test_sentinels_that_do_not_answer_are_passed_over_in_time(sentinels: RedisSentinels) -> None:
-    """Two are frozen, of which one is asked first; without any nothing was executed, and the error says so."""
+    """Two are frozen, of which one is asked first; without any nothing was executed, and the error
+    says so.
+    """
     for sentinel in sentinels.sentinels[:2]:
         sentinel.pause()
     store = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
     began = time.monotonic()
-    assert store.acquire(make_bid(fresh_key())) == Acquired()
+    assert store.acquire(make_claim_request(fresh_key())) == Acquired()
     assert time.monotonic() - began < 2 * TIMEOUT + SLACK
     sentinels.sentinels[2].pause()
     alone = store.bounded(TIMEOUT)
     with pytest.raises(StoreUnavailable, match="No master found for 'leases'") as caught:
-        alone.acquire(make_bid(fresh_key()))
+        alone.acquire(make_claim_request(fresh_key()))
     assert caught.value.executed is False
     assert store.holder("x") is None  # whoever is connected asks no Sentinel
 
 
 def test_a_primary_nobody_knows_is_told_by_its_name(sentinels: RedisSentinels) -> None:
     """And so is one that too few Sentinels watch."""
-    for wrong in (("master_name=leases", "master_name=other"), ("/0?", "/0?min_other_sentinels=3&")):
+    for wrong in (
+        ("master_name=leases", "master_name=other"),
+        ("/0?", "/0?min_other_sentinels=3&"),
+    ):
         store = RedisLeaseStore.from_url(sentinels.url.replace(*wrong), timeout=2.0)
         with pytest.raises(StoreUnavailable, match="No master found") as caught:
-            store.acquire(make_bid(fresh_key()))
+            store.acquire(make_claim_request(fresh_key()))
         assert caught.value.executed is False

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.stores.redis import RedisLeaseStore
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.stores.redis.leases import RedisLeaseStore
 
 SECRET = "s3cret-w0rd"
 
@@ -19,8 +19,19 @@ def made_of(url: str, **options: Any) -> dict[str, Any]:
     assert given.pop("socket_timeout") == 1.5
     assert given.pop("socket_connect_timeout", 1.5) == 1.5
     assert given.pop("retry")._retries == 0
-    kept = ("host", "port", "db", "path", "username", "password", "credential_provider", "client_name")
-    found = {name: given[name] for name in given if name in kept or name.startswith(("ssl_", "socket_"))}
+    kept = (
+        "host",
+        "port",
+        "db",
+        "path",
+        "username",
+        "password",
+        "credential_provider",
+        "client_name",
+    )
+    found = {
+        name: given[name] for name in given if name in kept or name.startswith(("ssl_", "socket_"))
+    }
     found["tls"] = pool.connection_class is redis.SSLConnection
     assert (pool.connection_class is redis.UnixDomainSocketConnection) is ("path" in found)
     return found
@@ -32,7 +43,14 @@ def test_servers_are_found_over_tcp(scheme: str) -> None:
     tls = scheme.endswith("ss") or scheme == "valkeys"
     assert made_of(f"{scheme}://") == {"host": "127.0.0.1", "port": 6379, "db": 0, "tls": tls}
     url = f"{scheme}://me:{SECRET}%40@Example.org:7000/3"
-    expected = {"host": "example.org", "port": 7000, "db": 3, "username": "me", "password": f"{SECRET}@", "tls": tls}
+    expected = {
+        "host": "example.org",
+        "port": 7000,
+        "db": 3,
+        "username": "me",
+        "password": f"{SECRET}@",
+        "tls": tls,
+    }
     assert made_of(url) == expected
 
 
@@ -41,8 +59,15 @@ def test_servers_are_found_over_tcp(scheme: str) -> None:
 def test_servers_are_found_over_sockets(scheme: str, query: str) -> None:
     """In redis-py's form and kombu's."""
     expected = {"path": "/run/redis.sock", "db": 3, "password": SECRET, "tls": False}
-    assert made_of(f"{scheme}://:{SECRET}@/run/redis.sock?{query}=3", socket_keepalive=True) == expected
-    assert made_of(f"{scheme}:///run/redis.sock") == {"path": "/run/redis.sock", "db": 0, "tls": False}
+    assert (
+        made_of(f"{scheme}://:{SECRET}@/run/redis.sock?{query}=3", socket_keepalive=True)
+        == expected
+    )
+    assert made_of(f"{scheme}:///run/redis.sock") == {
+        "path": "/run/redis.sock",
+        "db": 0,
+        "tls": False,
+    }
 
 
 def test_the_query_may_name_the_database_and_the_login() -> None:
@@ -54,12 +79,16 @@ def test_the_query_may_name_the_database_and_the_login() -> None:
 
 def test_tls_is_configured_by_url_or_options() -> None:
     """In the words of kombu and of broker_use_ssl."""
-    found = made_of("rediss://h?ssl_cert_reqs=CERT_NONE&ssl_ca_certs=/ca.pem&ssl_check_hostname=false")
+    found = made_of(
+        "rediss://h?ssl_cert_reqs=CERT_NONE&ssl_ca_certs=/ca.pem&ssl_check_hostname=false"
+    )
     assert (found["ssl_cert_reqs"], found["ssl_ca_certs"]) == (ssl.CERT_NONE, "/ca.pem")
     assert found["ssl_check_hostname"] is False
     assert made_of("redis://h", ssl=True)["tls"]
     assert not made_of("redis://h", ssl=False)["tls"]
-    found = made_of("redis://h", ssl={"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_keyfile": "/key.pem"})
+    found = made_of(
+        "redis://h", ssl={"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_keyfile": "/key.pem"}
+    )
     assert (found["tls"], found["ssl_keyfile"]) == (True, "/key.pem")
 
 
@@ -93,19 +122,28 @@ def test_a_credential_provider_replaces_the_password() -> None:
     found = made_of(f"redis://:{SECRET}@h", credential_provider=provider)
     assert found["credential_provider"] is provider
     assert "password" not in found
-    named = made_of("redis://h?credential_provider=redis.credentials:UsernamePasswordCredentialProvider")
+    named = made_of(
+        "redis://h?credential_provider=redis.credentials:UsernamePasswordCredentialProvider"
+    )
     assert isinstance(named["credential_provider"], redis.UsernamePasswordCredentialProvider)
     with pytest.raises(LeaseConfigurationError, match="credential_provider"):
         made_of("redis://h?credential_provider=no.such:Thing")
 
 
 def test_all_spellings_of_one_server_have_one_name() -> None:
-    """And different databases, prefixes, ports and hosts have different ones; no login is part of it."""
+    """And different databases, prefixes, ports and hosts have different ones; no login is part of
+    it.
+    """
 
     def name(url: str, prefix: str = "p", **options: Any) -> str:
         return RedisLeaseStore.from_url(url, prefix=prefix, options=options).name
 
-    spellings = ["redis://localhost", "redis://127.0.0.1:6379/0", "redis://[::1]/", f"valkey://u:{SECRET}@localhost"]
+    spellings = [
+        "redis://localhost",
+        "redis://127.0.0.1:6379/0",
+        "redis://[::1]/",
+        f"valkey://u:{SECRET}@localhost",
+    ]
     assert {name(url) for url in spellings} == {"redis:127.0.0.1:6379/0/p"}
     assert name("redis://Example.org/2") == "redis:example.org:6379/2/p"
     assert name("redis://[fe80::1]:7/2") == "redis:[fe80::1]:7/2/p"
@@ -150,10 +188,17 @@ def test_any_other_url_is_refused_without_its_password(url: str) -> None:
 
 
 def test_sentinels_are_listed_as_for_kombu() -> None:
-    """The name of the primary is in the options or the URL; user, password and TLS are for Redis itself."""
+    """The name of the primary is in the options or the URL; user, password and TLS are for Redis
+    itself.
+    """
     url = f"sentinel://me:{SECRET}@A;sentinel://b:7000/2"
     kwargs = {"password": "other", "ssl": True, "socket_timeout": 99, "retry_on_timeout": True}
-    options = {"master_name": "m", "min_other_sentinels": 1, "sentinel_kwargs": kwargs, "ssl": {"ssl_ca_certs": "/ca"}}
+    options = {
+        "master_name": "m",
+        "min_other_sentinels": 1,
+        "sentinel_kwargs": kwargs,
+        "ssl": {"ssl_ca_certs": "/ca"},
+    }
     for store in (
         RedisLeaseStore.from_url(url, timeout=3.0, options=options),
         RedisLeaseStore.from_url(
@@ -167,31 +212,47 @@ def test_sentinels_are_listed_as_for_kombu() -> None:
         assert pool.is_master
         assert issubclass(pool.connection_class, redis.SSLConnection)
         given = pool.connection_kwargs
-        assert (given["username"], given["password"], given["db"], given["ssl_ca_certs"]) == ("me", SECRET, 2, "/ca")
+        assert (given["username"], given["password"], given["db"], given["ssl_ca_certs"]) == (
+            "me",
+            SECRET,
+            2,
+            "/ca",
+        )
         assert given["socket_timeout"] == given["socket_connect_timeout"] == 3.0
         assert given["retry"]._retries == 0
         manager = pool.sentinel_manager
         assert manager.min_other_sentinels == 1
         asked = [sentinel.connection_pool for sentinel in manager.sentinels]
-        assert [(one.connection_kwargs["host"], one.connection_kwargs["port"]) for one in asked] == [
+        assert [
+            (one.connection_kwargs["host"], one.connection_kwargs["port"]) for one in asked
+        ] == [
             ("a", 26379),
             ("b", 7000),
         ]
         for one in asked:
             assert one.connection_class is redis.SSLConnection
             assert one.connection_kwargs["password"] == "other"
-            assert one.connection_kwargs["socket_timeout"] == one.connection_kwargs["socket_connect_timeout"] == 1.5
+            assert (
+                one.connection_kwargs["socket_timeout"]
+                == one.connection_kwargs["socket_connect_timeout"]
+                == 1.5
+            )
             assert one.connection_kwargs["retry"]._retries == 0
 
 
 def test_a_store_behind_sentinels_has_the_name_of_its_primary() -> None:
     """Sentinels may come and go."""
-    spellings = ["sentinel://a;sentinel://b/2?master_name=m", f"sentinel://:{SECRET}@c:7/2?master_name=m"]
+    spellings = [
+        "sentinel://a;sentinel://b/2?master_name=m",
+        f"sentinel://:{SECRET}@c:7/2?master_name=m",
+    ]
     names = {RedisLeaseStore.from_url(url, prefix="p").name for url in spellings}
     assert names == {"redis-sentinel:m/2/p"}
 
 
-@pytest.mark.parametrize("scheme", ["redis+cluster", "valkey+cluster", "rediss+cluster", "valkeys+cluster"])
+@pytest.mark.parametrize(
+    "scheme", ["redis+cluster", "valkey+cluster", "rediss+cluster", "valkeys+cluster"]
+)
 def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
     """In any order, with commas or in kombu's form; each node is reached in the same way."""
     spelled = (f"me:{SECRET}@b:7000,a", f"me:{SECRET}@a;{scheme}://me:{SECRET}@b:7000")
@@ -199,9 +260,16 @@ def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
         store = RedisLeaseStore.from_url(f"{scheme}://{rest}", prefix="p", timeout=1.5)
         assert store.name == "redis-cluster:a:6379,b:7000/p"
         pool = store._client._client(("n", 7001)).connection_pool
-        assert (pool.connection_class is redis.SSLConnection) is scheme.startswith(("rediss", "valkeys"))
+        assert (pool.connection_class is redis.SSLConnection) is scheme.startswith(
+            ("rediss", "valkeys")
+        )
         given = pool.connection_kwargs
-        assert (given["host"], given["port"], given["username"], given["password"]) == ("n", 7001, "me", SECRET)
+        assert (given["host"], given["port"], given["username"], given["password"]) == (
+            "n",
+            7001,
+            "me",
+            SECRET,
+        )
         assert given["socket_timeout"] == given["socket_connect_timeout"] == 1.5
         assert given["retry"]._retries == 0
 

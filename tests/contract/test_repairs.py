@@ -1,4 +1,6 @@
-"""An operator's commands against claims that come while he looks, and how long a record counts that he has touched."""
+"""An operator's commands against claims that come while he looks, and how long a record counts that
+he has touched.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +9,12 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.client import LOOK_THROUGH, LeaseClient
-from celery_leases.core.records import Ended, Record, State
 from celery_leases.errors import LeaseIsLive
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.filters import RecordFilter
+from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, row, won
 from tests.contract.sql_stores import database_url, sql_records
 
@@ -33,13 +36,15 @@ def client(sql_records: SqlRecordStore) -> LeaseClient:
     return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
 
 
-def uncertain(records: SqlRecordStore, **bid: Any) -> Record:
+def uncertain(records: SqlRecordStore, **claim_request: Any) -> Record:
     """A row that waits for an operator."""
-    record = won(records, make_bid(fresh_key(), **bid), DATABASE)
+    record = won(records, make_claim_request(fresh_key(), **claim_request), DATABASE)
     return closed(records, record, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
 
 
-def let_come_after(monkeypatch: pytest.MonkeyPatch, store: Any, look: str, come: Callable[[], Any]) -> None:
+def let_come_after(
+    monkeypatch: pytest.MonkeyPatch, store: Any, look: str, come: Callable[[], Any]
+) -> None:
     """Somebody comes just after the first *look* into *store*."""
     looks, came = getattr(store, look), []
 
@@ -56,14 +61,23 @@ def let_come_after(monkeypatch: pytest.MonkeyPatch, store: Any, look: str, come:
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("after", ["record", "lease"])
 def test_an_attempt_that_begins_while_an_operator_looks_is_left_alone(
-    client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str, after: str
+    client: LeaseClient,
+    sql_records: SqlRecordStore,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    after: str,
 ) -> None:
     """Its lease is seen, or else its fence; he is told, and what it says counts."""
-    old = closed(sql_records, won(sql_records, make_bid(fresh_key()), DATABASE), State.PENDING, ended=Ended.FAILED)
+    old = closed(
+        sql_records,
+        won(sql_records, make_claim_request(fresh_key()), DATABASE),
+        State.PENDING,
+        ended=Ended.FAILED,
+    )
     begun: list[Record] = []
 
     def begin() -> None:
-        begun.append(won(sql_records, make_bid(old.stored_key), DATABASE))
+        begun.append(won(sql_records, make_claim_request(old.stored_key), DATABASE))
 
     store, look = (client._records, "read") if after == "record" else (client._leases, "holder")
     let_come_after(monkeypatch, store, look, begin)
@@ -80,10 +94,22 @@ def test_by_force_it_is_ended_all_the_same(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """Whoever has come meanwhile."""
-    old = closed(sql_records, won(sql_records, make_bid(fresh_key()), DATABASE), State.PENDING, ended=Ended.FAILED)
-    let_come_after(monkeypatch, client._leases, "holder", lambda: won(sql_records, make_bid(old.stored_key), DATABASE))
+    old = closed(
+        sql_records,
+        won(sql_records, make_claim_request(fresh_key()), DATABASE),
+        State.PENDING,
+        ended=Ended.FAILED,
+    )
+    let_come_after(
+        monkeypatch,
+        client._leases,
+        "holder",
+        lambda: won(sql_records, make_claim_request(old.stored_key), DATABASE),
+    )
     COMMANDS[command](client, old.stored_key, force=True)
-    assert row(sql_records, old.stored_key).state is (State.DONE if command == "resolve done" else State.PENDING)
+    assert row(sql_records, old.stored_key).state is (
+        State.DONE if command == "resolve done" else State.PENDING
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -91,10 +117,15 @@ def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """The message says how it stands now; he has seen something else."""
-    old = closed(sql_records, won(sql_records, make_bid(fresh_key()), DATABASE), State.PENDING, ended=Ended.FAILED)
+    old = closed(
+        sql_records,
+        won(sql_records, make_claim_request(fresh_key()), DATABASE),
+        State.PENDING,
+        ended=Ended.FAILED,
+    )
 
     def run() -> None:
-        closed(sql_records, won(sql_records, make_bid(old.stored_key), DATABASE))
+        closed(sql_records, won(sql_records, make_claim_request(old.stored_key), DATABASE))
 
     let_come_after(monkeypatch, client._leases, "holder", run)
     with pytest.raises(LeaseIsLive, match="has moved on meanwhile, and is done now"):
@@ -102,18 +133,27 @@ def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
     assert row(sql_records, old.stored_key).state is State.DONE
 
 
-@pytest.mark.parametrize(("own", "given", "days"), [(30.0, None, 30), (30.0, "2d", 2), (None, None, 7)])
+@pytest.mark.parametrize(
+    ("own", "given", "days"), [(30.0, None, 30), (30.0, "2d", 2), (None, None, 7)]
+)
 @pytest.mark.parametrize("command", [*COMMANDS, "release"])
 def test_a_touched_record_counts_for_the_retention_of_its_task(
-    client: LeaseClient, sql_records: SqlRecordStore, command: str, own: float | None, given: str | None, days: int
+    client: LeaseClient,
+    sql_records: SqlRecordStore,
+    command: str,
+    own: float | None,
+    given: str | None,
+    days: int,
 ) -> None:
     """As the last claim wrote it down; unless the operator says otherwise, or nothing is known."""
     retention = own * DAY if own else None
     if command == "release":
-        record = won(sql_records, make_bid(fresh_key(), retention=retention), DATABASE)
+        record = won(sql_records, make_claim_request(fresh_key(), retention=retention), DATABASE)
     else:
         record = uncertain(sql_records, retention=retention)
-    (COMMANDS | {"release": LeaseClient.release})[command](client, record.stored_key, retention=given)
+    (COMMANDS | {"release": LeaseClient.release})[command](
+        client, record.stored_key, retention=given
+    )
     after = sql_records.read(record.stored_key)
     assert after is not None
     assert after.expires_at is not None
@@ -125,22 +165,33 @@ def test_a_list_reads_no_more_rows_than_it_shows(
 ) -> None:
     """Of those in a state; but for such as the row does not say of itself that it is in it."""
     limits: list[int] = []
-    search = sql_records.search
+    find = sql_records.find
 
-    def noted(**given: Any) -> list[Record]:
+    def noted(wanted: RecordFilter, **given: Any) -> list[Record]:
         limits.append(given["limit"])
-        return search(**given)
+        return find(wanted, **given)
 
-    monkeypatch.setattr(sql_records, "search", noted)
-    keys = [won(sql_records, make_bid(fresh_key()), "database").stored_key for _ in range(5)]
+    monkeypatch.setattr(sql_records, "find", noted)
+    keys = [
+        won(sql_records, make_claim_request(fresh_key()), "database").stored_key for _ in range(5)
+    ]
     for key in keys[:3]:
         closed(sql_records, row(sql_records, key))
     assert [status.key for status in client.list(states=["done"], limit=2)] == [keys[2], keys[1]]
-    assert [status.key for status in client.list(states=["done"], limit=5)] == [keys[2], keys[1], keys[0]]
+    assert [status.key for status in client.list(states=["done"], limit=5)] == [
+        keys[2],
+        keys[1],
+        keys[0],
+    ]
     assert limits == [2, 5]
     with sql_records.database.engine.connect() as connection:
-        connection.execute(text("UPDATE celery_leases_records SET lease_until = 1 WHERE state = 'running'"))
-    late = won(sql_records, make_bid(fresh_key()), "database").stored_key
-    assert [status.key for status in client.list(states=["abandoned"], limit=2)] == [keys[4], keys[3]]
+        connection.execute(
+            text("UPDATE celery_leases_records SET lease_until = 1 WHERE state = 'running'")
+        )
+    late = won(sql_records, make_claim_request(fresh_key()), "database").stored_key
+    assert [status.key for status in client.list(states=["abandoned"], limit=2)] == [
+        keys[4],
+        keys[3],
+    ]
     assert [status.key for status in client.list(states=["running"], limit=1)] == [late]
-    assert limits[2:] == [2, LOOK_THROUGH, 1]
+    assert limits[2:] == [2, LOOK_THROUGH - 2, 1]

@@ -1,16 +1,19 @@
 """Names of schemas that a statement written as text must quote."""
 
-import pytest
+from uuid import uuid4
 
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import State
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.schema import Tables
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+import pytest
+from sqlalchemy import make_url, select, text
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.records import State
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import sent
 from celery_leases.testing.contracts.record_case import closed, outcome, won
 from tests.contract.sql_stores import server_url
@@ -25,23 +28,26 @@ def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> Non
     quoted = engine.dialect.identifier_preparer.quote_identifier(schema)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"DROP SCHEMA IF EXISTS {quoted}")
-        connection.exec_driver_sql(f"CREATE SCHEMA {quoted}")
     records = SqlRecordStore(engine, Tables(schema))
-    records.migrate()
+    records.migrate()  # makes the schema too
     records.check()
     leases, effects = DatabaseLeaseStore(records), SqlEffectStore(records.database, records.tables)
     for group in (None, "group"):
         key = fresh_key()
-        bid = make_bid(key, group=group)
-        leases.acquire(bid)
+        claim_request = make_claim_request(key, group=group)
+        leases.acquire(claim_request)
         record = records.read(key)
         assert record is not None
-        assert record.owner == bid.token
+        assert record.owner == claim_request.token
         assert sent(effects, record).fence == record.fence
         for guarded in (True, False):
-            assert leases.renew([Renewal(key, bid.token, 15.0, guarded=guarded)]) == [Kept.OURS]
+            assert leases.renew([Renewal(key, claim_request.token, 15.0, guarded=guarded)]) == [
+                RenewalResult.OURS
+            ]
         assert records.settle(record, outcome(record, State.PENDING))
-        assert closed(records, won(records, make_bid(key), "database")).state is State.DONE
+        assert (
+            closed(records, won(records, make_claim_request(key), "database")).state is State.DONE
+        )
     assert records.purge(10) == 0
     for version in (1, 2):
         assert records.migrate(version).rows == 2
@@ -49,8 +55,52 @@ def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> Non
         assert found is not None
         assert found.state is State.DONE
     with engine.connect() as connection:
-        connection.exec_driver_sql(f"DROP SCHEMA {quoted}" + (" CASCADE" if engine.name == "postgresql" else ""))
+        connection.exec_driver_sql(
+            f"DROP SCHEMA {quoted}" + (" CASCADE" if engine.name == "postgresql" else "")
+        )
     engine.dispose()
+
+
+def test_the_printed_sql_makes_the_schema_and_may_be_run_again(server_url: str) -> None:
+    """By hand, by a user who may make one; migrations find it then."""
+    schema = "50% of leases"
+    engine = engine_for(server_url)
+    quoted = engine.dialect.identifier_preparer.quote_identifier(schema)
+    records = SqlRecordStore(engine, Tables(schema))
+    with engine.connect() as connection:
+        for statement in 2 * records.tables.ddl(engine).strip().removesuffix(";").split(";\n"):
+            connection.execute(text(statement))
+    records.check()
+    assert records.migrate().before == 2
+    with engine.connect() as connection:
+        found = connection.execute(select(records.tables.version.c.version)).all()
+        assert found == [(2,)]
+        connection.exec_driver_sql(
+            f"DROP SCHEMA {quoted}" + (" CASCADE" if engine.name == "postgresql" else "")
+        )
+    engine.dispose()
+
+
+def test_a_schema_that_is_there_needs_no_right_to_make_one(leases_postgres_url: str) -> None:
+    """An administrator has made it, and a user who may not make any owns it."""
+    admin = engine_for(leases_postgres_url)
+    name = f"mover_{uuid4().hex[:8]}"
+    with admin.connect() as connection:
+        connection.exec_driver_sql(f"CREATE ROLE {name} LOGIN PASSWORD 'p'")
+        connection.exec_driver_sql(f"CREATE SCHEMA {name} AUTHORIZATION {name}")
+    try:
+        theirs = (
+            make_url(leases_postgres_url).set(username=name, password="p").render_as_string(False)
+        )
+        records = SqlRecordStore(engine_for(theirs), Tables(name))
+        records.migrate()
+        records.check()
+        records.database.close()
+    finally:
+        with admin.connect() as connection:
+            connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
+            connection.exec_driver_sql(f"DROP ROLE {name}")
+        admin.dispose()
 
 
 @pytest.mark.parametrize("schema", ["", "a\\b", "a\nb", "x" * 64, 7])

@@ -1,4 +1,6 @@
-"""Effects and progress in the databases against the published suite, and what is a database's own: locks."""
+"""Effects and progress in the databases against the published suite, and what is a database's own:
+locks.
+"""
 
 import sqlite3
 from collections.abc import Iterator
@@ -11,15 +13,15 @@ import pytest
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
-from celery_leases.core.effects import Begun, Effect, EffectState, Found
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.records import Record, Won
-from celery_leases.stores import database
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.effects import Begun, Effect, EffectState, Found
+from celery_leases.protocol.records import Record, Won
+from celery_leases.stores.sql import database
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import EffectStoreContract
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import begin, finished, found_of, sent
 from celery_leases.testing.contracts.record_case import won
 from tests.contract.sql_stores import (
@@ -37,7 +39,9 @@ __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 
 @pytest.fixture(scope="module", params=["sqlite", *SERVERS])
-def one_database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlRecordStore]:
+def one_database(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SqlRecordStore]:
     """Records in each of the databases, for all tests of the suite."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path_factory.mktemp('effects') / 'records.db'}"
@@ -74,8 +78,12 @@ def effects_of(records: SqlRecordStore) -> SqlEffectStore:
 
 
 @contextmanager
-def waiting_for(records: SqlRecordStore, *statements: str) -> Iterator[tuple[ThreadPoolExecutor, Connection]]:
-    """Threads, and a transaction of somebody else's that has executed *statements* and is still open."""
+def waiting_for(
+    records: SqlRecordStore, *statements: str
+) -> Iterator[tuple[ThreadPoolExecutor, Connection]]:
+    """Threads, and a transaction of somebody else's that has executed *statements* and is still
+    open.
+    """
     engine = records.database.engine
     with ThreadPoolExecutor(2) as threads, engine.connect() as other:
         for statement in ("BEGIN", *statements):
@@ -83,10 +91,14 @@ def waiting_for(records: SqlRecordStore, *statements: str) -> Iterator[tuple[Thr
         yield threads, other
 
 
-def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(server_records: SqlRecordStore) -> None:
-    """Without a lock the statement would be shown the row as it was: it is locked, and looked at as it is."""
+def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(
+    server_records: SqlRecordStore,
+) -> None:
+    """Without a lock the statement would be shown the row as it was: it is locked, and looked at as
+    it is.
+    """
     effects, key = effects_of(server_records), fresh_key()
-    zombie = won(server_records, make_bid(key))
+    zombie = won(server_records, make_claim_request(key))
     claim = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'successor'"
     with waiting_for(server_records, claim) as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, zombie)
@@ -98,20 +110,31 @@ def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(serv
 
 def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecordStore) -> None:
     """Where the row is the lease, its own renewal must not be taken for a claim."""
-    effects, record = effects_of(server_records), won(server_records, make_bid(fresh_key()))
-    with waiting_for(server_records, "UPDATE celery_leases_records SET lease_until = 1") as (threads, other):
+    effects, record = (
+        effects_of(server_records),
+        won(server_records, make_claim_request(fresh_key())),
+    )
+    with waiting_for(server_records, "UPDATE celery_leases_records SET lease_until = 1") as (
+        threads,
+        other,
+    ):
         answer: Future[Any] = threads.submit(begin, effects, record)
         wait_for_locks(server_records)
         other.execute(text("COMMIT"))
         assert isinstance(answer.result(10), Begun)
 
 
-def test_a_claim_waits_for_an_intent_that_is_being_committed(server_records: SqlRecordStore) -> None:
-    """Between the fence's check and the intent there is no moment for it: the successor finds the intent."""
+def test_a_claim_waits_for_an_intent_that_is_being_committed(
+    server_records: SqlRecordStore,
+) -> None:
+    """Between the fence's check and the intent there is no moment for it: the successor finds the
+    intent.
+    """
     effects, key = effects_of(server_records), fresh_key()
-    zombie = won(server_records, make_bid(key))
+    zombie = won(server_records, make_claim_request(key))
     theirs: list[Effect] = []
-    # What the statement of the intent does at its end is held back by somebody who holds the same intent's place.
+    # What the statement of the intent does at its end is held back by somebody who holds the same
+    # intent's place.
     place = (
         "INSERT INTO celery_leases_effects (stored_key, name, scope, state, fence, idempotency_key, sent_at) "
         "SELECT stored_key, 'charge', '#0', 'sent', 1, 'x', 1 FROM celery_leases_records"
@@ -119,7 +142,9 @@ def test_a_claim_waits_for_an_intent_that_is_being_committed(server_records: Sql
     with waiting_for(server_records, place) as (threads, other):
         answer: Future[Any] = threads.submit(begin, effects, zombie)
         wait_for_locks(server_records)
-        claim: Future[Any] = threads.submit(server_records.claim, make_bid(key), "redis:one")
+        claim: Future[Any] = threads.submit(
+            server_records.claim, make_claim_request(key), "redis:one"
+        )
         wait_for_locks(server_records, 2)
         other.execute(text("ROLLBACK"))
         begun, successor = answer.result(10), claim.result(10)
@@ -129,9 +154,16 @@ def test_a_claim_waits_for_an_intent_that_is_being_committed(server_records: Sql
     assert [effect.fence for effect in theirs] == [zombie.fence]
 
 
-def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(server_records: SqlRecordStore) -> None:
-    """Somebody's open transaction, or a frozen process in one: the attempt is told that nothing was written."""
-    effects, record = effects_of(server_records), won(server_records, make_bid(fresh_key()))
+def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(
+    server_records: SqlRecordStore,
+) -> None:
+    """Somebody's open transaction, or a frozen process in one: the attempt is told that nothing was
+    written.
+    """
+    effects, record = (
+        effects_of(server_records),
+        won(server_records, make_claim_request(fresh_key())),
+    )
     with (
         waiting_for(server_records, "SELECT 1 FROM celery_leases_records FOR UPDATE") as (_, other),
         pytest.raises(StoreUnavailable) as caught,
@@ -142,9 +174,11 @@ def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(server_record
     assert other.closed
 
 
-def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(sql_records: SqlRecordStore) -> None:
+def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(
+    sql_records: SqlRecordStore,
+) -> None:
     """The statement is repeated on a new connection, and meets its own row."""
-    effects, record = effects_of(sql_records), won(sql_records, make_bid(fresh_key()))
+    effects, record = effects_of(sql_records), won(sql_records, make_claim_request(fresh_key()))
     with reply_lost(effects):
         begun = sent(effects, record)
     assert found_of(effects, record)[0].sent_at == begun.sent_at
@@ -173,11 +207,13 @@ def reply_lost(effects: SqlEffectStore) -> Iterator[None]:
     assert lost
 
 
-def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(sql_records: SqlRecordStore) -> None:
+def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(
+    sql_records: SqlRecordStore,
+) -> None:
     """A zombie's withdrawal between our two statements is no loss of the lease."""
     effects, key = effects_of(sql_records), fresh_key()
-    old = sent(effects, won(sql_records, make_bid(key)))
-    record = won(sql_records, make_bid(key))
+    old = sent(effects, won(sql_records, make_claim_request(key)))
+    record = won(sql_records, make_claim_request(key))
     read = effects.read
 
     def withdrawn(stored_key: str, name: str, scope: str) -> Effect | None:
@@ -190,9 +226,11 @@ def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(sql_recor
     assert begun.effect.fence == record.fence
 
 
-def test_a_reference_no_database_takes_is_left_out_and_not_taken_for_an_outage(postgres: SqlRecordStore) -> None:
+def test_a_reference_no_database_takes_is_left_out_and_not_taken_for_an_outage(
+    postgres: SqlRecordStore,
+) -> None:
     """PostgreSQL takes no NUL; the effect has happened all the same."""
-    effects, record = effects_of(postgres), won(postgres, make_bid(fresh_key()))
+    effects, record = effects_of(postgres), won(postgres, make_claim_request(fresh_key()))
     assert effects.finish(sent(effects, record), '"kept"', "a\x00b")
     (found,) = effects.of_key(record)
     assert (found.state, found.reference, found.result) == (EffectState.DONE, None, None)
@@ -200,7 +238,7 @@ def test_a_reference_no_database_takes_is_left_out_and_not_taken_for_an_outage(p
 
 def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str) -> None:
     """As ``leases_database_schema`` says."""
-    from celery_leases.stores.schema import Tables
+    from celery_leases.stores.sql.schema import Tables
 
     engine = engine_for(leases_postgres_url)
     with engine.connect() as connection:
@@ -208,23 +246,29 @@ def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str)
     records = SqlRecordStore(engine, Tables("jobs"))
     records.migrate()
     effects = effects_of(records)
-    record = won(records, make_bid(fresh_key()))
+    record = won(records, make_claim_request(fresh_key()))
     assert finished(effects, sent(effects, record))
-    later: Record = won(records, make_bid(record.stored_key))
+    later: Record = won(records, make_claim_request(record.stored_key))
     assert isinstance(begin(effects, later), Found)
     assert effects.forget_sent(later) == 0
 
 
-def test_a_transaction_that_has_written_to_sqlite_is_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the body's own, which would wait for itself: nothing was written, and the error says what to do."""
+def test_a_transaction_that_has_written_to_sqlite_is_suspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the body's own, which would wait for itself: nothing was written, and the error
+    says what to do.
+    """
     monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.1)
     records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))
     records.migrate()
-    record = won(records, make_bid(fresh_key()))
+    record = won(records, make_claim_request(fresh_key()))
     effects = SqlEffectStore(records.database, records.tables)
     with closing(sqlite3.connect(tmp_path / "records.db", isolation_level=None)) as own:
         own.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreUnavailable, match="one of this very body's") as caught:
+        with pytest.raises(
+            StoreUnavailable, match="if this task has an open transaction"
+        ) as caught:
             begin(effects, record)
     assert caught.value.executed is False
     assert begin(effects, record) is not None

@@ -1,4 +1,6 @@
-"""Gates in SQL databases against the published suite, and what is their own: statements, and what the record says."""
+"""Gates in SQL databases against the published suite, and what is their own: statements, and what
+the record says.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,18 +9,18 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.core.options import DATABASE
-from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.ports import Claimed, Kept, Renewal, Shut
-from celery_leases.core.records import Ended, Record, Refusal, Refused, State, Won
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.ports import Claimed, Renewal, RenewalResult, Shut
+from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts import GateStoreContract
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.gate_case import closed, closing, found, half_open, probing
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.group_case import closed, closing, found, half_open, probing
 from celery_leases.testing.contracts.record_case import closed as settled
 from celery_leases.testing.contracts.record_case import row, won
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import database_url, sql_records, statements_of
 
 __all__ = ["database_url", "sql_records"]
@@ -53,35 +55,42 @@ def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
 
 def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **more: Any) -> Record:
     """The row of a key after an attempt."""
-    return settled(store.records, won(store.records, make_bid(key), DATABASE), state, **more)
+    return settled(
+        store.records, won(store.records, make_claim_request(key), DATABASE), state, **more
+    )
 
 
-# -- statements ----------------------------------------------------------------------------------------------
+# -- statements ------------------------------------------------------------------------------------
 
 
 def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
-    """The statement that looks at the row looks at the gate too; a probe takes its slot, and claims then."""
+    """The statement that looks at the row looks at the gate too; a probe takes its slot, and claims
+    then.
+    """
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
     at_once = store.database.engine.dialect.name == "postgresql"
-    look, insert = ["WITH"] if at_once else ["SELECT"], ["WITH"] if at_once else ["SELECT", "INSERT"]
-    probe = make_bid(fresh_key(), group=GROUP)
-    for sent, bid in (
-        (insert, make_bid(fresh_key())),
-        (insert, make_bid(fresh_key(), group="open")),
-        (look, make_bid(fresh_key(), group="closed")),
+    look, insert = (
+        ["WITH"] if at_once else ["SELECT"],
+        ["WITH"] if at_once else ["SELECT", "INSERT"],
+    )
+    probe = make_claim_request(fresh_key(), group=GROUP)
+    for sent, claim_request in (
+        (insert, make_claim_request(fresh_key())),
+        (insert, make_claim_request(fresh_key(), group="open")),
+        (look, make_claim_request(fresh_key(), group="closed")),
         ([*look, "UPDATE", *insert], probe),
-        (look, make_bid(fresh_key(), group=GROUP)),
+        (look, make_claim_request(fresh_key(), group=GROUP)),
     ):
         with counted(store) as statements:
-            store.acquire(bid)
+            store.acquire(claim_request)
         assert statements == sent
     for sent, renewals in (
         (["UPDATE"], [Renewal(probe.stored_key, probe.token, 15.0)]),
         (["UPDATE", "UPDATE"], [Renewal(probe.stored_key, probe.token, 15.0, GROUP)]),
     ):
         with counted(store) as statements:
-            assert store.renew(renewals) == [Kept.OURS]
+            assert store.renew(renewals) == [RenewalResult.OURS]
         assert statements == sent
     with counted(store) as statements:
         store.close_gate(GROUP, closing(60.0), probe.token)
@@ -90,7 +99,7 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
     assert statements == ["SELECT", "UPDATE", "SELECT", "SELECT", "INSERT"]
 
 
-# -- the record and the gate ---------------------------------------------------------------------------------
+# -- the record and the gate -----------------------------------------------------------------------
 
 
 def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
@@ -101,17 +110,23 @@ def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
 def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
     """Half-open, and another probes."""
     half_open(store, group)
-    assert probing(store.acquire(make_bid(fresh_key(), group=group)))
+    assert probing(store.acquire(make_claim_request(fresh_key(), group=group)))
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING, State.COOLING])
-def test_who_is_shut_out_is_shown_the_record(store: DatabaseLeaseStore, shutting: Shutting, state: State) -> None:
-    """Whatever it says: finished work is replayed at a closed gate too, and nothing has been written."""
+def test_who_is_shut_out_is_shown_the_record(
+    store: DatabaseLeaseStore, shutting: Shutting, state: State
+) -> None:
+    """Whatever it says: finished work is replayed at a closed gate too, and nothing has been
+    written.
+    """
     key = fresh_key()
-    done = finished(store, key, state, result='"a"', retry_after=60.0 if state is State.COOLING else None)
+    done = finished(
+        store, key, state, result='"a"', retry_after=60.0 if state is State.COOLING else None
+    )
     shutting(store, GROUP)
-    answer = store.acquire(make_bid(key, group=GROUP))
+    answer = store.acquire(make_claim_request(key, group=GROUP))
     assert isinstance(answer, Shut)
     assert answer.looked
     assert answer.record is not None
@@ -120,16 +135,18 @@ def test_who_is_shut_out_is_shown_the_record(store: DatabaseLeaseStore, shutting
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
-def test_who_holds_the_key_is_shown_at_a_closed_gate_too(store: DatabaseLeaseStore, shutting: Shutting) -> None:
+def test_who_holds_the_key_is_shown_at_a_closed_gate_too(
+    store: DatabaseLeaseStore, shutting: Shutting
+) -> None:
     """In the record that comes with the answer."""
-    bid = make_bid(fresh_key(), group=GROUP)
-    assert isinstance(store.acquire(bid), Claimed)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    assert isinstance(store.acquire(claim_request), Claimed)
     shutting(store, GROUP)
-    answer = store.acquire(make_bid(bid.stored_key, group=GROUP))
+    answer = store.acquire(make_claim_request(claim_request.stored_key, group=GROUP))
     assert isinstance(answer, Shut)
     assert answer.record is not None
-    assert (answer.record.state, answer.record.owner) == (State.RUNNING, bid.token)
-    again = store.acquire(bid)
+    assert (answer.record.state, answer.record.owner) == (State.RUNNING, claim_request.token)
+    again = store.acquire(claim_request)
     assert isinstance(again, Claimed)
     assert isinstance(again.claim, Won)
 
@@ -145,16 +162,20 @@ def test_who_holds_the_key_is_shown_at_a_closed_gate_too(store: DatabaseLeaseSto
         (State.RUNNING, {}),
     ],
 )
-def test_a_record_that_refuses_takes_no_slot(store: DatabaseLeaseStore, state: State, more: dict[str, Any]) -> None:
-    """At a half-open gate the record is what stands in the way, and nothing is written to find that out."""
+def test_a_record_that_refuses_takes_no_slot(
+    store: DatabaseLeaseStore, state: State, more: dict[str, Any]
+) -> None:
+    """At a half-open gate the record is what stands in the way, and nothing is written to find that
+    out.
+    """
     key = fresh_key()
     if state is State.RUNNING:
-        store.acquire(make_bid(key))
+        store.acquire(make_claim_request(key))
     else:
         finished(store, key, state, **more)
     half_open(store, GROUP)
     with counted(store) as statements:
-        answer = store.acquire(make_bid(key, group=GROUP))
+        answer = store.acquire(make_claim_request(key, group=GROUP))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert answer.claim.record is not None
@@ -165,11 +186,15 @@ def test_a_record_that_refuses_takes_no_slot(store: DatabaseLeaseStore, state: S
 
 def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) -> None:
     """Every reason of the record to refuse is known before the slot is taken."""
-    bid = make_bid(fresh_key(), fingerprint="v1:a")
-    settled(store.records, won(store.records, bid, DATABASE), State.PENDING, ended=Ended.LOST)
+    claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
+    settled(
+        store.records, won(store.records, claim_request, DATABASE), State.PENDING, ended=Ended.LOST
+    )
     half_open(store, GROUP)
     with counted(store) as statements:
-        answer = store.acquire(make_bid(bid.stored_key, group=GROUP, fingerprint="v1:b"))
+        answer = store.acquire(
+            make_claim_request(claim_request.stored_key, group=GROUP, fingerprint="v1:b")
+        )
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert "UPDATE" not in statements
@@ -184,7 +209,7 @@ def test_a_slot_that_was_taken_in_vain_is_given_back(
     finished(store, key, State.PENDING)
     half_open(store, GROUP)
     monkeypatch.setattr(store.records, "swap", lambda *_: False)
-    answer = store.acquire(make_bid(key, group=GROUP))
+    answer = store.acquire(make_claim_request(key, group=GROUP))
     assert isinstance(answer, Claimed)
     assert isinstance(answer.claim, Refused)
     assert answer.claim.why is Refusal.CHANGED
@@ -192,18 +217,27 @@ def test_a_slot_that_was_taken_in_vain_is_given_back(
 
 
 @pytest.mark.parametrize(
-    ("rerun", "state"), [(True, State.DONE), (True, State.FAILED), (False, State.RUNNING), (False, State.PENDING)]
+    ("rerun", "state"),
+    [(True, State.DONE), (True, State.FAILED), (False, State.RUNNING), (False, State.PENDING)],
 )
-def test_a_record_that_may_be_taken_over_is_probed(store: DatabaseLeaseStore, rerun: bool, state: State) -> None:
-    """Another call of a ``rerun`` task, the next attempt after a crash that was told of, and any that is due."""
+def test_a_record_that_may_be_taken_over_is_probed(
+    store: DatabaseLeaseStore, rerun: bool, state: State
+) -> None:
+    """Another call of a ``rerun`` task, the next attempt after a crash that was told of, and any
+    that is due.
+    """
     key = fresh_key()
-    bid = make_bid(key)
+    claim_request = make_claim_request(key)
     if state is State.RUNNING:
-        store.acquire(bid)
+        store.acquire(claim_request)
     else:
         finished(store, key, state)
     half_open(store, GROUP)
-    assert probing(store.acquire(make_bid(key, group=GROUP, rerun=rerun, prior=(bid.token,))))
+    assert probing(
+        store.acquire(
+            make_claim_request(key, group=GROUP, rerun=rerun, prior=(claim_request.token,))
+        )
+    )
 
 
 def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
@@ -211,65 +245,76 @@ def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
     key = fresh_key()
     finished(store, key, State.DONE, retention=0.0)
     half_open(store, GROUP)
-    assert probing(store.acquire(make_bid(key, group=GROUP)))
+    assert probing(store.acquire(make_claim_request(key, group=GROUP)))
 
 
-def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(store: DatabaseLeaseStore) -> None:
+def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(
+    store: DatabaseLeaseStore,
+) -> None:
     """The database went away between slot and claim."""
     half_open(store, GROUP)
-    bid = make_bid(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, bid.token, 15.0)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, claim_request.token, 15.0)
     with counted(store) as statements:
-        assert probing(store.acquire(bid))
+        assert probing(store.acquire(claim_request))
     assert "UPDATE" not in statements
-    assert probing(store.acquire(bid))
+    assert probing(store.acquire(claim_request))
 
 
 def test_a_slot_that_has_ended_lets_nobody_in(store: DatabaseLeaseStore) -> None:
     """Not even who had it: it is taken anew, as another may have it by now."""
     half_open(store, GROUP)
-    bid = make_bid(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, bid.token, 0.01)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, claim_request.token, 0.01)
     wait_until(lambda: found(store, GROUP).probe is None, 10, "the slot to end")
-    assert probing(store.acquire(bid))
-    assert found(store, GROUP).probe == bid.token
+    assert probing(store.acquire(claim_request))
+    assert found(store, GROUP).probe == claim_request.token
 
 
-def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(store: DatabaseLeaseStore) -> None:
+def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(
+    store: DatabaseLeaseStore,
+) -> None:
     """A late failure came between slot and claim."""
     half_open(store, GROUP)
-    bid = make_bid(fresh_key(), group=GROUP)
-    assert store.take_probe(GROUP, bid.token, 15.0)
+    claim_request = make_claim_request(fresh_key(), group=GROUP)
+    assert store.take_probe(GROUP, claim_request.token, 15.0)
     closed(store, GROUP, 60.0)
-    answer = store.acquire(bid)
+    answer = store.acquire(claim_request)
     assert isinstance(answer, Shut)
     assert found(store, GROUP).probe is None
-    assert not store.take_probe(GROUP, bid.token, 15.0)
+    assert not store.take_probe(GROUP, claim_request.token, 15.0)
 
 
 def test_leases_are_renewed_whatever_becomes_of_their_slots(store: DatabaseLeaseStore) -> None:
     """Even if there is no table of gates any more."""
-    bid = make_bid(fresh_key())
-    store.acquire(bid)
+    claim_request = make_claim_request(fresh_key())
+    store.acquire(claim_request)
     with store.database.engine.connect() as connection:
         connection.execute(text("DROP TABLE celery_leases_gates"))
-    assert store.renew([Renewal(bid.stored_key, bid.token, 15.0, GROUP)]) == [Kept.OURS]
+    assert store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)]) == [
+        RenewalResult.OURS
+    ]
 
 
-# -- how long a gate is remembered ---------------------------------------------------------------------------
+# -- how long a gate is remembered -----------------------------------------------------------------
 
 
 def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
     """It counts as open, the next failure is the first again, and purging deletes it."""
     closed(store, GROUP, 60.0)
-    for forgotten in (lambda: closed(store, GROUP, 60.0).trips == 1, lambda: store.records.purge(10) == 0):
+    for forgotten in (
+        lambda: closed(store, GROUP, 60.0).trips == 1,
+        lambda: store.records.purge(10) == 0,
+    ):
         with store.database.engine.connect() as connection:
-            connection.execute(text("UPDATE celery_leases_gates SET trips = 5, expires_at = 1, probe = 'x'"))
+            connection.execute(
+                text("UPDATE celery_leases_gates SET trips = 5, expires_at = 1, probe = 'x'")
+            )
         assert store.gate(GROUP) is None
         assert list(store.gates()) == []
         assert not store.open_gate(GROUP)
         assert not store.take_probe(GROUP, "y", 15.0)
-        answer = store.acquire(make_bid(fresh_key(), group=GROUP))
+        answer = store.acquire(make_claim_request(fresh_key(), group=GROUP))
         assert isinstance(answer, Claimed)
         assert isinstance(answer.claim, Won)
         assert forgotten()
@@ -283,7 +328,9 @@ def test_a_closing_with_a_shorter_memory_cuts_nothing(store: DatabaseLeaseStore)
     closed(store, GROUP, 60.0, policy=long)
     closed(store, GROUP, 120.0)
     with store.database.engine.connect() as connection:
-        kept = connection.execute(text("SELECT expires_at - closed_until FROM celery_leases_gates")).scalar_one()
+        kept = connection.execute(
+            text("SELECT expires_at - closed_until FROM celery_leases_gates")
+        ).scalar_one()
     assert long.quiet - 120 < kept / 1e6 < long.quiet
 
 

@@ -1,4 +1,6 @@
-"""The databases against the published suites, and what is their own: the claim's snapshot, the schema."""
+"""The databases against the published suites, and what is their own: the claim's snapshot, the
+schema.
+"""
 
 import os
 import threading
@@ -10,20 +12,24 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.client import LeaseClient
-from celery_leases.core import claims
-from celery_leases.core.claims import Claim
-from celery_leases.core.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
-from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import Ended, Record, Refusal, Refused, State, Won
-from celery_leases.stores import sql
+from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
+from celery_leases.protocol import claims
+from celery_leases.protocol.claims import Claim
+from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.claiming import ROUNDS
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts import LeaseStoreContract, MarkStoreContract, RecordStoreContract
-from celery_leases.testing.contracts.bids import acquired, fresh_key, make_bid
+from celery_leases.stores.sql import records
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts import (
+    LeaseStoreContract,
+    MarkStoreContract,
+    RecordStoreContract,
+)
+from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, outcome, refused, row, timeless, won
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import (
     database_url,
     end_other_connections,
@@ -63,27 +69,35 @@ class TestMarks(MarkStoreContract):
         return DatabaseLeaseStore(sql_records)
 
 
-def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(sql_records: SqlRecordStore) -> None:
-    """On PostgreSQL the losers' snapshots may lack the row: they answer with nothing, never with a win."""
+def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(
+    sql_records: SqlRecordStore,
+) -> None:
+    """On PostgreSQL the losers' snapshots may lack the row: they answer with nothing, never with a
+    win.
+    """
     for _ in range(20):
         key = fresh_key()
         together = threading.Barrier(8)
 
         def claim(_: int, key: str = key, together: threading.Barrier = together) -> Won | Refused:
             together.wait(10)
-            return sql_records.claim(make_bid(key), "database")
+            return sql_records.claim(make_claim_request(key), "database")
 
         with ThreadPoolExecutor(8) as threads:
             claims = list(threads.map(claim, range(8)))
         assert sum(isinstance(answer, Won) for answer in claims) == 1
 
 
-def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(server_records: SqlRecordStore) -> None:
-    """PostgreSQL re-checks the condition on the newest row, but reads it back from the statement's snapshot."""
+def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(
+    server_records: SqlRecordStore,
+) -> None:
+    """PostgreSQL re-checks the condition on the newest row, but reads it back from the statement's
+    snapshot.
+    """
     records = server_records
-    bid = make_bid(fresh_key())
-    record = won(records, bid)
-    rival = make_bid(bid.stored_key)
+    claim_request = make_claim_request(fresh_key())
+    record = won(records, claim_request)
+    rival = make_claim_request(claim_request.stored_key)
     with ThreadPoolExecutor(1) as threads, records.database.engine.connect() as other:
         other.execute(text("BEGIN"))
         other.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
@@ -93,13 +107,17 @@ def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(serv
         other.execute(text("COMMIT"))
         answer = claim.result(10)
     assert isinstance(answer, Refused)
-    assert row(records, bid.stored_key).owner == record.owner
+    assert row(records, claim_request.stored_key).owner == record.owner
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
-def test_a_claim_that_is_refused_waits_for_no_lock(sql_records: SqlRecordStore, state: State) -> None:
-    """Neither for the row, which a transaction of its holder's may have locked, nor for another writer of SQLite's."""
-    record = won(sql_records, make_bid(fresh_key()), "database")
+def test_a_claim_that_is_refused_waits_for_no_lock(
+    sql_records: SqlRecordStore, state: State
+) -> None:
+    """Neither for the row, which a transaction of its holder's may have locked, nor for another
+    writer of SQLite's.
+    """
+    record = won(sql_records, make_claim_request(fresh_key()), "database")
     if state is State.DONE:
         closed(sql_records, record, state, result="1")
     sqlite = sql_records.database.host_clock
@@ -107,15 +125,20 @@ def test_a_claim_that_is_refused_waits_for_no_lock(sql_records: SqlRecordStore, 
         other.execute(text("BEGIN IMMEDIATE" if sqlite else "BEGIN"))
         other.execute(text("UPDATE celery_leases_records SET attempt = 7"))
         began = time.monotonic()
-        assert refused(sql_records, make_bid(record.stored_key), "database").attempt == 1
+        assert refused(sql_records, make_claim_request(record.stored_key), "database").attempt == 1
         assert time.monotonic() - began < 1.0
         other.execute(text("ROLLBACK"))
 
 
 def before_the_write(
-    records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Record], object], times: int = 1
+    records: SqlRecordStore,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[Record], object],
+    times: int = 1,
 ) -> list[Record]:
-    """Let something happen between a claim's look and its write, so many times; what it had seen each time."""
+    """Let something happen between a claim's look and its write, so many times; what it had seen
+    each time.
+    """
     seen: list[Record] = []
     swap = records.swap
 
@@ -133,41 +156,58 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has looked so often, and has written nothing."""
-    record = closed(sql_records, won(sql_records, make_bid(fresh_key())), State.PENDING, ended=Ended.LOST)
+    record = closed(
+        sql_records,
+        won(sql_records, make_claim_request(fresh_key())),
+        State.PENDING,
+        ended=Ended.LOST,
+    )
 
     def moves(_: Record) -> None:
         with sql_records.database.engine.connect() as connection:
             connection.execute(text("UPDATE celery_leases_records SET fence = fence + 1"))
 
     seen = before_the_write(sql_records, monkeypatch, moves, times=ROUNDS)
-    answer = sql_records.claim(make_bid(record.stored_key), "redis:one")
+    answer = sql_records.claim(make_claim_request(record.stored_key), "redis:one")
     assert isinstance(answer, Refused)
     assert (answer.why, len(seen)) == (Refusal.CHANGED, ROUNDS)
-    assert (row(sql_records, record.stored_key).owner, row(sql_records, record.stored_key).attempt) == (record.owner, 1)
+    assert (
+        row(sql_records, record.stored_key).owner,
+        row(sql_records, record.stored_key).attempt,
+    ) == (record.owner, 1)
 
 
-@pytest.mark.parametrize("happens", ["renewed", "settled", "released", "claimed", "forgotten", "purged", "repeated"])
+@pytest.mark.parametrize(
+    "happens", ["renewed", "settled", "released", "claimed", "forgotten", "purged", "repeated"]
+)
 def test_what_happens_between_the_look_and_the_write_of_a_claim_counts(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: str
 ) -> None:
     """The claim looks again, and decides on what the row is by then."""
     leases = DatabaseLeaseStore(sql_records)
-    first = make_bid(fresh_key(), ttl=0.001)
+    first = make_claim_request(fresh_key(), ttl=0.001)
     record, key = won(sql_records, first, "database"), first.stored_key
     wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
-    bid, rival = make_bid(key), make_bid(key)
+    claim_request, rival = make_claim_request(key), make_claim_request(key)
     swap = sql_records.swap
     actions: dict[str, Callable[[Record], object]] = {
         "renewed": lambda _: leases.renew([Renewal(key, first.token, 60.0)]),
         "settled": lambda _: sql_records.settle(record, outcome(record, result="1")),
         "released": lambda _: leases.release(key, first.token),
-        "claimed": lambda seen: swap(seen, claims.claimed(seen, Claim(rival, "database"), seen.now)),
+        "claimed": lambda seen: swap(
+            seen, claims.claimed(seen, Claim(rival, "database"), seen.now)
+        ),
         "forgotten": lambda _: sql_records.reset(key, keep=False),
-        "purged": lambda _: (sql_records.reset(key, keep=False, retention=0.0), sql_records.purge(10)),
-        "repeated": lambda seen: swap(seen, claims.claimed(seen, Claim(bid, "database"), seen.now)),
+        "purged": lambda _: (
+            sql_records.reset(key, keep=False, retention=0.0),
+            sql_records.purge(10),
+        ),
+        "repeated": lambda seen: swap(
+            seen, claims.claimed(seen, Claim(claim_request, "database"), seen.now)
+        ),
     }
     seen = before_the_write(sql_records, monkeypatch, actions[happens])
-    answer = sql_records.claim(bid, "database")
+    answer = sql_records.claim(claim_request, "database")
     now = row(sql_records, key)
     refusals = {"renewed": Refusal.HELD, "settled": Refusal.DONE, "claimed": Refusal.HELD}
     if happens in refusals:
@@ -184,16 +224,18 @@ def test_what_happens_between_the_look_and_the_write_of_a_claim_counts(
 
 
 def test_a_lapsed_lease_in_a_row_is_taken_only_with_evidence(database_url: str) -> None:
-    """A process that has just begun to ask does not know whether the holder could reach the database."""
+    """A process that has just begun to ask does not know whether the holder could reach the
+    database.
+    """
     holder, rival = (DatabaseLeaseStore(SqlRecordStore(engine_for(database_url))) for _ in range(2))
     holder.records.migrate()
     rival.records.evidence.grace = 0.6
     key = fresh_key()
-    assert acquired(holder.acquire(make_bid(key, ttl=0.1)))
+    assert acquired(holder.acquire(make_claim_request(key, ttl=0.1)))
     wait_until(lambda: holder.holder(key) is None, 10, "the lease to end")
-    began, bid = time.monotonic(), make_bid(key)
-    assert not acquired(rival.acquire(bid))
-    wait_until(lambda: acquired(rival.acquire(bid)), 10, "evidence")
+    began, claim_request = time.monotonic(), make_claim_request(key)
+    assert not acquired(rival.acquire(claim_request))
+    wait_until(lambda: acquired(rival.acquire(claim_request)), 10, "evidence")
     assert time.monotonic() - began >= 0.6
     for store in (holder, rival):
         store.records.database.close()
@@ -203,18 +245,19 @@ def test_a_lapsed_lease_in_a_row_is_taken_only_with_evidence(database_url: str) 
 def test_a_claim_that_is_carried_out_late_takes_no_lapsed_lease(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """A frozen database carries out at once what holders and rivals have sent meanwhile, in any order.
+    """A frozen database carries out at once what holders and rivals have sent meanwhile, in any
+    order.
 
     A third of the row's ttl is allowed on the way; a living holder has twice as much left.
     """
     leases, key = DatabaseLeaseStore(sql_records), fresh_key()
-    assert acquired(leases.acquire(make_bid(key, ttl=0.9)))
+    assert acquired(leases.acquire(make_claim_request(key, ttl=0.9)))
     wait_until(lambda: leases.holder(key) is None, 10, "the lease to end")
     lapsed = sql_records.read(key)
     assert lapsed is not None
     sent = lapsed.now + (-310_000 if late else 10_000_000)
     monkeypatch.setattr(sql_records.evidence, "takes_until", lambda _: sent)
-    assert acquired(leases.acquire(make_bid(key))) is not late
+    assert acquired(leases.acquire(make_claim_request(key))) is not late
 
 
 def test_all_who_meet_in_a_database_give_it_one_name(
@@ -223,8 +266,11 @@ def test_all_who_meet_in_a_database_give_it_one_name(
     """By whatever URL each of them reaches it, and however many ask first; a purge leaves it."""
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("DELETE FROM celery_leases_marks"))
-    stores = [SqlRecordStore(engine_for(sql_records.database.engine.url.render_as_string(False))) for _ in range(4)]
-    monkeypatch.setattr(sql, "_identities", _Forgetful())
+    stores = [
+        SqlRecordStore(engine_for(sql_records.database.engine.url.render_as_string(False)))
+        for _ in range(4)
+    ]
+    monkeypatch.setattr(records, "_identities", _Forgetful())
     with ThreadPoolExecutor(4) as threads:
         names = set(threads.map(lambda store: store.identity(), stores))
     sql_records.purge(100)
@@ -239,9 +285,11 @@ class _Forgetful(dict[str, str]):
         return False
 
 
-def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(sql_records: SqlRecordStore) -> None:
+def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(
+    sql_records: SqlRecordStore,
+) -> None:
     """Writing it again matches no row, and the row says that it was ours."""
-    record = won(sql_records, make_bid(fresh_key()))
+    record = won(sql_records, make_claim_request(fresh_key()))
     assert sql_records.settle(record, outcome(record, result="1"))
     assert sql_records.settle(record, outcome(record, result="1"))
 
@@ -250,24 +298,28 @@ def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
     """There is nothing to cool or to end, and no renewal of its lease matches it."""
     leases = DatabaseLeaseStore(sql_records)
     key = fresh_key()
-    record = won(sql_records, make_bid(key), leases.name)
+    record = won(sql_records, make_claim_request(key), leases.name)
     closed(sql_records, record, State.COOLING, ended=Ended.FAILED, retry_after=60.0)
     assert leases.cool(key, record.owner, 60.0)
-    assert leases.renew([Renewal(key, record.owner, 60.0)]) != [Kept.OURS]
+    assert leases.renew([Renewal(key, record.owner, 60.0)]) != [RenewalResult.OURS]
     assert leases.holder(key) is None
     assert not leases.end_cooldown(key)
-    assert refused(sql_records, make_bid(key), leases.name).waits > 50
+    assert refused(sql_records, make_claim_request(key), leases.name).waits > 50
 
 
 def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlRecordStore) -> None:
     """The server was restarted while the pool slept; no task should notice."""
-    record = won(server_records, make_bid(fresh_key()))
-    assert end_other_connections(SqlRecordStore(engine_for(str(server_records.database.engine.url))))
+    record = won(server_records, make_claim_request(fresh_key()))
+    assert end_other_connections(
+        SqlRecordStore(engine_for(str(server_records.database.engine.url)))
+    )
     assert server_records.settle(record, outcome(record))
 
 
 def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str) -> None:
-    """As in a web server that loads the application first: no connection is shared between its processes."""
+    """As in a web server that loads the application first: no connection is shared between its
+    processes.
+    """
     client = LeaseClient("database", server_url)
     client._records.migrate()
     client.status("x", task="t")
@@ -297,11 +349,15 @@ def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str
 
 
 def test_tables_of_a_later_version_are_refused_and_named(sql_records: SqlRecordStore) -> None:
-    """All versions are in the message, and the release to install; ``leases migrate`` says the same."""
+    """All versions are in the message, and the release to install; ``leases migrate`` says the
+    same.
+    """
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_version SET version = 99, made_by = '9.9'"))
     for refuses in (sql_records.check, sql_records.migrate):
-        with pytest.raises(SchemaOutdated, match=r"version 99, this release .* knows 1 to 2: .* 9.9 or later"):
+        with pytest.raises(
+            SchemaOutdated, match=r"version 99, this release .* supports 1 to 2: .* 9.9 or later"
+        ):
             refuses()
 
 
@@ -309,11 +365,13 @@ def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) ->
     """An operator may run it by hand, also twice, and migrate afterwards."""
     records = SqlRecordStore(engine_for(server_url))
     with records.database.engine.connect() as connection:
-        for statement in 2 * records.tables.ddl(records.database.engine).strip().removesuffix(";").split(";\n"):
+        for statement in 2 * records.tables.ddl(records.database.engine).strip().removesuffix(
+            ";"
+        ).split(";\n"):
             connection.execute(text(statement))
     records.check()
     records.migrate()
-    assert won(records, make_bid(fresh_key())).attempt == 1
+    assert won(records, make_claim_request(fresh_key())).attempt == 1
 
 
 def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -> None:
@@ -328,14 +386,25 @@ def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -
 def test_a_database_that_is_away_is_told_as_such_without_its_password(scheme: str) -> None:
     """Nothing of SQLAlchemy or the driver gets out."""
     records = SqlRecordStore(engine_for(f"{scheme}://me:secret@127.0.0.1:1/x?connect_timeout=2"))
-    for call in (lambda: records.read("t:x|y"), records.check, lambda: records.claim(make_bid("t:x|y"), "database")):
+    for call in (
+        lambda: records.read("t:x|y"),
+        records.check,
+        lambda: records.claim(make_claim_request("t:x|y"), "database"),
+    ):
         with pytest.raises(StoreUnavailable) as caught:
             call()
         assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "url", ["mssql://x/y", "nonsense", "redis://localhost", "postgresql+nodriver://x/y", "mysql+asyncmy://x/y"]
+    "url",
+    [
+        "mssql://x/y",
+        "nonsense",
+        "redis://localhost",
+        "postgresql+nodriver://x/y",
+        "mysql+asyncmy://x/y",
+    ],
 )
 def test_a_database_that_cannot_hold_records_is_refused_with_what_to_write(url: str) -> None:
     """At once, not at the first task."""

@@ -1,4 +1,6 @@
-"""What a worker finds out before it starts: rights that are missing, tables of another form, a store that evicts."""
+"""What a worker finds out before it starts: rights that are missing, tables of another form, a
+store that evicts.
+"""
 
 # ruff: noqa: D103 - names state the behaviour
 
@@ -17,22 +19,22 @@ from celery import Celery
 from sqlalchemy import Engine, create_engine, inspect, make_url, text
 
 from celery_leases import LeaseClient, LeasedTask
-from celery_leases.core.keys import CallKey
-from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import State
-from celery_leases.seam import apps, startup
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.migrations import BY_STATE
-from celery_leases.stores.outbox import Outbox
-from celery_leases.stores.schema import Tables
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_effects import SqlEffectStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.stores.transactions import JoinedTransaction
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.records import State
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.migrations import BY_STATE
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.transactions import JoinedTransaction
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from celery_leases.testing.servers import RedisServer
+from celery_leases.worker import apps, startup_checks
+from tests.support.servers import RedisServer
 from tests.unit.pages import blocks, page, section
 
 TABLES = ("records", "effects", "marks", "gates")
@@ -74,7 +76,7 @@ def started(app: Celery, **conf: Any) -> None:
     """What happens when a worker of *app* starts."""
     app.conf.update(conf)
     apps.forget()
-    startup.check_before_work(AWorker(app))
+    startup_checks.check_before_work(AWorker(app))
 
 
 def refusal(app: Celery, **conf: Any) -> str:
@@ -95,7 +97,7 @@ def owner(request: pytest.FixtureRequest) -> Engine:
     return migrated(request.getfixturevalue(f"leases_{request.param}_url"))
 
 
-# -- records -------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
 
 
 def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
@@ -104,7 +106,9 @@ def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
     name = f"few_{owner.url.database}"[:30]
     with owner.connect() as connection:
         if mysql:
-            connection.execute(text(f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"))
+            connection.execute(
+                text(f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'")
+            )
             connection.execute(text(f"GRANT {rights} ON {owner.url.database}.* TO '{name}'@'%'"))
         else:
             connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}' {extra}"))
@@ -113,13 +117,21 @@ def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
 
 
 def granted(owner: Engine, name: str, statements: str) -> str:
-    """The URL of a user with the rights that *statements* of the documentation give to ``worker``."""
+    """The URL of a user with the rights that *statements* of the documentation give to
+    ``worker``.
+    """
     mysql = owner.dialect.name != "postgresql"
     of_mysql = f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"
     with owner.connect() as connection:
-        connection.execute(text(of_mysql if mysql else f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}'"))
+        connection.execute(
+            text(of_mysql if mysql else f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}'")
+        )
         for statement in statements.strip().split(";\n"):
-            given = statement.replace("billing.", f"{owner.url.database}.").replace("worker", name).removesuffix(";")
+            given = (
+                statement.replace("billing.", f"{owner.url.database}.")
+                .replace("worker", name)
+                .removesuffix(";")
+            )
             connection.execute(text(given))
     return owner.url.set(username=name, password=PASSWORD).render_as_string(hide_password=False)
 
@@ -134,8 +146,8 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
     records.check()
     leases, effects = DatabaseLeaseStore(records), SqlEffectStore(records.database, records.tables)
     client = LeaseClient.on(leases, records)
-    record = won(records, make_bid(fresh_key()), leases.name)
-    assert leases.renew([Renewal(record.stored_key, record.owner, 15.0)]) == [Kept.OURS]
+    record = won(records, make_claim_request(fresh_key()), leases.name)
+    assert leases.renew([Renewal(record.stored_key, record.owner, 15.0)]) == [RenewalResult.OURS]
     assert effects.save_progress(record, '{"generation": 0, "value": "1", "positions": {}}')
     assert finished(effects, sent(effects, record))
     closed(records, record)
@@ -152,12 +164,14 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
     few = "GRANT SELECT, INSERT, UPDATE ON {}celery_leases_records TO {}"
     few = few.format(*(("billing.", "'worker'@'%'") if mysql else ("", "worker")))
     own = create_engine(granted(owner, "own_" + str(owner.url.database), few))
-    record = won(records, make_bid(fresh_key()), leases.name)
+    record = won(records, make_claim_request(fresh_key()), leases.name)
     with own.begin() as connection:
         transaction = JoinedTransaction(connection, records)
         transaction.know_layout("k")
         key = CallKey("enqueued", fresh_key(), None, None)
-        assert transaction.write(Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), "k")
+        assert transaction.write(
+            Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), "k"
+        )
         transaction.guard(record)
         transaction.complete(record, outcome(record, result="1"))
     assert row(records, record.stored_key).state is State.DONE
@@ -166,7 +180,9 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
 
 def test_the_rights_for_migrations_that_are_documented_are_enough(leases_mariadb_url: str) -> None:
     """To make the tables, and to convert them there and back."""
-    asked = section(page("databases"), "Rights").partition("a user with ")[2].partition(" beside")[0]
+    asked = (
+        section(page("databases"), "Rights").partition("a user with ")[2].partition(" beside")[0]
+    )
     rights = ", ".join([*re.findall(r"`([A-Z ]+)`", asked), "SELECT, INSERT, UPDATE, DELETE"])
     url = a_user(engine_for(leases_mariadb_url), rights=rights)
     records = SqlRecordStore(engine_for(url))
@@ -185,20 +201,28 @@ def test_a_user_who_may_not_write_stops_the_worker(app: Celery, owner: Engine, r
     assert PASSWORD not in said
 
 
-def test_a_role_whose_transactions_are_read_only_stops_the_worker(app: Celery, leases_postgres_url: str) -> None:
+def test_a_role_whose_transactions_are_read_only_stops_the_worker(
+    app: Celery, leases_postgres_url: str
+) -> None:
     """Its statements would fail for ever."""
     owner = migrated(leases_postgres_url)
     url = a_user(owner, rights="ALL")
     with owner.connect() as connection:
-        connection.execute(text(f"ALTER ROLE {make_url(url).username} SET default_transaction_read_only = on"))
-    assert "that may write" in refusal(app, leases_url="database", leases_database_url=url)
+        connection.execute(
+            text(f"ALTER ROLE {make_url(url).username} SET default_transaction_read_only = on")
+        )
+    assert "whose server and user may write" in refusal(
+        app, leases_url="database", leases_database_url=url
+    )
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_column_that_is_missing_stops_the_worker(app: Celery, owner: Engine, table: str) -> None:
     """Each table is looked at, with all its columns."""
     with owner.connect() as connection:
-        column = {"records": "reason", "effects": "reference", "marks": "value", "gates": "why"}[table]
+        column = {"records": "reason", "effects": "reference", "marks": "value", "gates": "why"}[
+            table
+        ]
         connection.execute(text(f"ALTER TABLE celery_leases_{table} DROP COLUMN {column}"))
     said = refusal(app, leases_url="database", leases_database_url=_url(owner))
     assert column in said
@@ -224,7 +248,9 @@ def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_pat
         connection.exec_driver_sql("ROLLBACK")
 
 
-def test_rights_that_are_enough_say_nothing(app: Celery, owner: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_rights_that_are_enough_say_nothing(
+    app: Celery, owner: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     """The checks write nothing but the mark that names the database."""
     url = a_user(owner, rights="SELECT, INSERT, UPDATE, DELETE")
     started(app, leases_url="database", leases_database_url=url)
@@ -243,23 +269,35 @@ def test_a_web_process_may_ask_with_the_right_to_read_alone(owner: Engine) -> No
 
 @pytest.mark.parametrize("server", ["postgres", "mariadb", "sqlite"])
 def test_a_worker_starts_on_tables_that_are_in_use(
-    app: Celery, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture, server: str
+    app: Celery,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    server: str,
 ) -> None:
-    """The checks touch no row, not even the mark that names the database, which is kept under an empty key."""
-    url = f"sqlite:///{tmp_path / 'r.db'}" if server == "sqlite" else request.getfixturevalue(f"leases_{server}_url")
+    """The checks touch no row, not even the mark that names the database, which is kept under an
+    empty key.
+    """
+    url = (
+        f"sqlite:///{tmp_path / 'r.db'}"
+        if server == "sqlite"
+        else request.getfixturevalue(f"leases_{server}_url")
+    )
     migrated(url)
     named = SqlRecordStore(engine_for(url)).identity()
     started(app, leases_url="database", leases_database_url=url)
     assert not caplog.records
     with engine_for(url).connect() as connection:
-        assert connection.execute(text("SELECT value FROM celery_leases_marks")).scalars().all() == [named]
+        assert connection.execute(
+            text("SELECT value FROM celery_leases_marks")
+        ).scalars().all() == [named]
 
 
 def _url(engine: Engine) -> str:
     return engine.url.render_as_string(hide_password=False)
 
 
-# -- lease store ---------------------------------------------------------------------------------------------
+# -- lease store -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -270,7 +308,9 @@ def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., 
         user = ""
         if words:
             with redis.Redis.from_url(server.url) as admin:
-                admin.execute_command("ACL", "SETUSER", "few", "reset", "on", f">{PASSWORD}", *words)
+                admin.execute_command(
+                    "ACL", "SETUSER", "few", "reset", "on", f">{PASSWORD}", *words
+                )
             user = f"few:{PASSWORD}@"
         url = server.url.replace("redis://", f"redis://{user}")
         return {"leases_url": url, "leases_database_url": f"sqlite:///{tmp_path / 'records.db'}"}
@@ -285,7 +325,11 @@ def test_a_user_of_the_lease_store_without_its_rights_stops_the_worker(
     """With the words of ACL SETUSER that are needed."""
     with redis.Redis.from_url(server.url) as admin:
         admin.script_flush()
-    words = ["+@all", missing if missing.startswith("~") else "~*", *([missing] if missing.startswith("-") else [])]
+    words = [
+        "+@all",
+        missing if missing.startswith("~") else "~*",
+        *([missing] if missing.startswith("-") else []),
+    ]
     said = refusal(app, **in_redis(*words))
     assert "+evalsha +eval +get +set" in said
     assert PASSWORD not in said
@@ -302,12 +346,15 @@ def test_a_wrong_password_of_the_lease_store_stops_the_worker(
 def test_a_server_without_scripts_stops_the_worker(app: Celery, tmp_path: Path) -> None:
     """A proxy, or a server whose operator has renamed the command."""
     with RedisServer(options=("--rename-command", "EVALSHA", "")) as bare:
-        said = refusal(app, leases_url=bare.url, leases_database_url=f"sqlite:///{tmp_path / 'records.db'}")
+        said = refusal(
+            app, leases_url=bare.url, leases_database_url=f"sqlite:///{tmp_path / 'records.db'}"
+        )
     assert "leases need EVALSHA and EVAL" in said
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [((), True), (("+@all", "~*", "-info"), True), (("+@all", "~*", "-info", "-config"), False)]
+    ("words", "told"),
+    [((), True), (("+@all", "~*", "-info"), True), (("+@all", "~*", "-info", "-config"), False)],
 )
 def test_a_lease_store_that_evicts_is_a_warning(
     app: Celery,
@@ -325,24 +372,33 @@ def test_a_lease_store_that_evicts_is_a_warning(
         finally:
             admin.config_set("maxmemory-policy", "noeviction")
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [("maxmemory-policy allkeys-lru" in line, "maxmemory-policy noeviction" in line) for line in said] == (
-        [(True, True)] if told else []
-    )
+    assert [
+        ("maxmemory-policy allkeys-lru" in line, "maxmemory-policy noeviction" in line)
+        for line in said
+    ] == ([(True, True)] if told else [])
 
 
-def test_stores_that_do_not_answer_are_warnings(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+def test_stores_that_do_not_answer_are_warnings(
+    app: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
     """A worker may start before its servers."""
     nowhere = "127.0.0.1:9"
-    started(app, leases_url=f"redis://{nowhere}/0", leases_database_url=f"postgresql+psycopg://{nowhere}/x")
+    started(
+        app,
+        leases_url=f"redis://{nowhere}/0",
+        leases_database_url=f"postgresql+psycopg://{nowhere}/x",
+    )
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "the records database does not answer yet" in said
     assert "the lease store does not answer yet" in said
 
 
-# -- the app -------------------------------------------------------------------------------------------------
+# -- the app ---------------------------------------------------------------------------------------
 
 
-def test_options_on_a_task_without_a_lease_are_a_warning(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_on_a_task_without_a_lease_are_a_warning(
+    app: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
     """Task and options are named; a worker without any leased task says so too."""
     bare = Celery("bare", broker="memory://", set_as_current=False)
 
@@ -351,16 +407,21 @@ def test_options_on_a_task_without_a_lease_are_a_warning(app: Celery, caplog: py
         """Do nothing."""
 
     bare.finalize()
-    startup.check_before_work(AWorker(bare))
+    startup_checks.check_before_work(AWorker(bare))
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("task bare.send has lease_key, lease_ttl, but runs without a lease: write base=LeasedTask")
+    assert said.startswith(
+        "task bare.send has lease_key, lease_ttl, but runs without a lease; write base=LeasedTask"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "comes back after 3600 s, found by a sweep every 100 s"),
-        ({"unacked_restore_interval": 5, "unacked_restore_throttle": 1}, "after 3600 s, found by a sweep every 5 s"),
+        ({}, "are redelivered after 3600 s, found by a sweep every 100 s"),
+        (
+            {"unacked_restore_interval": 5, "unacked_restore_throttle": 1},
+            "after 3600 s, found by a sweep every 5 s",
+        ),
         ({"visibility_timeout": 90}, None),
     ],
 )
@@ -374,7 +435,15 @@ def test_a_redis_broker_without_a_visibility_timeout_is_a_warning(
 ) -> None:
     """With the two numbers that follow from it, and the lines to write."""
     database = f"sqlite:///{tmp_path / 'records.db'}"
-    started(app, broker_url=server.url, broker_transport_options=options, leases_database_url=database)
-    said = [record.getMessage() for record in caplog.records if "visibility_timeout" in record.getMessage()]
+    started(
+        app, broker_url=server.url, broker_transport_options=options, leases_database_url=database
+    )
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "visibility_timeout" in record.getMessage()
+    ]
     assert bool(said) is (told is not None)
-    assert told is None or (told in said[0] and '"visibility_timeout": 90, "unacked_restore_interval": 5' in said[0])
+    assert told is None or (
+        told in said[0] and '"visibility_timeout": 90, "unacked_restore_interval": 5' in said[0]
+    )

@@ -1,4 +1,6 @@
-"""Statements on the driver's own cursor: they take and give what SQLAlchemy's execution does, and fail as it does."""
+"""Statements on the driver's own cursor: they take and give what SQLAlchemy's execution does, and
+fail as it does.
+"""
 
 import signal
 import threading
@@ -9,14 +11,26 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from sqlalchemy import JSON, BigInteger, Executable, Integer, bindparam, column, literal, or_, select, text, update
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Executable,
+    Integer,
+    bindparam,
+    column,
+    literal,
+    or_,
+    select,
+    text,
+    update,
+)
 
-from celery_leases.core.errors import KeyUnusable, StoreUnavailable, ValueRefused
-from celery_leases.core.records import State
-from celery_leases.stores.database import Database, engine_for
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import KeyUnusable, StoreUnavailable, ValueRefused
+from celery_leases.protocol.records import State
+from celery_leases.stores.sql.database import Database, engine_for
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from tests.contract.sql_stores import (
     end_other_connections,
@@ -39,7 +53,9 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlRecor
         url = f"sqlite:///{tmp_path / 'records.db'}"
     else:
         pytest.importorskip({"mysqldb": "MySQLdb"}.get(driver, driver))
-        server = request.getfixturevalue("leases_postgres" if backend == "postgresql" else "leases_mariadb")
+        server = request.getfixturevalue(
+            "leases_postgres" if backend == "postgresql" else "leases_mariadb"
+        )
         url = f"{request.param}://{server.new_database().partition('://')[2]}"
     with migrated(url) as store:
         yield store
@@ -47,7 +63,9 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlRecor
 
 @contextmanager
 def on_cursors(database: Database) -> Iterator[list[int]]:
-    """How many statements have been executed on the driver's cursor meanwhile, in the only item of the list."""
+    """How many statements have been executed on the driver's cursor meanwhile, in the only item of
+    the list.
+    """
     number, on_cursor = [0], database._on_cursor
 
     def noted(*given: Any) -> Any:
@@ -59,14 +77,21 @@ def on_cursors(database: Database) -> Iterator[list[int]]:
     del database._on_cursor
 
 
-# -- values and rows -----------------------------------------------------------------------------------------
+# -- values and rows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_statement_that_comes_again_gives_what_sqlalchemy_gave(records: SqlRecordStore) -> None:
-    """The first time is SQLAlchemy's own, the others are not: texts with % and :, numbers, nulls, truths."""
+    """The first time is SQLAlchemy's own, the others are not: texts with % and :, numbers, nulls,
+    truths.
+    """
     key = fresh_key() + "50%s :x 'ä'"
-    closed(records, won(records, make_bid(key, fingerprint="v1:a")), State.DONE, result='{"%(a)s": "100%"}')
+    closed(
+        records,
+        won(records, make_claim_request(key, fingerprint="v1:a")),
+        State.DONE,
+        result='{"%(a)s": "100%"}',
+    )
     table = records.tables.records
     truths = select(
         or_(table.c.fence > 0, table.c.fence < bindparam("least", type_=BigInteger)).label("yes"),
@@ -88,17 +113,23 @@ def test_a_statement_that_comes_again_gives_what_sqlalchemy_gave(records: SqlRec
             assert found is not None
             assert list(found) == list(first)
             assert {name: value for name, value in found.items() if name != "now"} == expected
-            assert [type(value) for value in found.values()] == [type(value) for value in first.values()]
+            assert [type(value) for value in found.values()] == [
+                type(value) for value in first.values()
+            ]
         assert records.database.first(statement, given | {"stored_key": "absent"}) is None
         assert records.database.all(statement, given | {"stored_key": "absent"}) == []
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_write_that_comes_again_counts_what_it_touches(records: SqlRecordStore) -> None:
-    """Rows that are found count, also where nothing changes in them; a key that is there already is none."""
-    record, database = won(records, make_bid(fresh_key())), records.database
+    """Rows that are found count, also where nothing changes in them; a key that is there already is
+    none.
+    """
+    record, database = won(records, make_claim_request(fresh_key())), records.database
     table = records.tables.records
-    same = update(table).where(table.c.stored_key == bindparam("for_key")).values(state=State.RUNNING)
+    same = (
+        update(table).where(table.c.stored_key == bindparam("for_key")).values(state=State.RUNNING)
+    )
     with on_cursors(database) as number:
         assert [database.count(same, {"for_key": record.stored_key}) for _ in range(3)] == [1, 1, 1]
         assert [database.count(same, {"for_key": "absent"}) for _ in range(2)] == [0, 0]
@@ -110,39 +141,54 @@ def test_a_write_that_comes_again_counts_what_it_touches(records: SqlRecordStore
         assert marks.mark(record.stored_key, value) == value
 
 
-def test_a_statement_of_one_call_is_not_compiled_for_it_and_nor_is_an_in(server_records: SqlRecordStore) -> None:
-    """What is built for a call goes with it; the text of an IN depends on the number of its values."""
+def test_a_statement_of_one_call_is_not_compiled_for_it_and_nor_is_an_in(
+    server_records: SqlRecordStore,
+) -> None:
+    """What is built for a call goes with it; the text of an IN depends on the number of its
+    values.
+    """
     database, table = server_records.database, server_records.tables.records
-    many = select(table.c.stored_key).where(table.c.stored_key.in_(bindparam("keys", expanding=True)))
-    keys = [won(server_records, make_bid(fresh_key())).stored_key for _ in range(3)]
+    many = select(table.c.stored_key).where(
+        table.c.stored_key.in_(bindparam("keys", expanding=True))
+    )
+    keys = [won(server_records, make_claim_request(fresh_key())).stored_key for _ in range(3)]
     with on_cursors(database) as number:
         for size in (1, 3, 2):
             found = database.all(many, {"keys": keys[:size]})
             assert sorted(row["stored_key"] for row in found) == sorted(keys[:size])
-            assert database.first(select(table.c.key).where(table.c.stored_key == keys[0]), {}) is not None
+            assert (
+                database.first(select(table.c.key).where(table.c.stored_key == keys[0]), {})
+                is not None
+            )
     assert number == [0]
     assert len(database._statements._executed) < 8
 
 
-def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(server_records: SqlRecordStore) -> None:
-    """PostgreSQL refuses to execute what was prepared for other columns, on every connection that has it."""
-    records, record = server_records, won(server_records, make_bid(fresh_key()))
+def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(
+    server_records: SqlRecordStore,
+) -> None:
+    """PostgreSQL refuses to execute what was prepared for other columns, on every connection that
+    has it.
+    """
+    records, record = server_records, won(server_records, make_claim_request(fresh_key()))
     for _ in range(8):  # psycopg prepares what comes often
         before = row(records, record.stored_key)
-        won(records, make_bid(fresh_key()))
+        won(records, make_claim_request(fresh_key()))
     name = records.tables.records.name
-    engine = engine_for(records.database.engine.url.render_as_string(False))  # psycopg forgets what it alters itself
+    engine = engine_for(
+        records.database.engine.url.render_as_string(False)
+    )  # psycopg forgets what it alters itself
     with engine.connect() as connection:
         connection.execute(text(f"ALTER TABLE {name} ADD COLUMN added INTEGER DEFAULT 7"))
     engine.dispose()
     for _ in range(2):
         assert row(records, record.stored_key).owner == before.owner
         assert records.settle(record, outcome(record, result="1"))
-        assert won(records, make_bid(fresh_key())).attempt == 1
+        assert won(records, make_claim_request(fresh_key())).attempt == 1
         assert not DatabaseLeaseStore(records).release(record.stored_key, "another")
 
 
-# -- errors and connections ----------------------------------------------------------------------------------
+# -- errors and connections ------------------------------------------------------------------------
 
 
 class Interrupted(Exception):
@@ -184,7 +230,9 @@ def slow(records: SqlRecordStore) -> Executable:
 def test_what_is_raised_in_the_middle_of_a_statement_leaves_no_half_read_connection(
     records: SqlRecordStore, error: type[BaseException], kept: bool
 ) -> None:
-    """The next statement gets its own answer, at once, and no other connection was thrown away for it."""
+    """The next statement gets its own answer, at once, and no other connection was thrown away for
+    it.
+    """
     database, statement = records.database, slow(records)
     if kept:
         database.first(statement, {"span": 0})
@@ -210,10 +258,15 @@ def pooled(records: SqlRecordStore, number: int) -> None:
 @pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
 def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStore) -> None:
     """All connections of the pool are dead: after one is found so, no other is tried."""
-    record = won(records, make_bid(fresh_key()))
+    record = won(records, make_claim_request(fresh_key()))
     row(records, record.stored_key)
     pooled(records, 5)
-    assert end_other_connections(SqlRecordStore(engine_for(records.database.engine.url.render_as_string(False)))) == 5
+    assert (
+        end_other_connections(
+            SqlRecordStore(engine_for(records.database.engine.url.render_as_string(False)))
+        )
+        == 5
+    )
     with on_cursors(records.database) as number:
         assert row(records, record.stored_key).owner == record.owner
     assert number == [2]
@@ -237,7 +290,9 @@ def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> None:
-    """As many as there were; and what is said of it is the database's, with nothing of SQLAlchemy."""
+    """As many as there were; and what is said of it is the database's, with nothing of
+    SQLAlchemy.
+    """
     gone = text("SELECT * FROM nowhere").columns(column("x"))
     records.database.first(records._any_over, {})
     compiled = records.database._statements._compile(gone)
@@ -247,12 +302,12 @@ def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> 
             records.database.first(gone, {})
         assert caught.value.executed is None
     pool: Any = records.database.engine.pool
-    assert (len(pool._lender._idle), len(pool._lender.all())) == (1, 1)
+    assert (len(pool._resource_pool._idle), len(pool._resource_pool.all())) == (1, 1)
 
 
 def test_threads_share_the_statements_and_no_connection(server_records: SqlRecordStore) -> None:
     """Each gets the answers to its own questions."""
-    keys = [won(server_records, make_bid(fresh_key())).stored_key for _ in range(4)]
+    keys = [won(server_records, make_claim_request(fresh_key())).stored_key for _ in range(4)]
     wrong: list[str] = []
 
     def ask(key: str) -> None:

@@ -1,13 +1,21 @@
-"""Scenes for the tests that kill, pause and restart; each test has its own, unless it says otherwise."""
+"""Scenes for the tests that kill, pause and restart; each test has its own, unless it says
+otherwise.
+"""
 
 from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 import pytest
 
-from celery_leases.testing.plugin import missing_server
-from celery_leases.testing.servers import LocalServer, PostgresServer, RabbitServer, RedisServer, ServerMissing
 from tests.crash.scenes import Scene
+from tests.support.plugin import missing_server
+from tests.support.servers import (
+    LocalServer,
+    PostgresServer,
+    RabbitServer,
+    RedisServer,
+    ServerMissing,
+)
 
 SceneFactory = Callable[..., Scene]
 ServerFactory = Callable[[LocalServer], LocalServer]
@@ -21,12 +29,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def scene_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SceneFactory]:
-    """``scene_factory(combination, urls=..., start=True, **Scene options)``; *urls* names servers of the test's own."""
+def scene_factory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SceneFactory]:
+    """``scene_factory(combination, urls=..., start=True, **Scene options)``; *urls* names servers
+    of the test's own.
+    """
     scenes: list[Scene] = []
 
     def make(
-        combination: tuple[str, ...], *, urls: dict[str, str] | None = None, start: bool = True, **options: object
+        combination: tuple[str, ...],
+        *,
+        urls: dict[str, str] | None = None,
+        start: bool = True,
+        **options: object,
     ) -> Scene:
         known = dict(urls or {})
         known.setdefault("redis", request.getfixturevalue("leases_redis").url)

@@ -1,4 +1,6 @@
-"""Many invoices at once, each of whose processes is killed at one step: what became of them, by ledger and tables."""
+"""Many invoices at once, each of whose processes is killed at one step: what became of them, by
+ledger and tables.
+"""
 
 import os
 import random
@@ -15,7 +17,7 @@ from uuid import uuid4
 from sqlalchemy import text
 
 from celery_leases import LeaseStatus
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.apps.failpoints import armed
 from tests.crash.scenes import Scene
 from tests.integration.payments import Provider
@@ -29,13 +31,17 @@ STEPS = (
 IN_DOUBT = ("after intent", INSIDE, "after reply")
 """The steps at which nobody can know whether the customer was charged."""
 WAYS = ("dedupe", "verify", "stop")
-"""A provider that dedupes and ``uncertain="rerun"``, one that does not and ``verify=``, or neither."""
+"""A provider that dedupes and ``uncertain="rerun"``, one that does not and ``verify=``, or
+neither.
+"""
 PATIENCE = 60.0
 
 
 @dataclass
 class Case:
-    """One invoice, and when its process is killed: at a named step, or *after* so many seconds from its begin."""
+    """One invoice, and when its process is killed: at a named step, or *after* so many seconds from
+    its begin.
+    """
 
     way: str
     step: str | None = None
@@ -45,7 +51,9 @@ class Case:
     call_id: str = ""
 
     def __str__(self) -> str:
-        when = self.step or ("with its worker" if self.after is None else f"{self.after:.3f} s after it began")
+        when = self.step or (
+            "with its worker" if self.after is None else f"{self.after:.3f} s after it began"
+        )
         return f"{self.way}, killed {when} ({self.name})"
 
 
@@ -69,7 +77,11 @@ class Wave:
         self._killers: list[threading.Thread] = []
         scene.directory.joinpath("failpoints").mkdir(exist_ok=True)
         with scene._engine.connect() as connection:
-            connection.execute(text("CREATE TABLE IF NOT EXISTS invoices (name text, reference text, fence bigint)"))
+            connection.execute(
+                text(
+                    "CREATE TABLE IF NOT EXISTS invoices (name text, reference text, fence bigint)"
+                )
+            )
 
     def launch(self, cases: Sequence[Case]) -> None:
         """Publish all of them, and kill where they are to be killed."""
@@ -89,8 +101,8 @@ class Wave:
     def publish_again(self, cases: Sequence[Case]) -> None:
         """Publish the same calls once more, as far as nobody has begun them.
 
-        A worker on Redis takes a message off the queue before it writes down that it has it: one that is killed in
-        between takes the message along, and no other worker will ever see it.
+        A worker on Redis takes a message off the queue before it writes down that it has it: one
+        that is killed in between takes the message along, and no other worker will ever see it.
         """
         begun = {event["name"] for event in self.scene.events("begin")}
         for case in cases:
@@ -99,7 +111,9 @@ class Wave:
 
     def _publish(self, case: Case) -> None:
         again = {"task_id": case.call_id} if case.call_id else {}
-        sent = self.scene.tasks.invoice.apply_async((case.name, case.way), {"pause": case.pause}, **again)
+        sent = self.scene.tasks.invoice.apply_async(
+            (case.name, case.way), {"pause": case.pause}, **again
+        )
         case.call_id = sent.id
 
     def _kill(self, cases: Iterable[Case]) -> None:
@@ -111,13 +125,14 @@ class Wave:
                 event = begun.get(case.name)
                 if event is not None and time.monotonic() >= event["t"] + (case.after or 0.0):
                     waiting.remove(case)
-                    # A process that has begun another invoice is left alone: that one has its own step to reach.
+                    # A process that has begun another invoice is left alone: that one has its own
+                    # step to reach.
                     if self.scene.events("begin", pid=event["pid"])[-1]["name"] == case.name:
                         with suppress(ProcessLookupError):
                             os.kill(event["pid"], signal.SIGKILL)
             time.sleep(0.01)
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     @cached_property
     def task(self) -> str:
@@ -131,7 +146,11 @@ class Wave:
     def settled(self, case: Case, *states: str) -> LeaseStatus:
         """Its status once it is in one of *states*, by default done or uncertain."""
         wanted = states or ("done", "uncertain")
-        wait_until(lambda: self.status(case).state in wanted, PATIENCE, f"{case} to be {' or '.join(wanted)}")
+        wait_until(
+            lambda: self.status(case).state in wanted,
+            PATIENCE,
+            f"{case} to be {' or '.join(wanted)}",
+        )
         return self.status(case)
 
     def invoices(self, case: Case) -> list[dict[str, Any]]:
@@ -147,7 +166,9 @@ class Wave:
         return Verdict(found.state, len(charges), len(rows), found.reference)
 
     def assert_sound(self, case: Case) -> Verdict:
-        """Whatever was killed when: all of it has happened once, or nobody can know and nothing more will happen."""
+        """Whatever was killed when: all of it has happened once, or nobody can know and nothing
+        more will happen.
+        """
         found = self.settled(case)
         charges, rows = self.provider.charges(case.name), self.invoices(case)
         verdict = Verdict(found.state, len(charges), len(rows), found.reference)
@@ -193,5 +214,5 @@ def at_each_step() -> list[Case]:
 
 def at_random(seed: int, pause: float = 0.06) -> list[Case]:
     """One case for each way, killed at a random moment of what it does."""
-    chance = random.Random(seed)
-    return [Case(way, after=chance.uniform(0.0, 9 * pause), pause=pause) for way in WAYS]
+    rand = random.Random(seed)
+    return [Case(way, after=rand.uniform(0.0, 9 * pause), pause=pause) for way in WAYS]

@@ -1,4 +1,6 @@
-"""A TCP proxy that cuts a connection at one statement, before it arrives or instead of passing its reply on."""
+"""A TCP proxy that cuts a connection at one statement, before it arrives or instead of passing its
+reply on.
+"""
 
 import contextlib
 import socket
@@ -7,10 +9,12 @@ from typing import Self
 
 
 class CuttingProxy:
-    """Forwards connections of 127.0.0.1 to a port there. ``cut(pattern)`` arms it for the next matching request.
+    """Forwards connections of 127.0.0.1 to a port there. ``cut(pattern)`` arms it for the next
+    matching request.
 
-    ``bitten`` is set once it has cut; from then on it refuses everybody while ``refusing``. While ``silent`` it takes
-    everything and passes nothing on, so that a server that TCP finds alive never answers.
+    ``bitten`` is set once it has cut; from then on it refuses everybody while ``refusing``. While
+    ``silent`` it takes everything and passes nothing on, so that a server that TCP finds alive
+    never answers.
     """
 
     def __init__(self, target: int) -> None:
@@ -26,7 +30,9 @@ class CuttingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, pattern: bytes, *, before: bool = False) -> None:
-        """Cut at the next request with *pattern*: after the server has carried it out, or *before* it arrives."""
+        """Cut at the next request with *pattern*: after the server has carried it out, or *before*
+        it arrives.
+        """
         self.bitten.clear()
         self._before = before
         self._pattern = pattern
@@ -46,7 +52,11 @@ class CuttingProxy:
 
     def _serve(self, client: socket.socket) -> None:
         doomed = threading.Event()
-        with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
+        with (
+            client,
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self._target)) as server,
+        ):
             back = threading.Thread(target=self._answer, args=(server, client, doomed), daemon=True)
             back.start()
             while data := client.recv(65536):
@@ -70,7 +80,9 @@ class CuttingProxy:
             self._pattern = None
             return True
 
-    def _answer(self, server: socket.socket, client: socket.socket, doomed: threading.Event) -> None:
+    def _answer(
+        self, server: socket.socket, client: socket.socket, doomed: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
                 if doomed.is_set():

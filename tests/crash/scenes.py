@@ -1,4 +1,6 @@
-"""A scene: a stage with short leases, several workers to be hurt, and servers that may be the test's own."""
+"""A scene: a stage with short leases, several workers to be hurt, and servers that may be the
+test's own.
+"""
 
 import contextlib
 import os
@@ -14,12 +16,12 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from celery_leases.client import LeaseClient
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.keys import stored_key
-from celery_leases.core.ports import Holder
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.workers import LocalWorker
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.keys import stored_key
+from celery_leases.protocol.ports import Holder
+from celery_leases.testing.waits import wait_until
 from tests.integration.stages import PATIENCE, Stage
+from tests.support.workers import LocalWorker
 
 FAILING = "tests.apps.failing"
 PUT_BACK = 0.5
@@ -27,10 +29,11 @@ PUT_BACK = 0.5
 
 
 class Scene(Stage):
-    """A :class:`Stage` whose leases last *ttl* and whose Redis broker delivers again after *visibility* seconds.
+    """A :class:`Stage` whose leases last *ttl* and whose Redis broker delivers again after
+    *visibility* seconds.
 
-    ``workers`` are all that were started here; they end with the scene. ``failpoint`` names a step of
-    :mod:`tests.apps.failing` at which one process dies or waits, once.
+    ``workers`` are all that were started here; they end with the scene. ``failpoint`` names a step
+    of :mod:`tests.apps.failing` at which one process dies or waits, once.
     """
 
     def __init__(
@@ -48,7 +51,12 @@ class Scene(Stage):
         given = {"TTL": f"{ttl:g}", "VISIBILITY": f"{visibility:g}", "PREFETCH": "1"}
         self.ttl = ttl
         super().__init__(
-            combination, urls, directory, env=given | dict(env or {}), worker={"concurrency": concurrency}, **options
+            combination,
+            urls,
+            directory,
+            env=given | dict(env or {}),
+            worker={"concurrency": concurrency},
+            **options,
         )
         self.concurrency = concurrency
         self.workers = [self.worker]
@@ -59,7 +67,9 @@ class Scene(Stage):
 
     def another(self, *, env: Mapping[str, str] | None = None, **options: Any) -> LocalWorker:
         """Start one more worker."""
-        made = self.new_worker(**{"concurrency": self.concurrency, "env": self.env | dict(env or {})} | options)
+        made = self.new_worker(
+            **{"concurrency": self.concurrency, "env": self.env | dict(env or {})} | options
+        )
         self.workers.append(made)
         return made.start()
 
@@ -68,7 +78,11 @@ class Scene(Stage):
         children = [Path(f"/proc/{pid}") for pid in self.worker.children()]
         self.worker.kill()
         self.worker.wait(20)
-        wait_until(lambda: not any(child.exists() for child in children), 20, "the children of a dead worker to end")
+        wait_until(
+            lambda: not any(child.exists() for child in children),
+            20,
+            "the children of a dead worker to end",
+        )
 
     def close(self) -> None:
         """End all workers and let all connections go."""
@@ -81,17 +95,21 @@ class Scene(Stage):
         """One client for all looks at the stores."""
         return LeaseClient(self.env["LEASES_URL"], self.database_url)
 
-    # -- failpoints ----------------------------------------------------------------------------------------
+    # -- failpoints --------------------------------------------------------------------------------
 
     def failpoint(self, step: str, *, times: int = 1) -> dict[str, str]:
         """The environment in which a worker of the module ``tests.apps.failing`` dies at *step*."""
-        return {"FAILPOINT": step, "FAILPOINT_TIMES": str(times), "FAILPOINT_FILE": str(self.directory / "failed")}
+        return {
+            "FAILPOINT": step,
+            "FAILPOINT_TIMES": str(times),
+            "FAILPOINT_FILE": str(self.directory / "failed"),
+        }
 
     def wait_until_failed(self, step: str, number: int = 1) -> None:
         """Return when that many processes have reached the failpoint."""
         self.wait_for("failpoint", number, step=step)
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def logs(self) -> str:
         """What all workers have logged."""
@@ -102,7 +120,9 @@ class Scene(Stage):
         return [line for line in self.logs().splitlines() if about in line]
 
     def version_of(self, task: str, key: str) -> tuple[Any, ...]:
-        """The row as the database keeps it, byte for byte; on PostgreSQL with the version of its tuple."""
+        """The row as the database keeps it, byte for byte; on PostgreSQL with the version of its
+        tuple.
+        """
         hidden = "" if self.record_store == "sqlite" else "xmin::text, ctid::text, "
         query = text(f"SELECT {hidden}* FROM celery_leases_records WHERE stored_key = :key")  # noqa: S608
         with self._engine.connect() as connection:
@@ -121,11 +141,17 @@ class Scene(Stage):
         return time.monotonic()
 
     def done_once(self, task: str, name: str, *, ends: int = 1, crashes: int = 0) -> dict[str, Any]:
-        """The row, once it is done, the queue empty, and that many bodies have reached their end."""
+        """The row, once it is done, the queue empty, and that many bodies have reached their
+        end.
+        """
         row = self.wait_for_state(task, f"{task}:{name}", "done")
         assert len(self.events("end", name=name)) == ends, self.events(name=name)
         assert row["crashes"] == 0  # a success ends the row of crashes
-        seen = [line for line in self.log(f"key {task}:{name}:") if "ended without a word" in line]
+        seen = [
+            line
+            for line in self.log(f"key {task}:{name}:")
+            if "without reporting an outcome" in line
+        ]
         assert len(seen) == crashes, seen
         return row
 

@@ -1,10 +1,11 @@
 """Chains, groups and chords whose member dies between its done record and its callbacks.
 
-The window: Celery sends the callbacks of a call, then we mark them as out. A worker that dies in between leaves no
-trace of them, so the redelivered call sends them once more. (Where only the pool child dies there, Celery's main
-process finds SUCCESS in the result backend and acknowledges: nothing is sent again. So the whole worker is killed.)
-Leased callbacks run once all the same, as the second message is a copy of the first by id; a callback *without* a
-lease may run twice, and never more often than the process died there.
+The window: Celery sends the callbacks of a call, then we mark them as out. A worker that dies in
+between leaves no trace of them, so the redelivered call sends them once more. (Where only the pool
+child dies there, Celery's main process finds SUCCESS in the result backend and acknowledges:
+nothing is sent again. So the whole worker is killed.) Leased callbacks run once all the same, as
+the second message is a copy of the first by id; a callback *without* a lease may run twice, and
+never more often than the process died there.
 """
 
 from itertools import product
@@ -12,7 +13,7 @@ from itertools import product
 import pytest
 from celery import chord, group
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import FAILING, Scene
 from tests.integration.stages import BOTH_WAYS, spelled
@@ -24,8 +25,12 @@ def _named(value: str | tuple[str, ...]) -> str:
     return value if isinstance(value, str) else spelled(value)
 
 
-EVERY = pytest.mark.parametrize(("combination", "window"), list(product(BOTH_WAYS, WINDOWS)), ids=_named)
-PAIRED = pytest.mark.parametrize(("combination", "window"), list(zip(BOTH_WAYS, WINDOWS, strict=True)), ids=_named)
+EVERY = pytest.mark.parametrize(
+    ("combination", "window"), list(product(BOTH_WAYS, WINDOWS)), ids=_named
+)
+PAIRED = pytest.mark.parametrize(
+    ("combination", "window"), list(zip(BOTH_WAYS, WINDOWS, strict=True)), ids=_named
+)
 CROSSED = pytest.mark.parametrize(
     ("combination", "window"),
     list(zip(BOTH_WAYS, reversed(WINDOWS), strict=True)),
@@ -34,7 +39,9 @@ CROSSED = pytest.mark.parametrize(
 
 
 def fail(scene: Scene, window: str) -> None:
-    """Let a process die in the window; where that was the worker, its message goes to the scene's first one."""
+    """Let a process die in the window; where that was the worker, its message goes to the scene's
+    first one.
+    """
     dying = scene.another(env=scene.failpoint(window))
     scene.wait_until_failed(window)
     if window == "after callbacks":
@@ -43,8 +50,14 @@ def fail(scene: Scene, window: str) -> None:
 
 
 def answered_again(scene: Scene) -> None:
-    """Wait until the redelivered member got the saved result (its callbacks were not known to be out) and is gone."""
-    wait_until(lambda: bool(scene.log("answered with the saved result")), 30, "the answer to the redelivered member")
+    """Wait until the redelivered member got the saved result (its callbacks were not known to be
+    out) and is gone.
+    """
+    wait_until(
+        lambda: bool(scene.log("answered with the saved result")),
+        30,
+        "the answer to the redelivered member",
+    )
     scene.wait_until_drained()
 
 
@@ -52,7 +65,9 @@ def answered_again(scene: Scene) -> None:
 def test_a_chain_goes_on_with_the_first_result(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
-    """Body once, leased link once; the plain one once where the callbacks were not out yet, else at most twice."""
+    """Body once, leased link once; the plain one once where the callbacks were not out yet, else at
+    most twice.
+    """
     scene = scene_factory(combination, module=FAILING, start=False)
     tasks = scene.tasks
     signature = tasks.work.s(name, answer=name)
@@ -64,7 +79,8 @@ def test_a_chain_goes_on_with_the_first_result(
     assert len(scene.events("begin", name=name)) == 1
     assert len(scene.events("leased_link")) == 1
     linked = len(scene.events("plain"))
-    # Two plain callbacks: the link, sent twice at most; and the end of the chain, sent once per answer of the link.
+    # Two plain callbacks: the link, sent twice at most; and the end of the chain, sent once per
+    # answer of the link.
     assert linked == 2 if window == "after release" else 3 <= linked <= 4
     scene.done_once("work", name)
 
@@ -93,7 +109,9 @@ def test_a_chord_counts_its_member_once(
     """The chord's body runs once, with the first results, although a member answers twice."""
     scene = scene_factory(combination, module=FAILING, start=False)
     names = [f"{name}{number}" for number in range(3)]
-    result = chord([scene.tasks.work.s(each, answer=each) for each in names], scene.tasks.gather.s()).apply_async()
+    result = chord(
+        [scene.tasks.work.s(each, answer=each) for each in names], scene.tasks.gather.s()
+    ).apply_async()
     fail(scene, window)
     assert result.get(timeout=40) == names
     answered_again(scene)

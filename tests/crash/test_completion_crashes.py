@@ -1,11 +1,13 @@
-"""Deaths around ``complete()``: however the process, its connection or its server ends, invoices equal done records."""
+"""Deaths around ``complete()``: however the process, its connection or its server ends, invoices
+equal done records.
+"""
 
 from typing import Any
 
 import pytest
 from sqlalchemy import make_url, text
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.proxy import CuttingProxy
 from tests.crash.scenes import Scene
@@ -35,7 +37,9 @@ ON_SERVERS = pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=spelle
 def make_books(scene: Scene) -> Scene:
     """The table of the body's own rows."""
     with scene._engine.connect() as connection:
-        connection.execute(text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)"))
+        connection.execute(
+            text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)")
+        )
     return scene
 
 
@@ -60,8 +64,12 @@ def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any
 def test_a_process_that_is_killed_around_the_completion_books_once(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """SIGKILL at each line: what was committed is never done again, what was not is done by the next attempt."""
-    scene = make_books(scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30))
+    """SIGKILL at each line: what was committed is never done again, what was not is done by the
+    next attempt.
+    """
+    scene = make_books(
+        scene_factory(combination, home=BOOKING, concurrency=len(DEATHS), ttl=10, visibility=30)
+    )
     names = {where: f"{name}-{number}" for number, where in enumerate(DEATHS)}
     results = {where: run(scene, names[where], script) for where, (script, _) in DEATHS.items()}
     for where, (_, runs) in DEATHS.items():
@@ -70,23 +78,42 @@ def test_a_process_that_is_killed_around_the_completion_books_once(
         assert len(scene.events("begin", name=names[where])) == runs, where
         assert_balanced(scene, names[where], done=True)
     for each in names.values():
-        wait_until(lambda each=each: not scene.is_held("books", f"books:{each}"), 20, "the leases to end")  # type: ignore[misc]
+        wait_until(
+            lambda each=each: not scene.is_held("books", f"books:{each}"),  # type: ignore[misc]
+            20,
+            "the leases to end",
+        )
     scene.wait_until_drained()
 
 
 @ON_SERVERS
 def test_a_commit_whose_reply_is_lost_has_succeeded(
-    scene_factory: SceneFactory, request: pytest.FixtureRequest, name: str, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    request: pytest.FixtureRequest,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
     """The body gets an error, but the record is done: so is the call, and nobody books it again."""
     kind = combination[-1]
-    commit = b"\x03COMMIT" if kind == "mariadb" else b"COMMIT"  # its driver says AUTOCOMMIT when it connects
+    commit = (
+        b"\x03COMMIT" if kind == "mariadb" else b"COMMIT"
+    )  # its driver says AUTOCOMMIT when it connects
     server = request.getfixturevalue(f"leases_{kind}")
     url = server.new_database()
     with CuttingProxy(server.port) as proxy:
-        through = make_url(url).set(host="127.0.0.1", port=proxy.port).render_as_string(hide_password=False)
+        through = (
+            make_url(url)
+            .set(host="127.0.0.1", port=proxy.port)
+            .render_as_string(hide_password=False)
+        )
         scene = make_books(
-            scene_factory(combination, home=BOOKING, urls={kind: url}, env={"BOOKS_URL": through}, visibility=30)
+            scene_factory(
+                combination,
+                home=BOOKING,
+                urls={kind: url},
+                env={"BOOKS_URL": through},
+                visibility=30,
+            )
         )
         for way in ("session", "driver"):
             proxy.cut(commit)
@@ -106,7 +133,9 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
 def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Ended by the server after ``complete()``: the commit fails, nothing is booked, the next run does it."""
+    """Ended by the server after ``complete()``: the commit fails, nothing is booked, the next run
+    does it.
+    """
     scene = make_books(scene_factory(combination, home=BOOKING, visibility=30))
     for way in ("session", "connection", "driver", "django"):
         script = [OPEN, WRITE, COMPLETE, ["end backend"], COMMIT]
@@ -114,7 +143,9 @@ def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
 
 
 def assert_booked_by_the_second_run(scene: Scene, name: str, script: list[Any], way: str) -> None:
-    """The first run meets an error of the database and leaves nothing behind; it comes back and succeeds."""
+    """The first run meets an error of the database and leaves nothing behind; it comes back and
+    succeeds.
+    """
     assert run(scene, name, script, way).get(timeout=30) == "paid"
     first, second = scene.events("begin", name=name)
     assert second["fence"] > first["fence"]

@@ -1,4 +1,6 @@
-"""Cooldowns and gates while workers die, freeze, and stores go away: nothing runs early, twice counted, or lost."""
+"""Cooldowns and gates while workers die, freeze, and stores go away: nothing runs early, twice
+counted, or lost.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer, RedisServer
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.cooldowns import (
@@ -26,11 +27,20 @@ from tests.integration.cooldowns import (
     status,
 )
 from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
+from tests.support.servers import PostgresServer, RedisServer
+from tests.support.worker_logs import latest_was_received
 
 BOTH = pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 ELSEWHERE = ("rabbit", "redis", "postgres")
 """Only the leases are in Redis."""
-STEPS = ("before settle", "after settle", "after cool", "before publish", "after publish", "after put back")
+STEPS = (
+    "before settle",
+    "after settle",
+    "after cool",
+    "before publish",
+    "after publish",
+    "after rescheduled",
+)
 
 
 def second_run(scene: Scene, name: str) -> dict[str, object]:
@@ -38,7 +48,7 @@ def second_run(scene: Scene, name: str) -> dict[str, object]:
     return scene.wait_for("paid", 2, name=name)[1]
 
 
-# -- kills around the outcome of a failure -----------------------------------------------------------------
+# -- kills around the outcome of a failure ---------------------------------------------------------
 
 
 @pytest.mark.both_lease_stores
@@ -46,7 +56,9 @@ def second_run(scene: Scene, name: str) -> dict[str, object]:
 def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_no_call(
     scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Six calls and six steps, and one kill: a crash before the outcome is written, a failure after it, never both."""
+    """Six calls and six steps, and one kill: a crash before the outcome is written, a failure after
+    it, never both.
+    """
     about = {step: f"resumes:{_named(name, step)}" for step in STEPS}
     scene = _stopping(scene_factory, tmp_path, combination, about)
     gate = scene.gate()
@@ -77,7 +89,9 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
 def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
     scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The failure itself was not written, and counts as a crash; the call comes back when the gate lets it."""
+    """The failure itself was not written, and counts as a crash; the call comes back when the gate
+    lets it.
+    """
     scene = _stopping(scene_factory, tmp_path, combination, {"after close": name})
     result = scene.tasks.grouped.delay(name, [BUSY, OK], name)
     scene.wait_for("failpoint", step="after close", about=name)
@@ -92,8 +106,12 @@ def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
     assert not scene.client.groups()
 
 
-def _stopping(scene_factory: SceneFactory, points: Path, combination: tuple[str, ...], about: dict[str, str]) -> Scene:
-    """A worker that has a child for each call, which stops where *about* says: at this step of this key or group."""
+def _stopping(
+    scene_factory: SceneFactory, points: Path, combination: tuple[str, ...], about: dict[str, str]
+) -> Scene:
+    """A worker that has a child for each call, which stops where *about* says: at this step of this
+    key or group.
+    """
     for step, what in about.items():
         (points / f"{step} {what}").touch()
     return scene_factory(
@@ -110,13 +128,15 @@ def _named(name: str, step: str) -> str:
     return f"{name}-{step.replace(' ', '-')}"
 
 
-# -- a lease store that forgets or is away -----------------------------------------------------------------
+# -- a lease store that forgets or is away ---------------------------------------------------------
 
 
 def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
     scene_factory: SceneFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """The record holds the time: presses are refused as before, and the call resumes when it is over, not before."""
+    """The record holds the time: presses are refused as before, and the call resumes when it is
+    over, not before.
+    """
     scene = scene_factory(ELSEWHERE, home=COOLING, env={"LEASES_URL": own_redis.url})
     first = scene.tasks.resumes.delay(name, [limited(5), OK])
     row = cooled(scene, "resumes", name)
@@ -133,7 +153,9 @@ def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
 def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothing_either(
     scene_factory: SceneFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """The outcome is written, the call put back, and the key is left alone for as long as the record says."""
+    """The outcome is written, the call rescheduled, and the key is left alone for as long as the
+    record says.
+    """
     scene = scene_factory(ELSEWHERE, ttl=3, home=COOLING, env={"LEASES_URL": own_redis.url})
     gate = scene.gate()
     script = [["when", str(gate), *limited(4)], OK]
@@ -142,14 +164,14 @@ def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothin
     own_redis.kill()
     gate.touch()
     cooled(scene, "resumes", name)
-    scene.wait_for_log(first.id, "put back for")
+    scene.wait_for_log(first.id, "rescheduled in")
     own_redis.start()
     refusal(scene.tasks.resumes.delay(name, script))
     assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
-# -- a database that is away -------------------------------------------------------------------------------
+# -- a database that is away -----------------------------------------------------------------------
 
 
 def answers(scene: Scene, name: str) -> bool:
@@ -161,10 +183,15 @@ def answers(scene: Scene, name: str) -> bool:
 
 @BOTH
 def test_a_cooldown_is_written_when_the_database_is_back(
-    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
     """The failure is not lost and is no crash; its time counts from the moment of writing."""
-    scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING)
+    scene = scene_factory(
+        combination, urls={"postgres": own_postgres.new_database()}, visibility=20, home=COOLING
+    )
     gate = scene.gate()
     result = scene.tasks.resumes.delay(name, [["when", str(gate), *BROKEN], OK])
     scene.wait_for("paid", name=name)
@@ -174,7 +201,9 @@ def test_a_cooldown_is_written_when_the_database_is_back(
     wait_until(lambda: time.monotonic() - away > 1.0, 10, "an outage of a second")
     with ThreadPoolExecutor(1) as servant:
         starting = servant.submit(own_postgres.start)
-        wait_until(lambda: answers(scene, name), PATIENCE, "the database")  # it may serve long before start() knows
+        wait_until(
+            lambda: answers(scene, name), PATIENCE, "the database"
+        )  # it may serve long before start() knows
         row = cooled(scene, "resumes", name)
         starting.result()
     assert (row["failures"], row["crashes"], row["resumes"]) == (1, 0, 1)
@@ -186,9 +215,14 @@ def test_a_cooldown_is_written_when_the_database_is_back(
 def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failure(
     scene_factory: SceneFactory, own_postgres: PostgresServer, name: str
 ) -> None:
-    """After ``leases_settle_timeout`` the call is put back without an outcome; it runs again, and finishes."""
+    """After ``leases_settle_timeout`` the call is rescheduled without an outcome; it runs again,
+    and finishes.
+    """
     scene = scene_factory(
-        ELSEWHERE, urls={"postgres": own_postgres.new_database()}, home=COOLING, env={"SETTLE_TIMEOUT": "1.5"}
+        ELSEWHERE,
+        urls={"postgres": own_postgres.new_database()},
+        home=COOLING,
+        env={"SETTLE_TIMEOUT": "1.5"},
     )
     gate = scene.gate()
     result = scene.tasks.resumes.delay(name, [["when", str(gate), *BROKEN], OK])
@@ -202,10 +236,12 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
     row = scene.row("resumes", f"resumes:{name}")
     assert row is not None
     assert (row["failures"], row["crashes"], row["attempt"]) == (0, 0, 2)
-    assert not [line for line in scene.log(f"key resumes:{name}") if "ended without a word" in line]
+    assert not [
+        line for line in scene.log(f"key resumes:{name}") if "without reporting an outcome" in line
+    ]
 
 
-# -- copies ------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.both_lease_stores
@@ -213,7 +249,9 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
 def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """A wait of several hops, a copy with the mark of a redelivery, and the copy of a worker that freezes."""
+    """A wait of several hops, a copy with the mark of a redelivery, and the copy of a worker that
+    freezes.
+    """
     scene = scene_factory(combination, visibility=2, home=COOLING, concurrency=2)
     other = scene.another(queue=scene.side_queue())  # ready before the cooldown begins
     script, side = [limited(5), OK], scene.side_queue()
@@ -221,7 +259,7 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     row = cooled(scene, "resumes", name)
     scene.send("resumes", name, script, task_id=call.id, queue=side)
     scene.redeliver(side)
-    scene.wait_for_log(call.id, "put back for", 2)
+    scene.wait_for_log(call.id, "rescheduled in", 2)
     scene.consume(scene.queue, other)
     scene.worker.pause()
     if scene.broker == "redis":  # RabbitMQ leaves its messages to a worker whose connection lives
@@ -235,14 +273,16 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
-# -- the probe ---------------------------------------------------------------------------------------------
+# -- the probe -------------------------------------------------------------------------------------
 
 
 @BOTH
 def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Two workers with four children: the slot of the dead ends with its ttl, and again one body alone probes."""
+    """Two workers with four children: the slot of the dead ends with its ttl, and again one body
+    alone probes.
+    """
     scene = scene_factory(combination, visibility=3, home=COOLING, concurrency=4, start=False)
     scene.worker.launch()
     other = scene.new_worker()
@@ -256,11 +296,18 @@ def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
 
     (probe,) = _runs(scene, keys, 1)
     killed = scene.worker if probe["pid"] in scene.worker.children() else other
+    wait_until(
+        lambda: all(latest_was_received(scene.log(result.id)) for result in results),
+        PATIENCE,
+        "all messages to be received",
+    )
     killed.kill()
     killed.wait(20)
     dead = time.monotonic()
     _, second = _runs(scene, keys, 2)
-    assert second["t"] - dead < scene.ttl + 8, "a slot that its holder left blocks for a ttl and one put-back"
+    assert second["t"] - dead < scene.ttl + 8, (
+        "a slot that its holder left blocks for a ttl and one reschedule"
+    )
     (shown,) = scene.client.groups()
     assert shown.state == "probing"
     wait_until(lambda: time.monotonic() - second["t"] > scene.ttl, 10, "a ttl under renewal")

@@ -7,18 +7,22 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases import PermanentFailure
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.stages import BOTH_WAYS
 
 
 def waits(scene: Scene, task: str, name: str, crashes: int) -> float:
-    """Seconds from the end of the attempt that stood back to its ``retry_at``, once so many crashes are counted."""
+    """Seconds from the end of the attempt that stood back to its ``retry_at``, once so many crashes
+    are counted.
+    """
 
     def seen() -> bool:
         row = scene.row(task, f"{task}:{name}") or {}
-        return bool((row.get("crashes"), row.get("state")) == (crashes, "pending") and row["retry_at"])
+        return bool(
+            (row.get("crashes"), row.get("state")) == (crashes, "pending") and row["retry_at"]
+        )
 
     wait_until(seen, 30, f"{crashes} crashes of {name}")
     row = scene.row(task, f"{task}:{name}")
@@ -26,8 +30,12 @@ def waits(scene: Scene, task: str, name: str, crashes: int) -> float:
     return float(row["retry_at"] - row["finished_at"]) / 1e6
 
 
-def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(scene_factory: SceneFactory, name: str) -> None:
-    """C4: the second attempt follows at once, the third after 5 s, the fourth after 30 s; then it is over."""
+def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(
+    scene_factory: SceneFactory, name: str
+) -> None:
+    """C4: the second attempt follows at once, the third after 5 s, the fourth after 30 s; then it
+    is over.
+    """
     scene = scene_factory(BOTH_WAYS[0], ttl=1, visibility=4)
     result = scene.tasks.often.delay(name)
     assert waits(scene, "often", name, 2) == pytest.approx(5.0, abs=0.1)
@@ -36,7 +44,10 @@ def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(scene_factory: Sc
     assert waits(scene, "often", name, 3) == pytest.approx(30.0, abs=0.1)
     # The half minute itself is the database's to count: let it be over.
     with scene._engine.connect() as connection:
-        connection.execute(text("UPDATE celery_leases_records SET retry_at = 1 WHERE key = :k"), {"k": f"often:{name}"})
+        connection.execute(
+            text("UPDATE celery_leases_records SET retry_at = 1 WHERE key = :k"),
+            {"k": f"often:{name}"},
+        )
     again = scene.tasks.often.delay(name)
     with pytest.raises(PermanentFailure, match="died 4 times in a row"):
         again.get(timeout=60)
@@ -52,7 +63,9 @@ def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(scene_factory: Sc
     assert result.id == began[0]["id"]
 
 
-@pytest.mark.parametrize(("how", "combination"), [("sys", BOTH_WAYS[0]), ("os", BOTH_WAYS[1])], ids=["sys", "os"])
+@pytest.mark.parametrize(
+    ("how", "combination"), [("sys", BOTH_WAYS[0]), ("os", BOTH_WAYS[1])], ids=["sys", "os"]
+)
 def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
     scene_factory: SceneFactory, name: str, how: str, combination: tuple[str, ...]
 ) -> None:

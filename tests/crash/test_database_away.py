@@ -1,6 +1,7 @@
 """The records database restarts, is away, or loses a reply, during the claim and during the settle.
 
-However it happens, the outcome is decided by reading back: never two ends, never none, and nobody has crashed.
+However it happens, the outcome is decided by reading back: never two ends, never none, and nobody
+has crashed.
 """
 
 import sqlite3
@@ -15,12 +16,12 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.proxy import CuttingProxy
 from tests.crash.scenes import Scene
 from tests.integration.stages import spelled
+from tests.support.servers import PostgresServer
 
 REDIS_LEASES = ("rabbit", "redis", "postgres")
 DATABASE_LEASES = ("redis", "database", "postgres")
@@ -45,7 +46,9 @@ def table_locked(scene: Scene) -> Iterator[None]:
 def wait_for_statement(scene: Scene, begin: str) -> None:
     """Return when a statement that begins so waits for the lock."""
     engine = create_engine(scene.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
-    query = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE :begin")
+    query = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE :begin"
+    )
 
     def waiting() -> bool:
         with engine.connect() as connection:
@@ -56,9 +59,14 @@ def wait_for_statement(scene: Scene, begin: str) -> None:
 
 @BOTH_LEASES
 def test_a_restart_during_the_claim_is_no_crash(
-    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
-    """The claim is in flight when the server crashes: it is asked again, or put back, and runs once."""
+    """The claim is in flight when the server crashes: it is asked again, or rescheduled, and runs
+    once.
+    """
     scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, visibility=8)
     with table_locked(scene):
         result = scene.tasks.work.delay(name)
@@ -71,10 +79,17 @@ def test_a_restart_during_the_claim_is_no_crash(
 
 @BOTH_LEASES
 def test_a_restart_during_the_settle_is_decided_by_reading_back(
-    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
-    """The settle is in flight when the server crashes: it is written afterwards, and the body runs once."""
-    scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, ttl=4, visibility=10)
+    """The settle is in flight when the server crashes: it is written afterwards, and the body runs
+    once.
+    """
+    scene = scene_factory(
+        combination, urls={"postgres": own_postgres.new_database()}, ttl=4, visibility=10
+    )
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -85,7 +100,11 @@ def test_a_restart_during_the_settle_is_decided_by_reading_back(
     value = result.get(timeout=40)
     assert value["name"] == name
     row = scene.done_once("work", name)
-    assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (1, value["fence"], 1)
+    assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (
+        1,
+        value["fence"],
+        1,
+    )
 
 
 @pytest.mark.both_lease_stores
@@ -100,7 +119,9 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
     statement: bytes,
     carried_out: bool,
 ) -> None:
-    """The connection is cut before the request arrives, or after the server has committed: one body, one end."""
+    """The connection is cut before the request arrives, or after the server has committed: one
+    body, one end.
+    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
@@ -110,16 +131,25 @@ def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
         value = scene.tasks.work.delay(name, 0.1).get(timeout=40)
         assert proxy.bitten.is_set()
         row = scene.done_once("work", name)
-        assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (1, value["fence"], 1)
+        assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (
+            1,
+            value["fence"],
+            1,
+        )
         assert "refused" not in "\n".join(scene.log(name))
         assert not scene.is_held("work", f"work:{name}")
 
 
 @BOTH_LEASES
 def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
-    scene_factory: SceneFactory, leases_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    leases_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
-    """The row stands open under an attempt that never ran; the call comes back with its token, and counts nothing."""
+    """The row stands open under an attempt that never ran; the call comes back with its token, and
+    counts nothing.
+    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
@@ -130,7 +160,7 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
         result = scene.tasks.work.delay(name)
         assert proxy.bitten.wait(20)
         open_row = scene.wait_for_state("work", f"work:{name}", "running")
-        scene.wait_for_log(result.id, "put back for")
+        scene.wait_for_log(result.id, "rescheduled in")
         proxy.refusing = False
         value = result.get(timeout=40)
         row = scene.done_once("work", name, crashes=0)
@@ -142,10 +172,17 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
 def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
-    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str, combination: tuple[str, ...]
+    scene_factory: SceneFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
-    """Away for longer than the ttl: the outcome is kept and written when it is back, if nobody has claimed since."""
-    scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60)
+    """Away for longer than the ttl: the outcome is kept and written when it is back, if nobody has
+    claimed since.
+    """
+    scene = scene_factory(
+        combination, urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60
+    )
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate), answer="kept")
     scene.wait_for("begin", name=name)
@@ -166,11 +203,15 @@ def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
 def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
     scene_factory: SceneFactory, leases_postgres: PostgresServer, name: str
 ) -> None:
-    """Rows are leases, the outage has outlasted one, and its body has ended: the outcome is written, not repeated."""
+    """Rows are leases, the outage has outlasted one, and its body has ended: the outcome is
+    written, not repeated.
+    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         env = {"LEASES_DATABASE_URL": url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")}
-        scene = scene_factory(DATABASE_LEASES, urls={"postgres": url}, ttl=2, visibility=60, env=env)
+        scene = scene_factory(
+            DATABASE_LEASES, urls={"postgres": url}, ttl=2, visibility=60, env=env
+        )
         gate = scene.gate()
         result = scene.tasks.work.delay(name, gate=str(gate))
         scene.wait_for("begin", name=name)
@@ -195,8 +236,12 @@ def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
 def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     scene_factory: SceneFactory, own_postgres: PostgresServer, name: str
 ) -> None:
-    """Redis leases: the lease goes on being renewed while the statement hangs, so nobody else begins."""
-    scene = scene_factory(REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2)
+    """Redis leases: the lease goes on being renewed while the statement hangs, so nobody else
+    begins.
+    """
+    scene = scene_factory(
+        REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2
+    )
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     (begun,) = scene.wait_for("begin", name=name)
@@ -209,11 +254,17 @@ def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     own_postgres.resume()
     assert held is not None
     assert held.call_id == result.id
-    assert result.get(timeout=20) == duplicate.get(timeout=20) == {"name": name, "fence": begun["fence"]}
+    assert (
+        result.get(timeout=20)
+        == duplicate.get(timeout=20)
+        == {"name": name, "fence": begun["fence"]}
+    )
     scene.done_once("work", name)
 
 
-@pytest.mark.parametrize("combination", [("redis", "database", "sqlite"), ("rabbit", "redis", "sqlite")], ids=spelled)
+@pytest.mark.parametrize(
+    "combination", [("redis", "database", "sqlite"), ("rabbit", "redis", "sqlite")], ids=spelled
+)
 def test_a_sqlite_file_locked_by_another_writer_is_waited_for(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
@@ -258,18 +309,27 @@ def _sqlite_locked(file: str, seconds: float) -> Iterator[None]:
 def test_a_worker_without_a_descriptor_left_fails_no_call(
     scene_factory: SceneFactory, leases_postgres: PostgresServer, tmp_path: Path, name: str
 ) -> None:
-    """Each connection that it opens raises a bare OSError: a call that has not begun waits, an outcome is kept."""
+    """Each connection that it opens raises a bare OSError: a call that has not begun waits, an
+    outcome is kept.
+    """
     starved = tmp_path / "starved"
     url, env = leases_postgres.new_database(), {"STARVED": str(starved)}
     scene = scene_factory(
-        DATABASE_LEASES, urls={"postgres": url}, ttl=3, concurrency=2, module="tests.apps.starved", env=env
+        DATABASE_LEASES,
+        urls={"postgres": url},
+        ttl=3,
+        concurrency=2,
+        module="tests.apps.starved",
+        env=env,
     )
     gate = scene.gate()
     begun = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
     starved.touch()
     with create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect() as other:
-        ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        ended = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        )
         other.execute(text(f"{ended} AND datname = current_database()"))
     gate.touch()
     waiting = scene.tasks.work.delay(f"{name}-2")
@@ -285,11 +345,15 @@ def test_a_worker_that_has_no_descriptor_left_for_its_first_calls_fails_none(
 ) -> None:
     """It tries again, then gives them back to the broker, and runs them once it can."""
     starved = tmp_path / "starved"
-    scene = scene_factory(DATABASE_LEASES, concurrency=2, module="tests.apps.starved", env={"STARVED": str(starved)})
+    scene = scene_factory(
+        DATABASE_LEASES, concurrency=2, module="tests.apps.starved", env={"STARVED": str(starved)}
+    )
     starved.touch()
     calls = [scene.tasks.work.delay(f"{name}-{number}") for number in range(4)]
-    scene.wait_for_log("was not begun, given to the broker again", "Too many open files", number=2)
-    assert len(scene.log("was not begun, tried again")) >= 2
+    scene.wait_for_log("did not begin, returned to the broker", "Too many open files", number=2)
+    assert len(scene.log("did not begin, retrying")) >= 2
     starved.unlink()
-    assert {call.get(timeout=40)["name"] for call in calls} == {f"{name}-{number}" for number in range(4)}
+    assert {call.get(timeout=40)["name"] for call in calls} == {
+        f"{name}-{number}" for number in range(4)
+    }
     assert "raised unexpected" not in scene.logs()

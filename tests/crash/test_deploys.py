@@ -1,4 +1,6 @@
-"""Workers that are told to stop: warm, soft and cold, and by a whole process group. None of it is a crash."""
+"""Workers that are told to stop: warm, soft and cold, and by a whole process group. None of it is a
+crash.
+"""
 
 import os
 import re
@@ -16,7 +18,9 @@ from tests.integration.stages import BOTH_WAYS, spelled
 def test_three_deploys_in_a_row_count_no_crash(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Warm until patience ends, soft with a second's grace, and cold; the attempts are given back each time."""
+    """Warm until patience ends, soft with a second's grace, and cold; the attempts are given back
+    each time.
+    """
     scene = scene_factory(combination, visibility=3)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -109,8 +113,12 @@ def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
     scene.done_once("tidies", name, crashes=0)
 
 
-def test_sigterm_to_the_whole_process_group_counts_no_crash(scene_factory: SceneFactory, name: str) -> None:
-    """What systemd and many shells do: main process and children get SIGTERM at once, and then again."""
+def test_sigterm_to_the_whole_process_group_counts_no_crash(
+    scene_factory: SceneFactory, name: str
+) -> None:
+    """What systemd and many shells do: main process and children get SIGTERM at once, and then
+    again.
+    """
     scene = scene_factory(BOTH_WAYS[0], visibility=3)
     gate = scene.gate()
     result = scene.tasks.tidies.delay(name, str(gate))
@@ -131,6 +139,11 @@ def test_sigterm_to_the_whole_process_group_counts_no_crash(scene_factory: Scene
 
 def _given_back(scene: Scene, name: str, task: str = "work") -> None:
     row = scene.wait_for_state(task, f"{task}:{name}", "pending")
-    assert (row["ended"], row["attempt"], row["crashes"], row["failures"]) == ("interrupted", 0, 0, 0)
+    assert (row["ended"], row["attempt"], row["crashes"], row["failures"]) == (
+        "interrupted",
+        0,
+        0,
+        0,
+    )
     assert not scene.is_held(task, f"{task}:{name}")
     assert not [line for line in scene.log("Traceback") if re.search(name, line)]

@@ -1,7 +1,8 @@
-"""The customer is charged once, the invoice written once, and one done record kept, wherever a process dies.
+"""The customer is charged once, the invoice written once, and one done record kept, wherever a
+process dies.
 
-By default each step is hit once for each kind of provider, and two random moments; ``EFFECT_SEEDS=50`` does all of it
-fifty times over.
+By default each step is hit once for each kind of provider, and two random moments;
+``EFFECT_SEEDS=50`` does all of it fifty times over.
 """
 
 import json
@@ -17,8 +18,19 @@ from typing import Any, Literal
 
 import pytest
 
-from celery_leases.testing.process import wait_until
-from tests.crash.invoices import IN_DOUBT, INSIDE, INVOICING, STEPS, WAYS, Case, Verdict, Wave, at_each_step, at_random
+from celery_leases.testing.waits import wait_until
+from tests.crash.invoices import (
+    IN_DOUBT,
+    INSIDE,
+    INVOICING,
+    STEPS,
+    WAYS,
+    Case,
+    Verdict,
+    Wave,
+    at_each_step,
+    at_random,
+)
 from tests.crash.scenes import Scene
 from tests.integration.payments import Provider, provider
 from tests.integration.stages import spelled
@@ -37,7 +49,11 @@ CHILDREN = 6
 
 
 def scene_of(
-    request: pytest.FixtureRequest, directory: Path, provider: Provider, combination: tuple[str, ...], **options: Any
+    request: pytest.FixtureRequest,
+    directory: Path,
+    provider: Provider,
+    combination: tuple[str, ...],
+    **options: Any,
 ) -> Scene:
     """A scene of invoices, not started."""
     urls = {"redis": request.getfixturevalue("leases_redis").url}
@@ -45,7 +61,11 @@ def scene_of(
         urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
     for server in {"postgres", "mariadb"} & {*combination}:
         urls[server] = request.getfixturevalue(f"leases_{server}").new_database()
-    env = {"PROVIDER": provider.url, "FAILPOINTS": str(directory / "failpoints"), "VERIFY_AFTER": "0.5"}
+    env = {
+        "PROVIDER": provider.url,
+        "FAILPOINTS": str(directory / "failpoints"),
+        "VERIFY_AFTER": "0.5",
+    }
     chosen: dict[str, Any] = {
         "home": INVOICING,
         "env": env,
@@ -61,7 +81,9 @@ def wave(
     request: pytest.FixtureRequest, provider: Provider, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Wave]:
     """All cases of one combination, launched at once."""
-    made = Wave(scene_of(request, tmp_path_factory.mktemp("wave"), provider, request.param), provider)
+    made = Wave(
+        scene_of(request, tmp_path_factory.mktemp("wave"), provider, request.param), provider
+    )
     try:
         made.scene.start()
         made.launch(at_each_step())
@@ -75,14 +97,20 @@ def wave(
 
 def case_of(wave: Wave, way: str, step: str) -> Case:
     """The case that was launched for them."""
-    (case,) = [case for case in wave.cases[: len(WAYS) * len(STEPS)] if (case.way, case.step) == (way, step)]
+    (case,) = [
+        case
+        for case in wave.cases[: len(WAYS) * len(STEPS)]
+        if (case.way, case.step) == (way, step)
+    ]
     return case
 
 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("way", ["dedupe", "verify"])
-def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(wave: Wave, way: str, step: str) -> None:
+def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(
+    wave: Wave, way: str, step: str
+) -> None:
     """Where the other side dedupes, or can be asked, nobody needs to look."""
     case = case_of(wave, way, step)
     verdict = wave.assert_sound(case)
@@ -96,7 +124,9 @@ def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(wave: 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
 def test_where_nobody_can_know_it_is_never_charged_twice(wave: Wave, step: str) -> None:
-    """Either it is certain what has happened, and the work goes on; or the key waits for an operator."""
+    """Either it is certain what has happened, and the work goes on; or the key waits for an
+    operator.
+    """
     case = case_of(wave, "stop", step)
     verdict = wave.assert_sound(case)
     wave.wait_until_bitten(case)
@@ -113,11 +143,13 @@ def test_a_process_killed_at_any_moment_charges_once(wave: Wave, number: int) ->
     print(case, wave.assert_sound(case))
 
 
-# -- an operator -------------------------------------------------------------------------------------------
+# -- an operator -----------------------------------------------------------------------------------
 
 
 def says(wave: Wave, command: str, key: str = "", **options: Any) -> Any:
-    """What an operator gets to see; on SQLite he types it, which takes seconds, elsewhere he has a program."""
+    """What an operator gets to see; on SQLite he types it, which takes seconds, elsewhere he has a
+    program.
+    """
     if wave.scene.record_store == "sqlite":
         return typed(wave, command, key, **options)
     client = wave.scene.client
@@ -133,7 +165,11 @@ def typed(wave: Wave, command: str, key: str, **options: Any) -> Any:
     """What ``celery leases`` prints, which must succeed."""
     words = [command, *([key] if key else []), "--json"]
     for name, value in options.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", value if name == "state" else json.dumps(value)]
+        words += (
+            [f"--{name}"]
+            if value is True
+            else [f"--{name}", value if name == "state" else json.dumps(value)]
+        )
     argv = [sys.executable, "-m", "celery", "-A", INVOICING, "leases", *words]
     env = os.environ | wave.scene.env
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -149,7 +185,9 @@ def waiting_case(wave: Wave, step: str) -> Case:
 
 
 def test_an_operator_sees_what_is_in_doubt_and_says_that_it_is_done(wave: Wave) -> None:
-    """List and show name the key, the effect and what to look for; later callers get what he found."""
+    """List and show name the key, the effect and what to look for; later callers get what he
+    found.
+    """
     case = waiting_case(wave, INSIDE)
     key = f"invoice:{case.name}"
     (charge,) = wave.provider.charges(case.name)
@@ -173,7 +211,9 @@ def test_an_operator_sees_what_is_in_doubt_and_says_that_it_is_done(wave: Wave) 
 
 @pytest.mark.parametrize("step", ["after intent", "after reply"])
 def test_an_operator_who_says_retry_lets_it_run_again(wave: Wave, step: str) -> None:
-    """Under the same idempotency key: whether it is charged a second time is his word and the other side's."""
+    """Under the same idempotency key: whether it is charged a second time is his word and the other
+    side's.
+    """
     case = waiting_case(wave, step)
     before = wave.provider.charges(case.name)
     says(wave, "resolve", f"invoice:{case.name}", retry=True)
@@ -184,7 +224,7 @@ def test_an_operator_who_says_retry_lets_it_run_again(wave: Wave, step: str) -> 
     assert len(set(wave.provider.keys(case.name))) == 1
 
 
-# -- whole workers, and for as long as one likes -----------------------------------------------------------
+# -- whole workers, and for as long as one likes ---------------------------------------------------
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS[:2], ids=spelled)
@@ -210,27 +250,45 @@ def test_a_worker_killed_with_all_its_bodies_charges_once(
 @pytest.mark.skipif(not SEEDS, reason="a soak: set EFFECT_SEEDS to the number of rounds")
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
-def test_soak(request: pytest.FixtureRequest, tmp_path: Path, provider: Provider, combination: tuple[str, ...]) -> None:
-    """Each step and as many random moments, over and over; every fifth round a whole worker dies too."""
-    wave = Wave(scene_of(request, tmp_path, provider, combination, visibility=4, concurrency=10), provider)
+def test_soak(
+    request: pytest.FixtureRequest, tmp_path: Path, provider: Provider, combination: tuple[str, ...]
+) -> None:
+    """Each step and as many random moments, over and over; every fifth round a whole worker dies
+    too.
+    """
+    wave = Wave(
+        scene_of(request, tmp_path, provider, combination, visibility=4, concurrency=10), provider
+    )
     seen: Counter[tuple[str, Verdict]] = Counter()
     began, kills, worker = time.monotonic(), 0, wave.scene.start()
     try:
         for seed in range(SEEDS):
-            cases = at_each_step() + [case for each in range(9) for case in at_random(1000 * seed + each)]
+            cases = at_each_step() + [
+                case for each in range(9) for case in at_random(1000 * seed + each)
+            ]
             wave.launch(cases)
             if seed % 5 == 4:
                 done = len(wave.scene.events("end"))
-                wait_until(lambda done=done: len(wave.scene.events("end")) > done, 60, "a body to end")  # type: ignore[misc]
+                wait_until(
+                    lambda done=done: len(wave.scene.events("end")) > done,  # type: ignore[misc]
+                    60,
+                    "a body to end",
+                )
                 worker.kill()
                 worker.wait(20)
                 wave.publish_again(cases)
                 worker, kills = wave.scene.another(), kills + 1
             for case in cases:
                 seen[case.way, replace(wave.assert_sound(case), reference=None)] += 1
-            kills += sum(wave.bitten(case) for case in cases if case.step) + sum(not case.step for case in cases)
+            kills += sum(wave.bitten(case) for case in cases if case.step) + sum(
+                not case.step for case in cases
+            )
     finally:
-        print(f"{spelled(combination)}: {sum(seen.values())} invoices, {kills} kills, {time.monotonic() - began:.0f} s")
+        print(
+            f"{spelled(combination)}: {sum(seen.values())} invoices, {kills} kills, {time.monotonic() - began:.0f} s"
+        )
         for (way, verdict), number in sorted(seen.items(), key=str):
-            print(f"  {way}: {number} x {verdict.state}, {verdict.charges} charged, {verdict.invoices} invoiced")
+            print(
+                f"  {way}: {number} x {verdict.state}, {verdict.charges} charged, {verdict.invoices} invoiced"
+            )
         wave.close()

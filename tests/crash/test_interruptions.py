@@ -1,4 +1,6 @@
-"""Signals that arrive between two steps, or at the moment a body ends, in a process of their own."""
+"""Signals that arrive between two steps, or at the moment a body ends, in a process of their
+own.
+"""
 
 from functools import partial
 
@@ -21,17 +23,44 @@ def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:
 def test_a_soft_limit_during_the_claim_keeps_the_body_from_beginning() -> None:
     """The attempt is given back; the limit was not the body's."""
     found = interrupted("step", "SIGUSR1", "insert_or_read")
-    assert found == {"outcome": "lost", "exits": None, "sent": True, "ran": False, "state": "pending", "crashes": 0}
+    assert found == {
+        "outcome": "lost",
+        "exits": None,
+        "sent": True,
+        "ran": False,
+        "state": "pending",
+        "crashes": 0,
+    }
 
 
 def test_a_soft_limit_during_the_settle_is_dropped() -> None:
     """The body was in time."""
     found = interrupted("step", "SIGUSR1", "settle")
-    assert found == {"outcome": "done", "exits": None, "sent": True, "ran": True, "state": "done", "crashes": 0}
+    assert found == {
+        "outcome": "done",
+        "exits": None,
+        "sent": True,
+        "ran": True,
+        "state": "done",
+        "crashes": 0,
+    }
 
 
-@pytest.mark.parametrize(("step", "state", "ran"), [("insert_or_read", "pending", False), ("settle", "done", True)])
-def test_sigterm_waits_for_the_statement_and_then_ends_the_process(step: str, state: str, ran: bool) -> None:
-    """The step is finished and the attempt closed before ``SystemExit`` goes on; nothing is left to be a crash."""
+@pytest.mark.parametrize(
+    ("step", "state", "ran"), [("insert_or_read", "pending", False), ("settle", "done", True)]
+)
+def test_sigterm_waits_for_the_statement_and_then_ends_the_process(
+    step: str, state: str, ran: bool
+) -> None:
+    """The step is finished and the attempt closed before ``SystemExit`` goes on; nothing is left to
+    be a crash.
+    """
     found = interrupted("step", "SIGTERM", step)
-    assert found == {"outcome": None, "exits": -241, "sent": True, "ran": ran, "state": state, "crashes": 0}
+    assert found == {
+        "outcome": None,
+        "exits": -241,
+        "sent": True,
+        "ran": ran,
+        "state": state,
+        "crashes": 0,
+    }

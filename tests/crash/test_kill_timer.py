@@ -1,4 +1,6 @@
-"""``lease_on_lost="kill"``: the kernel ends a body at the deadline of its lease, whatever state the process is in."""
+"""``lease_on_lost="kill"``: the kernel ends a body at the deadline of its lease, whatever state the
+process is in.
+"""
 
 import os
 import time
@@ -6,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
@@ -40,7 +42,9 @@ def is_there(pid: int) -> bool:
 
 @pytest.mark.nightly
 def test_thirty_stopped_bodies_never_have_an_effect_again(scene: Scene, name: str) -> None:
-    """SIGSTOP beyond the ttl: each is dead before anybody could wake it, and the next attempt ends in its place."""
+    """SIGSTOP beyond the ttl: each is dead before anybody could wake it, and the next attempt ends
+    in its place.
+    """
     longest = 0.0
     for round_ in range(ROUNDS):
         gate = scene.gate()
@@ -50,11 +54,19 @@ def test_thirty_stopped_bodies_never_have_an_effect_again(scene: Scene, name: st
         for each in names:
             scene.worker.pause(pid=first[each]["pid"])
         stopped = time.monotonic()
-        wait_until(partial(all_dead, [event["pid"] for event in first.values()]), 20, "the stopped to be dead")
+        wait_until(
+            partial(all_dead, [event["pid"] for event in first.values()]),
+            20,
+            "the stopped to be dead",
+        )
         longest = max(longest, time.monotonic() - stopped)
         for each in names:
             second = scene.wait_for("begin", 2, name=each)[1]
-            zombie = [event["t"] for event in scene.events("pulse", name=each) if event["pid"] == first[each]["pid"]]
+            zombie = [
+                event["t"]
+                for event in scene.events("pulse", name=each)
+                if event["pid"] == first[each]["pid"]
+            ]
             assert max(zombie) <= stopped + 0.1, (each, max(zombie), stopped)
             assert max(zombie) < second["t"]
         gate.touch()
@@ -65,8 +77,12 @@ def test_thirty_stopped_bodies_never_have_an_effect_again(scene: Scene, name: st
     print(f"dead {longest:.2f} s after SIGSTOP at the latest, ttl {scene.ttl:g} s")
 
 
-def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one_ends(scene: Scene, name: str) -> None:
-    """No thread of the process can renew or interrupt meanwhile; the broker's copy goes on in another child."""
+def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one_ends(
+    scene: Scene, name: str
+) -> None:
+    """No thread of the process can renew or interrupt meanwhile; the broker's copy goes on in
+    another child.
+    """
     result = scene.tasks.hogs.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     wait_until(lambda: not is_there(first["pid"]), 20, "the hog to be dead")
@@ -80,17 +96,26 @@ def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one
     print(f"dead {died:.2f} s after it began, ttl {scene.ttl:g} s")
 
 
-def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(scene: Scene, name: str) -> None:
+def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
+    scene: Scene, name: str
+) -> None:
     """Each renewal puts the end off; the timer is gone with the body, however that ends."""
-    results = [scene.tasks.lasts.delay(f"{name}-{number}", seconds=3 * scene.ttl) for number in range(2)]
+    results = [
+        scene.tasks.lasts.delay(f"{name}-{number}", seconds=3 * scene.ttl) for number in range(2)
+    ]
     for result in results:
         assert result.get(timeout=60)["timers"] == 1
-    left = [scene.tasks.counts.delay(f"{name}-{number}").get(timeout=30) for number in range(3 * CHILDREN)]
+    left = [
+        scene.tasks.counts.delay(f"{name}-{number}").get(timeout=30)
+        for number in range(3 * CHILDREN)
+    ]
     assert {told["timers"] for told in left} == {0}
     assert {event["pid"] for event in scene.events("end")} & {told["pid"] for told in left}
 
 
-def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(scene: Scene, name: str) -> None:
+def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
+    scene: Scene, name: str
+) -> None:
     """It is a part of the body; whoever loses the lease after it is told, and would be killed."""
     gate = scene.gate()
     result = scene.tasks.nests.delay(name, str(gate))
@@ -105,7 +130,9 @@ def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(scen
     assert [event["fence"] for event in scene.events("end", name=name)] == [second["fence"]]
 
 
-def test_a_worker_without_a_process_for_each_body_refuses_to_start(scene_factory: SceneFactory) -> None:
+def test_a_worker_without_a_process_for_each_body_refuses_to_start(
+    scene_factory: SceneFactory,
+) -> None:
     """Killing it would end other bodies too."""
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, start=False)
     scene.worker.pool = "threads"

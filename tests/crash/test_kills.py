@@ -7,7 +7,9 @@ from tests.crash.scenes import PUT_BACK, kill
 from tests.integration.stages import BOTH_WAYS, PAIRWISE, spelled
 
 TAKEOVER = 3.0
-"""By when the work of a killed child runs again on a busy machine, in seconds: far below ttl and billiard's five."""
+"""By when the work of a killed child runs again on a busy machine, in seconds: far below ttl and
+billiard's five.
+"""
 
 
 @pytest.mark.both_lease_stores
@@ -15,7 +17,9 @@ TAKEOVER = 3.0
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The main process frees the key; the crash is counted and told to the next child, and there is one end."""
+    """The main process frees the key; the crash is counted and told to the next child, and there is
+    one end.
+    """
     scene = scene_factory(combination, ttl=15, visibility=60)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -29,7 +33,11 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
     assert second["fence"] > first["fence"]
     row = scene.row("work", f"work:{name}")
     assert row is not None
-    assert (row["crashes"], row["previous_ended"], row["previous_host"]) == (1, "crashed", before["holder"])
+    assert (row["crashes"], row["previous_ended"], row["previous_host"]) == (
+        1,
+        "crashed",
+        before["holder"],
+    )
     gate.touch()
     assert result.get(timeout=20) == {"name": name, "fence": second["fence"]}
     scene.done_once("work", name, crashes=1)
@@ -39,12 +47,16 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize(
-    "combination", [*BOTH_WAYS, ("redis", "database", "mariadb"), ("redis", "database", "sqlite")], ids=spelled
+    "combination",
+    [*BOTH_WAYS, ("redis", "database", "mariadb"), ("redis", "database", "sqlite")],
+    ids=spelled,
 )
 def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """Another worker gets the message from the broker; Redis gives it out after the visibility timeout."""
+    """Another worker gets the message from the broker; Redis gives it out after the visibility
+    timeout.
+    """
     scene = scene_factory(combination)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -81,7 +93,8 @@ def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_
     scene.wait_for_log(duplicate.id, "another call holds the key")
     killed = kill(scene.worker.pid)
     second = scene.wait_for("begin", 2, name=name)[1]
-    # The duplicate asks every second at first, then every two; the last time may be just before the lease ends.
+    # The duplicate asks every second at first, then every two; the last time may be just before the
+    # lease ends.
     assert second["t"] - killed < scene.ttl + scene.ttl + PUT_BACK + 1.5
     assert second["previous"] == "crashed"
     assert second["fence"] > first["fence"]

@@ -1,7 +1,8 @@
-"""Replies that come late: to a zombie, to an attempt whose lease was taken away, past a database that was away.
+"""Replies that come late: to a zombie, to an attempt whose lease was taken away, past a database
+that was away.
 
-A process that has lost its lease begins no effect. What it has begun before has happened, and its reply is kept while
-nobody has taken the intent over.
+A process that has lost its lease begins no effect. What it has begun before has happened, and its
+reply is kept while nobody has taken the intent over.
 """
 
 import time
@@ -12,13 +13,13 @@ from typing import Any
 import pytest
 
 from celery_leases import LeaseStatus, PermanentFailure, Uncertain
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.proxy import CuttingProxy
 from tests.crash.scenes import Scene
 from tests.integration.payments import Provider, provider
 from tests.integration.stages import BOTH_WAYS, spelled
+from tests.support.servers import PostgresServer
 
 __all__ = ["provider"]
 
@@ -30,7 +31,9 @@ DATABASE_LEASES = ("redis", "database", "postgres")
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider: Provider) -> Scene:
-    """A worker whose child will be paused; the broker does not deliver its message again meanwhile."""
+    """A worker whose child will be paused; the broker does not deliver its message again
+    meanwhile.
+    """
     return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "10"}, **OPTIONS)
 
 
@@ -39,8 +42,12 @@ def status(scene: Scene, task: str, name: str) -> LeaseStatus:
     return scene.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
 
 
-def charged(scene: Scene, provider: Provider, name: str, task: str, way: str) -> tuple[Any, dict[str, Any], Any]:
-    """A call whose customer is charged, and whose reply the provider holds; its event, its result, and the gate."""
+def charged(
+    scene: Scene, provider: Provider, name: str, task: str, way: str
+) -> tuple[Any, dict[str, Any], Any]:
+    """A call whose customer is charged, and whose reply the provider holds; its event, its result,
+    and the gate.
+    """
     gate = scene.gate()
     provider.script(name, {"hold": str(gate)}, dedupe=way == "dedupe")
     result = getattr(scene.tasks, task).delay(name, way)
@@ -59,7 +66,9 @@ def paused(scene: Scene, pid: int, task: str, name: str) -> Iterator[None]:
 
 
 def test_a_zombie_begins_no_effect(scene: Scene, provider: Provider, name: str) -> None:
-    """Another attempt has charged the customer meanwhile; the zombie is told that its lease is lost."""
+    """Another attempt has charged the customer meanwhile; the zombie is told that its lease is
+    lost.
+    """
     gate = scene.gate()
     zombie = scene.tasks.flagged.delay(name, "stop", str(gate))
     (begun,) = scene.wait_for("begin", name=name)
@@ -74,8 +83,12 @@ def test_a_zombie_begins_no_effect(scene: Scene, provider: Provider, name: str) 
     assert len(provider.lines("asked", name)) == 1
 
 
-def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(scene: Scene, provider: Provider, name: str) -> None:
-    """The other attempt could not know, and parked the key; the reply is noted all the same, and later used."""
+def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(
+    scene: Scene, provider: Provider, name: str
+) -> None:
+    """The other attempt could not know, and parked the key; the reply is noted all the same, and
+    later used.
+    """
     zombie, begun, gate = charged(scene, provider, name, "flagged", "stop")
     with paused(scene, begun["pid"], "flagged", name):
         scene.another()
@@ -88,18 +101,29 @@ def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(scene: Scene, pr
     assert (told["pid"], told["error"]) == (begun["pid"], "LeaseLost")
     found = status(scene, "flagged", name)
     (charge,) = provider.charges(name)
-    assert (found.state, found.reference, [effect.state for effect in found.effects]) == ("uncertain", charge, ["done"])
+    assert (found.state, found.reference, [effect.state for effect in found.effects]) == (
+        "uncertain",
+        charge,
+        ["done"],
+    )
     with pytest.raises(PermanentFailure):
         zombie.get(timeout=30)
     scene.client.resolve(f"flagged:{name}", "retry", task=f"{INVOICING}.flagged")
-    assert scene.tasks.flagged.delay(name, "stop").get(timeout=30) == {"charge": charge, "saved": True}
+    assert scene.tasks.flagged.delay(name, "stop").get(timeout=30) == {
+        "charge": charge,
+        "saved": True,
+    }
     assert provider.charges(name) == [charge]
     assert len(provider.lines("asked", name)) == 1
 
 
 @pytest.mark.parametrize("scene", BOTH_WAYS[1:], indirect=True, ids=spelled)
-def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(scene: Scene, provider: Provider, name: str) -> None:
-    """Too early to ask, it comes back; by then the zombie has noted the reply, and nobody needs to ask."""
+def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
+    scene: Scene, provider: Provider, name: str
+) -> None:
+    """Too early to ask, it comes back; by then the zombie has noted the reply, and nobody needs to
+    ask.
+    """
     scene.another()
     zombie, begun, gate = charged(scene, provider, name, "flagged", "later")
     with paused(scene, begun["pid"], "flagged", name):
@@ -133,7 +157,9 @@ def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
 def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
     scene_factory: SceneFactory, provider: Provider, name: str, combination: tuple[str, ...]
 ) -> None:
-    """An operator takes the key away while the reply is held back; the next attempt asks again and is done."""
+    """An operator takes the key away while the reply is held back; the next attempt asks again and
+    is done.
+    """
     scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
     early, late = scene.gate(), scene.gate()
     provider.script(name, {"hold": str(early)}, {"hold": str(late)}, dedupe=True)
@@ -156,7 +182,7 @@ def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
     assert (provider.charges(name), len(provider.lines("asked", name))) == ([answer["charge"]], 2)
 
 
-# -- the database --------------------------------------------------------------------------------------------
+# -- the database ----------------------------------------------------------------------------------
 
 INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_effects"
 
@@ -170,7 +196,9 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """Cut before it arrives or after it was carried out, and refused for a while after that: one call, no operator."""
+    """Cut before it arrives or after it was carried out, and refused for a while after that: one
+    call, no operator.
+    """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
         through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
@@ -188,7 +216,11 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
             result = scene.tasks.flagged.delay(one, "stop")
             assert proxy.bitten.wait(20), (statement, before)
             bitten = time.monotonic()
-            wait_until(lambda bitten=bitten, away=away: time.monotonic() - bitten >= away, 5, "a short outage")  # type: ignore[misc]
+            wait_until(
+                lambda bitten=bitten, away=away: time.monotonic() - bitten >= away,  # type: ignore[misc]
+                5,
+                "a short outage",
+            )
             proxy.refusing = False
             answer = result.get(timeout=40)
             assert provider.charges(one) == [answer["charge"]], (statement, before, away)

@@ -5,19 +5,21 @@ import time
 import pytest
 import redis
 
-from celery_leases.core.keys import stored_key
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisServer
+from celery_leases.protocol.keys import stored_key
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.stages import spelled
+from tests.support.servers import RedisServer
 
 ELSEWHERE = ("rabbit", "redis", "postgres")
 
 
 @pytest.fixture
 def scene(scene_factory: SceneFactory, own_redis: RedisServer) -> Scene:
-    """A worker with its broker in RabbitMQ, its records in PostgreSQL, and its leases in a Redis of its own."""
+    """A worker with its broker in RabbitMQ, its records in PostgreSQL, and its leases in a Redis of
+    its own.
+    """
     return scene_factory(ELSEWHERE, ttl=3, env={"LEASES_URL": own_redis.url})
 
 
@@ -25,7 +27,9 @@ def scene(scene_factory: SceneFactory, own_redis: RedisServer) -> Scene:
 def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
     scene: Scene, own_redis: RedisServer, name: str, how: str
 ) -> None:
-    """Told by the stop deadline although no reply ever comes; the message survives, and no crash is counted."""
+    """Told by the stop deadline although no reply ever comes; the message survives, and no crash is
+    counted.
+    """
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
     scene.wait_for("begin", name=name)
@@ -34,11 +38,12 @@ def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
     (lost,) = scene.wait_for("lost", name=name)
     assert lost["error"] == "LeaseLost"
     assert lost["t"] - away < scene.ttl
-    scene.wait_for_log(result.id, "put back for")
+    scene.wait_for_log(result.id, "rescheduled in")
     scene.wait_for_state("checks", f"checks:{name}", "pending")
-    # The copy comes back while the store is still away, finds no lease to take, and stays away longer.
-    scene.wait_for_log(result.id, "put back for", 2)
-    assert any("WARNING" in line and "lease store" in line for line in scene.log("put back for"))
+    # The copy comes back while the store is still away, finds no lease to take, and stays away
+    # longer.
+    scene.wait_for_log(result.id, "rescheduled in", 2)
+    assert any("WARNING" in line and "lease store" in line for line in scene.log("rescheduled in"))
     assert len(scene.events("begin", name=name)) == 1
     stop.touch()
     own_redis.resume() if how == "frozen" else own_redis.start()
@@ -47,13 +52,17 @@ def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
     row = scene.done_once("checks", name, crashes=0)
     assert row["attempt"] == 1
     (_, again) = scene.events("begin", name=name)
-    print(f"told after {lost['t'] - away:.2f} s, away {back - away:.1f} s, run again {again['t'] - back:.1f} s later")
+    print(
+        f"told after {lost['t'] - away:.2f} s, away {back - away:.1f} s, run again {again['t'] - back:.1f} s later"
+    )
 
 
 def test_a_sleeping_body_is_interrupted_when_the_lease_store_is_away(
     scene: Scene, own_redis: RedisServer, name: str
 ) -> None:
-    """The body looks at nothing; the watcher's signal reaches it before its lease can end anywhere else."""
+    """The body looks at nothing; the watcher's signal reaches it before its lease can end anywhere
+    else.
+    """
     scene.tasks.sleeps.delay(name, 600)
     scene.wait_for("begin", name=name)
     away = time.monotonic()
@@ -68,7 +77,9 @@ def test_a_sleeping_body_is_interrupted_when_the_lease_store_is_away(
 def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(
     scene: Scene, own_redis: RedisServer, name: str
 ) -> None:
-    """Killed and back at once, without its data: the renewer asserts the lease again, and one body goes on."""
+    """Killed and back at once, without its data: the renewer asserts the lease again, and one body
+    goes on.
+    """
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
     scene.wait_for("begin", name=name)
@@ -89,8 +100,12 @@ def test_an_outage_shorter_than_the_lease_is_not_noticed_by_the_body(
 def test_a_body_keeps_its_lease_when_the_store_is_flushed(
     scene_factory: SceneFactory, own_redis: RedisServer, name: str, combination: tuple[str, ...]
 ) -> None:
-    """A duplicate published right after FLUSHALL finds no lease, and still does not take over: it gets the result."""
-    scene = scene_factory(combination, ttl=3, visibility=30, concurrency=2, env={"LEASES_URL": own_redis.url})
+    """A duplicate published right after FLUSHALL finds no lease, and still does not take over: it
+    gets the result.
+    """
+    scene = scene_factory(
+        combination, ttl=3, visibility=30, concurrency=2, env={"LEASES_URL": own_redis.url}
+    )
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -98,7 +113,7 @@ def test_a_body_keeps_its_lease_when_the_store_is_flushed(
     with redis.Redis.from_url(own_redis.url) as client:
         client.flushall()
     duplicate = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for_log(duplicate.id, "put back for")
+    scene.wait_for_log(duplicate.id, "rescheduled in")
     again = _wait_for_holder(scene, name, "work")
     assert mine is not None
     assert again == mine.token
@@ -116,7 +131,9 @@ def test_a_body_keeps_its_lease_when_the_store_is_flushed(
 def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
     scene_factory: SceneFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """As in a deploy that changes ``lease_ttl``: the store is older than the newcomer's ttl, and the holder lives."""
+    """As in a deploy that changes ``lease_ttl``: the store is older than the newcomer's ttl, and
+    the holder lives.
+    """
     scene = scene_factory(ELSEWHERE, ttl=15, visibility=60, env={"LEASES_URL": own_redis.url})
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
@@ -125,13 +142,19 @@ def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
     mine = scene.holder("checks", f"checks:{name}")
     lease = f"celery_leases:{{{stored_key('tests.apps.leased.checks', f'checks:{name}')}}}:lease"
     with redis.Redis.from_url(own_redis.url) as client:
-        wait_until(lambda: client.pttl(lease) > 14_000, 10, "a renewal, so that the next one is 5 s away")
+        wait_until(
+            lambda: client.pttl(lease) > 14_000, 10, "a renewal, so that the next one is 5 s away"
+        )
         client.flushall()
-        scene.tasks.work.delay(f"{name}-other").get(timeout=20)  # somebody has seen that the store came up empty
+        scene.tasks.work.delay(f"{name}-other").get(
+            timeout=20
+        )  # somebody has seen that the store came up empty
         born = client.pttl("celery_leases:epoch")
-        wait_until(lambda: born - client.pttl("celery_leases:epoch") > 1_200, 10, "the newcomer's ttl")
+        wait_until(
+            lambda: born - client.pttl("celery_leases:epoch") > 1_200, 10, "the newcomer's ttl"
+        )
     duplicate = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for_log(duplicate.id, "put back for")
+    scene.wait_for_log(duplicate.id, "rescheduled in")
     again = _wait_for_holder(scene, name)
     assert mine is not None
     assert again == mine.token
@@ -144,8 +167,12 @@ def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
 def test_broker_and_leases_on_one_redis_that_dies_with_its_data_on_disk(
     scene_factory: SceneFactory, durable_redis: RedisServer, name: str
 ) -> None:
-    """Killed for longer than the ttl and started again: the message is still there, the work is done, no crash."""
-    scene = scene_factory(("redis", "redis", "postgres"), urls={"redis": durable_redis.url}, ttl=2, visibility=3)
+    """Killed for longer than the ttl and started again: the message is still there, the work is
+    done, no crash.
+    """
+    scene = scene_factory(
+        ("redis", "redis", "postgres"), urls={"redis": durable_redis.url}, ttl=2, visibility=3
+    )
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
     scene.wait_for("begin", name=name)

@@ -1,23 +1,27 @@
-"""Leases behind Sentinel whose primary dies in the middle of a body, and in a cluster that loses a node."""
+"""Leases behind Sentinel whose primary dies in the middle of a body, and in a cluster that loses a
+node.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 import redis
 
-from celery_leases.core.keys import stored_key
-from celery_leases.stores.redis_values import Keys
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisCluster, RedisSentinels, RedisServer
-from celery_leases.testing.servers.local import free_port
+from celery_leases.protocol.keys import stored_key
+from celery_leases.stores.redis.values import Keys
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
+from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
+from tests.support.servers.local import free_port
 
 BROKER_APART = ("redis", "redis", "postgres")
 
 
 @pytest.fixture
 def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
-    """A primary and a replica of the test's own; *leases_redis* is the broker, and skips without a server."""
+    """A primary and a replica of the test's own; *leases_redis* is the broker, and skips without a
+    server.
+    """
     with RedisSentinels() as started:
         yield started
 
@@ -42,11 +46,17 @@ def leave_behind(sentinels: RedisSentinels) -> None:
 def test_one_body_goes_on_over_a_failover(
     scene_factory: SceneFactory, sentinels: RedisSentinels, name: str, replica: str
 ) -> None:
-    """Its lease goes on at the promoted replica, or is asserted there again before a duplicate could have it."""
-    scene = scene_factory(BROKER_APART, ttl=10, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url})
+    """Its lease goes on at the promoted replica, or is asserted there again before a duplicate
+    could have it.
+    """
+    scene = scene_factory(
+        BROKER_APART, ttl=10, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url}
+    )
     warm = scene.gate()
     warm.touch()
-    scene.tasks.checks.delay(f"{name}-warm", stop=str(warm)).get(timeout=20)  # so that the store is no new one
+    scene.tasks.checks.delay(f"{name}-warm", stop=str(warm)).get(
+        timeout=20
+    )  # so that the store is no new one
     if replica == "left behind":
         leave_behind(sentinels)
     stop = scene.gate()
@@ -59,7 +69,7 @@ def test_one_body_goes_on_over_a_failover(
         sentinel.resume()
     wait_until(lambda: sentinels.primary is not old, 30, "the failover")
     duplicate = scene.tasks.checks.delay(name, stop=str(stop))
-    scene.wait_for_log(duplicate.id, "put back for")
+    scene.wait_for_log(duplicate.id, "rescheduled in")
 
     def held_again() -> bool:
         holder = scene.holder("checks", f"checks:{name}")
@@ -77,8 +87,12 @@ def test_one_body_goes_on_over_a_failover(
 def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
     scene_factory: SceneFactory, sentinels: RedisSentinels, name: str
 ) -> None:
-    """The body is told by its deadline, the call put back, and run again at the promoted replica: never two of them."""
-    scene = scene_factory(BROKER_APART, ttl=2, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url})
+    """The body is told by its deadline, the call rescheduled, and run again at the promoted
+    replica: never two of them.
+    """
+    scene = scene_factory(
+        BROKER_APART, ttl=2, visibility=30, concurrency=2, env={"LEASES_URL": sentinels.url}
+    )
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
     scene.wait_for("begin", name=name)
@@ -99,35 +113,47 @@ def test_a_cluster_keeps_the_leases_of_twenty_calls_of_one_key(
     scene_factory: SceneFactory, cluster: RedisCluster, name: str
 ) -> None:
     """One body; each caller gets its result."""
-    scene = scene_factory(BROKER_APART, ttl=3, visibility=30, concurrency=4, env={"LEASES_URL": cluster.url})
+    scene = scene_factory(
+        BROKER_APART, ttl=3, visibility=30, concurrency=4, env={"LEASES_URL": cluster.url}
+    )
     gate = scene.gate()
     results = [scene.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     (begun,) = scene.wait_for("begin", name=name)
     assert scene.is_held("work", f"work:{name}")
     gate.touch()
-    assert [result.get(timeout=40) for result in results] == [{"name": name, "fence": begun["fence"]}] * 20
+    assert [result.get(timeout=40) for result in results] == [
+        {"name": name, "fence": begun["fence"]}
+    ] * 20
     scene.done_once("work", name)
 
 
 def test_a_cluster_that_loses_a_node_loses_its_leases_only(
     scene_factory: SceneFactory, cluster: RedisCluster, name: str
 ) -> None:
-    """The body whose lease was there is told and done later; those on other nodes go on, renewed past their ttl."""
-    scene = scene_factory(BROKER_APART, ttl=3, visibility=30, concurrency=3, env={"LEASES_URL": cluster.url})
+    """The body whose lease was there is told and done later; those on other nodes go on, renewed
+    past their ttl.
+    """
+    scene = scene_factory(
+        BROKER_APART, ttl=3, visibility=30, concurrency=3, env={"LEASES_URL": cluster.url}
+    )
     names = {}
     for number in range(100):
         key = stored_key(f"{scene.home}.checks", f"checks:{name}-{number}")
-        names.setdefault(cluster.node_of(Keys("celery_leases", clustered=True).lease(key)), f"{name}-{number}")
+        names.setdefault(
+            cluster.node_of(Keys("celery_leases", clustered=True).lease(key)), f"{name}-{number}"
+        )
     assert len(names) == 3
     gone, *others = cluster.nodes
     stop = scene.gate()
-    results = {node: scene.tasks.checks.delay(names[node], stop=str(stop)) for node in cluster.nodes}
+    results = {
+        node: scene.tasks.checks.delay(names[node], stop=str(stop)) for node in cluster.nodes
+    }
     for node in cluster.nodes:
         scene.wait_for("begin", name=names[node])
     gone.kill()
     scene.wait_for("lost", name=names[gone])
     before = {node: scene.holder("checks", f"checks:{names[node]}") for node in others}
-    scene.wait_for_log(results[gone].id, "put back for", 2)  # so that the others outlive the ttl
+    scene.wait_for_log(results[gone].id, "rescheduled in", 2)  # so that the others outlive the ttl
     for node in others:
         holder, was = scene.holder("checks", f"checks:{names[node]}"), before[node]
         assert holder is not None

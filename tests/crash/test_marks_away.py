@@ -1,4 +1,6 @@
-"""A request that notes the latest copy of a waiting call is lost: the mark lags behind, and no call may be lost."""
+"""A request that notes the latest copy of a waiting call is lost: the mark lags behind, and no call
+may be lost.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,19 +9,19 @@ from urllib.parse import urlsplit
 import pytest
 from celery.result import AsyncResult
 
-from celery_leases.core.copies import Copy
-from celery_leases.core.keys import stored_key
-from celery_leases.core.replies import waiter_mark
-from celery_leases.seam import apps
-from celery_leases.seam.putback import OVER
-from celery_leases.stores import lua
+from celery_leases.protocol.celery_replies import waiter_mark
+from celery_leases.protocol.copies import Copy
+from celery_leases.protocol.keys import stored_key
+from celery_leases.stores.redis import lease_scripts
+from celery_leases.worker import apps
+from celery_leases.worker.reschedule import OVER
 from tests.crash.conftest import SceneFactory
 from tests.crash.proxy import CuttingProxy
 from tests.crash.scenes import Scene
 from tests.integration.cooldowns import COOLING, OK, limited
 from tests.integration.stages import PATIENCE
 
-NOTING = lua.SWAP_MARK.sha.encode()
+NOTING = lease_scripts.SWAP_MARK.sha.encode()
 
 
 @pytest.fixture
@@ -37,24 +39,28 @@ def scene_of(factory: SceneFactory, proxy: CuttingProxy, **options: object) -> S
 
 
 def held_and_waited_for(scene: Scene, name: str) -> tuple[Path, AsyncResult, AsyncResult]:
-    """A key that one call holds until the file is there, and that another has been put back for."""
+    """A key that one call holds until the file is there, and that another has been rescheduled
+    for.
+    """
     gate = scene.gate()
     holder = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
     waiter = scene.tasks.work.delay(name, gate=str(gate))
-    scene.wait_for_log(waiter.id, "put back for")
+    scene.wait_for_log(waiter.id, "rescheduled in")
     return gate, holder, waiter
 
 
 def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
     scene_factory: SceneFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """Its second copy is not taken for superfluous because of the first one, which it has replaced."""
+    """Its second copy is not taken for superfluous because of the first one, which it has
+    replaced.
+    """
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
     proxy.cut(NOTING, before=True)
     assert proxy.bitten.wait(PATIENCE)
-    scene.wait_for_log(waiter.id, "put back for", 4)
+    scene.wait_for_log(waiter.id, "rescheduled in", 4)
     gate.touch()
     assert waiter.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
     assert "waits already" not in "".join(scene.log(waiter.id))
@@ -66,7 +72,7 @@ def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
     """It waits in hops, comes back, and is done."""
     scene = scene_of(scene_factory, proxy, home=COOLING)
     result = scene.tasks.resumes.delay(name, [limited(4), OK])
-    scene.wait_for_log(result.id, "put back for")
+    scene.wait_for_log(result.id, "rescheduled in")
     proxy.cut(NOTING, before=True)
     assert proxy.bitten.wait(PATIENCE)
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
@@ -80,10 +86,15 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     gate = scene.gate()
     holder = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
-    marks, stored = apps.parts_of(scene.app).marks, stored_key(scene.tasks.work.name, f"work:{name}")
+    marks, stored = (
+        apps.parts_of(scene.app).marks,
+        stored_key(scene.tasks.work.name, f"work:{name}"),
+    )
     assert marks.swap_mark(stored, waiter_mark(name, 0), None, f"7 {'f' * 32}", 60)
     headers = {"celery_leases": {"v": 99}}
-    again = scene.tasks.work.apply_async((name,), {"gate": str(gate)}, task_id=name, headers=headers)
+    again = scene.tasks.work.apply_async(
+        (name,), {"gate": str(gate)}, task_id=name, headers=headers
+    )
     scene.wait_for_log(again.id, "key ")
     gate.touch()
     assert again.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
@@ -95,7 +106,10 @@ def test_the_mark_of_a_call_that_has_ended_stands_for_no_message_of_the_same_id(
     """A message sent anew under its id would else be dropped for a copy that has come and gone."""
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
-    marks, stored = apps.parts_of(scene.app).marks, stored_key(scene.tasks.work.name, f"work:{name}")
+    marks, stored = (
+        apps.parts_of(scene.app).marks,
+        stored_key(scene.tasks.work.name, f"work:{name}"),
+    )
     assert Copy.read(marks.mark(stored, waiter_mark(waiter.id, 0)))
     gate.touch()
     assert waiter.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)

@@ -1,10 +1,12 @@
-"""SIGSTOP beyond the ttl: somebody else takes over, and nothing the zombie still says is believed."""
+"""SIGSTOP beyond the ttl: somebody else takes over, and nothing the zombie still says is
+believed.
+"""
 
 import time
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.stages import BOTH_WAYS, spelled
@@ -15,7 +17,9 @@ TOLD = 2.0
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
-    """A worker whose child will be paused; the broker does not deliver its message again meanwhile."""
+    """A worker whose child will be paused; the broker does not deliver its message again
+    meanwhile.
+    """
     return scene_factory(request.param, visibility=60)
 
 
@@ -27,7 +31,9 @@ def resumed(scene: Scene, pid: int) -> float:
 
 @pytest.mark.both_lease_stores
 def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, name: str) -> None:
-    """``check()`` raises, result, record and release are refused, and the row stays byte for byte what it was."""
+    """``check()`` raises, result, record and release are refused, and the row stays byte for byte
+    what it was.
+    """
     stop = scene.gate()
     zombie = scene.tasks.checks.delay(name, stop=str(stop))
     (first,) = scene.wait_for("begin", name=name)
@@ -54,7 +60,9 @@ def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, n
 
 
 @pytest.mark.both_lease_stores
-def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene: Scene, name: str) -> None:
+def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(
+    scene: Scene, name: str
+) -> None:
     """M9: the first ends after the second took over; the second keeps its lease and finishes."""
     stop = scene.gate()
     scene.tasks.checks.delay(name, stop=str(stop))
@@ -68,7 +76,7 @@ def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene
     assert mine.call_id == result.id
     resumed(scene, first["pid"])
     scene.wait_for_log(f"key checks:{name}:", f"outcome of fence {first['fence']} refused")
-    scene.wait_for_log(f"key checks:{name}:", "put back for")
+    scene.wait_for_log(f"key checks:{name}:", "rescheduled in")
     still = scene.holder("checks", f"checks:{name}")
     assert still is not None
     assert still.token == mine.token
@@ -79,7 +87,9 @@ def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(scene
 
 
 def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
-    """The loss reaches a body that only sleeps, by signal, and its delivery gets the second's result."""
+    """The loss reaches a body that only sleeps, by signal, and its delivery gets the second's
+    result.
+    """
     zombie = scene.tasks.sleeps.delay(name, 600)
     (first,) = scene.wait_for("begin", name=name)
     scene.worker.pause(pid=first["pid"])
@@ -97,7 +107,9 @@ def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
     print(f"interrupted {lost['t'] - at:.3f} s after SIGCONT")
 
 
-def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(scene: Scene, name: str) -> None:
+def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(
+    scene: Scene, name: str
+) -> None:
     """``except Exception`` does not catch a lost lease."""
     stop = scene.gate()
     zombie = scene.tasks.swallows.delay(name, stop=str(stop))
@@ -116,8 +128,12 @@ def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(scen
     scene.done_once("swallows", name, crashes=1)
 
 
-def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(scene_factory: SceneFactory, name: str) -> None:
-    """One call, delivered again by Redis while its first run is stopped: one end, and the zombie's delivery is over."""
+def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(
+    scene_factory: SceneFactory, name: str
+) -> None:
+    """One call, delivered again by Redis while its first run is stopped: one end, and the zombie's
+    delivery is over.
+    """
     scene = scene_factory(BOTH_WAYS[0], visibility=2)
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))

@@ -1,11 +1,13 @@
-"""What systems without a fence, or with one at the wrong place, were seen to do when a first run outlives its lease."""
+"""What systems without a fence, or with one at the wrong place, were seen to do when a first run
+outlives its lease.
+"""
 
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.stages import BOTH_WAYS, spelled
@@ -16,16 +18,22 @@ CALLS = 8
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
-    """A worker whose child will be paused; the broker does not deliver its message again meanwhile."""
+    """A worker whose child will be paused; the broker does not deliver its message again
+    meanwhile.
+    """
     return scene_factory(request.param, visibility=60)
 
 
-def test_x1_a_first_run_that_fails_after_it_was_taken_over_changes_nothing(scene: Scene, name: str) -> None:
+def test_x1_a_first_run_that_fails_after_it_was_taken_over_changes_nothing(
+    scene: Scene, name: str
+) -> None:
     """Powertools: the record of the new owner is deleted, and a third run starts."""
     end_too_late(scene, name, "too late")
 
 
-def test_x3_a_first_run_that_succeeds_after_it_was_taken_over_changes_nothing(scene: Scene, name: str) -> None:
+def test_x3_a_first_run_that_succeeds_after_it_was_taken_over_changes_nothing(
+    scene: Scene, name: str
+) -> None:
     """River, Oban: the state of the second run is overwritten."""
     end_too_late(scene, name, None)
 
@@ -36,7 +44,9 @@ def end_too_late(scene: Scene, name: str, error: str | None) -> None:
     zombie = scene.tasks.goes_on.delay(name, str(gate), error)
     (first,) = scene.wait_for("begin", name=name)
     scene.worker.pause(pid=first["pid"])
-    scene.another(concurrency=2)  # it may get the third call too, while one child is in the second's body
+    scene.another(
+        concurrency=2
+    )  # it may get the third call too, while one child is in the second's body
     second = scene.tasks.goes_on.delay(name, str(gate), error)
     scene.wait_for("begin", 2, name=name)
     mine = scene.holder("goes_on", f"goes_on:{name}")
@@ -54,7 +64,11 @@ def end_too_late(scene: Scene, name: str, error: str | None) -> None:
     assert still.token == mine.token
     after = scene.row("goes_on", f"goes_on:{name}") or {}
     # A renewal moves a lease that is kept in the row, and nothing else.
-    assert {**after, "lease_until": None, "xmin": None} == {**before, "lease_until": None, "xmin": None}
+    assert {**after, "lease_until": None, "xmin": None} == {
+        **before,
+        "lease_until": None,
+        "xmin": None,
+    }
     Path(f"{gate}.2").touch()
     answer = second.get(timeout=20)
     assert third.get(timeout=20) == zombie.get(timeout=20) == answer
@@ -62,8 +76,12 @@ def end_too_late(scene: Scene, name: str, error: str | None) -> None:
     scene.done_once("goes_on", name, ends=2, crashes=1)
 
 
-def test_x2_calls_that_wait_for_a_zombies_key_run_one_after_the_other(scene: Scene, name: str) -> None:
-    """Solid Queue: the zombie and its successor both gave the slot back, and eleven ran at once. Here never two."""
+def test_x2_calls_that_wait_for_a_zombies_key_run_one_after_the_other(
+    scene: Scene, name: str
+) -> None:
+    """Solid Queue: the zombie and its successor both gave the slot back, and eleven ran at once.
+    Here never two.
+    """
     gate = scene.gate()
     scene.tasks.rerun.delay(name, 0.1, str(gate))
     (first,) = scene.wait_for("begin", name=name)

@@ -1,4 +1,5 @@
-"""Every pool and every way to die in it: what is promised happens, one body ends, and nothing is left behind.
+"""Every pool and every way to die in it: what is promised happens, one body ends, and nothing is
+left behind.
 
 What the process of a body survives is in ``tests/integration/test_pool_stalls.py``.
 """
@@ -9,7 +10,7 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene, kill
 from tests.integration.possessions import possessions, wait_until_none_is_left
@@ -18,7 +19,9 @@ from tests.integration.stages import POOL_STORES, REDIS_REDIS_POSTGRES
 DYING = "tests.apps.dying"
 TTL = 2
 TOLD = 3.0
-"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at milliseconds."""
+"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at
+milliseconds.
+"""
 
 
 def chosen(pools: tuple[str, ...]) -> Any:
@@ -43,8 +46,12 @@ def skip_without(pool: str) -> None:
 
 
 @chosen(("prefork",))  # the others have no child
-def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_process(scene: Scene, name: str) -> None:
-    """The main process notices, closes the attempt and frees the key; three deaths cost it no handle and no socket."""
+def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_process(
+    scene: Scene, name: str
+) -> None:
+    """The main process notices, closes the attempt and frees the key; three deaths cost it no
+    handle and no socket.
+    """
     before = None
     for number in range(3):
         gate, each = scene.gate(), f"{name}-{number}"
@@ -81,7 +88,9 @@ def test_a_killed_worker_leaves_its_work_to_another(scene: Scene, name: str, poo
 def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
     scene_factory: SceneFactory, name: str, pool: str
 ) -> None:
-    """Celery's loop for greenlets never looks for messages that a dead worker has left on Redis; others do."""
+    """Celery's loop for greenlets never looks for messages that a dead worker has left on Redis;
+    others do.
+    """
     skip_without(pool)
     scene = scene_factory(REDIS_REDIS_POSTGRES, home=DYING, ttl=TTL, start=False)
     green = scene.another(pool=pool)
@@ -101,7 +110,9 @@ def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
 def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
     scene_factory: SceneFactory, name: str, pool: str
 ) -> None:
-    """SIGSTOP, a takeover, SIGCONT: the zombie is told (by ``check()`` with threads), and the row stays as it was."""
+    """SIGSTOP, a takeover, SIGCONT: the zombie is told (by ``check()`` with threads), and the row
+    stays as it was.
+    """
     skip_without(pool)
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
     scene.worker.pool = pool  # type: ignore[assignment]
@@ -128,8 +139,12 @@ def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
 
 
 @chosen(("prefork",))  # the others have no child
-def test_children_that_end_after_each_task_leave_nothing(scene_factory: SceneFactory, name: str, pool: str) -> None:
-    """``max_tasks_per_child=1`` and 30 calls: 30 bodies in 30 children, no crash, no handle of a child left over."""
+def test_children_that_end_after_each_task_leave_nothing(
+    scene_factory: SceneFactory, name: str, pool: str
+) -> None:
+    """``max_tasks_per_child=1`` and 30 calls: 30 bodies in 30 children, no crash, no handle of a
+    child left over.
+    """
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
     worker = scene.another(concurrency=2, options=("--max-tasks-per-child", "1"))
     gate = scene.gate()
@@ -147,8 +162,12 @@ def test_children_that_end_after_each_task_leave_nothing(scene_factory: SceneFac
 
 
 @pytest.mark.nightly
-def test_children_that_live_for_one_task_purge_what_is_over(scene_factory: SceneFactory, name: str) -> None:
-    """1,000 records whose retention is over go within seconds of traffic, in batches, though no process gets old."""
+def test_children_that_live_for_one_task_purge_what_is_over(
+    scene_factory: SceneFactory, name: str
+) -> None:
+    """1,000 records whose retention is over go within seconds of traffic, in batches, though no
+    process gets old.
+    """
     scene = scene_factory(("redis", "redis", "postgres"), visibility=60, start=False)
     columns = "task, key, state, fence, owner, call_id, holder, lease_store, attempt"
     old = "'t', 'k', 'done', 1, '', '', '', '', 1, 1, 1, 1"

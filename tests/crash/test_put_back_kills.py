@@ -1,8 +1,10 @@
-"""C6: the first worker runs, the second meets a copy of the same call, and both die, at each step of a put-back."""
+"""C6: the first worker runs, the second meets a copy of the same call, and both die, at each step
+of a reschedule.
+"""
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import FAILING
 
@@ -10,14 +12,18 @@ REDIS = ("redis", "redis", "postgres")
 STEPS = ("before publish", "after publish", "after mark")
 
 
-def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(scene_factory: SceneFactory, name: str) -> None:
-    """The peer case: the copy is ended while the first runs, then the first is killed. The task runs again."""
+def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(
+    scene_factory: SceneFactory, name: str
+) -> None:
+    """The peer case: the copy is ended while the first runs, then the first is killed. The task
+    runs again.
+    """
     scene = scene_factory(REDIS, visibility=2)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     (first,) = scene.wait_for("begin", name=name)
     scene.another()
-    scene.wait_for_log(result.id, "put back for")
+    scene.wait_for_log(result.id, "rescheduled in")
     wait_until(lambda: "ignored" in scene.workers[1].full_log(), 20, "the end of the old delivery")
     scene.kill_worker()
     gate.touch()
@@ -37,7 +43,8 @@ def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
 ) -> None:
     """Before the publish, between publish and mark, and between mark and acknowledgement.
 
-    A dead first one's lease outlasts the visibility timeout, so that the copy which comes back has to wait again.
+    A dead first one's lease outlasts the visibility timeout, so that the copy which comes back has
+    to wait again.
     """
     scene = scene_factory(REDIS, ttl=2 if first_survives else 5, visibility=2, module=FAILING)
     gate = scene.gate()
@@ -60,7 +67,9 @@ def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
 def test_a_put_back_on_rabbitmq_killed_in_the_middle_loses_nothing(
     scene_factory: SceneFactory, name: str, step: str
 ) -> None:
-    """RabbitMQ delivers the old copy again at once; two copies of one call are harmless, none would not be."""
+    """RabbitMQ delivers the old copy again at once; two copies of one call are harmless, none would
+    not be.
+    """
     scene = scene_factory(("rabbit", "database", "postgres"), module=FAILING)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))

@@ -1,4 +1,6 @@
-"""A call of a ``rerun`` task is killed inside its effect, and another call takes the key over before it comes again."""
+"""A call of a ``rerun`` task is killed inside its effect, and another call takes the key over
+before it comes again.
+"""
 
 from typing import Any
 
@@ -6,7 +8,7 @@ import pytest
 import redis
 
 from celery_leases import LeaseStatus, Uncertain
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene
 from tests.integration.payments import Provider, provider
@@ -23,7 +25,11 @@ COMBINATIONS = (("redis", "redis", "postgres"), ("redis", "database", "sqlite"))
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider: Provider) -> Scene:
     """A worker whose broker gives back what a dead one had when it is told so."""
     return scene_factory(
-        request.param, home=INVOICING, ttl=2, visibility=NEVER, env={"PROVIDER": provider.url, "VERIFY_AFTER": "0.5"}
+        request.param,
+        home=INVOICING,
+        ttl=2,
+        visibility=NEVER,
+        env={"PROVIDER": provider.url, "VERIFY_AFTER": "0.5"},
     )
 
 
@@ -31,7 +37,9 @@ def give_back(scene: Scene) -> None:
     """The visibility timeout of all that was delivered and not acknowledged is over now."""
     with redis.Redis.from_url(scene.broker_url) as broker:
         # A call that is done is acknowledged a moment after its result is there.
-        wait_until(lambda: broker.zcard("unacked_index") == 1, 20, "only the killed call to be held")
+        wait_until(
+            lambda: broker.zcard("unacked_index") == 1, 20, "only the killed call to be held"
+        )
         broker.zadd("unacked_index", dict.fromkeys(broker.zrange("unacked_index", 0, -1), 1.0))
 
 
@@ -41,7 +49,8 @@ def status(scene: Scene, name: str) -> LeaseStatus:
 
 
 def taken_over(scene: Scene, provider: Provider, name: str, way: str) -> tuple[Any, list[str]]:
-    """The result of a call that was killed while it was being charged, comes again after another has finished.
+    """The result of a call that was killed while it was being charged, comes again after another
+    has finished.
 
     And both charges.
     """
@@ -57,20 +66,26 @@ def taken_over(scene: Scene, provider: Provider, name: str, way: str) -> tuple[A
     return killed, [first, second]
 
 
-def test_a_call_finds_its_charge_after_another_has_had_the_key(scene: Scene, provider: Provider, name: str) -> None:
+def test_a_call_finds_its_charge_after_another_has_had_the_key(
+    scene: Scene, provider: Provider, name: str
+) -> None:
     """One charge for each of the two calls, under two idempotency keys."""
     killed, charges = taken_over(scene, provider, name, "verify")
     assert killed.get(timeout=30) == {"charges": charges[:1]}
     assert provider.charges(name) == charges
     assert len(set(provider.keys(name))) == len(provider.keys(name)) == 2
     assert provider.looks(name) == charges[:1]
-    assert [(event["reference"], event["saved"]) for event in scene.events("charge", name=name)] == [
+    assert [
+        (event["reference"], event["saved"]) for event in scene.events("charge", name=name)
+    ] == [
         (charges[1], False),
         (charges[0], True),
     ]
 
 
-def test_a_call_that_cannot_look_waits_for_an_operator(scene: Scene, provider: Provider, name: str) -> None:
+def test_a_call_that_cannot_look_waits_for_an_operator(
+    scene: Scene, provider: Provider, name: str
+) -> None:
     """Nobody charges a second time for it, whoever has had the key meanwhile."""
     killed, charges = taken_over(scene, provider, name, "stop")
     with pytest.raises(Uncertain, match="is not known"):

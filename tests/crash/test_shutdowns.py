@@ -1,4 +1,6 @@
-"""Warm and cold shutdowns where bodies share the worker's process; those of prefork are in ``test_deploys.py``."""
+"""Warm and cold shutdowns where bodies share the worker's process; those of prefork are in
+``test_deploys.py``.
+"""
 
 import signal
 import time
@@ -29,7 +31,9 @@ def scene(pool: str, scene_factory: SceneFactory) -> Scene:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(scene: Scene, name: str, pool: str) -> None:
+def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
+    scene: Scene, name: str, pool: str
+) -> None:
     """SIGTERM, then twice the ttl: one holder all along, and the body ends in the first worker."""
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -49,9 +53,15 @@ def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(scene
     assert scene.done_once("work", name)["attempt"] == 1
 
 
-@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool != "eventlet"])  # whose cold shutdown may hang
-def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(scene: Scene, name: str, pool: str) -> None:
-    """SIGQUIT in the middle of a body: with threads it may end, elsewhere it is ended and its attempt given back."""
+@pytest.mark.parametrize(
+    "pool", [pool for pool in POOLS if pool != "eventlet"]
+)  # whose cold shutdown may hang
+def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
+    scene: Scene, name: str, pool: str
+) -> None:
+    """SIGQUIT in the middle of a body: with threads it may end, elsewhere it is ended and its
+    attempt given back.
+    """
     if pool in ("solo", "gevent") and celery.VERSION < (5, 7):
         pytest.skip(BEFORE_5_7)
     gate = scene.gate()
@@ -72,9 +82,13 @@ def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(scene: Scene, name: s
     assert scene.done_once("work", name)["attempt"] == 1
 
 
-@pytest.mark.parametrize("pool", ["gevent"])  # the only other pool whose bodies a revoke reaches is eventlet's
+@pytest.mark.parametrize(
+    "pool", ["gevent"]
+)  # the only other pool whose bodies a revoke reaches is eventlet's
 def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) -> None:
-    """It is killed as in a cold shutdown, but somebody asked for that: REVOKED, no crash, and the key is free."""
+    """It is killed as in a cold shutdown, but somebody asked for that: REVOKED, no crash, and the
+    key is free.
+    """
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -93,9 +107,13 @@ def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) 
 def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
     scene_factory: SceneFactory, name: str, pool: str, step: str
 ) -> None:
-    """Celery acknowledges what it has killed: killed there, the call or its result would be lost."""
+    """Celery acknowledges what it has killed: killed there, the call or its result would be
+    lost.
+    """
     pytest.importorskip(pool)
-    scene = scene_factory(POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4)
+    scene = scene_factory(
+        POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4
+    )
     worker = scene.another(pool=pool, env={"STEP": step})
     gate = scene.gate()
     results = [scene.tasks.work.delay(name, gate=str(gate))]
@@ -120,9 +138,13 @@ def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
 def test_the_signal_of_a_cold_shutdown_may_interrupt_any_greenlet(
     scene_factory: SceneFactory, name: str, pool: str, step: str
 ) -> None:
-    """Celery's handler waits for the whole pool: in one of its greenlets it would wait for itself."""
+    """Celery's handler waits for the whole pool: in one of its greenlets it would wait for
+    itself.
+    """
     pytest.importorskip(pool)
-    scene = scene_factory(POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4)
+    scene = scene_factory(
+        POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4
+    )
     worker = scene.another(pool=pool, env={"STEP": step, "SIGNALS": "1"})
     result = scene.tasks.work.delay(name)
     scene.wait_for("went on", step=step)

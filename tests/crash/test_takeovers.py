@@ -1,4 +1,6 @@
-"""How long a takeover takes: ``TAKEOVERS=20`` kills so many children, and a twentieth of that many workers."""
+"""How long a takeover takes: ``TAKEOVERS=20`` kills so many children, and a twentieth of that many
+workers.
+"""
 
 import os
 import statistics
@@ -27,7 +29,9 @@ pytestmark = [
 def told(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
     """Print the measured spans."""
     spread = f"{min(spans):.2f} to {max(spans):.2f} s"
-    print(f"{spelled(combination)}: {what}: median {statistics.median(spans):.2f} s, {spread}, {len(spans)} times")
+    print(
+        f"{spelled(combination)}: {what}: median {statistics.median(spans):.2f} s, {spread}, {len(spans)} times"
+    )
 
 
 def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
@@ -47,7 +51,9 @@ def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
     return float(second["t"] - killed)
 
 
-def test_of_a_killed_child(scene_factory: SceneFactory, name: str, combination: tuple[str, ...]) -> None:
+def test_of_a_killed_child(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
     """Its median is below a second, however long the lease."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY, concurrency=2)
     spans = [takeover(scene, f"{name}-{number}", whole_worker=False) for number in range(TIMES)]
@@ -55,9 +61,14 @@ def test_of_a_killed_child(scene_factory: SceneFactory, name: str, combination: 
     assert statistics.median(spans) < 1.0
 
 
-def test_of_a_killed_worker(scene_factory: SceneFactory, name: str, combination: tuple[str, ...]) -> None:
-    """The lease on RabbitMQ, the visibility timeout on Redis, and one put-back."""
+def test_of_a_killed_worker(
+    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """The lease on RabbitMQ, the visibility timeout on Redis, and one reschedule."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY)
-    spans = [takeover(scene, f"{name}-{number}", whole_worker=True) for number in range(max(1, TIMES // 20))]
+    spans = [
+        takeover(scene, f"{name}-{number}", whole_worker=True)
+        for number in range(max(1, TIMES // 20))
+    ]
     told("killed worker", combination, spans)
     assert max(spans) < (VISIBILITY if scene.broker == "redis" else 0.0) + 2 * TTL + 5.0

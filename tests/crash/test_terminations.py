@@ -1,4 +1,6 @@
-"""Limits and revokes: Celery's own ways to end a body keep their meaning, and leave the key free."""
+"""Limits and revokes: Celery's own ways to end a body keep their meaning, and leave the key
+free.
+"""
 
 import json
 import os
@@ -14,18 +16,26 @@ from tests.integration.stages import BOTH_WAYS, spelled
 
 TTL = 30
 FREED = TTL / 6
-"""By when the main process has freed the key of a child that Celery has killed, on a busy machine, in seconds."""
+"""By when the main process has freed the key of a child that Celery has killed, on a busy machine,
+in seconds.
+"""
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
 def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
-    """One worker; the broker does not deliver anything again by itself, and no lease ends by itself."""
+    """One worker; the broker does not deliver anything again by itself, and no lease ends by
+    itself.
+    """
     return scene_factory(request.param, ttl=TTL, visibility=60)
 
 
 @pytest.mark.both_lease_stores
-def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(scene: Scene, name: str) -> None:
-    """M8: FAILURE as in Celery, no redelivery, counted as a crash, and the key is free a second later."""
+def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(
+    scene: Scene, name: str
+) -> None:
+    """M8: FAILURE as in Celery, no redelivery, counted as a crash, and the key is free a second
+    later.
+    """
     result = scene.tasks.limited.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     with pytest.raises(TimeLimitExceeded):
@@ -40,11 +50,17 @@ def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(scene: Scene
     row = scene.wait_for_state("limited", f"limited:{name}", "done")
     assert (row["previous_ended"], row["crashes"]) == ("terminated", 0)
     scene.wait_until_drained()
-    print(f"free {free - ended:.2f} s after FAILURE ({row['previous_ended']}), {ended - first['t']:.1f} s after begin")
+    print(
+        f"free {free - ended:.2f} s after FAILURE ({row['previous_ended']}), {ended - first['t']:.1f} s after begin"
+    )
 
 
-def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(scene: Scene, name: str) -> None:
-    """It cannot write that it ends, so the main process does, once it is gone; counted as a crash."""
+def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(
+    scene: Scene, name: str
+) -> None:
+    """It cannot write that it ends, so the main process does, once it is gone; counted as a
+    crash.
+    """
     result = scene.tasks.limited.delay(name)
     (first,) = scene.wait_for("begin", name=name)
     os.kill(first["pid"], signal.SIGSTOP)
@@ -61,7 +77,9 @@ def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(scene: 
 
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
 def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -> None:
-    """M6: ``revoke(terminate=True)`` while it runs: REVOKED, the key is free, the next call only needs a child."""
+    """M6: ``revoke(terminate=True)`` while it runs: REVOKED, the key is free, the next call only
+    needs a child.
+    """
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
@@ -102,14 +120,21 @@ def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_cal
 
 
 def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: str) -> None:
-    """``SoftTimeLimitExceeded`` in the body, at the caller and in the record; what it did is not known, so it cools."""
+    """``SoftTimeLimitExceeded`` in the body, at the caller and in the record; what it did is not
+    known, so it cools.
+    """
     result = scene.tasks.softly.delay(name)
     with pytest.raises(SoftTimeLimitExceeded):
         result.get(timeout=20)
     assert len(scene.events("limited", name=name)) == 1
     row = scene.row("softly", f"softly:{name}")
     assert row is not None
-    assert (row["state"], row["ended"], row["failures"], row["crashes"]) == ("cooling", "failed", 1, 0)
+    assert (row["state"], row["ended"], row["failures"], row["crashes"]) == (
+        "cooling",
+        "failed",
+        1,
+        0,
+    )
     error = json.loads(row["error"])
     assert error["type"].endswith("SoftTimeLimitExceeded")
     assert error["ambiguous"]
@@ -120,7 +145,9 @@ def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: 
 def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The limit fires while the outcome is being written: it is dropped, and the call has succeeded."""
+    """The limit fires while the outcome is being written: it is dropped, and the call has
+    succeeded.
+    """
     scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
     scene.another(env=scene.failpoint("slow settle"))
     result = scene.tasks.softly.delay(name, 0.6)
@@ -134,7 +161,9 @@ def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
 def test_a_revoke_while_the_outcome_is_written_lets_the_statement_finish(
     scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """SIGTERM between the body and its release: done is done, the key is free, and a duplicate is answered."""
+    """SIGTERM between the body and its release: done is done, the key is free, and a duplicate is
+    answered.
+    """
     scene = scene_factory(combination, visibility=60, module=FAILING, start=False)
     scene.another(env=scene.failpoint("slow settle"))
     result = scene.tasks.work.delay(name, answer="sent")

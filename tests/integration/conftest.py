@@ -1,4 +1,6 @@
-"""Stages: started once per module and combination, because a worker takes a second of a core to start."""
+"""Stages: started once per module and combination, because a worker takes a second of a core to
+start.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -8,21 +10,29 @@ from uuid import uuid4
 import pytest
 import redis
 
-from celery_leases.testing.servers import PostgresServer, RedisServer
 from tests.integration.stages import BOTH_WAYS, Stage, spelled
 from tests.integration.tapes import Bench, RedisTape
+from tests.support.servers import PostgresServer, RedisServer
 
 StageFactory = Callable[..., Stage]
 BenchFactory = Callable[..., Bench]
 
 
 @pytest.fixture(scope="module")
-def stage_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageFactory]:
-    """``stage_factory(combination, **Stage options)`` gives a stage with a running worker until the module ends."""
+def stage_factory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StageFactory]:
+    """``stage_factory(combination, **Stage options)`` gives a stage with a running worker until the
+    module ends.
+    """
     stages: list[Stage] = []
 
     def make(
-        combination: tuple[str, ...], *, start: bool = True, urls: Mapping[str, str] | None = None, **options: Any
+        combination: tuple[str, ...],
+        *,
+        start: bool = True,
+        urls: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> Stage:
         urls = {"redis": request.getfixturevalue("leases_redis").url, **(urls or {})}
         if "rabbit" in combination:
@@ -42,7 +52,9 @@ def stage_factory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
-    """One stage per module, on both brokers and both lease stores; at its end nothing may be left in the queue."""
+    """One stage per module, on both brokers and both lease stores; at its end nothing may be left
+    in the queue.
+    """
     made = stage_factory(request.param)
     yield made
     made.close_when_drained(request.session)
@@ -54,7 +66,9 @@ def stage(module_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage
     module_stage.app.set_current()
     start = len(module_stage.worker.full_log())
     yield module_stage
-    request.node.add_report_section("teardown", "log of the worker", module_stage.worker.full_log()[start:])
+    request.node.add_report_section(
+        "teardown", "log of the worker", module_stage.worker.full_log()[start:]
+    )
 
 
 @pytest.fixture
@@ -65,7 +79,9 @@ def name() -> str:
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL that logs every statement, is asked by nobody else, and writes nothing by itself."""
+    """A PostgreSQL that logs every statement, is asked by nobody else, and writes nothing by
+    itself.
+    """
     alone = {"autovacuum": "off", "wal_level": "minimal", "max_wal_senders": "0"}
     server = PostgresServer(settings={"log_statement": "all", **alone})
     with server:
@@ -80,9 +96,12 @@ def lease_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def bench_factory(stage_factory: StageFactory, postgres: PostgresServer, lease_server: RedisServer) -> BenchFactory:
-    """``bench_factory(combination, **Stage options)`` gives a stage with one child, so that a warm-up warms what is
-    measured, and a ttl so long that no renewal falls into a measurement. Whoever takes it closes it.
+def bench_factory(
+    stage_factory: StageFactory, postgres: PostgresServer, lease_server: RedisServer
+) -> BenchFactory:
+    """``bench_factory(combination, **Stage options)`` gives a stage with one child, so that a
+    warm-up warms what is measured, and a ttl so long that no renewal falls into a measurement.
+    Whoever takes it closes it.
     """
 
     def make(combination: tuple[str, ...], **options: Any) -> Bench:
@@ -93,7 +112,8 @@ def bench_factory(stage_factory: StageFactory, postgres: PostgresServer, lease_s
                 client.flushall()
         urls = {"postgres": postgres.new_database()}
         stage = stage_factory(combination, env=env, urls=urls, worker={"concurrency": 1}, **options)
-        # Where no Redis is for leases, the result backend is the only one that could have been asked.
+        # Where no Redis is for leases, the result backend is the only one that could have been
+        # asked.
         tape = RedisTape(lease_server.url) if ours else RedisTape(stage.redis_url, "celery_leases:")
         return Bench(stage, postgres, tape)
 

@@ -1,4 +1,6 @@
-"""What the tests of cooldowns share: words of their scripts, the look of a refusal, and what must hold for any run."""
+"""What the tests of cooldowns share: words of their scripts, the look of a refusal, and what must
+hold for any run.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_leases import CoolingDown, LeaseStatus
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.stages import PATIENCE, Stage
 
 COOLING = "tests.apps.cooling"
@@ -62,7 +64,11 @@ def cooled(stage: Stage, task: str, name: str, cooldowns: int = 1) -> dict[str, 
 
 def wait_until_over(stage: Stage, task: str, name: str) -> None:
     """Return when nothing is to be waited for any more, by the database's own clock."""
-    wait_until(lambda: not status(stage, task, name).retry_after, PATIENCE, f"the end of the cooldown of {name}")
+    wait_until(
+        lambda: not status(stage, task, name).retry_after,
+        PATIENCE,
+        f"the end of the cooldown of {name}",
+    )
 
 
 def lasted(row: dict[str, Any]) -> float:
@@ -71,7 +77,9 @@ def lasted(row: dict[str, Any]) -> float:
 
 
 def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
-    """Each outcome of *key* in a log: when (epoch), whose call, how the attempt ended, the state, and its wait."""
+    """Each outcome of *key* in a log: when (epoch), whose call, how the attempt ended, the state,
+    and its wait.
+    """
     found = []
     for when, milliseconds, call, about, ended, state, wait in _SETTLED.findall(log):
         if about == key:
@@ -80,8 +88,12 @@ def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
     return sorted(found)
 
 
-def assert_sound(stage: Stage, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0) -> None:
-    """No run began while its key was cooling, and each run ended in exactly one outcome or one crash."""
+def assert_sound(
+    stage: Stage, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0
+) -> None:
+    """No run began while its key was cooling, and each run ended in exactly one outcome or one
+    crash.
+    """
     runs = paid(stage, name)
     log = "\n".join(logs) or stage.worker.full_log()
     outcomes = settled(log, f"{task}:{name}")
@@ -91,6 +103,10 @@ def assert_sound(stage: Stage, task: str, name: str, *, logs: Sequence[str] = ()
             assert not (state == "cooling" and between), (
                 f"{run} began while {name} was cooling for {wait} s: {outcomes}"
             )
-    gone = [line for line in log.splitlines() if f"key {task}:{name}:" in line and "ended without a word" in line]
+    gone = [
+        line
+        for line in log.splitlines()
+        if f"key {task}:{name}:" in line and "without reporting an outcome" in line
+    ]
     assert len(gone) == crashes, gone
     assert len(outcomes) + crashes == len(runs), (outcomes, runs)

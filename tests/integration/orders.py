@@ -1,4 +1,6 @@
-"""Enqueued calls: a worker of the tasks that are ordered, whoever orders, and what became of the records."""
+"""Enqueued calls: a worker of the tasks that are ordered, whoever orders, and what became of the
+records.
+"""
 
 import sqlite3
 import threading
@@ -10,8 +12,8 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from celery_leases.core.keys import stored_key
-from celery_leases.seam import outgoing
+from celery_leases.protocol.keys import stored_key
+from celery_leases.worker import outbox
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import PATIENCE, Stage, spelled
 from tests.integration.terminal import Terminal
@@ -43,8 +45,12 @@ def engine(module_stage: Stage) -> Iterator[Engine]:
     """What a user's program has for the records' database."""
     made = create_engine(module_stage.database_url, poolclass=NullPool)
     if module_stage.record_store == "sqlite":
-        event.listen(made, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
-        event.listen(made, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        event.listen(
+            made, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
+        )
+        event.listen(
+            made, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
+        )
     yield made
     made.dispose()
 
@@ -68,7 +74,8 @@ def change(stage: Stage, name: str, values: str, task: str = "order") -> None:
     """Change columns of a record, as time or a crash would."""
     key = {"key": stored_key(f"{stage.home}.{task}", f"{task}:{name}")}
     with stage._engine.connect() as connection:
-        done = connection.execute(text(f"UPDATE celery_leases_records SET {values} WHERE stored_key = :key"), key)  # noqa: S608 - the test's own words
+        written = f"UPDATE celery_leases_records SET {values} WHERE stored_key = :key"  # noqa: S608
+        done = connection.execute(text(written), key)
         assert done.rowcount == 1
 
 
@@ -80,13 +87,15 @@ def let_be_due(stage: Stage, name: str) -> None:
 def let_be_old(stage: Stage, name: str, task: str = "kept", *, unpublished: bool = False) -> None:
     """As if nothing had happened to a record for an hour."""
     ago = "{0} = {0} - 3600000000"
-    times = ", ".join(ago.format(column) for column in ("started_at", "finished_at", "retry_at", "published_at"))
+    times = ", ".join(
+        ago.format(column) for column in ("started_at", "finished_at", "retry_at", "published_at")
+    )
     change(stage, name, times + ("" if unpublished else ", publish_at = NULL"), task)
 
 
 def relayed(stage: Stage) -> int:
     """How many messages a relay has published."""
-    return len(outgoing.relay(stage.app).published)
+    return len(outbox.relay(stage.app).published)
 
 
 def begins(stage: Stage, name: str) -> list[str]:
@@ -117,7 +126,7 @@ def at_once(*steps: Callable[[], Any]) -> list[Any]:
 
 def rescued(stage: Stage, name: str, *, dry_run: bool = False) -> int:
     """How many records of a name a rescue has published, or would publish."""
-    found = outgoing.stranded(stage.app) if dry_run else outgoing.rescue(stage.app).published
+    found = outbox.stranded(stage.app) if dry_run else outbox.rescue(stage.app).published
     return sum(name in record.key or name in (record.call_id or "") for record in found)
 
 

@@ -1,4 +1,6 @@
-"""The payment provider of :mod:`tests.apps.provider` as a test sees it: a process that ends with this one."""
+"""The payment provider of :mod:`tests.apps.provider` as a test sees it: a process that ends with
+this one.
+"""
 
 import json
 import sys
@@ -9,7 +11,8 @@ from typing import Any, Self
 
 import pytest
 
-from celery_leases.testing.process import GuardedProcess, wait_until
+from celery_leases.testing.waits import wait_until
+from tests.support.process import GuardedProcess
 
 
 class Provider:
@@ -25,15 +28,25 @@ class Provider:
     def script(self, customer: str, *steps: Mapping[str, Any], dedupe: bool = False) -> None:
         """How the next requests of *customer* go; see :mod:`tests.apps.provider`."""
         connection = HTTPConnection("127.0.0.1", self._port, timeout=20)
-        connection.request("PUT", f"/scripts/{customer}", json.dumps({"steps": steps, "dedupe": dedupe}))
+        connection.request(
+            "PUT", f"/scripts/{customer}", json.dumps({"steps": steps, "dedupe": dedupe})
+        )
         assert connection.getresponse().status == 200
         connection.close()
 
     def lines(self, what: str, customer: str | None = None, **match: Any) -> list[dict[str, Any]]:
-        """Lines of the ledger, oldest first; *what* is ``asked``, ``charged``, ``deduped``, ``looked``, ``replied``."""
-        found = [json.loads(line) for line in self._ledger.read_text().splitlines()] if self._ledger.exists() else []
+        """Lines of the ledger, oldest first; *what* is ``asked``, ``charged``, ``deduped``,
+        ``looked``, ``replied``.
+        """
+        found = (
+            [json.loads(line) for line in self._ledger.read_text().splitlines()]
+            if self._ledger.exists()
+            else []
+        )
         wanted = {"what": what} | ({"customer": customer} if customer is not None else {}) | match
-        return [line for line in found if all(line.get(name) == value for name, value in wanted.items())]
+        return [
+            line for line in found if all(line.get(name) == value for name, value in wanted.items())
+        ]
 
     def charges(self, customer: str) -> list[str]:
         """The charges of *customer*, by their ids."""
@@ -50,7 +63,11 @@ class Provider:
 
     def wait_for(self, what: str, customer: str, number: int = 1) -> dict[str, Any]:
         """The line of the ledger with that number, once it is there."""
-        wait_until(lambda: len(self.lines(what, customer)) >= number, 30, f"{number} x {what} of {customer}")
+        wait_until(
+            lambda: len(self.lines(what, customer)) >= number,
+            30,
+            f"{number} x {what} of {customer}",
+        )
         return self.lines(what, customer)[number - 1]
 
     def close(self) -> None:

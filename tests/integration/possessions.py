@@ -1,10 +1,12 @@
-"""What a process has that it could leave behind: threads, timers of the kernel, sockets, pipes and handles."""
+"""What a process has that it could leave behind: threads, timers of the kernel, sockets, pipes and
+handles.
+"""
 
 import os
 from collections import Counter
 from pathlib import Path
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 
 
 def possessions(pid: int) -> Counter[str]:
@@ -23,5 +25,11 @@ def possessions(pid: int) -> Counter[str]:
 
 
 def wait_until_none_is_left(pid: int, before: Counter[str], timeout: float = 15.0) -> None:
-    """Return when the process has no more of anything than it had; raises TimeoutError, naming what is too many."""
-    wait_until(lambda: not possessions(pid) - before, timeout, f"{pid} to let go: {possessions(pid) - before}")
+    """Return when the process has no more of anything than it had; raises TimeoutError, naming what
+    is too many.
+    """
+    wait_until(
+        lambda: not possessions(pid) - before,
+        timeout,
+        f"{pid} to let go: {possessions(pid) - before}",
+    )

@@ -1,6 +1,8 @@
-"""The other side of a paid call: the error a client library raises, and a limit that counts what it rejects.
+"""The other side of a paid call: the error a client library raises, and a limit that counts what it
+rejects.
 
-``python -m tests.integration.remote LIMIT WINDOW`` serves a sliding window on 127.0.0.1 and prints its port.
+``python -m tests.integration.remote LIMIT WINDOW`` serves a sliding window on 127.0.0.1 and prints
+its port.
 """
 
 import json
@@ -14,13 +16,17 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
 
-from celery_leases.testing.process import GuardedProcess
+from tests.support.process import GuardedProcess
 
 
 class Answered(Exception):
-    """An answer with an error status, as a client library would raise it; rebuilt from ``args`` by any backend."""
+    """An answer with an error status, as a client library would raise it; rebuilt from ``args`` by
+    any backend.
+    """
 
-    def __init__(self, status: int, headers: Mapping[str, str] | None = None, message: str = "") -> None:
+    def __init__(
+        self, status: int, headers: Mapping[str, str] | None = None, message: str = ""
+    ) -> None:
         super().__init__(status, dict(headers or {}), message)
         self.status = status
         self.headers = dict(headers or {})
@@ -30,7 +36,9 @@ class Answered(Exception):
 
 
 class Window:
-    """At most *limit* calls in any *seconds*; one that is rejected counts like any other, as with real providers."""
+    """At most *limit* calls in any *seconds*; one that is rejected counts like any other, as with
+    real providers.
+    """
 
     def __init__(self, limit: int, seconds: float) -> None:
         self._limit = limit
@@ -41,7 +49,9 @@ class Window:
         self._counts = {"accepted": 0, "rejected": 0}
 
     def call(self) -> float | None:
-        """``None``: accepted; else the seconds after which it would be, if nobody else called meanwhile."""
+        """``None``: accepted; else the seconds after which it would be, if nobody else called
+        meanwhile.
+        """
         with self._lock:
             now = time.monotonic()
             while self._calls and self._calls[0] <= now - self._seconds:
@@ -115,6 +125,8 @@ class Limiter:
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(Window(int(sys.argv[1]), float(sys.argv[2]))))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), _handler(Window(int(sys.argv[1]), float(sys.argv[2])))
+    )
     print(f"listening on {server.server_port}", flush=True)
     server.serve_forever()

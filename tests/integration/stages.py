@@ -1,4 +1,6 @@
-"""A stage: a broker, a lease store and a record store, a worker of ``tests.apps.leased`` on them, and its caller."""
+"""A stage: a broker, a lease store and a record store, a worker of ``tests.apps.leased`` on them,
+and its caller.
+"""
 
 import importlib
 import json
@@ -21,12 +23,12 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 from celery_leases.client import LeaseClient
-from celery_leases.core.keys import stored_key
-from celery_leases.stores.layouts import WIDE
-from celery_leases.stores.rows import to_record
-from celery_leases.stores.schema import Tables
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.workers import QUEUE_VARIABLE, LocalWorker
+from celery_leases.protocol.keys import stored_key
+from celery_leases.stores.sql.layouts import WIDE
+from celery_leases.stores.sql.rows import to_record
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.testing.waits import wait_until
+from tests.support.workers import QUEUE_VARIABLE, LocalWorker
 
 APP = "tests.apps.leased"
 PATIENCE = 30.0
@@ -52,8 +54,9 @@ POOL_STORES = {
     "gevent": RABBIT_REDIS_SQLITE,
     "eventlet": RABBIT_DATABASE_POSTGRES,
 }
-"""Each pool on one combination, so that all of them occur; an idle worker with greenlets does not look for what others
-have left unacknowledged on Redis."""
+"""Each pool on one combination, so that all of them occur; an idle worker with greenlets does not
+look for what others have left unacknowledged on Redis.
+"""
 
 _databases = count(1)
 
@@ -80,7 +83,11 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def imported_anew(name: str, env: Mapping[str, str]) -> Any:
     """A task module with an app of its own under *env*, whoever has imported it before or will."""
-    before = {loaded: sys.modules.pop(loaded) for loaded in list(sys.modules) if loaded.startswith("tests.apps.")}
+    before = {
+        loaded: sys.modules.pop(loaded)
+        for loaded in list(sys.modules)
+        if loaded.startswith("tests.apps.")
+    }
     shared = set(_state._on_app_finalizers)
     try:
         with environment(env):
@@ -94,10 +101,11 @@ def imported_anew(name: str, env: Mapping[str, str]) -> Any:
 
 
 class Stage:
-    """Broker, stores, one worker and the tasks as a caller has them. Close it, or use it as a context manager.
+    """Broker, stores, one worker and the tasks as a caller has them. Close it, or use it as a
+    context manager.
 
-    ``app`` and ``tasks`` are the caller's side, imported from *home* for this stage alone; ``env`` is what the worker
-    gets, and *module* what it imports.
+    ``app`` and ``tasks`` are the caller's side, imported from *home* for this stage alone; ``env``
+    is what the worker gets, and *module* what it imports.
     """
 
     def __init__(
@@ -132,18 +140,26 @@ class Stage:
             **(env or {}),
         }
         self.module = module or home
-        self._engine = create_engine(self.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        self._engine = create_engine(
+            self.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT"
+        )
         Tables().create(self._engine)
         self.tasks = imported_anew(home, self.env)
         self.app = self.tasks.app
-        # Celery reads its own variables from the environment of the moment, and that is not the caller's any more.
+        # Celery reads its own variables from the environment of the moment, and that is not the
+        # caller's any more.
         self.app.conf.update(broker_url=self.broker_url, result_backend=self.redis_url)
         self.app.set_current()
         self.worker = self.new_worker(**(worker or {}))
 
     def new_worker(self, **options: Any) -> LocalWorker:
         """Another worker on this stage, not started; the stage does not end it."""
-        chosen: dict[str, Any] = {"concurrency": 4, "cwd": Path.cwd(), "queue": self.queue, "env": self.env} | options
+        chosen: dict[str, Any] = {
+            "concurrency": 4,
+            "cwd": Path.cwd(),
+            "queue": self.queue,
+            "env": self.env,
+        } | options
         return LocalWorker(self.module, directory=self.directory, **chosen)
 
     def __enter__(self) -> Self:
@@ -160,25 +176,34 @@ class Stage:
         self._engine.dispose()
 
     def close_when_drained(self, session: pytest.Session) -> None:
-        """Close it once nothing is left in the queue; after a failed test that is not waited for."""
+        """Close it once nothing is left in the queue; after a failed test that is not waited
+        for.
+        """
         try:
             if not session.testsfailed:
                 self.wait_until_drained()
         finally:
             self.close()
 
-    # -- calling -------------------------------------------------------------------------------------------
+    # -- calling -----------------------------------------------------------------------------------
 
     def send(self, task: str, *args: Any, **options: Any) -> Any:
-        """Publish a call by name, as another program would; repeat with one ``task_id`` for copies of one call."""
+        """Publish a call by name, as another program would; repeat with one ``task_id`` for copies
+        of one call.
+        """
         return self.app.send_task(f"{self.home}.{task}", args=args, **options)
 
     def side_queue(self) -> str:
-        """A queue the worker does not consume: its messages wait for :meth:`forward` or :meth:`redeliver`."""
+        """A queue the worker does not consume: its messages wait for :meth:`forward` or
+        :meth:`redeliver`.
+        """
         return f"{self.queue}-{uuid4().hex[:8]}"
 
-    def forward(self, side: str, copies: int = 1, *, to: str | None = None, **changed: object) -> list[str]:
-        """Publish each message of *side* so many times to the worker, canvas and all; the ids, in their order.
+    def forward(
+        self, side: str, copies: int = 1, *, to: str | None = None, **changed: object
+    ) -> list[str]:
+        """Publish each message of *side* so many times to the worker, canvas and all; the ids, in
+        their order.
 
         *changed* are headers with another value, *to* is another queue than the worker's.
         """
@@ -189,18 +214,27 @@ class Stage:
             producer = connection.Producer()
             while (message := channel.basic_get(side)) is not None:
                 names = ("correlation_id", "reply_to", "priority", "delivery_mode")
-                properties = {name: message.properties[name] for name in names if name in message.properties}
-                kind = {"content_type": message.content_type, "content_encoding": message.content_encoding}
+                properties = {
+                    name: message.properties[name] for name in names if name in message.properties
+                }
+                kind = {
+                    "content_type": message.content_type,
+                    "content_encoding": message.content_encoding,
+                }
                 headers = {**message.headers, **changed}
                 ids.append(headers["id"])
                 for _ in range(copies):
-                    producer.publish(message.body, routing_key=target, headers=headers, **kind, **properties)
+                    producer.publish(
+                        message.body, routing_key=target, headers=headers, **kind, **properties
+                    )
                 channel.basic_ack(message.delivery_tag)
             channel.queue_delete(side)
         return ids
 
     def redeliver(self, side: str) -> None:
-        """Take and give back the one message of *side*, as a worker that died would, then let the worker consume it."""
+        """Take and give back the one message of *side*, as a worker that died would, then let the
+        worker consume it.
+        """
         with self.app.connection_for_write() as connection:
             channel = connection.default_channel
             message = channel.basic_get(side)
@@ -231,46 +265,70 @@ class Stage:
         """A file that does not exist yet: a body given its name goes on once it is touched."""
         return self.directory / f"gate-{uuid4().hex[:8]}"
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def events(self, what: str | None = None, **match: Any) -> list[dict[str, Any]]:
-        """Journal lines, oldest first; one that is being written at this moment is left to the next look."""
+        """Journal lines, oldest first; one that is being written at this moment is left to the next
+        look.
+        """
         whole, _, _ = (self.journal.read_text() if self.journal.exists() else "").rpartition("\n")
         found = [json.loads(line) for line in whole.splitlines()]
         wanted = match if what is None else {"what": what} | match
-        return [event for event in found if all(event.get(name) == value for name, value in wanted.items())]
+        return [
+            event
+            for event in found
+            if all(event.get(name) == value for name, value in wanted.items())
+        ]
 
-    def wait_for(self, what: str, number: int = 1, timeout: float = PATIENCE, **match: Any) -> list[dict[str, Any]]:
+    def wait_for(
+        self, what: str, number: int = 1, timeout: float = PATIENCE, **match: Any
+    ) -> list[dict[str, Any]]:
         """The journal lines once there are *number* of them."""
-        wait_until(lambda: len(self.events(what, **match)) >= number, timeout, f"{number} x {what} {match}")
+        wait_until(
+            lambda: len(self.events(what, **match)) >= number, timeout, f"{number} x {what} {match}"
+        )
         return self.events(what, **match)
 
     def log(self, about: str) -> list[str]:
         """The lines of the worker's log in which *about* occurs."""
         return [line for line in self.worker.full_log().splitlines() if about in line]
 
-    def wait_for_log(self, about: str, text: str, number: int = 1, timeout: float = PATIENCE) -> list[str]:
+    def wait_for_log(
+        self, about: str, text: str, number: int = 1, timeout: float = PATIENCE
+    ) -> list[str]:
         """The log lines with *about* and *text* once there are *number* of them."""
 
         def seen() -> list[str]:
             return [line for line in self.log(about) if text in line]
 
-        wait_until(lambda: len(seen()) >= number, timeout, f"{number} log lines of {about} with {text!r}")
+        wait_until(
+            lambda: len(seen()) >= number, timeout, f"{number} log lines of {about} with {text!r}"
+        )
         return seen()
 
     def row(self, task: str, key: str) -> dict[str, Any] | None:
         """The whole row of a key, with a column for each field of its details."""
         query = text("SELECT * FROM celery_leases_records WHERE stored_key = :key")
         with self._engine.connect() as connection:
-            found = connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key)}).mappings().first()
+            found = (
+                connection.execute(query, {"key": stored_key(f"{self.home}.{task}", key)})
+                .mappings()
+                .first()
+            )
         if found is None:
             return None
         record = to_record({**found, "now": 0}, lenient=True)
         return {**found, **WIDE.details_of(record), "ended": record.ended}
 
-    def wait_for_state(self, task: str, key: str, state: str, timeout: float = PATIENCE) -> dict[str, Any]:
+    def wait_for_state(
+        self, task: str, key: str, state: str, timeout: float = PATIENCE
+    ) -> dict[str, Any]:
         """The row once it is in *state*."""
-        wait_until(lambda: (self.row(task, key) or {}).get("state") == state, timeout, f"{key} to be {state}")
+        wait_until(
+            lambda: (self.row(task, key) or {}).get("state") == state,
+            timeout,
+            f"{key} to be {state}",
+        )
         row = self.row(task, key)
         assert row is not None
         return row
@@ -284,14 +342,16 @@ class Stage:
         """Whether anybody has a live lease on the key."""
         return self.client.status(key, task=f"{self.home}.{task}").holder is not None
 
-    # -- what is left --------------------------------------------------------------------------------------
+    # -- what is left ------------------------------------------------------------------------------
 
     def left_over(self) -> dict[str, Any]:
         """Everything that still waits at the broker or in the worker; empty when all is done."""
         left: dict[str, Any] = {}
         with self.app.connection_for_read() as connection:
             try:
-                left["queue"] = connection.default_channel.queue_declare(self.queue, passive=True).message_count
+                left["queue"] = connection.default_channel.queue_declare(
+                    self.queue, passive=True
+                ).message_count
             except ChannelError:
                 left["queue"] = 0
         if self.broker == "redis":
@@ -307,12 +367,20 @@ class Stage:
         parts: dict[str, Any] = {}
         for what in ("scheduled", "reserved", "active"):
             answer = getattr(inspect, what)()
-            parts[what] = "no answer" if answer is None else [entry for part in answer.values() for entry in part]
+            parts[what] = (
+                "no answer"
+                if answer is None
+                else [entry for part in answer.values() for entry in part]
+            )
         return parts
 
     def wait_until_drained(self, timeout: float = PATIENCE) -> None:
         """Return when no copy of any message is left anywhere."""
-        wait_until(lambda: not self._left_over_or_busy(), timeout, f"{self.queue} to be empty: {self.left_over()}")
+        wait_until(
+            lambda: not self._left_over_or_busy(),
+            timeout,
+            f"{self.queue} to be empty: {self.left_over()}",
+        )
 
     def _left_over_or_busy(self) -> Mapping[str, Any] | Literal["busy"]:
         try:

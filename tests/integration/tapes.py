@@ -9,13 +9,15 @@ from uuid import uuid4
 
 import redis
 
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer
+from celery_leases.testing.waits import wait_until
 from tests.integration.stages import Stage
+from tests.support.servers import PostgresServer
 
 
 class RedisTape:
-    """The commands with *about* in them that a Redis server was given, by MONITOR; what scripts ran does not count."""
+    """The commands with *about* in them that a Redis server was given, by MONITOR; what scripts ran
+    does not count.
+    """
 
     def __init__(self, url: str, about: str = "") -> None:
         self._url = url
@@ -59,7 +61,9 @@ class RedisTape:
 
 
 class SqlTape:
-    """The statements a PostgreSQL server was given, by its own log (``log_statement=all``), BEGIN and COMMIT too."""
+    """The statements a PostgreSQL server was given, by its own log (``log_statement=all``), BEGIN
+    and COMMIT too.
+    """
 
     _STATEMENT = re.compile(r"LOG: +(?:statement|execute [^:]+): (.*)")
 
@@ -85,7 +89,9 @@ class SqlTape:
 
 @dataclass(frozen=True)
 class Writes:
-    """What a PostgreSQL server wrote: bytes of WAL, transaction ids given out, rows locked and not changed."""
+    """What a PostgreSQL server wrote: bytes of WAL, transaction ids given out, rows locked and not
+    changed.
+    """
 
     wal: float
     xids: float
@@ -93,7 +99,11 @@ class Writes:
 
     def within(self, budget: Self) -> bool:
         """Whether it is nowhere more than *budget*."""
-        return self.wal <= budget.wal and self.xids <= budget.xids and self.row_locks <= budget.row_locks
+        return (
+            self.wal <= budget.wal
+            and self.xids <= budget.xids
+            and self.row_locks <= budget.row_locks
+        )
 
 
 class Bench:
@@ -120,7 +130,9 @@ class Bench:
         return commands, [statement.split()[0].upper() for statement in statements]
 
     def writes(self, action: Callable[[], object]) -> Writes:
-        """What the server wrote while *action* ran; of the locks those on rows of records that were there before."""
+        """What the server wrote while *action* ran; of the locks those on rows of records that were
+        there before.
+        """
         before, lockers = self._written(), self._lockers()
         action()
         after = self._written()
@@ -130,7 +142,9 @@ class Bench:
 
     def _written(self) -> dict[str, Any]:
         lsn = "(pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint AS wal"
-        (found,) = self.ask(f"SELECT {lsn}, pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xid")
+        (found,) = self.ask(
+            f"SELECT {lsn}, pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xid"
+        )
         return found
 
     def _lockers(self) -> dict[tuple[str, str], str]:
@@ -139,8 +153,12 @@ class Bench:
         return {(row["ctid"], row["xmin"]): row["xmax"] for row in rows}
 
     def version(self, key: str) -> dict[str, Any]:
-        """Where the row's tuple lies, and which transactions wrote and locked it: no write or lock leaves all three."""
-        (found,) = self.ask(f"SELECT xmin::text, xmax::text, ctid::text FROM celery_leases_records WHERE key = '{key}'")  # noqa: S608
+        """Where the row's tuple lies, and which transactions wrote and locked it: no write or lock
+        leaves all three.
+        """
+        (found,) = self.ask(
+            f"SELECT xmin::text, xmax::text, ctid::text FROM celery_leases_records WHERE key = '{key}'"  # noqa: S608
+        )
         return found
 
     def close(self) -> None:

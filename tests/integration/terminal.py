@@ -1,8 +1,8 @@
-"""A terminal in which ``celery`` has been imported once: each command is a process of its own, without the second that
-its imports take.
+"""A terminal in which ``celery`` has been imported once: each command is a process of its own,
+without the second that its imports take.
 
-``python -m tests.integration.terminal APP`` reads one JSON list of words per line, runs ``celery`` with them in a
-fork, and answers with one JSON list: exit code, output, errors.
+``python -m tests.integration.terminal APP`` reads one JSON list of words per line, runs ``celery``
+with them in a fork, and answers with one JSON list: exit code, output, errors.
 """
 
 import json
@@ -30,7 +30,9 @@ class Terminal:
         self._app = app
         command = [sys.executable, "-m", __name__, app]
         pipe = subprocess.PIPE
-        self._shell = subprocess.Popen(command, env={**os.environ, **env}, stdin=pipe, stdout=pipe, text=True)
+        self._shell = subprocess.Popen(
+            command, env={**os.environ, **env}, stdin=pipe, stdout=pipe, text=True
+        )
 
     def types(self, *words: str) -> Done:
         """Run one command."""
@@ -48,6 +50,10 @@ class Terminal:
     def reads(self, *words: str) -> Any:
         """The JSON a command prints that must succeed."""
         return json.loads(self.sees(*words, "--json"))
+
+    def reads_lines(self, *words: str) -> list[Any]:
+        """The JSON objects that a command prints, one on each line."""
+        return [json.loads(line) for line in self.sees(*words, "--json").splitlines()]
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,6 @@
-"""A body may end with an exception that is no ``Exception``: only the worker's own end is an interruption."""
+"""A body may end with an exception that is no ``Exception``: only the worker's own end is an
+interruption.
+"""
 
 import asyncio
 from typing import Any
@@ -15,20 +17,31 @@ class Stop(BaseException):
 
 
 @pytest.mark.parametrize(
-    "error", [asyncio.CancelledError(), Stop("enough"), GeneratorExit()], ids=["asyncio", "own", "generator"]
+    "error",
+    [asyncio.CancelledError(), Stop("enough"), GeneratorExit()],
+    ids=["asyncio", "own", "generator"],
 )
 def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None:
-    """Taken for an interruption it would run again with each delivery, and be paid for each time."""
+    """Taken for an interruption it would run again with each delivery, and be paid for each
+    time.
+    """
     app = Celery("ends", broker="memory://", set_as_current=False)
 
-    @app.task(base=LeasedTask, bind=True, lease_key="ends:{name}", name="ends", lease_resume="never")
+    @app.task(
+        base=LeasedTask, bind=True, lease_key="ends:{name}", name="ends", lease_resume="never"
+    )
     def ends(self: Any, name: str) -> None:
         raise error
 
     with pytest.raises(type(error)):
         ends.apply(args=("a",))
     status = LeaseClient.from_app(app, eager=True).status("ends:a", task="ends")
-    assert (status.state, status.attempt, status.failures, status.resumes) == ("cooling", 1, 1, False)
+    assert (status.state, status.attempt, status.failures, status.resumes) == (
+        "cooling",
+        1,
+        1,
+        False,
+    )
     assert status.error is not None
     assert status.error.type.endswith(type(error).__name__)
     app.close()
@@ -38,9 +51,11 @@ def test_what_a_body_raises_after_its_lease_is_lost_is_no_failure() -> None:
     """Whatever it is: nothing that attempt says about the outcome is believed."""
     app = Celery("lost", broker="memory://", set_as_current=False)
 
-    @app.task(base=LeasedTask, bind=True, lease_key="lost:{name}", name="lost", lease_on_lost="flag")
+    @app.task(
+        base=LeasedTask, bind=True, lease_key="lost:{name}", name="lost", lease_on_lost="flag"
+    )
     def lost(self: Any, name: str) -> None:
-        self.lease._tenure.lost = "taken by another owner"
+        self.lease._held_lease.lost = "taken by another owner"
         raise asyncio.CancelledError
 
     with pytest.raises(LeaseHeld, match="the lease was lost"):

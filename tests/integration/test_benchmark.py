@@ -1,4 +1,6 @@
-"""The benchmark of docs/performance.md measures: its processes start, take turns, and count what they should."""
+"""The benchmark of docs/performance.md measures: its processes start, take turns, and count what
+they should.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -40,13 +42,17 @@ def test_contenders_take_turns(bench: Bench) -> None:
     assert plain.postgres < leases.postgres
 
 
+@pytest.mark.nightly
 def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
     """By hand a replay locks a row; a replay of ours writes no more than its budget."""
     finding = writes.measure(bench, quick=True)
     assert finding.facts["locks replay tight"].median == 1
     assert finding.facts["wal run tight"].median < finding.facts["wal run leases"].median
     for name in ("leases", "leases_database"):
-        measured = [round(finding.facts[f"{fact} replay {name}"].median, 1) for fact in ("wal", "xids", "locks")]
+        measured = [
+            round(finding.facts[f"{fact} replay {name}"].median, 1)
+            for fact in ("wal", "xids", "locks")
+        ]
         # PostgreSQL writes a little by itself, now and then.
         assert measured[0] <= REPLAY.wal + 5
         assert measured[1:] == [REPLAY.xids, REPLAY.row_locks]
@@ -55,7 +61,9 @@ def test_writes_are_counted_as_in_the_budgets(bench: Bench) -> None:
 
 
 @pytest.mark.nightly
-def test_leases_are_renewed_while_they_are_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_renewed_while_they_are_watched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each once within the third of a ttl, and several with one call."""
     monkeypatch.setattr(renewals, "QUICK", (20, 0.5, 5.0))
     leases, database = renewals.measure(bench, quick=True).tables[0][1:]
@@ -65,6 +73,7 @@ def test_leases_are_renewed_while_they_are_watched(bench: Bench, monkeypatch: py
         assert int(calls) < int(renewed)
 
 
+@pytest.mark.nightly
 def test_a_mutex_runs_every_call_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both kinds of stores."""
     monkeypatch.setattr(mutex, "QUICK", (3, 0.05))

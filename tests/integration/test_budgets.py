@@ -1,4 +1,6 @@
-"""What a call costs: Redis commands and SQL statements of a warmed-up worker, counted at the servers themselves."""
+"""What a call costs: Redis commands and SQL statements of a warmed-up worker, counted at the
+servers themselves.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,16 +9,25 @@ from uuid import uuid4
 import pytest
 import redis
 
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import PostgresServer, RedisServer
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import BenchFactory, StageFactory
-from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, REDIS_REDIS_POSTGRES, Stage, spelled
+from tests.integration.stages import (
+    PATIENCE,
+    RABBIT_DATABASE_POSTGRES,
+    REDIS_REDIS_POSTGRES,
+    Stage,
+    spelled,
+)
 from tests.integration.tapes import Bench, RedisTape, Writes
+from tests.support.servers import PostgresServer, RedisServer
 
 TTL = 60
 pytestmark = pytest.mark.both_lease_stores  # their costs differ
 
-FIRST_RUN = {"redis": Writes(wal=950, xids=2, row_locks=0), "database": Writes(wal=930, xids=2, row_locks=0)}
+FIRST_RUN = {
+    "redis": Writes(wal=950, xids=2, row_locks=0),
+    "database": Writes(wal=930, xids=2, row_locks=0),
+}
 REPLAY = Writes(wal=0, xids=0, row_locks=0)
 """What PostgreSQL may write for one call; a first run by lease store. Lower it when it falls."""
 MEASURED = 20
@@ -30,7 +41,9 @@ def _warm_up(stage: Stage) -> None:
         stage.tasks.keyless.delay("warm").get(timeout=PATIENCE)
 
 
-@pytest.fixture(scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled)
+@pytest.fixture(
+    scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled
+)
 def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterator[Bench]:
     """A worker that has run before."""
     made = bench_factory(request.param)
@@ -40,21 +53,29 @@ def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterat
 
 
 def test_a_first_run_is_two_redis_trips_and_two_statements(bench: Bench, name: str) -> None:
-    """Acquire and release, claim and settle; with database leases the claim is the lease, and Redis is not asked."""
-    commands, statements = bench.cost(lambda: bench.stage.tasks.work.delay(name).get(timeout=PATIENCE))
+    """Acquire and release, claim and settle; with database leases the claim is the lease, and Redis
+    is not asked.
+    """
+    commands, statements = bench.cost(
+        lambda: bench.stage.tasks.work.delay(name).get(timeout=PATIENCE)
+    )
     assert commands == ([] if bench.stage.lease_store == "database" else ["EVALSHA", "EVALSHA"])
     assert len(statements) == 2
     assert statements[1] == "UPDATE"
     assert not {"BEGIN", "COMMIT", "ROLLBACK", "SET", "SHOW"} & set(statements)
 
 
-def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_nothing(bench: Bench, name: str) -> None:
+def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_nothing(
+    bench: Bench, name: str
+) -> None:
     """The refused claim tells the result; the row's tuple is the one that was there before."""
     stage = bench.stage
     value = stage.tasks.work.delay(name).get(timeout=PATIENCE)
     before = bench.version(f"work:{name}")
     answers: list[Any] = []
-    commands, statements = bench.cost(lambda: answers.append(stage.tasks.work.delay(name).get(timeout=PATIENCE)))
+    commands, statements = bench.cost(
+        lambda: answers.append(stage.tasks.work.delay(name).get(timeout=PATIENCE))
+    )
     assert answers == [value]
     assert len(commands) == (0 if stage.lease_store == "database" else 2)
     assert len(statements) == 1
@@ -62,7 +83,9 @@ def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_no
 
 
 def test_a_redelivered_copy_is_answered_by_one_select(bench: Bench, name: str) -> None:
-    """A delivery that says it is a repeat reads before it claims: no lease is taken, nothing is written."""
+    """A delivery that says it is a repeat reads before it claims: no lease is taken, nothing is
+    written.
+    """
     stage, side = bench.stage, bench.stage.side_queue()
     call = str(uuid4())
     stage.send("work", name, task_id=call).get(timeout=PATIENCE)
@@ -82,7 +105,9 @@ def test_a_redelivered_copy_is_answered_by_one_select(bench: Bench, name: str) -
 def test_publishing_asks_neither_store(bench: Bench, name: str) -> None:
     """The caller's side: not one command, not one statement."""
     side = bench.stage.side_queue()
-    commands, statements = bench.cost(lambda: bench.stage.tasks.work.apply_async((name,), queue=side))
+    commands, statements = bench.cost(
+        lambda: bench.stage.tasks.work.apply_async((name,), queue=side)
+    )
     assert (commands, statements) == ([], [])
 
 
@@ -110,7 +135,8 @@ def _each(writes: Writes) -> Writes:
 
 
 def test_replays_leave_no_dead_tuple_behind(bench: Bench, name: str) -> None:
-    """Twenty replays, by the server's own statistics: not one row inserted, updated, deleted, or dead.
+    """Twenty replays, by the server's own statistics: not one row inserted, updated, deleted, or
+    dead.
 
     A read may clear a page of those that were dead before.
     """
@@ -130,12 +156,20 @@ def test_replays_leave_no_dead_tuple_behind(bench: Bench, name: str) -> None:
 
 
 def _statistics_of_writes(bench: Bench) -> list[dict[str, Any]]:
-    """What has been written to our tables so far. A backend tells its last numbers when it ends, so the worker is."""
+    """What has been written to our tables so far. A backend tells its last numbers when it ends, so
+    the worker is.
+    """
     bench.stage.worker.stop()
     others = "SELECT count(*) AS n FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> "
-    wait_until(lambda: bench.ask(f"{others} pg_backend_pid()")[0]["n"] == 0, 10, "the end of the worker's connections")
+    wait_until(
+        lambda: bench.ask(f"{others} pg_backend_pid()")[0]["n"] == 0,
+        10,
+        "the end of the worker's connections",
+    )
     columns = "relname, n_tup_ins, n_tup_upd, n_tup_del, n_dead_tup"
-    return bench.ask(f"SELECT {columns} FROM pg_stat_user_tables WHERE relname LIKE 'celery_leases%%' ORDER BY 1")  # noqa: S608
+    return bench.ask(
+        f"SELECT {columns} FROM pg_stat_user_tables WHERE relname LIKE 'celery_leases%%' ORDER BY 1"  # noqa: S608
+    )
 
 
 def test_an_empty_redis_costs_nothing_more(

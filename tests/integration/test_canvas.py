@@ -1,4 +1,6 @@
-"""Groups, chains, chords and links with duplicates and redelivered members: each ends with the first result."""
+"""Groups, chains, chords and links with duplicates and redelivered members: each ends with the
+first result.
+"""
 
 from uuid import uuid4
 
@@ -7,20 +9,24 @@ from celery import chain, chord, group
 
 from tests.integration.stages import PATIENCE, Stage
 
-# The callbacks of one call may be sent twice when its process dies between Celery's dispatch and our mark: tests/crash
-# has that window. Here no process dies, so each is sent exactly once.
+# The callbacks of one call may be sent twice when its process dies between Celery's dispatch and
+# our mark: tests/crash has that window. Here no process dies, so each is sent exactly once.
 
 
 def test_duplicates_inside_a_group_share_one_body_and_one_result(stage: Stage, name: str) -> None:
     """Three members of one key and one of another."""
     work = stage.tasks.work
-    values = group(work.s(name), work.s(name), work.s(f"{name}-other"), work.s(name))().get(timeout=PATIENCE)
+    values = group(work.s(name), work.s(name), work.s(f"{name}-other"), work.s(name))().get(
+        timeout=PATIENCE
+    )
     assert values[0] == values[1] == values[3]
     assert values[2]["name"] == f"{name}-other"
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_group_whose_members_are_delivered_three_times_runs_each_once(stage: Stage, name: str) -> None:
+def test_a_group_whose_members_are_delivered_three_times_runs_each_once(
+    stage: Stage, name: str
+) -> None:
     """Copies that come while the member runs, and copies that come when it is done."""
     side, gate = stage.side_queue(), stage.gate()
     members = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
@@ -38,8 +44,12 @@ def test_a_group_whose_members_are_delivered_three_times_runs_each_once(stage: S
     assert outcome.get(timeout=PATIENCE) == values
 
 
-def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(stage: Stage, name: str) -> None:
-    """The leased next step runs once, and the plain step behind it: copies that come after that are dropped."""
+def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(
+    stage: Stage, name: str
+) -> None:
+    """The leased next step runs once, and the plain step behind it: copies that come after that are
+    dropped.
+    """
     side, gate = stage.side_queue(), stage.gate()
     first = stage.tasks.work.s(name, gate=str(gate), answer=name).set(queue=side)
     outcome = chain(first, stage.tasks.leased_link.s(), stage.tasks.plain.s())()
@@ -48,15 +58,19 @@ def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(stage: S
     stage.wait_for_log(call, "a copy of this call is running")
     gate.touch()
     assert outcome.get(timeout=PATIENCE) == name
-    stage.wait_for_log(call, "dropped: its result and callbacks are out")
+    stage.wait_for_log(call, "dropped: its result and callbacks are already sent")
     stage.wait_until_drained()
     assert len(stage.events("begin", name=name)) == 1
     assert len(stage.events("leased_link", id=outcome.parent.id)) == 1
     assert len(stage.events("plain", id=outcome.id)) == 1
 
 
-def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_again(stage: Stage, name: str) -> None:
-    """Eight chains whose second step comes twice at once: the copy finds it done before its callbacks are marked."""
+def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_again(
+    stage: Stage, name: str
+) -> None:
+    """Eight chains whose second step comes twice at once: the copy finds it done before its
+    callbacks are marked.
+    """
     side, number = stage.side_queue(), 8
     results = []
     for n in range(number):
@@ -90,12 +104,14 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
     stage.wait_for(callback, id=linked)
     stage.wait_for_log(call, "succeeded")
     stage.forward(later, copies=2)
-    stage.wait_for_log(call, "dropped: its result and callbacks are out", 2)
+    stage.wait_for_log(call, "dropped: its result and callbacks are already sent", 2)
     stage.wait_until_drained()
     assert len(stage.events(callback, id=linked)) == 1
 
 
-def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(stage: Stage, name: str) -> None:
+def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(
+    stage: Stage, name: str
+) -> None:
     """A duplicate with a link of its own: the body ran for the first, the link runs for both."""
     assert stage.tasks.work.delay(name).get(timeout=PATIENCE)
     duplicate = stage.tasks.work.apply_async((name,), link=stage.tasks.gather.s())
@@ -105,8 +121,12 @@ def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(stage: St
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(stage: Stage, name: str) -> None:
-    """Each member counts once, whatever is delivered: the copy's result is the same bytes, or it is dropped."""
+def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(
+    stage: Stage, name: str
+) -> None:
+    """Each member counts once, whatever is delivered: the copy's result is the same bytes, or it is
+    dropped.
+    """
     side, gate = stage.side_queue(), stage.gate()
     header = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
     outcome = chord(header, stage.tasks.gather.s())
@@ -123,8 +143,13 @@ def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(stage: 
 
 
 def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(stage: Stage, name: str) -> None:
-    """It sends the ids of its first time, so its calls are copies; plain tasks would run, and its body too."""
-    frozen = chord([stage.tasks.keyless.s(f"{name}-0"), stage.tasks.keyless.s(f"{name}-1")], stage.tasks.gather.s())
+    """It sends the ids of its first time, so its calls are copies; plain tasks would run, and its
+    body too.
+    """
+    frozen = chord(
+        [stage.tasks.keyless.s(f"{name}-0"), stage.tasks.keyless.s(f"{name}-1")],
+        stage.tasks.gather.s(),
+    )
     frozen.freeze()
     result = frozen.apply_async()
     values = result.get(timeout=PATIENCE)
@@ -133,7 +158,7 @@ def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(stage: Stage, n
     again = frozen.apply_async()
     assert (again.id, [child.id for child in again.parent.children]) == (result.id, members)
     for call in members:
-        stage.wait_for_log(call, "dropped: its result and callbacks are out")
+        stage.wait_for_log(call, "dropped: its result and callbacks are already sent")
     stage.wait_until_drained()
     assert stage.app.AsyncResult(again.id).get(timeout=PATIENCE) == values
     assert [stage.app.AsyncResult(call).get(timeout=PATIENCE) for call in members] == values
@@ -141,7 +166,9 @@ def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(stage: Stage, n
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(stage: Stage, name: str) -> None:
+def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(
+    stage: Stage, name: str
+) -> None:
     """The flag ``redelivered`` alone changes nothing for a member that has not begun."""
     side = stage.side_queue()
     header = [stage.tasks.work.s(f"{name}-a").set(queue=side), stage.tasks.work.s(f"{name}-b")]
@@ -161,13 +188,19 @@ def test_a_leased_body_of_a_chord_runs_once(stage: Stage, name: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["ignores", "impatient"])
-def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(stage: Stage, name: str, task: str) -> None:
-    """``ignore`` and ``wait`` in a header: a member that ended without a result would leave the chord hanging."""
+def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(
+    stage: Stage, name: str, task: str
+) -> None:
+    """``ignore`` and ``wait`` in a header: a member that ended without a result would leave the
+    chord hanging.
+    """
     gate = stage.gate()
     leased = getattr(stage.tasks, task)
     running = leased.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
-    result = chord([leased.s(name, gate=str(gate)), leased.s(name, gate=str(gate))], stage.tasks.gather.s())()
+    result = chord(
+        [leased.s(name, gate=str(gate)), leased.s(name, gate=str(gate))], stage.tasks.gather.s()
+    )()
     stage.wait_for_log(f"{task}:{name}", "another call holds the key")
     gate.touch()
     value = running.get(timeout=PATIENCE)

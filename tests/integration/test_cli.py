@@ -1,4 +1,6 @@
-"""``celery -A … leases …`` as an operator types it: what it prints, how it ends, and what it changes."""
+"""``celery -A … leases …`` as an operator types it: what it prints, how it ends, and what it
+changes.
+"""
 
 import json
 import os
@@ -10,11 +12,11 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from celery_leases.core.records import Ended, State
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.sql import SqlRecordStore
-from celery_leases.stores.sql_leases import DatabaseLeaseStore
-from celery_leases.testing.contracts.bids import make_bid
+from celery_leases.protocol.records import Ended, State
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import outcome, won
 
 APP = "tests.apps.leased"
@@ -35,7 +37,9 @@ class Operator:
     def types(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run ``celery -A tests.apps.leased leases`` with *words*."""
         command = [sys.executable, "-m", "celery", "-A", "tests.apps.leased", "leases", *words]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def sees(self, *words: str) -> str:
         """What a command prints that must succeed."""
@@ -43,15 +47,21 @@ class Operator:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def lists(self, *words: str) -> list[Any]:
+        """What ``list`` prints as JSON: an object on each line."""
+        return [json.loads(line) for line in self.sees("list", *words, "--json").splitlines()]
+
     def runs(self, task: str, key: str) -> None:
         """Let a call of *task* hold *key*."""
-        bid = make_bid(f"t:{task}|{key}", task=task, key=key, ttl=600.0)
-        DatabaseLeaseStore(self.records).acquire(bid)
+        claim_request = make_claim_request(f"t:{task}|{key}", task=task, key=key, ttl=600.0)
+        DatabaseLeaseStore(self.records).acquire(claim_request)
 
-    def finished(self, task: str, key: str, state: State = State.DONE, result: str = '{"sent": 1}') -> None:
+    def finished(
+        self, task: str, key: str, state: State = State.DONE, result: str = '{"sent": 1}'
+    ) -> None:
         """Let a call of *task* have ended."""
-        bid = make_bid(f"t:{task}|{key}", task=task, key=key)
-        record = won(self.records, bid, "database")
+        claim_request = make_claim_request(f"t:{task}|{key}", task=task, key=key)
+        record = won(self.records, claim_request, "database")
         assert self.records.settle(record, outcome(record, state, Ended.RETURNED, result=result))
 
 
@@ -63,7 +73,9 @@ def operator(tmp_path: Path) -> Operator:
     return someone
 
 
-def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(operator: Operator) -> None:
+def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(
+    operator: Operator,
+) -> None:
     """What the holder still says is refused afterwards: its fence is gone."""
     operator.runs(WORK, "invoice:1")
     shown = json.loads(operator.sees("show", "invoice:1", "--json"))
@@ -73,7 +85,9 @@ def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(oper
     assert refused.returncode == 1
     assert "force" in refused.stderr
     before = operator.records.read(f"t:{WORK}|invoice:1")
-    assert json.loads(operator.sees("forget", "invoice:1", "--force", "--json"))["state"] == "absent"
+    assert (
+        json.loads(operator.sees("forget", "invoice:1", "--force", "--json"))["state"] == "absent"
+    )
     after = operator.records.read(f"t:{WORK}|invoice:1")
     assert before is not None
     assert after is not None
@@ -81,9 +95,13 @@ def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(oper
 
 
 @pytest.mark.parametrize(
-    "words", [("retry",), ("forget",), ("resolve", "--done"), ("resolve", "--retry"), ("release",)], ids=" ".join
+    "words",
+    [("retry",), ("forget",), ("resolve", "--done"), ("resolve", "--retry"), ("release",)],
+    ids=" ".join,
 )
-def test_a_record_counts_for_as_long_as_an_operator_says(operator: Operator, words: tuple[str, ...]) -> None:
+def test_a_record_counts_for_as_long_as_an_operator_says(
+    operator: Operator, words: tuple[str, ...]
+) -> None:
     """Instead of the retention of its task."""
     if words[0] == "release":
         operator.runs(WORK, "invoice:1")
@@ -94,7 +112,7 @@ def test_a_record_counts_for_as_long_as_an_operator_says(operator: Operator, wor
     assert record is not None
     assert record.expires_at is not None
     assert (record.expires_at - record.now) / 1e6 == pytest.approx(30 * 86_400, abs=60)
-    assert operator.types(words[0], "invoice:1", *words[1:], "--retention", "soon").returncode == 1
+    assert operator.types(words[0], "invoice:1", *words[1:], "--retention", "soon").returncode == 2
 
 
 def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> None:
@@ -123,9 +141,9 @@ def test_the_list_names_states_and_can_be_narrowed(operator: Operator) -> None:
     assert lines[0].split()[:3] == ["STATE", "KEY", "TASK"]
     assert len(lines) == 3
     assert "odd\\nkey" in lines[1]
-    assert [row["key"] for row in json.loads(operator.sees("list", "--state", "done", "--json"))] == ["invoice:4"]
-    assert [row["key"] for row in json.loads(operator.sees("list", "--task", RERUN, "--json"))] == ["odd\nkey"]
-    assert json.loads(operator.sees("list", "--state", "abandoned", "--json")) == []
+    assert [row["key"] for row in operator.lists("--state", "done")] == ["invoice:4"]
+    assert [row["key"] for row in operator.lists("--task", RERUN)] == ["odd\nkey"]
+    assert operator.lists("--state", "abandoned") == []
 
 
 def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
@@ -136,14 +154,22 @@ def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
     assert asked.returncode == 1
     assert WORK in asked.stderr
     assert RERUN in asked.stderr
-    assert json.loads(operator.sees("show", "invoice:5", "--task", RERUN, "--json"))["result"] == {"sent": 1}
+    assert json.loads(operator.sees("show", "invoice:5", "--task", RERUN, "--json"))["result"] == {
+        "sent": 1
+    }
 
 
 @pytest.mark.parametrize(
-    "words", [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")], ids=" ".join
+    "words",
+    [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")],
+    ids=" ".join,
 )
-def test_a_task_that_does_not_exist_is_no_empty_answer(operator: Operator, words: tuple[str, ...]) -> None:
-    """Exit code 2 and the names that could be meant. A task whose records are older than its name is no typo."""
+def test_a_task_that_does_not_exist_is_no_empty_answer(
+    operator: Operator, words: tuple[str, ...]
+) -> None:
+    """Exit code 2 and the names that could be meant. A task whose records are older than its name
+    is no typo.
+    """
     operator.finished(WORK, "invoice:5")
     asked = operator.types(*words, "--task", "tests.apps.leased.wrok")
     assert (asked.returncode, asked.stdout) == (2, "")
@@ -155,22 +181,26 @@ def test_a_task_that_does_not_exist_is_no_empty_answer(operator: Operator, words
 
 def test_a_number_that_json_does_not_know_is_printed_as_text(operator: Operator) -> None:
     """A program that reads JSON strictly would refuse it."""
-    operator.finished(WORK, "invoice:6", result='{"mean": NaN, "bounds": [-Infinity, Infinity, 1.5]}')
+    operator.finished(
+        WORK, "invoice:6", result='{"mean": NaN, "bounds": [-Infinity, Infinity, 1.5]}'
+    )
 
     def strictly(text: str) -> Any:
         return json.loads(text, parse_constant=pytest.fail)
 
-    for shown in (strictly(operator.sees("show", "invoice:6", "--json")), *strictly(operator.sees("list", "--json"))):
+    for shown in map(
+        strictly, (operator.sees("show", "invoice:6", "--json"), operator.sees("list", "--json"))
+    ):
         assert shown["result"] == {"mean": "NaN", "bounds": ["-Infinity", "Infinity", 1.5]}
 
 
-@pytest.mark.parametrize("option", ["--open", "--close"])
-def test_a_group_without_a_name_is_refused(operator: Operator, option: str) -> None:
+@pytest.mark.parametrize("verb", ["open", "close"])
+def test_a_group_without_a_name_is_refused(operator: Operator, verb: str) -> None:
     """No task can be in it."""
-    asked = operator.types("groups", option, " ")
+    asked = operator.types("group", verb, " ")
     assert (asked.returncode, asked.stdout) == (1, "")
     assert "is blank" in asked.stderr
-    assert operator.sees("groups") == "all gates are open\n"
+    assert operator.sees("group", "list") == "all gates are open\n"
 
 
 def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Operator) -> None:
@@ -178,7 +208,10 @@ def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Oper
     operator.finished("ours", "shared:1")
     operator.finished(WORK, "shared:1")
     assert "ours" in operator.sees("show", "shared:1", "--namespace", "ours")
-    assert "forgotten" in operator.types("forget", "shared:1", "--task", "tests.apps.leased.shared").stderr
+    assert (
+        "forgotten"
+        in operator.types("forget", "shared:1", "--task", "tests.apps.leased.shared").stderr
+    )
     states = {record.stored_key: record.state for record in operator.records.named("shared:1")}
     assert states == {"t:ours|shared:1": State.PENDING, f"t:{WORK}|shared:1": State.DONE}
 
@@ -231,5 +264,5 @@ def test_a_terminal_obeys_nothing_that_a_key_holds(operator: Operator) -> None:
         assert all(line.isprintable() for line in seen.splitlines())
     refused = operator.types("forget", f"t:{WORK}|{key}").stderr
     assert "\x1b" not in refused
-    (listed,) = json.loads(operator.sees("list", "--json"))
+    (listed,) = operator.lists()
     assert (listed["key"], listed["message_code"]) == (key, "running")

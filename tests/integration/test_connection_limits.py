@@ -1,4 +1,6 @@
-"""Workers of many greenlets or threads: few connections to the stores, and no call that suffers from it."""
+"""Workers of many greenlets or threads: few connections to the stores, and no call that suffers
+from it.
+"""
 
 from collections.abc import Iterator
 
@@ -34,8 +36,9 @@ def stage(kind: str, stage_factory: StageFactory) -> Iterator[Stage]:
     pool, concurrency, combination = POOLS[kind]
     if pool == "gevent":
         pytest.importorskip(pool)
-    # kombu allows a worker ten connections to Redis. A greenlet that finds none to acknowledge its call by breaks the
-    # consumer's connection, and calls wait for the visibility timeout then, with plain Celery too.
+    # kombu allows a worker ten connections to Redis. A greenlet that finds none to acknowledge its
+    # call by breaks the consumer's connection, and calls wait for the visibility timeout then, with
+    # plain Celery too.
     env = {"PREFETCH": "10", "TTL": "30", "BROKER_CONNECTIONS": str(2 * concurrency)}
     made = stage_factory(combination, worker={"pool": pool, "concurrency": concurrency}, env=env)
     yield made
@@ -52,9 +55,15 @@ class Watcher:
 
     def databases(self) -> int:
         """Those to the database."""
-        query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = :name AND backend_type = :kind")
+        query = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = :name AND backend_type = :kind"
+        )
         with self._engine.connect() as connection:
-            return int(connection.execute(query, {"name": self._database, "kind": "client backend"}).scalar_one())
+            return int(
+                connection.execute(
+                    query, {"name": self._database, "kind": "client backend"}
+                ).scalar_one()
+            )
 
     def lease_stores(self) -> int:
         """Those to Redis whose last command was a script of the lease store."""
@@ -63,7 +72,9 @@ class Watcher:
 
 @pytest.mark.every_argument
 def test_a_worker_of_many_bodies_has_few_connections(stage: Stage, kind: str, name: str) -> None:
-    """Three hundred calls, a hundred at once: all are run once, none is put back, and no lease is lost."""
+    """Three hundred calls, a hundred at once: all are run once, none is rescheduled, and no lease
+    is lost.
+    """
     watcher = Watcher(stage)
     results = [stage.tasks.work.delay(f"{name}-{number}", 0.05) for number in range(CALLS)]
     seen = [(watcher.databases(), watcher.lease_stores())]
@@ -76,5 +87,5 @@ def test_a_worker_of_many_bodies_has_few_connections(stage: Stage, kind: str, na
     for most, allowed in zip(map(max, zip(*seen, strict=True)), AT_MOST[kind], strict=True):
         assert most <= allowed, seen
     log = stage.worker.full_log()
-    for trouble in ("leases_pool_size", "put back", "lease is lost"):
+    for trouble in ("leases_pool_size", "rescheduled", "lease is lost"):
         assert trouble not in log

@@ -1,4 +1,6 @@
-"""What users do with tasks: retries, Celery's control flow, recursion, direct and eager calls, every shape of task."""
+"""What users do with tasks: retries, Celery's control flow, recursion, direct and eager calls,
+every shape of task.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +9,7 @@ import pytest
 from celery import group
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
-from celery_leases.seam.apps import forget
+from celery_leases.worker.apps import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
 
@@ -27,29 +29,42 @@ def shaped(stage: Stage, task: str, *args: object, **kwargs: object) -> object:
     return stage.app.send_task(f"{SHAPES}.{task}", args=args, kwargs=kwargs).get(timeout=PATIENCE)
 
 
-# -- retries and Celery's own control flow -----------------------------------------------------------------
+# -- retries and Celery's own control flow ---------------------------------------------------------
 
 
-def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(stage: Stage, name: str) -> None:
-    """The key waits for its own call; the other one comes back, and gets the result of the retry."""
+def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(
+    stage: Stage, name: str
+) -> None:
+    """The key waits for its own call; the other one comes back, and gets the result of the
+    retry.
+    """
     first = stage.tasks.retries.delay(name, 1, countdown=2)
     stage.wait_for_state("retries", f"retries:{name}", "pending")
     other = stage.tasks.retries.delay(name, 1, countdown=2)
-    stage.wait_for_log(other.id, "is waiting for its time")
-    assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "retries": 1}
+    stage.wait_for_log(other.id, "is cooling down")
+    assert (
+        other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "retries": 1}
+    )
     begun = stage.events("begin", name=name)
     assert [event["id"] for event in begun] == [first.id] * 2
     assert begun[1]["t"] - begun[0]["t"] >= 1.9
 
 
 def test_a_retry_without_attempts_left_raises_the_last_error(stage: Stage, name: str) -> None:
-    """``autoretry_for`` gives up: the original error meets the rules, its caller gets it, and the key cools down."""
+    """``autoretry_for`` gives up: the original error meets the rules, its caller gets it, and the
+    key cools down.
+    """
     with pytest.raises(ValueError, match=f"not yet: {name}"):
         stage.tasks.auto.delay(name, 100).get(timeout=PATIENCE)
     assert [event["retries"] for event in stage.events("begin", name=name)] == [0, 1, 2, 3]
     row = stage.row("auto", f"auto:{name}")
     assert row is not None
-    assert (row["state"], row["ended"], row["failures"], row["resumes"]) == ("cooling", "failed", 1, 0)
+    assert (row["state"], row["ended"], row["failures"], row["resumes"]) == (
+        "cooling",
+        "failed",
+        1,
+        0,
+    )
     assert not stage.is_held("auto", f"auto:{name}")
 
 
@@ -84,13 +99,17 @@ def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Stage, name:
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(stage: Stage, name: str) -> None:
-    """As the caller of the task that replaced itself does; here by a chain, whose last step has the id."""
+def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(
+    stage: Stage, name: str
+) -> None:
+    """As the caller of the task that replaced itself does; here by a chain, whose last step has the
+    id.
+    """
     gate = stage.gate()
     first = stage.tasks.passes.delay(name, str(gate))
     stage.wait_for_state("passes", f"passes:{name}", "done")
     other = stage.tasks.passes.delay(name, str(gate))
-    stage.wait_for_log(other.id, f"call {first.id} goes on as another task, which has not ended")
+    stage.wait_for_log(other.id, f"call {first.id} continues as another task, which has not ended")
     gate.touch()
     assert first.get(timeout=PATIENCE) == other.get(timeout=PATIENCE) == name
     steps = (stage.tasks.passes.si(name, str(gate)) | stage.tasks.plain.s())()
@@ -109,11 +128,15 @@ def test_another_call_gets_the_error_of_a_replacement_that_failed(stage: Stage, 
     assert len(stage.events("begin", name=name)) == 1
 
 
-# -- direct calls ------------------------------------------------------------------------------------------
+# -- direct calls ----------------------------------------------------------------------------------
 
 
-def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(stage: Stage, name: str) -> None:
-    """The inner bodies run at once and without a lease; the outer one has its lease back afterwards."""
+def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(
+    stage: Stage, name: str
+) -> None:
+    """The inner bodies run at once and without a lease; the outer one has its lease back
+    afterwards.
+    """
     assert stage.tasks.recursive.delay(name, 2).get(timeout=PATIENCE) == [2, 1, 0]
     held = [(event["what"], event["depth"], event["held"]) for event in stage.events(name=name)]
     assert held == [
@@ -141,7 +164,9 @@ def test_another_task_called_directly_in_a_body_runs_alone(stage: Stage, name: s
 
 
 def test_map_and_chunks_run_the_bodies_without_leases(stage: Stage) -> None:
-    """Celery calls the bodies directly there, many in one message: there is nothing to lease them by."""
+    """Celery calls the bodies directly there, many in one message: there is nothing to lease them
+    by.
+    """
     square = stage.tasks.square
     assert square.map([7, 7, 8]).apply_async().get(timeout=PATIENCE) == [49, 49, 64]
     assert square.chunks([(9,), (9,)], 1).apply_async().get(timeout=PATIENCE) == [[81], [81]]
@@ -151,7 +176,7 @@ def test_map_and_chunks_run_the_bodies_without_leases(stage: Stage) -> None:
     assert stage.events("square", number=10)[0]["held"]
 
 
-# -- shapes ------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 
 
 def test_options_of_a_base_class_hold_for_its_tasks(stage: Stage, name: str) -> None:
@@ -172,7 +197,9 @@ def test_every_shape_of_task_runs_once_under_its_lease(stage: Stage, name: str, 
 
 
 def test_the_hooks_of_another_base_class_are_called(stage: Stage, name: str) -> None:
-    """The mixin comes before somebody else's ``Task``: its ``on_success`` sees the run and the replay."""
+    """The mixin comes before somebody else's ``Task``: its ``on_success`` sees the run and the
+    replay.
+    """
     assert shaped(stage, "mixed", name) == name
     assert shaped(stage, "mixed", name) == name
     seen = stage.wait_for("on_success", 2, name=name)
@@ -180,21 +207,31 @@ def test_the_hooks_of_another_base_class_are_called(stage: Stage, name: str) -> 
 
 
 def test_a_pydantic_task_gets_and_gives_models(stage: Stage, name: str) -> None:
-    """The key is made of the arguments as they travel; the body gets the model, and both calls its result."""
+    """The key is made of the arguments as they travel; the body gets the model, and both calls its
+    result.
+    """
     invoice = {"name": name, "month": 4}
-    assert shaped(stage, "model", invoice) == shaped(stage, "model", invoice) == {"name": name, "month": 5}
+    assert (
+        shaped(stage, "model", invoice)
+        == shaped(stage, "model", invoice)
+        == {"name": name, "month": 5}
+    )
     (event,) = stage.events("begin", name=name)
     assert (event["held"], event["kind"]) == (True, "Invoice")
 
 
-def test_two_apps_in_one_process_keep_their_stores_and_leases_apart(stage: Stage, name: str) -> None:
-    """A task of the other app inside a body of this one: its own lease and replay, and the outer lease stays."""
+def test_two_apps_in_one_process_keep_their_stores_and_leases_apart(
+    stage: Stage, name: str
+) -> None:
+    """A task of the other app inside a body of this one: its own lease and replay, and the outer
+    lease stays.
+    """
     assert shaped(stage, "hosts", name) == [True, f"hosts:{name}"]
     (inner,) = stage.events("foreign", name=name)
     assert (inner["held"], inner["key"]) == (True, f"other:{name}")
 
 
-# -- eager -------------------------------------------------------------------------------------------------
+# -- eager -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -217,20 +254,28 @@ def test_apply_runs_the_protocol_and_replays(stage: Stage, name: str, eager: Any
     assert stage.row("work", f"work:{name}") is None
 
 
-def test_task_always_eager_replays_retries_and_shows_errors(stage: Stage, name: str, eager: Any) -> None:
+def test_task_always_eager_replays_retries_and_shows_errors(
+    stage: Stage, name: str, eager: Any
+) -> None:
     """``delay`` in place: results, retries, groups, and the errors of duplicates."""
     eager.app.conf.update(task_always_eager=True)
     assert eager.work.delay(name).get() == eager.work.delay(name).get()
     assert eager.retries.delay(name, 2).get() == {"name": name, "retries": 2}
-    assert group(eager.work.s(name), eager.work.s(name))().get() == [eager.work.delay(name).get()] * 2
+    assert (
+        group(eager.work.s(name), eager.work.s(name))().get() == [eager.work.delay(name).get()] * 2
+    )
     assert eager.refuses.delay(name).get()["name"] == name
     with pytest.raises(AlreadyDone):
         eager.refuses.delay(name).get()
 
 
 def test_an_eager_call_of_a_held_key_raises_lease_held(stage: Stage, name: str, eager: Any) -> None:
-    """Nothing can be put back where nobody delivers: the caller is told, and the holder is not touched."""
-    eager.app.conf.update(leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True)
+    """Nothing can be rescheduled where nobody delivers: the caller is told, and the holder is not
+    touched.
+    """
+    eager.app.conf.update(
+        leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True
+    )
     gate = stage.gate()
     holder = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)

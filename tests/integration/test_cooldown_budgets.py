@@ -1,19 +1,28 @@
-"""What failures, cooldowns and gates cost: trips and statements of a warmed-up worker, counted at the servers."""
+"""What failures, cooldowns and gates cost: trips and statements of a warmed-up worker, counted at
+the servers.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import BenchFactory
 from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, refusal
-from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, REDIS_REDIS_POSTGRES, spelled
+from tests.integration.stages import (
+    PATIENCE,
+    RABBIT_DATABASE_POSTGRES,
+    REDIS_REDIS_POSTGRES,
+    spelled,
+)
 from tests.integration.tapes import Bench
 
 pytestmark = pytest.mark.both_lease_stores  # their costs differ
 
 
-@pytest.fixture(scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled)
+@pytest.fixture(
+    scope="module", params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled
+)
 def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterator[Bench]:
     """A worker that has run, failed, refused, and closed a gate before."""
     made = bench_factory(request.param, home=COOLING)
@@ -36,17 +45,27 @@ def _fails(bench: Bench, task: str, *arguments: object) -> None:
     wait_until(lambda: bool(bench.stage.log(f"{call.id}] raised")), PATIENCE, "the end of the call")
 
 
-def test_a_first_run_behind_an_open_gate_costs_no_more_than_one_without_a_group(bench: Bench, name: str) -> None:
+def test_a_first_run_behind_an_open_gate_costs_no_more_than_one_without_a_group(
+    bench: Bench, name: str
+) -> None:
     """The gate is asked at by the trip that acquires, or by the statement that claims."""
     tasks = bench.stage.tasks
     alone = bench.cost(lambda: tasks.slow.delay(name, [OK]).get(timeout=PATIENCE))
-    grouped = bench.cost(lambda: tasks.gated.delay(name, [OK], f"group-{name}").get(timeout=PATIENCE))
-    assert grouped[0] == alone[0] == ([] if bench.stage.lease_store == "database" else ["EVALSHA", "EVALSHA"])
+    grouped = bench.cost(
+        lambda: tasks.gated.delay(name, [OK], f"group-{name}").get(timeout=PATIENCE)
+    )
+    assert (
+        grouped[0]
+        == alone[0]
+        == ([] if bench.stage.lease_store == "database" else ["EVALSHA", "EVALSHA"])
+    )
     assert len(grouped[1]) == len(alone[1]) == 2
 
 
 def test_a_failure_that_cools_its_key_costs_what_a_success_costs(bench: Bench, name: str) -> None:
-    """Acquire, claim, settle, and the change of the lease into a cooldown in place of its release."""
+    """Acquire, claim, settle, and the change of the lease into a cooldown in place of its
+    release.
+    """
     commands, statements = bench.cost(lambda: _fails(bench, "slow", name, [BROKEN]))
     if bench.stage.lease_store == "database":
         assert (commands, len(statements)) == ([], 2)
@@ -54,8 +73,12 @@ def test_a_failure_that_cools_its_key_costs_what_a_success_costs(bench: Bench, n
         assert (commands, len(statements)) == (["EVALSHA", "EVALSHA"], 2)
 
 
-def test_a_press_during_a_cooldown_is_refused_by_one_statement_that_writes_nothing(bench: Bench, name: str) -> None:
-    """The cooling lease sends it to the record, by one command; the row's tuple is the one that was there before."""
+def test_a_press_during_a_cooldown_is_refused_by_one_statement_that_writes_nothing(
+    bench: Bench, name: str
+) -> None:
+    """The cooling lease sends it to the record, by one command; the row's tuple is the one that was
+    there before.
+    """
     _fails(bench, "slow", name, [BROKEN])
     before = bench.version(f"slow:{name}")
     commands, statements = bench.cost(lambda: refusal(bench.stage.tasks.slow.delay(name, [BROKEN])))
@@ -75,8 +98,12 @@ def test_closing_a_gate_costs_one_look_and_one_write_more(bench: Bench, name: st
         assert len(statements) == 2
 
 
-def test_a_press_at_a_shut_gate_is_refused_by_one_statement_that_writes_nothing(bench: Bench, name: str) -> None:
-    """A key that never ran: no row is made for it; and one that did is replayed at the same price."""
+def test_a_press_at_a_shut_gate_is_refused_by_one_statement_that_writes_nothing(
+    bench: Bench, name: str
+) -> None:
+    """A key that never ran: no row is made for it; and one that did is replayed at the same
+    price.
+    """
     group, tasks = f"group-{name}", bench.stage.tasks
     value = tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE)
     before = bench.version(f"gated:{name}-done")
@@ -86,6 +113,8 @@ def test_a_press_at_a_shut_gate_is_refused_by_one_statement_that_writes_nothing(
     assert len(statements) == 1
     assert bench.stage.row("gated", f"gated:{name}") is None
 
-    again = bench.cost(lambda: tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE) == value)
+    again = bench.cost(
+        lambda: tasks.gated.delay(f"{name}-done", [OK], group).get(timeout=PATIENCE) == value
+    )
     assert (len(again[0]), len(again[1])) == (len(commands), len(statements))
     assert bench.version(f"gated:{name}-done") == before

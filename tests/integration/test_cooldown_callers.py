@@ -1,4 +1,6 @@
-"""Cooldowns beside what Celery's users do: its own retries and control flow, limits, canvas, eager and direct calls."""
+"""Cooldowns beside what Celery's users do: its own retries and control flow, limits, canvas, eager
+and direct calls.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +10,7 @@ from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
-from celery_leases.seam.apps import forget
+from celery_leases.worker.apps import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
     BROKEN,
@@ -37,16 +39,25 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     made.close_when_drained(request.session)
 
 
-# -- Celery's own retries and control flow -----------------------------------------------------------------
+# -- Celery's own retries and control flow ---------------------------------------------------------
 
 
 def test_the_users_own_retries_are_counted_by_celery_and_no_others(stage: Stage, name: str) -> None:
-    """``raise self.retry()`` before and after a cooldown: it is no failure, and the cooldown is none of its retries."""
+    """``raise self.retry()`` before and after a cooldown: it is no failure, and the cooldown is
+    none of its retries.
+    """
     result = stage.tasks.resumes.delay(name, [["retry", 0.2], limited(1.2), ["retry", 0.2], OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 4}
     runs = paid(stage, name)
-    assert [(run["id"], run["retries"]) for run in runs] == [(result.id, retries) for retries in (0, 1, 1, 2)]
-    assert [run["previous"] and run["previous"]["ended"] for run in runs] == [None, "retried", "failed", "retried"]
+    assert [(run["id"], run["retries"]) for run in runs] == [
+        (result.id, retries) for retries in (0, 1, 1, 2)
+    ]
+    assert [run["previous"] and run["previous"]["ended"] for run in runs] == [
+        None,
+        "retried",
+        "failed",
+        "retried",
+    ]
     assert_sound(stage, "resumes", name)
 
 
@@ -69,7 +80,12 @@ def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
     """The resumed call ends without a result; the key is done, and cools no more."""
     stage.tasks.resumes.delay(name, [limited(1.2), [how]])
     row = stage.wait_for_state("resumes", f"resumes:{name}", "done")
-    assert (row["ended"], row["result"], row["retry_at"], row["cooldowns"]) == (ended, None, None, 0)
+    assert (row["ended"], row["result"], row["retry_at"], row["cooldowns"]) == (
+        ended,
+        None,
+        None,
+        0,
+    )
     assert len(paid(stage, name)) == 2
 
 
@@ -80,26 +96,38 @@ def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Stage, name: str
     assert_sound(stage, "resumes", name)
 
 
-# -- ambiguous failures ------------------------------------------------------------------------------------
+# -- ambiguous failures ----------------------------------------------------------------------------
 
 
 def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name: str) -> None:
-    """For 15 s at least, whatever the policy; the next attempt can see that the call may have been executed."""
+    """For 15 s at least, whatever the policy; the next attempt can see that the call may have been
+    executed.
+    """
     script = [["sleep", 30], OK]
     with pytest.raises(SoftTimeLimitExceeded):
         stage.tasks.limited.delay(name, script).get(timeout=PATIENCE)
     assert not _ends_as_ambiguous(stage, "limited", name, "SoftTimeLimitExceeded").resumes
-    assert stage.tasks.limited.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert stage.tasks.limited.delay(name, script).get(timeout=PATIENCE) == {
+        "name": name,
+        "paid": 2,
+    }
     _was_ambiguous(stage, name)
 
 
-def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(stage: Stage, name: str) -> None:
-    """A ``MemoryError`` that reached Celery's main process would end the worker; the call that resumes keeps it."""
+def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(
+    stage: Stage, name: str
+) -> None:
+    """A ``MemoryError`` that reached Celery's main process would end the worker; the call that
+    resumes keeps it.
+    """
     script = [["raise", "MemoryError"], OK]
     stage.tasks.resumes.delay(name, script)
     let_go = _ends_as_ambiguous(stage, "resumes", name, "MemoryError")
     assert let_go.resumes, "its copy comes when the 15 s are over, and is answered with the result"
-    assert stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert stage.tasks.resumes.delay(name, script).get(timeout=PATIENCE) == {
+        "name": name,
+        "paid": 2,
+    }
     _was_ambiguous(stage, name)
 
 
@@ -108,7 +136,11 @@ def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> LeaseS
     assert lasted(cooled(stage, task, name)) == pytest.approx(15.0, abs=0.01)
     shown = status(stage, task, name)
     assert shown.error is not None
-    assert (shown.reason, shown.rule, shown.error.ambiguous) == ("limit_hit", "time-or-memory-limit", True)
+    assert (shown.reason, shown.rule, shown.error.ambiguous) == (
+        "limit_hit",
+        "time-or-memory-limit",
+        True,
+    )
     assert shown.error.type.endswith(error)
     return stage.client.retry(f"{task}:{name}", task=f"{COOLING}.{task}")
 
@@ -118,8 +150,12 @@ def _was_ambiguous(stage: Stage, name: str) -> None:
     assert (error["rule"], error["ambiguous"]) == ("time-or-memory-limit", True)
 
 
-def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhere(stage: Stage, name: str) -> None:
-    """``lease_idempotent``: a server that accepts and never answers may have done what it was asked."""
+def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhere(
+    stage: Stage, name: str
+) -> None:
+    """``lease_idempotent``: a server that accepts and never answers may have done what it was
+    asked.
+    """
     script = [["read timeout"], OK]
     result = stage.tasks.repeatable.delay(name, script)
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
@@ -135,23 +171,33 @@ def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhe
 
 
 def test_the_next_attempt_is_told_how_the_last_one_failed(stage: Stage, name: str) -> None:
-    """``current_lease.previous``: class, message, rule and host; a clear failure is not ambiguous."""
+    """``current_lease.previous``: class, message, rule and host; a clear failure is not
+    ambiguous.
+    """
     result = stage.tasks.resumes.delay(name, [BROKEN, OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     first, second = paid(stage, name)
     assert first["previous"] is None
     error = second["previous"]["error"]
-    assert (error["type"], error["message"], error["rule"]) == ("KeyError", "'customer'", "anything-else")
+    assert (error["type"], error["message"], error["rule"]) == (
+        "KeyError",
+        "'customer'",
+        "anything-else",
+    )
     assert not error["ambiguous"]
     assert second["previous"]["host"].endswith(f"/{first['pid']}")
 
 
-# -- canvas ------------------------------------------------------------------------------------------------
+# -- canvas ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", ["resumes", "ignores"])
-def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(stage: Stage, name: str, task: str) -> None:
-    """A refused or dropped step would end the chain: it is put back, and goes on with the saved result."""
+def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(
+    stage: Stage, name: str, task: str
+) -> None:
+    """A refused or dropped step would end the chain: it is rescheduled, and goes on with the saved
+    result.
+    """
     leased, script = getattr(stage.tasks, task), [limited(1.8), OK]
     first = leased.delay(name, script)
     cooled(stage, task, name)
@@ -162,10 +208,16 @@ def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(stage: Stage, 
     assert_sound(stage, task, name)
 
 
-def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(stage: Stage, name: str) -> None:
-    """Both members of the key and one of another: each counts once, and the chord's body runs once."""
+def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(
+    stage: Stage, name: str
+) -> None:
+    """Both members of the key and one of another: each counts once, and the chord's body runs
+    once.
+    """
     cools = stage.tasks.resumes.s(name, [limited(1.5), OK])
-    outcome = chord([cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s())()
+    outcome = chord(
+        [cools, cools.clone(), stage.tasks.resumes.s(f"{name}-other", [OK])], stage.tasks.gather.s()
+    )()
     value = {"name": name, "paid": 2}
     assert outcome.get(timeout=PATIENCE) == [value, value, {"name": f"{name}-other", "paid": 1}]
     stage.wait_until_drained()
@@ -185,13 +237,15 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -
 
 
 def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Stage, name: str) -> None:
-    """``lease_on_cooling="reschedule"``: it is not refused, and gets the result of the call that resumes."""
+    """``lease_on_cooling="reschedule"``: it is not refused, and gets the result of the call that
+    resumes.
+    """
     script = [limited(1.8), OK]
     first = stage.tasks.waits.delay(name, script)
     cooled(stage, "waits", name)
     other = stage.tasks.waits.delay(name, script)
     assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-    assert len(stage.wait_for_log(other.id, "put back for")) >= 1
+    assert len(stage.wait_for_log(other.id, "rescheduled in")) >= 1
 
 
 def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(stage: Stage, name: str) -> None:
@@ -219,7 +273,7 @@ def test_without_events_none_are_published(stage: Stage, name: str) -> None:
         watcher.close()
 
 
-# -- eager and direct calls --------------------------------------------------------------------------------
+# -- eager and direct calls ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -237,7 +291,9 @@ def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
     stage: Stage, name: str, eager: Any, step: list[Any]
 ) -> None:
-    """Nothing can be put back where nobody delivers; the whole protocol runs on stores in memory."""
+    """Nothing can be rescheduled where nobody delivers; the whole protocol runs on stores in
+    memory.
+    """
     with pytest.raises((Answered, KeyError)):
         eager.slow.apply(args=(name, [step, OK])).get()
     with pytest.raises(CoolingDown) as told:
@@ -247,25 +303,33 @@ def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
     assert stage.row("slow", f"slow:{name}") is None
 
 
-def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(stage: Stage, name: str, eager: Any) -> None:
+def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
+    stage: Stage, name: str, eager: Any
+) -> None:
     """There is no soon where nobody delivers; the next call runs as soon as the record lets it."""
     with pytest.raises(Answered):
         eager.resumes.apply(args=(name, [TAKEN, OK])).get()
     assert len(paid(stage, name)) == 1
 
 
-@pytest.mark.parametrize("step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]])
+@pytest.mark.parametrize(
+    "step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]]
+)
 def test_an_eager_call_that_asks_to_wait_tells_its_caller_when(
     stage: Stage, name: str, eager: Any, step: list[Any]
 ) -> None:
-    """Control flow is no error of the caller's: it gets ``CoolingDown`` with the time it asked for."""
+    """Control flow is no error of the caller's: it gets ``CoolingDown`` with the time it asked
+    for.
+    """
     with pytest.raises(CoolingDown, match="Retry available in 60 seconds") as told:
         eager.resumes.apply(args=(name, [step])).get()
     assert told.value.retry_after == pytest.approx(60, abs=0.5)
 
 
 def test_a_direct_call_raises_what_its_body_raises(stage: Stage, name: str, eager: Any) -> None:
-    """Without a lease there is nobody to obey the body's wishes but the caller; nothing is written."""
+    """Without a lease there is nobody to obey the body's wishes but the caller; nothing is
+    written.
+    """
     for step, error in (
         (["cooldown", 60, "draft not ready"], Cooldown),
         (["later", 60], RetryLater),
@@ -275,7 +339,9 @@ def test_a_direct_call_raises_what_its_body_raises(stage: Stage, name: str, eage
     ):
         with pytest.raises(error):
             eager.resumes(f"{name}-{step[0]}", [step])
-    assert [run["held"] for run in stage.events("paid") if run["name"].startswith(name)] == [False] * 5
+    assert [run["held"] for run in stage.events("paid") if run["name"].startswith(name)] == [
+        False
+    ] * 5
     assert stage.row("resumes", f"resumes:{name}-later") is None
 
 

@@ -1,4 +1,6 @@
-"""``celery -A … leases …`` about failures, as an operator types it: explain, retry, groups, and keys that wait."""
+"""``celery -A … leases …`` about failures, as an operator types it: explain, retry, groups, and
+keys that wait.
+"""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +29,9 @@ def operator(module_stage: Stage) -> Iterator[Terminal]:
 
 
 def test_explain_says_which_rule_a_failure_meets_and_what_follows(operator: Terminal) -> None:
-    """For people in lines, for programs in JSON; rules and options are those of the task that is named."""
+    """For people in lines, for programs in JSON; rules and options are those of the task that is
+    named.
+    """
     lines = operator.sees("explain", "--status", "429", "--header", "retry-after=37").splitlines()
     assert lines[0] == "rate-limited: status 429"
     text = "\n".join(lines)
@@ -35,7 +39,11 @@ def test_explain_says_which_rule_a_failure_meets_and_what_follows(operator: Term
     assert "cooldown of 37 to 41 s" in text
 
     told = operator.reads("explain", "--task", f"{COOLING}.asks_together", "--status", "429")
-    assert (told["rule"], told["verdict"], told["reason"]) == ("rate-limited", "cooldown", "rate_limited")
+    assert (told["rule"], told["verdict"], told["reason"]) == (
+        "rate-limited",
+        "cooldown",
+        "rate_limited",
+    )
     assert told["whose_wait"] == "all keys of {url}"
     assert told["failures"] == [f"cooldown of {seconds} s" for seconds in (30, 60, 120)]
 
@@ -56,8 +64,8 @@ def test_explain_says_which_rule_a_failure_meets_and_what_follows(operator: Term
         (("explain", "--header", "retry-after"), 2, "is not NAME=VALUE"),
         (("explain", "--status", "429", "--task", "nobody"), 2, f"known are {COOLING}.asks"),
         (("explain", "--exc", "os.path"), 2, "is no exception class"),
-        (("groups", "--close", "model", "--for", "soon"), 1, "'soon' is not usable"),
-        (("groups", "--close"), 2, "--close"),
+        (("group", "close", "model", "--for", "soon"), 2, "'soon' is not usable"),
+        (("group", "close"), 2, "GROUP"),
         (("retry", "nothing"), 1, "nothing"),
         (("list", "--state", "sleeping"), 2, "sleeping"),
     ],
@@ -72,17 +80,23 @@ def test_what_cannot_be_meant_is_refused_with_a_word_of_help(
     assert "Traceback" not in done.stderr
 
 
-def test_a_key_that_waits_is_listed_shown_and_let_go(stage: Stage, operator: Terminal, name: str) -> None:
-    """``leases retry`` ends the wait, says that nothing is queued, and the next press runs at once."""
+def test_a_key_that_waits_is_listed_shown_and_let_go(
+    stage: Stage, operator: Terminal, name: str
+) -> None:
+    """``leases retry`` ends the wait, says that nothing is queued, and the next press runs at
+    once.
+    """
     script = [["cooldown", 300, "draft not ready"], OK]
     with pytest.raises(CoolingDown, match="Retry available in 5 minutes"):
         stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)
     key = f"slow:{name}"
-    (listed,) = [row for row in operator.reads("list", "--state", "cooling") if row["key"] == key]
+    (listed,) = [
+        row for row in operator.reads_lines("list", "--state", "cooling") if row["key"] == key
+    ]
     assert (listed["reason"], listed["failures"]) == ("asked", 1)
     (line,) = [line for line in operator.sees("list").splitlines() if key in line]
     assert line.split()[0] == "cooling"
-    assert "Retry available in 5 minutes" in line
+    assert "when called, in 4m" in line
     shown = operator.sees("show", key)
     assert shown.splitlines()[0] == "Retry available in 5 minutes"
     assert "draft not ready" in shown
@@ -106,7 +120,10 @@ def test_a_key_that_has_failed_for_good_is_listed_shown_and_revived(
     with pytest.raises(ValueError, match="no document"):
         stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
     key = f"firm:{name}"
-    assert key in [row["key"] for row in operator.reads("list", "--state", "failed", "--task", f"{COOLING}.firm")]
+    assert key in [
+        row["key"]
+        for row in operator.reads_lines("list", "--state", "failed", "--task", f"{COOLING}.firm")
+    ]
     assert operator.sees("show", key).splitlines()[0] == "Failed for good"
     with pytest.raises(PermanentFailure):
         stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
@@ -114,39 +131,55 @@ def test_a_key_that_has_failed_for_good_is_listed_shown_and_revived(
     assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
-def test_the_gate_of_a_group_is_closed_listed_and_opened(stage: Stage, operator: Terminal, name: str) -> None:
+def test_the_gate_of_a_group_is_closed_listed_and_opened(
+    stage: Stage, operator: Terminal, name: str
+) -> None:
     """Callers are told why; a key's own ``retry`` names the command that opens its group."""
     group = f"model-{name}"
-    assert f"model-{name}" not in operator.sees("groups")
-    (closed,) = _about(operator.reads("groups", "--close", group, "--for", "2m", "--why", "invoice overdue"), group)
-    assert (closed["state"], closed["error"], closed["reason"]) == ("closed", "invoice overdue", "asked")
+    assert f"model-{name}" not in operator.sees("group", "list")
+    (closed,) = _about(
+        operator.reads_lines("group", "close", group, "--for", "2m", "--why", "invoice overdue"),
+        group,
+    )
+    assert (closed["state"], closed["error"], closed["reason"]) == (
+        "closed",
+        "invoice overdue",
+        "asked",
+    )
     assert 100 < closed["retry_after"] <= 120
-    (line,) = [line for line in operator.sees("groups").splitlines() if group in line]
+    (line,) = [line for line in operator.sees("group", "list").splitlines() if group in line]
     assert line.split()[0] == "closed"
     assert "2 minutes" in line
     assert "invoice overdue" in line
-    (longer,) = _about(operator.reads("groups", "--close", group, "--for", "1s"), group)
+    (longer,) = _about(operator.reads_lines("group", "close", group, "--for", "1s"), group)
     assert longer["retry_after"] > 60, "a standing time is never cut"
 
     told = refusal(stage.tasks.gated.delay(name, [OK], group))
     assert (told.reason, told.rule) == ("asked", "operator")
     assert f"cooldown group {group}" in str(told)
 
-    operator.sees("groups", "--open", group)
-    assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == {"name": name, "paid": 1}
-    again = operator.types("groups", "--open", group)
+    operator.sees("group", "open", group)
+    assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == {
+        "name": name,
+        "paid": 1,
+    }
+    again = operator.types("group", "open", group)
     assert again.returncode == 0
     assert "was open already" in again.stderr
 
 
-def test_retry_of_a_key_whose_group_is_shut_says_so(stage: Stage, operator: Terminal, name: str) -> None:
+def test_retry_of_a_key_whose_group_is_shut_says_so(
+    stage: Stage, operator: Terminal, name: str
+) -> None:
     """The operator learns that the key alone is not what waits."""
     group = f"model-{name}"
     with pytest.raises(CoolingDown):
-        stage.tasks.gated.delay(name, [["cooldown", 300, "quota", "group"]], group).get(timeout=PATIENCE)
+        stage.tasks.gated.delay(name, [["cooldown", 300, "quota", "group"]], group).get(
+            timeout=PATIENCE
+        )
     done = operator.types("retry", f"gated:{name}")
     assert done.returncode == 0
-    assert f"leases groups --open {group}" in done.stderr
+    assert f"leases group open {group}" in done.stderr
 
 
 def _about(groups: list[dict[str, Any]], group: str) -> list[dict[str, Any]]:

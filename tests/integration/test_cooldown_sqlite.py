@@ -1,13 +1,30 @@
-"""Cooldowns and groups over a SQLite file that eight processes write: with leases in it, and with leases in Redis."""
+"""Cooldowns and groups over a SQLite file that eight processes write: with leases in it, and with
+leases in Redis.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
-from tests.integration.cooldowns import BUSY, COOLING, OK, assert_sound, cooled, limited, paid, refusal
-from tests.integration.stages import PATIENCE, RABBIT_REDIS_SQLITE, REDIS_DATABASE_SQLITE, Stage, spelled
+from tests.integration.cooldowns import (
+    BUSY,
+    COOLING,
+    OK,
+    assert_sound,
+    cooled,
+    limited,
+    paid,
+    refusal,
+)
+from tests.integration.stages import (
+    PATIENCE,
+    RABBIT_REDIS_SQLITE,
+    REDIS_DATABASE_SQLITE,
+    Stage,
+    spelled,
+)
 
 
 @pytest.fixture(scope="module", params=[REDIS_DATABASE_SQLITE, RABBIT_REDIS_SQLITE], ids=spelled)
@@ -18,7 +35,9 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     made.close_when_drained(request.session)
 
 
-def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(stage: Stage, name: str) -> None:
+def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(
+    stage: Stage, name: str
+) -> None:
     """Ten presses at once; the record holds the time, whatever holds the leases."""
     script = [limited(3), OK]
     first = stage.tasks.resumes.delay(name, script)
@@ -30,7 +49,9 @@ def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(stage: St
     assert_sound(stage, "resumes", name)
 
 
-def test_eight_failures_of_a_group_close_its_gate_once_and_one_probe_opens_it(stage: Stage, name: str) -> None:
+def test_eight_failures_of_a_group_close_its_gate_once_and_one_probe_opens_it(
+    stage: Stage, name: str
+) -> None:
     """Written by eight processes at the same time; twenty calls wait, and one body alone begins."""
     gates, keys = [stage.gate(), stage.gate()], [f"{name}-{n}" for n in range(20)]
     script = [["when", str(gates[0]), *BUSY], ["when", str(gates[1]), "ok"]]
@@ -46,8 +67,8 @@ def test_eight_failures_of_a_group_close_its_gate_once_and_one_probe_opens_it(st
     wait_until(lambda: runs() == 9, PATIENCE, "the probe")
     (gate,) = [gate for gate in stage.client.groups() if gate.group == name]
     assert (gate.state, gate.trips) == ("probing", 1)
-    so_far = len(stage.log(f"cooldown group {name} is waiting"))
-    stage.wait_for_log(f"cooldown group {name} is waiting", "put back", so_far + 19)
+    so_far = len(stage.log(f"cooldown group {name} is cooling down"))
+    stage.wait_for_log(f"cooldown group {name} is cooling down", "rescheduled", so_far + 19)
     assert runs() == 9
     gates[1].touch()
     assert [result.get(timeout=PATIENCE)["name"] for result in results] == keys

@@ -1,4 +1,6 @@
-"""What people and programs see of a cooldown: its status elsewhere, errors without secrets, Celery's task events."""
+"""What people and programs see of a cooldown: its status elsewhere, errors without secrets,
+Celery's task events.
+"""
 
 import json
 import subprocess
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
@@ -34,19 +36,32 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 def shown_elsewhere(stage: Stage, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Status and message of keys, as a process sees them that imports no task and starts no Celery app."""
-    argv = [sys.executable, "-c", LOOK, stage.env["LEASES_URL"], stage.database_url, json.dumps(asked)]
+    """Status and message of keys, as a process sees them that imports no task and starts no Celery
+    app.
+    """
+    argv = [
+        sys.executable,
+        "-c",
+        LOOK,
+        stage.env["LEASES_URL"],
+        stage.database_url,
+        json.dumps(asked),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     found, modules = json.loads(done.stdout)
     assert not [name for name in modules if name.startswith("tests")]
     return [(values, message) for values, message in found]
 
 
-# -- status ------------------------------------------------------------------------------------------------
+# -- status ----------------------------------------------------------------------------------------
 
 
-def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(stage: Stage, name: str) -> None:
-    """Three hundred seconds read as five minutes, with reason, rule and scope; and a key that nobody has called."""
+def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
+    stage: Stage, name: str
+) -> None:
+    """Three hundred seconds read as five minutes, with reason, rule and scope; and a key that
+    nobody has called.
+    """
     stage.tasks.slow.delay(name, [["cooldown", 300, f"draft {name} not ready"]])
     cooled(stage, "slow", name)
     (cooling, message), (absent, nothing) = shown_elsewhere(
@@ -55,7 +70,11 @@ def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(stage: 
         {"key": "slow:nobody", "task": f"{COOLING}.slow"},
     )
     assert message == "Retry available in 5 minutes"
-    assert (cooling["state"], cooling["reason"], cooling["rule"]) == ("cooling", "asked", "asked-cooldown")
+    assert (cooling["state"], cooling["reason"], cooling["rule"]) == (
+        "cooling",
+        "asked",
+        "asked-cooldown",
+    )
     assert (cooling["scope"], cooling["group"], cooling["resumes"]) == ("key", None, False)
     assert 240 < cooling["retry_after"] <= 300
     assert f"draft {name} not ready" in cooling["error"]["message"]
@@ -80,8 +99,12 @@ def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(stage: Stage, 
 
 
 @pytest.mark.parametrize("task", ["slow", "resumes"])
-def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(stage: Stage, name: str, task: str) -> None:
-    """Not in the row, not in the gate, not in a line of ``celery_leases``, whether the call stops or comes back."""
+def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(
+    stage: Stage, name: str, task: str
+) -> None:
+    """Not in the row, not in the gate, not in a line of ``celery_leases``, whether the call stops
+    or comes back.
+    """
     result = getattr(stage.tasks, task).delay(name, [["raise", "RuntimeError", TELLING], OK])
     row = cooled(stage, task, name)
     shown = status(stage, task, name)
@@ -90,7 +113,7 @@ def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(stage: Stag
     stage.wait_for_log(result.id, "[redacted]")
     if task == "resumes":
         assert result.get(timeout=PATIENCE)["paid"] == 2
-        stage.wait_for_log(result.id, "comes back")
+        stage.wait_for_log(result.id, "will run again")
     ours = "\n".join(told(stage, result.id))
     for secret in SECRETS:
         assert secret not in json.dumps(shown.as_json())
@@ -99,7 +122,9 @@ def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(stage: Stag
 
 
 def told(stage: Stage, call: str) -> list[str]:
-    """The log records of ``celery_leases`` about a call, with the lines of a traceback below them."""
+    """The log records of ``celery_leases`` about a call, with the lines of a traceback below
+    them.
+    """
     lines, ours = [], False
     for line in stage.worker.full_log().splitlines():
         if line.startswith("["):
@@ -109,7 +134,7 @@ def told(stage: Stage, call: str) -> list[str]:
     return lines
 
 
-# -- task events -------------------------------------------------------------------------------------------
+# -- task events -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -120,8 +145,12 @@ def watcher(stage: Stage) -> Iterator[Watcher]:
     made.close()
 
 
-def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(stage: Stage, name: str, watcher: Watcher) -> None:
-    """Custom task events, with key, wait and reason; a failure that comes back is Celery's retry besides."""
+def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(
+    stage: Stage, name: str, watcher: Watcher
+) -> None:
+    """Custom task events, with key, wait and reason; a failure that comes back is Celery's retry
+    besides.
+    """
     gate = stage.gate()
     script = [["snooze", 0.2], TAKEN, limited(2), ["when", str(gate), "ok"]]
     call = stage.tasks.quick.delay(name, script).id
@@ -141,7 +170,11 @@ def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(stage: Stage, 
 
 def kinds(watcher: Watcher, call: str) -> list[str]:
     """The events that say why a call does not run now."""
-    return [event["type"] for event in watcher.of(call) if event["type"] not in ("task-received", "task-started")]
+    return [
+        event["type"]
+        for event in watcher.of(call)
+        if event["type"] not in ("task-received", "task-started")
+    ]
 
 
 def test_the_event_of_a_call_that_waits_for_anothers_cooldown_says_so(

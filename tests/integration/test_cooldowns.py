@@ -1,4 +1,6 @@
-"""Presses during a cooldown, quick retries, and failures for good: what reaches the paid side, and what callers get."""
+"""Presses during a cooldown, quick retries, and failures for good: what reaches the paid side, and
+what callers get.
+"""
 
 import os
 import signal
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from celery_leases import CoolingDown, PermanentFailure
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
     BROKEN,
@@ -37,11 +39,15 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     made.close_when_drained(request.session)
 
 
-# -- presses -----------------------------------------------------------------------------------------------
+# -- presses ---------------------------------------------------------------------------------------
 
 
-def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(stage: Stage, name: str) -> None:
-    """The one that ran gets the original error, the others are told until when and why; nothing else is paid."""
+def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
+    stage: Stage, name: str
+) -> None:
+    """The one that ran gets the original error, the others are told until when and why; nothing
+    else is paid.
+    """
     presses = [stage.tasks.stops.delay(name, [limited(60)]) for _ in range(20)]
     errors = [press.get(timeout=PATIENCE, propagate=False) for press in presses]
     now = time.time()
@@ -50,7 +56,11 @@ def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
     told = [error for error in errors if isinstance(error, CoolingDown)]
     assert len(told) == 19
     for error in told:
-        assert (error.key, error.reason, error.rule) == (f"stops:{name}", "rate_limited", "rate-limited")
+        assert (error.key, error.reason, error.rule) == (
+            f"stops:{name}",
+            "rate_limited",
+            "rate-limited",
+        )
         assert 50 < error.retry_after <= 66
         assert 50 < error.retry_at - now <= 66
     assert max(error.retry_at for error in told) - min(error.retry_at for error in told) < 0.5
@@ -59,11 +69,19 @@ def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
     assert_sound(stage, "stops", name)
 
 
-def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(stage: Stage, name: str) -> None:
-    """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same result."""
+def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(
+    stage: Stage, name: str
+) -> None:
+    """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same
+    result.
+    """
     first = stage.tasks.resumes.delay(name, [limited(4), OK])
     row = cooled(stage, "resumes", name)
-    wait_until(lambda: not stage.is_held("resumes", f"resumes:{name}"), 1.0, "the lease to become a cooldown")
+    wait_until(
+        lambda: not stage.is_held("resumes", f"resumes:{name}"),
+        1.0,
+        "the lease to become a cooldown",
+    )
     refusals = [refusal(stage.tasks.resumes.delay(name, [limited(4), OK])) for _ in range(19)]
     assert all(0 < told.retry_after <= 4.4 and told.reason == "rate_limited" for told in refusals)
     assert len(paid(stage, name)) == 1
@@ -72,30 +90,47 @@ def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(stage
     assert [run["id"] for run in runs] == [first.id] * 2
     assert 4.0 <= lasted(row) <= 4.4
     assert runs[1]["wall"] >= row["retry_at"] / 1e6
-    assert stage.tasks.resumes.delay(name, [limited(4), OK]).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert stage.tasks.resumes.delay(name, [limited(4), OK]).get(timeout=PATIENCE) == {
+        "name": name,
+        "paid": 2,
+    }
     assert_sound(stage, "resumes", name)
 
 
 def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Stage, name: str) -> None:
-    """Once its worker has discarded the message: it does not come back, and the key goes on cooling for others."""
+    """Once its worker has discarded the message: it does not come back, and the key goes on cooling
+    for others.
+    """
     first = stage.tasks.resumes.delay(name, [limited(5), OK])
     before = cooled(stage, "resumes", name)
     host = f"{stage.worker.name}@{os.uname().nodename}"
     assert stage.app.control.revoke(first.id, destination=[host], reply=True, timeout=10)
     stage.wait_for_log(first.id, "it was revoked while it waited")
     seen = status(stage, "resumes", name)
-    assert (seen.state, seen.reason, seen.detail, seen.resumes) == ("cooling", "terminated", "revoked", False)
+    assert (seen.state, seen.reason, seen.detail, seen.resumes) == (
+        "cooling",
+        "terminated",
+        "revoked",
+        False,
+    )
     assert seen.message().startswith("Revoked: ")
     row = stage.row("resumes", f"resumes:{name}")
     assert row is not None
     assert row["retry_at"] == before["retry_at"]
     wait_until_over(stage, "resumes", name)
     assert status(stage, "resumes", name).message() == "Revoked: runs when called again"
-    assert stage.tasks.resumes.delay(name, [limited(5), OK]).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert stage.tasks.resumes.delay(name, [limited(5), OK]).get(timeout=PATIENCE) == {
+        "name": name,
+        "paid": 2,
+    }
 
 
-def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is(stage: Stage, name: str) -> None:
-    """For jobs a person restarts: the error goes to its caller, nobody is queued, and the key waits all the same."""
+def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is(
+    stage: Stage, name: str
+) -> None:
+    """For jobs a person restarts: the error goes to its caller, nobody is queued, and the key waits
+    all the same.
+    """
     script = [limited(1.5), OK]
     with pytest.raises(Answered):
         stage.tasks.stops.delay(name, script).get(timeout=PATIENCE)
@@ -110,7 +145,9 @@ def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is
 def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_and_runs(
     stage: Stage, name: str
 ) -> None:
-    """Forwarded from a dead-letter queue while the key cools down: it is put back, in hops, and is no copy."""
+    """Forwarded from a dead-letter queue while the key cools down: it is rescheduled, in hops, and
+    is no copy.
+    """
     script = [limited(1.5), OK]
     call = stage.tasks.stops.delay(name, script)
     with pytest.raises(Answered):
@@ -130,16 +167,18 @@ def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Stage, name:
     for side in (during, after):
         stage.send("stops", name, script, task_id=call.id, queue=side)
     stage.redeliver(during)
-    stage.wait_for_log(call.id, "dropped: its outcome is known already")
+    stage.wait_for_log(call.id, "dropped: its outcome is already known")
     wait_until_over(stage, "stops", name)
     stage.redeliver(after)
-    stage.wait_for_log(call.id, "dropped: its outcome is known already", 2)
+    stage.wait_for_log(call.id, "dropped: its outcome is already known", 2)
     assert len(paid(stage, name)) == 1
     assert stage.tasks.stops.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
     assert_sound(stage, "stops", name)
 
 
-def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(stage: Stage, name: str) -> None:
+def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(
+    stage: Stage, name: str
+) -> None:
     """Without a header the policy decides: 3 s, then 6 s."""
     script = [BROKEN, BROKEN, OK]
     waits = []
@@ -161,10 +200,12 @@ def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_b
     assert_sound(stage, "stops", name)
 
 
-# -- failures for good -------------------------------------------------------------------------------------
+# -- failures for good -----------------------------------------------------------------------------
 
 
-def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(stage: Stage, name: str) -> None:
+def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(
+    stage: Stage, name: str
+) -> None:
     """Class, message and rule are remembered; the first caller has the original error."""
     script = [["raise", "ValueError", f"no document {name}"], OK]
     with pytest.raises(ValueError, match=f"no document {name}"):
@@ -191,7 +232,9 @@ def test_a_body_that_says_so_fails_for_good(stage: Stage, name: str) -> None:
 
 
 def test_the_last_failure_that_is_allowed_ends_the_key(stage: Stage, name: str) -> None:
-    """``lease_max_failures=2``: the call resumes once, then its caller gets the error and later ones are told."""
+    """``lease_max_failures=2``: the call resumes once, then its caller gets the error and later
+    ones are told.
+    """
     first = stage.tasks.breaks.delay(name, [BROKEN])
     with pytest.raises(KeyError):
         first.get(timeout=PATIENCE)
@@ -206,11 +249,13 @@ def test_the_last_failure_that_is_allowed_ends_the_key(stage: Stage, name: str) 
     assert_sound(stage, "breaks", name)
 
 
-# -- quick retries, snoozes --------------------------------------------------------------------------------
+# -- quick retries, snoozes ------------------------------------------------------------------------
 
 
 def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(stage: Stage, name: str) -> None:
-    """Two are allowed: the third failure cools the key, and the user's own ``request.retries`` stay untouched."""
+    """Two are allowed: the third failure cools the key, and the user's own ``request.retries`` stay
+    untouched.
+    """
     gate = stage.gate()
     first = stage.tasks.quick.delay(name, [TAKEN, TAKEN, ["when", str(gate), *TAKEN], OK])
     stage.wait_for("paid", 3, name=name)
@@ -235,14 +280,16 @@ def test_another_call_does_not_jump_the_queue_during_a_quick_retry(stage: Stage,
     first = stage.tasks.refuses.delay(name, script)
     stage.wait_for_state("refuses", f"refuses:{name}", "pending")
     other = stage.tasks.refuses.delay(name, script)
-    stage.wait_for_log(other.id, "is waiting for its time")
+    stage.wait_for_log(other.id, "is cooling down")
     assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
     assert [run["id"] for run in paid(stage, name)] == [first.id] * 2
     assert paid(stage, name)[1]["t"] - paid(stage, name)[0]["t"] >= 3.0
 
 
 def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
-    """Nor a failure, nor a quick retry, nor a crash: the twenty-first run is still the first attempt."""
+    """Nor a failure, nor a quick retry, nor a crash: the twenty-first run is still the first
+    attempt.
+    """
     result = stage.tasks.quick.delay(name, [*[["snooze", 0.05]] * 20, OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 21}
     assert [run["attempt"] for run in paid(stage, name)] == [1] * 21
@@ -252,8 +299,12 @@ def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
     assert_sound(stage, "quick", name)
 
 
-def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(stage: Stage, name: str) -> None:
-    """Six calls on the brink (``lease_max_crashes=1``), stopped in the middle of it all: every one finishes."""
+def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(
+    stage: Stage, name: str
+) -> None:
+    """Six calls on the brink (``lease_max_crashes=1``), stopped in the middle of it all: every one
+    finishes.
+    """
     gate = stage.gate()
     steps: list[list[Any]] = [
         ["later", 0.2],

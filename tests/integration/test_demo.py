@@ -1,4 +1,6 @@
-"""``make demo`` and ``make demo-cooldown`` keep their promises, notice a broken one, and leave nothing behind."""
+"""``make demo`` and ``make demo-cooldown`` keep their promises, notice a broken one, and leave
+nothing behind.
+"""
 
 import json
 import os
@@ -11,8 +13,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from celery_leases.testing.guard import descendants
-from celery_leases.testing.process import GuardedProcess, wait_until
+from celery_leases.testing.waits import wait_until
+from tests.support.guard import descendants
+from tests.support.process import GuardedProcess
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "example_project.demo"]
@@ -22,7 +25,9 @@ COOLDOWN = [sys.executable, "-m", "example_project.demo_cooldown"]
 def play(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """A demo to its end, with a directory of its own for temporary files."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 @pytest.fixture
@@ -40,7 +45,9 @@ def begin(command: list[str], temporary: Path) -> GuardedProcess:
 
 
 def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
-    """Both kills are told, taken over from and within their bounds; exit code 0, in lines of at most 100 columns."""
+    """Both kills are told, taken over from and within their bounds; exit code 0, in lines of at
+    most 100 columns.
+    """
     done = play(tmp_path, *DEMO)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"SIGKILLs", done.stdout)) == 2
@@ -60,11 +67,19 @@ def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
 
 
 def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> None:
-    """Twelve paid calls, counted by the model itself, beside those of plain Celery; exit code 0, in 100 columns."""
+    """Twelve paid calls, counted by the model itself, beside those of plain Celery; exit code 0, in
+    100 columns.
+    """
     done = play(tmp_path, *COOLDOWN)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = [re.split(r"  +", line.strip()) for line in done.stdout.splitlines() if re.match(r"  the \w+  ", line)]
-    night = table.pop(3)  # how often plain Celery asks for the second document depends on when that comes
+    table = [
+        re.split(r"  +", line.strip())
+        for line in done.stdout.splitlines()
+        if re.match(r"  the \w+  ", line)
+    ]
+    night = table.pop(
+        3
+    )  # how often plain Celery asks for the second document depends on when that comes
     assert table == [
         ["the button", "celery_leases", "22", "2", "$0.04", "1 of 1"],
         ["the button", "plain Celery", "22", "22", "$0.44", "1 of 1"],
@@ -83,7 +98,9 @@ def test_the_demo_of_cooldowns_pays_once_and_leaves_no_file(tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_the_demo_of_cooldowns_finds_a_call_too_many(temporary: Path) -> None:
-    """One more call on the account of the leased task, from outside, is a broken promise: exit code 1."""
+    """One more call on the account of the leased task, from outside, is a broken promise: exit code
+    1.
+    """
     demo = begin(COOLDOWN, temporary)
     try:
         demo.wait_for_log("has started", 30)
@@ -115,7 +132,9 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(
         demo.send(sent)
         assert demo.wait(20) == code, demo.logs()
         # The guard adopts what a process leaves behind.
-        wait_until(lambda: not set(below) & set(descendants(os.getpid())), 5, "the end of all processes")
+        wait_until(
+            lambda: not set(below) & set(descendants(os.getpid())), 5, "the end of all processes"
+        )
         assert list(temporary.iterdir()) == []
     finally:
         demo.end()
@@ -127,7 +146,7 @@ def test_the_examples_for_real_workers_pass(pytester: pytest.Pytester) -> None:
     _, crash, contract = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     # Workers run in pytest's root directory, where the project would be.
     (pytester.path / "example_project").symlink_to(ROOT / "example_project")
-    plugin = 'pytest_plugins = ["celery_leases.testing.plugin"]\n'
+    plugin = 'pytest_plugins = ["tests.support.plugin"]\n'
     assert plugin in crash
     pytester.makeconftest(plugin)
     pytester.makeini("[pytest]\npythonpath = .")

@@ -1,4 +1,6 @@
-"""Effects under real workers: what the provider's ledger says after failures, refusals, timeouts and repairs."""
+"""Effects under real workers: what the provider's ledger says after failures, refusals, timeouts
+and repairs.
+"""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from sqlalchemy import text
 
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, PermanentFailure, Uncertain
 from celery_leases.errors import EffectMisused
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.payments import Provider, provider
 from tests.integration.remote import Answered
@@ -23,7 +25,9 @@ SILENT = {"never": True}
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory, provider: Provider) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: StageFactory, provider: Provider
+) -> Iterator[Stage]:
     """A worker that charges; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=INVOICING, env={"PROVIDER": provider.url})
     yield made
@@ -47,7 +51,7 @@ def raised(result: Any, kind: type[BaseException]) -> BaseException:
     return caught.value
 
 
-# -- once --------------------------------------------------------------------------------------------------
+# -- once ------------------------------------------------------------------------------------------
 
 
 def test_over_failures_retries_waits_and_copies_the_call_is_made_once(
@@ -68,17 +72,23 @@ def test_over_failures_retries_waits_and_copies_the_call_is_made_once(
     assert (len(stage.events("begin", name=name)), found.attempt) == (5, 4)
 
 
-def test_what_an_effect_replied_is_the_same_on_every_attempt(stage: Stage, provider: Provider, name: str) -> None:
+def test_what_an_effect_replied_is_the_same_on_every_attempt(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Value, reference and idempotency key."""
     stage.tasks.pay.delay(name, [["later", 0.1]]).get(timeout=PATIENCE)
     first, second = stage.events("charge", name=name)
     assert (
-        first["value"] == second["value"] == {"id": first["reference"], "customer": name, "key": provider.keys(name)[0]}
+        first["value"]
+        == second["value"]
+        == {"id": first["reference"], "customer": name, "key": provider.keys(name)[0]}
     )
 
 
 def test_several_effects_are_each_made_once(stage: Stage, provider: Provider, name: str) -> None:
-    """The second is refused at first; the first is not made again for that, and has a key of its own."""
+    """The second is refused at first; the first is not made again for that, and has a key of its
+    own.
+    """
     provider.script(name, {}, LIMITED)
     result = stage.tasks.pay.delay(name, names=["charge", "mail"]).get(timeout=PATIENCE)
     assert provider.charges(name) == result["charges"]
@@ -100,10 +110,15 @@ def test_an_effect_that_cannot_be_read_keeps_its_call_waiting_until_it_is_repair
     row = stage.wait_for_state("pay", f"pay:{name}", "pending")
     _write_effect_state(stage, row["stored_key"], "bogus")
     assert (
-        "effect 'charge' cannot be read: its column state has 'bogus'" in stage.wait_for_log(result.id, "cannot be")[0]
+        "effect 'charge' cannot be read: its column state has 'bogus'"
+        in stage.wait_for_log(result.id, "cannot be")[0]
     )
     found = status(stage, name)
-    assert ([effect.state for effect in found.effects], found.state, found.attempt) == (["unreadable"], "pending", 1)
+    assert ([effect.state for effect in found.effects], found.state, found.attempt) == (
+        ["unreadable"],
+        "pending",
+        1,
+    )
     assert result.state == "RETRY"
     _write_effect_state(stage, row["stored_key"], "done")
     (charge,) = result.get(timeout=PATIENCE)["charges"]
@@ -117,10 +132,12 @@ def _write_effect_state(stage: Stage, stored_key: str, state: str) -> None:
         connection.execute(statement, {"state": state, "key": stored_key})
 
 
-# -- refused: it has not happened --------------------------------------------------------------------------
+# -- refused: it has not happened ------------------------------------------------------------------
 
 
-def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Under the same idempotency key; while it cools there is no effect."""
     provider.script(name, LIMITED)
     result = stage.tasks.pay.delay(name)
@@ -142,27 +159,36 @@ def test_a_declined_charge_fails_and_is_made_again_when_an_operator_says_so(
     error = raised(stage.tasks.stops.delay(name), Answered)
     assert isinstance(error, Answered)
     assert error.status == 402
-    assert (status(stage, name, "stops").state, status(stage, name, "stops").effects) == ("failed", ())
+    assert (status(stage, name, "stops").state, status(stage, name, "stops").effects) == (
+        "failed",
+        (),
+    )
     stage.client.retry(f"stops:{name}", task=f"{INVOICING}.stops")
     (charge,) = stage.tasks.stops.delay(name).get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == [charge]
     assert len(set(provider.keys(name))) == 1
 
 
-def test_a_call_that_found_nobody_is_made_again(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_call_that_found_nobody_is_made_again(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Twice nobody listened."""
     (charge,) = stage.tasks.pay.delay(name, away=[0, 1]).get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == [charge]
     assert len(stage.events("begin", name=name)) == 3
 
 
-# -- in doubt ----------------------------------------------------------------------------------------------
+# -- in doubt --------------------------------------------------------------------------------------
 
 
-def test_after_a_timeout_it_is_looked_up_and_found(stage: Stage, provider: Provider, name: str) -> None:
+def test_after_a_timeout_it_is_looked_up_and_found(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Charged once, asked once, found once: the reply is noted as if it had come."""
     provider.script(name, SILENT)
-    (charge,) = stage.tasks.pay.delay(name, way="verify", timeout=0.3).get(timeout=PATIENCE)["charges"]
+    (charge,) = stage.tasks.pay.delay(name, way="verify", timeout=0.3).get(timeout=PATIENCE)[
+        "charges"
+    ]
     assert provider.charges(name) == [charge]
     assert (len(provider.keys(name)), provider.looks(name)) == (1, [charge])
     assert charge_events(stage, name) == [(charge, True)]
@@ -178,17 +204,23 @@ def test_what_is_not_found_is_called_again(stage: Stage, provider: Provider, nam
     assert charge_events(stage, name) == [(charge, False)]
 
 
-def test_a_provider_that_dedupes_is_simply_asked_again(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_provider_that_dedupes_is_simply_asked_again(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Under the same key: it charges once."""
     provider.script(name, SILENT, {"status": 500, "charged": True}, dedupe=True)
-    (charge,) = stage.tasks.pay.delay(name, way="dedupe", timeout=0.3).get(timeout=PATIENCE)["charges"]
+    (charge,) = stage.tasks.pay.delay(name, way="dedupe", timeout=0.3).get(timeout=PATIENCE)[
+        "charges"
+    ]
     assert provider.charges(name) == [charge]
     assert len(provider.keys(name)) == 3
     assert len(set(provider.keys(name))) == 1
 
 
 @pytest.mark.parametrize("way", ["stop", "unsure"])
-def test_what_nobody_can_tell_is_parked_for_an_operator(stage: Stage, provider: Provider, name: str, way: str) -> None:
+def test_what_nobody_can_tell_is_parked_for_an_operator(
+    stage: Stage, provider: Provider, name: str, way: str
+) -> None:
     """The caller is told, others are refused, nothing runs; the row says what to look for."""
     provider.script(name, SILENT)
     error = raised(stage.tasks.pay.delay(name, way=way, timeout=0.3), Uncertain)
@@ -197,7 +229,11 @@ def test_what_nobody_can_tell_is_parked_for_an_operator(stage: Stage, provider: 
     assert "leases resolve" in str(error)
     found = status(stage, name)
     assert (found.state, found.reason, found.reference) == ("uncertain", "uncertain", None)
-    assert (found.effects[0].name, found.effects[0].state, found.effects[0].idempotency_key) == ("charge", "sent", key)
+    assert (found.effects[0].name, found.effects[0].state, found.effects[0].idempotency_key) == (
+        "charge",
+        "sent",
+        key,
+    )
     assert found.message() == "It may have been executed; an operator must look"
     raised(stage.tasks.pay.delay(name, way=way, timeout=0.3), PermanentFailure)
     assert len(provider.charges(name)) == 1
@@ -209,14 +245,18 @@ def test_an_operator_who_found_it_says_so(stage: Stage, provider: Provider, name
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     (charge,) = provider.charges(name)
-    done = stage.client.resolve(f"pay:{name}", "done", result={"charges": [charge]}, task=f"{INVOICING}.pay")
+    done = stage.client.resolve(
+        f"pay:{name}", "done", result={"charges": [charge]}, task=f"{INVOICING}.pay"
+    )
     assert (done.state, done.result) == ("done", {"charges": [charge]})
     assert stage.tasks.pay.delay(name, timeout=0.3).get(timeout=PATIENCE) == {"charges": [charge]}
     assert provider.charges(name) == [charge]
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_who_did_not_find_it_lets_it_run(stage: Stage, provider: Provider, name: str) -> None:
+def test_an_operator_who_did_not_find_it_lets_it_run(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Then it may be charged again, under the same key: that was his word."""
     provider.script(name, {"status": 500})
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
@@ -236,10 +276,14 @@ def test_a_mere_retry_does_not_make_it_certain(stage: Stage, provider: Provider,
     assert len(provider.charges(name)) == 1
 
 
-def test_it_is_not_looked_up_before_the_first_request_is_over(stage: Stage, provider: Provider, name: str) -> None:
+def test_it_is_not_looked_up_before_the_first_request_is_over(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """The call comes back, as after a snooze, without spending an attempt."""
     provider.script(name, SILENT)
-    (charge,) = stage.tasks.pay.delay(name, way="later", timeout=0.3).get(timeout=PATIENCE)["charges"]
+    (charge,) = stage.tasks.pay.delay(name, way="later", timeout=0.3).get(timeout=PATIENCE)[
+        "charges"
+    ]
     assert provider.charges(name) == [charge]
     (asked,) = provider.lines("asked", name)
     (looked,) = provider.lines("looked", key=asked["key"])
@@ -247,13 +291,15 @@ def test_it_is_not_looked_up_before_the_first_request_is_over(stage: Stage, prov
     assert len(stage.events("begin", name=name)) >= 3
     found = status(stage, name)
     assert (found.attempt, found.failures, found.crashes) == (2, 0, 0)
-    assert stage.wait_for_log(f"key pay:{name}:", "in doubt, and too young to be looked up")
+    assert stage.wait_for_log(f"key pay:{name}:", "is unknown, and verify_after has not passed yet")
 
 
-# -- replies that cannot be kept ---------------------------------------------------------------------------
+# -- replies that cannot be kept -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("reply", "why"), [("object", "result_not_json"), ("large", "result_too_large")])
+@pytest.mark.parametrize(
+    ("reply", "why"), [("object", "result_not_json"), ("large", "result_too_large")]
+)
 def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
     stage: Stage, provider: Provider, name: str, reply: str, why: str
 ) -> None:
@@ -263,7 +309,11 @@ def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
     assert why in str(error)
     assert "HAS happened" in str(error)
     found = status(stage, name, "stops")
-    assert (found.state, found.effects[0].state, found.effects[0].reference) == ("uncertain", "done", None)
+    assert (found.state, found.effects[0].state, found.effects[0].reference) == (
+        "uncertain",
+        "done",
+        None,
+    )
     task, key = f"{INVOICING}.stops", f"stops:{name}"
     stage.client.resolve(key, "retry", task=task)
     raised(stage.tasks.stops.delay(name, **given), Uncertain)
@@ -274,7 +324,9 @@ def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
     assert len(charges) == len(provider.lines("asked", name)) == 1
 
 
-def test_a_reply_that_was_not_kept_can_be_looked_up(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_reply_that_was_not_kept_can_be_looked_up(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """By a task that can ask for it, once an operator lets it run again."""
     given: dict[str, Any] = {"reply": "object", "reference": "none", "way": "verify"}
     raised(stage.tasks.stops.delay(name, **given), Uncertain)
@@ -287,7 +339,9 @@ def test_a_reply_that_was_not_kept_can_be_looked_up(stage: Stage, provider: Prov
 
 
 @pytest.mark.parametrize("reply", ["object", "large"])
-def test_a_reference_is_enough_to_go_on_with(stage: Stage, provider: Provider, name: str, reply: str) -> None:
+def test_a_reference_is_enough_to_go_on_with(
+    stage: Stage, provider: Provider, name: str, reply: str
+) -> None:
     """The value is not kept, in no attempt."""
     given: dict[str, Any] = {"reply": reply, "reference": "fixed"}
     result = stage.tasks.pay.delay(name, [["later", 0.1]], **given).get(timeout=PATIENCE)
@@ -296,11 +350,17 @@ def test_a_reference_is_enough_to_go_on_with(stage: Stage, provider: Provider, n
     assert len(provider.charges(name)) == 1
 
 
-def test_a_reference_that_raises_does_not_undo_the_effect(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_reference_that_raises_does_not_undo_the_effect(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Mended, it finds the reference in the saved reply."""
     for _ in range(2):
         raised(stage.tasks.stops.delay(name, reference="raises"), KeyError)
-        wait_until(lambda: not status(stage, name, "stops").retry_after, PATIENCE, "the end of the cooldown")
+        wait_until(
+            lambda: not status(stage, name, "stops").retry_after,
+            PATIENCE,
+            "the end of the cooldown",
+        )
     (effect,) = status(stage, name, "stops").effects
     assert (effect.state, effect.reference) == ("done", None)
     assert charge_events(stage, name) == []
@@ -309,10 +369,12 @@ def test_a_reference_that_raises_does_not_undo_the_effect(stage: Stage, provider
     assert provider.charges(name) == [charge]
 
 
-# -- names -------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
-def test_a_name_twice_in_one_attempt_is_refused(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_name_twice_in_one_attempt_is_refused(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Before the second call."""
     error = raised(stage.tasks.stops.delay(name, names=["charge", "charge"]), EffectMisused)
     assert "twice in one attempt" in str(error)
@@ -320,17 +382,21 @@ def test_a_name_twice_in_one_attempt_is_refused(stage: Stage, provider: Provider
 
 
 @pytest.mark.parametrize("effect", ["", "x" * 256, 7])
-def test_a_name_that_is_none_is_refused(stage: Stage, provider: Provider, name: str, effect: Any) -> None:
+def test_a_name_that_is_none_is_refused(
+    stage: Stage, provider: Provider, name: str, effect: Any
+) -> None:
     """Before any call."""
     error = raised(stage.tasks.stops.delay(name, names=[effect]), EffectMisused)
     assert "1 to 255 characters" in str(error)
     assert provider.keys(name) == []
 
 
-# -- generations -------------------------------------------------------------------------------------------
+# -- generations -----------------------------------------------------------------------------------
 
 
-def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Even a provider that dedupes charges again; the effects of before are not shown any more."""
     provider.script(name, dedupe=True)
     (first,) = stage.tasks.pay.delay(name, [["later", 0.1]]).get(timeout=PATIENCE)["charges"]
@@ -342,7 +408,9 @@ def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(stage: Stage, p
     assert [effect.reference for effect in status(stage, name).effects] == [second]
 
 
-def test_each_call_of_a_rerun_task_has_effects_of_its_own(stage: Stage, provider: Provider, name: str) -> None:
+def test_each_call_of_a_rerun_task_has_effects_of_its_own(
+    stage: Stage, provider: Provider, name: str
+) -> None:
     """Once for each call, however many attempts that takes."""
     provider.script(name, dedupe=True)
     charges = []
@@ -351,10 +419,12 @@ def test_each_call_of_a_rerun_task_has_effects_of_its_own(stage: Stage, provider
         charges += stage.tasks.pays.delay(name, after).get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == charges
     assert len(set(provider.keys(name))) == len(charges) == 3
-    assert charge_events(stage, name) == [(charge, saved) for charge in charges for saved in (False, True)]
+    assert charge_events(stage, name) == [
+        (charge, saved) for charge in charges for saved in (False, True)
+    ]
 
 
-# -- without a worker --------------------------------------------------------------------------------------
+# -- without a worker ------------------------------------------------------------------------------
 
 
 def test_called_directly_it_is_the_call(stage: Stage, provider: Provider, name: str) -> None:
@@ -386,7 +456,9 @@ def test_an_eager_call_uses_what_one_before_it_has_done(
     assert eager.status(key).reference == done["charges"][0]
 
 
-def test_an_eager_call_in_doubt_is_parked(stage: Stage, provider: Provider, eager: LeaseClient, name: str) -> None:
+def test_an_eager_call_in_doubt_is_parked(
+    stage: Stage, provider: Provider, eager: LeaseClient, name: str
+) -> None:
     """Its caller gets the error at once, as nothing can come back."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     provider.script(name, SILENT)
@@ -413,7 +485,7 @@ def test_an_eager_call_that_is_too_early_to_look_is_told_when(
     assert len(provider.keys(name)) == 1
 
 
-# -- looking -----------------------------------------------------------------------------------------------
+# -- looking ---------------------------------------------------------------------------------------
 
 
 def test_a_status_is_plain_json(stage: Stage, provider: Provider, name: str) -> None:
@@ -421,6 +493,10 @@ def test_a_status_is_plain_json(stage: Stage, provider: Provider, name: str) -> 
     stage.tasks.pay.delay(name).get(timeout=PATIENCE)
     shown = json.loads(json.dumps(status(stage, name).as_json()))
     (effect,) = shown["effects"]
-    assert (effect["name"], effect["state"], effect["reference"]) == ("charge", "done", shown["reference"])
+    assert (effect["name"], effect["state"], effect["reference"]) == (
+        "charge",
+        "done",
+        shown["reference"],
+    )
     assert effect["idempotency_key"] == provider.keys(name)[0]
     assert shown["started_at"] <= effect["sent_at"] <= effect["done_at"] <= shown["finished_at"]

@@ -1,4 +1,6 @@
-"""``expires``: what expired before it began is revoked, and no copy revokes a call that has begun."""
+"""``expires``: what expired before it began is revoked, and no copy revokes a call that has
+begun.
+"""
 
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
@@ -10,13 +12,15 @@ from tests.integration.stages import PATIENCE, Stage
 
 
 def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(stage: Stage, name: str) -> None:
-    """The copy's time runs out while it is put back: it keeps coming back, and the call succeeds."""
+    """The copy's time runs out while it is rescheduled: it keeps coming back, and the call
+    succeeds.
+    """
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("keyless", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
     stage.send("keyless", name, 0.0, str(gate), task_id=call, expires=1)
     # The second time comes three seconds after the first.
-    stage.wait_for_log(call, "put back for", 2)
+    stage.wait_for_log(call, "rescheduled in", 2)
     gate.touch()
     assert running.get(timeout=PATIENCE)["name"] == name
     stage.wait_for_log(call, "answered with the saved result")
@@ -24,9 +28,15 @@ def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(stage: Stage, n
     assert running.state == "SUCCESS"
 
 
-def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_nothing(stage: Stage, name: str) -> None:
-    """M7: a normal message whose time is over is Celery's business; there is neither a lease nor a row."""
-    expired = stage.tasks.work.apply_async((name,), expires=datetime.now(UTC) - timedelta(seconds=5))
+def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_nothing(
+    stage: Stage, name: str
+) -> None:
+    """M7: a normal message whose time is over is Celery's business; there is neither a lease nor a
+    row.
+    """
+    expired = stage.tasks.work.apply_async(
+        (name,), expires=datetime.now(UTC) - timedelta(seconds=5)
+    )
     with pytest.raises(TaskRevokedError):
         expired.get(timeout=PATIENCE)
     assert stage.events(name=name) == []
@@ -35,8 +45,12 @@ def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_not
     assert stage.tasks.work.delay(name).get(timeout=PATIENCE)["name"] == name
 
 
-def test_a_redelivered_message_that_expired_before_it_began_is_revoked(stage: Stage, name: str) -> None:
-    """The worker leaves the expiry of a redelivered message to the child, which revokes it: nothing has begun."""
+def test_a_redelivered_message_that_expired_before_it_began_is_revoked(
+    stage: Stage, name: str
+) -> None:
+    """The worker leaves the expiry of a redelivered message to the child, which revokes it: nothing
+    has begun.
+    """
     expired = stage.redeliver_expired("work", name)
     with pytest.raises(TaskRevokedError):
         expired.get(timeout=PATIENCE)
@@ -46,8 +60,12 @@ def test_a_redelivered_message_that_expired_before_it_began_is_revoked(stage: St
     assert stage.events(name=name) == []
 
 
-def test_a_redelivered_and_expired_copy_does_not_revoke_the_call_that_runs(stage: Stage, name: str) -> None:
-    """One id, so a revocation would meet the run: the copy is put back instead, from now on without an expiry."""
+def test_a_redelivered_and_expired_copy_does_not_revoke_the_call_that_runs(
+    stage: Stage, name: str
+) -> None:
+    """One id, so a revocation would meet the run: the copy is rescheduled instead, from now on
+    without an expiry.
+    """
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)

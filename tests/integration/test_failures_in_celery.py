@@ -1,4 +1,6 @@
-"""What Celery and those who watch it see of a failure: its error as without leases, or a retry like Celery's own."""
+"""What Celery and those who watch it see of a failure: its error as without leases, or a retry like
+Celery's own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from celery import chain, chord
 
 from celery_leases import CoolingDown, PermanentFailure
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
     BROKEN,
@@ -49,7 +51,9 @@ def watcher(stage: Stage) -> Iterator[Watcher]:
 
 def signalled(stage: Stage, call: Any, number: int = 1) -> list[tuple[str, str]]:
     """The signals of Celery's about one call, with their error, once there are so many."""
-    return [(event["name"], event["error"]) for event in stage.wait_for("signal", number, id=call.id)]
+    return [
+        (event["name"], event["error"]) for event in stage.wait_for("signal", number, id=call.id)
+    ]
 
 
 def reported(stage: Stage, call: Any) -> list[list[str]]:
@@ -59,16 +63,24 @@ def reported(stage: Stage, call: Any) -> list[list[str]]:
 
 def shown(stage: Stage, call: Any, state: str) -> dict[str, Any]:
     """What the result backend has of a call once it is in *state*."""
-    wait_until(lambda: call.backend.get_task_meta(call.id)["status"] == state, PATIENCE, f"{call.id} to be {state}")
+    wait_until(
+        lambda: call.backend.get_task_meta(call.id)["status"] == state,
+        PATIENCE,
+        f"{call.id} to be {state}",
+    )
     found: dict[str, Any] = call.backend.get_task_meta(call.id)
     return found
 
 
-# -- what nobody knows to pass ------------------------------------------------------------------------------
+# -- what nobody knows to pass ---------------------------------------------------------------------
 
 
-def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(stage: Stage, name: str, watcher: Watcher) -> None:
-    """FAILURE with exception and traceback, ``task_failure``, the errback, Celery's line at ERROR; nothing queued."""
+def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
+    stage: Stage, name: str, watcher: Watcher
+) -> None:
+    """FAILURE with exception and traceback, ``task_failure``, the errback, Celery's line at ERROR;
+    nothing queued.
+    """
     call = stage.tasks.usual.apply_async((name, [BROKEN, OK]), link_error=stage.tasks.failed.s())
     with pytest.raises(KeyError):
         call.get(timeout=PATIENCE)
@@ -78,19 +90,26 @@ def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(stage: Stage, name:
     assert [event["id"] for event in stage.wait_for("errback", id=call.id)] == [call.id]
     assert watcher.wait_for("task-cooldown", call.id)["reason"] == "error"
     watcher.wait_for("task-failed", call.id)
-    assert any("ERROR" in line for line in stage.wait_for_log(call.id, "raised unexpected: KeyError"))
+    assert any(
+        "ERROR" in line for line in stage.wait_for_log(call.id, "raised unexpected: KeyError")
+    )
     row = cooled(stage, "usual", name)
     assert (row["resumes"], row["failures"]) == (0, 1)
     refusal(stage.tasks.usual.delay(name, [BROKEN, OK]))
     wait_until_over(stage, "usual", name)
-    assert stage.tasks.usual.delay(name, [BROKEN, OK]).get(timeout=PATIENCE) == {"name": name, "paid": 2}
+    assert stage.tasks.usual.delay(name, [BROKEN, OK]).get(timeout=PATIENCE) == {
+        "name": name,
+        "paid": 2,
+    }
     assert_sound(stage, "usual", name)
 
 
 def test_an_unknown_outcome_fails_now_and_every_later_word_says_that_it_may_have_happened(
     stage: Stage, name: str
 ) -> None:
-    """The call that failed has its own error; the log, the page and the next caller know of the doubt."""
+    """The call that failed has its own error; the log, the page and the next caller know of the
+    doubt.
+    """
     doubt = "the call may have been executed"
     call = stage.tasks.usual.delay(name, [["read timeout"], OK])
     with pytest.raises(TimeoutError):
@@ -120,7 +139,9 @@ def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Stage, name: str
 
 
 def test_wrong_arguments_fail_for_good(stage: Stage, name: str) -> None:
-    """No wait will make them fit, so that nothing cools down; a ``TypeError`` of the body's own does."""
+    """No wait will make them fit, so that nothing cools down; a ``TypeError`` of the body's own
+    does.
+    """
     wrong = stage.send("unkeyed", name, "too", "many")
     with pytest.raises(TypeError):
         wrong.get(timeout=PATIENCE)
@@ -141,11 +162,15 @@ def test_a_failure_for_good_is_told_with_the_class_of_its_error(stage: Stage, na
         stage.tasks.firm.delay(name, [OK]).get(timeout=PATIENCE)
 
 
-# -- what comes back -----------------------------------------------------------------------------------------
+# -- what comes back -------------------------------------------------------------------------------
 
 
-def test_a_call_that_comes_back_is_a_retry_for_celery(stage: Stage, name: str, watcher: Watcher) -> None:
-    """State, exception and traceback, ``task_retry`` with its reason, both events and Celery's line; one message."""
+def test_a_call_that_comes_back_is_a_retry_for_celery(
+    stage: Stage, name: str, watcher: Watcher
+) -> None:
+    """State, exception and traceback, ``task_retry`` with its reason, both events and Celery's
+    line; one message.
+    """
     gate = stage.gate()
     call = stage.tasks.usual.delay(name, [limited(2), ["when", str(gate), "ok"]])
     meta = shown(stage, call, "RETRY")
@@ -163,21 +188,31 @@ def test_a_call_that_comes_back_is_a_retry_for_celery(stage: Stage, name: str, w
     assert [(run["id"], run["retries"]) for run in paid(stage, name)] == [(call.id, 0)] * 2
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
     watcher.wait_for("task-succeeded", call.id)
-    assert len([line for line in stage.log(call.id) if line.endswith("received")]) == 2, "one message for each attempt"
+    assert len([line for line in stage.log(call.id) if line.endswith("received")]) == 2, (
+        "one message for each attempt"
+    )
     assert watcher.state.tasks[call.id].state == "SUCCESS"
     stage.wait_until_drained()
 
 
-@pytest.mark.parametrize("step", [TAKEN, ["later", 0.4, "not yet"]], ids=["quick retry", "asked for"])
+@pytest.mark.parametrize(
+    "step", [TAKEN, ["later", 0.4, "not yet"]], ids=["quick retry", "asked for"]
+)
 def test_so_is_a_quick_retry(stage: Stage, name: str, step: list[Any]) -> None:
     """One signal for each attempt that failed."""
     call = stage.tasks.quick.delay(name, [step, step, OK])
     assert call.get(timeout=PATIENCE) == {"name": name, "paid": 3}
-    assert [what for what, _ in signalled(stage, call, 3)] == ["task_retry", "task_retry", "task_success"]
+    assert [what for what, _ in signalled(stage, call, 3)] == [
+        "task_retry",
+        "task_retry",
+        "task_success",
+    ]
 
 
 def test_a_hop_of_the_wait_is_no_second_retry(stage: Stage, name: str) -> None:
-    """The copy looks at the record and goes on waiting: the state stays RETRY, also where starts are noted."""
+    """The copy looks at the record and goes on waiting: the state stays RETRY, also where starts
+    are noted.
+    """
     call = stage.tasks.tracked.delay(name, [["cooldown", 3, "not yet"], OK])
     shown(stage, call, "RETRY")
     stage.tasks.tracked.apply_async((name, [OK]), task_id=call.id)
@@ -192,17 +227,21 @@ def test_a_hop_of_the_wait_is_no_second_retry(stage: Stage, name: str) -> None:
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
 
 
-def test_an_unknown_error_that_comes_back_is_logged_at_error_with_its_traceback(stage: Stage, name: str) -> None:
-    """``lease_resume="always"``: Celery logs a retry in one line, and a bug must not be invisible."""
+def test_an_unknown_error_that_comes_back_is_logged_at_error_with_its_traceback(
+    stage: Stage, name: str
+) -> None:
+    """``lease_resume="always"``: Celery logs a retry in one line, and a bug must not be
+    invisible.
+    """
     call = stage.tasks.resumes.delay(name, [BROKEN, OK])
     assert call.get(timeout=PATIENCE) == {"name": name, "paid": 2}
-    (line,) = stage.wait_for_log(call.id, "raised, and comes back")
+    (line,) = stage.wait_for_log(call.id, "raised, and will run again")
     assert "ERROR" in line
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
     assert reported(stage, call) == [["KeyError"]]
     known = stage.tasks.usual.delay(f"{name}-known", [limited(1), OK])
     assert known.get(timeout=PATIENCE)
-    (line,) = stage.wait_for_log(known.id, "raised, and comes back")
+    (line,) = stage.wait_for_log(known.id, "raised, and will run again")
     assert "WARNING" in line
     signalled(stage, known, 2)
     assert reported(stage, known) == []
@@ -215,17 +254,19 @@ def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Stage, name:
     assert [what for what, _ in signalled(stage, call)] == ["task_success"]
 
 
-# -- the gate of a group -------------------------------------------------------------------------------------
+# -- the gate of a group ---------------------------------------------------------------------------
 
 
-def test_a_fresh_call_waits_at_a_closed_gate_and_its_page_says_until_when(stage: Stage, name: str) -> None:
+def test_a_fresh_call_waits_at_a_closed_gate_and_its_page_says_until_when(
+    stage: Stage, name: str
+) -> None:
     """No FAILURE without a run; a second call of the key that failed is refused as ever."""
     group = f"group-{name}"
     script = [limited(3), OK]
     first = stage.tasks.shared.delay(name, script, group)
     stage.wait_for_state("shared", f"shared:{name}", "cooling")
     fresh = stage.tasks.shared.delay(f"{name}-fresh", [OK], group)
-    stage.wait_for_log(fresh.id, "put back for")
+    stage.wait_for_log(fresh.id, "rescheduled in")
     page = stage.client.status(f"shared:{name}-fresh", task=f"{COOLING}.shared", group=group)
     assert page.message().startswith("Retry available in")
     with pytest.raises(CoolingDown):

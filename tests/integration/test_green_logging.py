@@ -1,4 +1,6 @@
-"""What the real threads that renew tell a process of greenlets: logging has locks of greenlets there."""
+"""What the real threads that renew tell a process of greenlets: logging has locks of greenlets
+there.
+"""
 
 import subprocess
 import sys
@@ -12,8 +14,8 @@ PROGRAM = """
     import sys, time
     {library}
     import logging
-    from celery_leases.process import native
-    from celery_leases.core.events import LeaseAcquired, LeaseRenewed
+    from celery_leases.concurrency import native
+    from celery_leases.protocol.events import LeaseAcquired, LeaseRenewed
     from celery_leases.signals import Announcer, lease_renewed
 
     class Slow(logging.Handler):
@@ -52,8 +54,12 @@ PATCHED = {
 
 @pytest.mark.parametrize("library", PATCHED)
 def test_a_log_line_of_a_renewing_thread_holds_up_no_greenlet(library: str) -> None:
-    """Both log at once, and a receiver does; a real thread inside a greenlet's lock would stop them all."""
+    """Both log at once, and a receiver does; a real thread inside a greenlet's lock would stop them
+    all.
+    """
     pytest.importorskip(library)
     program = textwrap.dedent(PROGRAM).format(library=PATCHED[library], lines=LINES)
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == str({"renewed": LINES, "received": LINES}), done.stderr

@@ -1,4 +1,6 @@
-"""Cooldown groups under real workers: one gate for all keys of a dependency, one probe, and what it spares."""
+"""Cooldown groups under real workers: one gate for all keys of a dependency, one probe, and what it
+spares.
+"""
 
 import time
 from collections.abc import Iterator
@@ -6,9 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from celery_leases.client import GroupStatus
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
-from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, assert_sound, paid, refusal, status
+from tests.integration.cooldowns import (
+    BROKEN,
+    BUSY,
+    COOLING,
+    OK,
+    assert_sound,
+    paid,
+    refusal,
+    status,
+)
 from tests.integration.remote import Limiter
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
 
@@ -40,31 +51,41 @@ def gate_of(stage: Stage, group: str) -> GroupStatus | None:
 
 def log_of_both(stage: Stage, about: str = "") -> list[str]:
     """The lines of both workers' logs in which *about* occurs, oldest first."""
-    logs = "\n".join(log.read_text(errors="replace") for log in stage.directory.glob("worker-*.log"))
+    logs = "\n".join(
+        log.read_text(errors="replace") for log in stage.directory.glob("worker-*.log")
+    )
     return sorted(line for line in logs.splitlines() if about in line)
 
 
 def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
     """Those lines once there are so many of them."""
-    wait_until(lambda: len(log_of_both(stage, about)) >= number, PATIENCE, f"{number} lines with {about!r}")
+    wait_until(
+        lambda: len(log_of_both(stage, about)) >= number, PATIENCE, f"{number} lines with {about!r}"
+    )
     return log_of_both(stage, about)
 
 
-# -- what it spares ----------------------------------------------------------------------------------------
+# -- what it spares --------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly
-def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(stage: Stage, name: str) -> None:
-    """The limit counts what it rejects, as real ones do: alone, the keys keep it shut for one another.
+def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(
+    stage: Stage, name: str
+) -> None:
+    """The limit counts what it rejects, as real ones do: alone, the keys keep it shut for one
+    another.
 
-    Both runs are counted by the limited server. In its group every key gets through by itself and is accepted once;
-    alone they have wasted ten times as many calls before they are through, and finish only once the limit is lifted.
+    Both runs are counted by the limited server. In its group every key gets through by itself and
+    is accepted once; alone they have wasted ten times as many calls before they are through, and
+    finish only once the limit is lifted.
     """
     keys = 60 if stage.lease_store == "database" else 200
     with Limiter(25, 1.5, stage.directory / f"{name}-together") as limiter:
         began = time.monotonic()
         results = [stage.tasks.asks_together.delay(f"{name}-{n}", limiter.url) for n in range(keys)]
-        assert [result.get(timeout=80) for result in results] == [f"{name}-{n}" for n in range(keys)]
+        assert [result.get(timeout=80) for result in results] == [
+            f"{name}-{n}" for n in range(keys)
+        ]
         together, took = limiter.counts, time.monotonic() - began
     assert together["accepted"] == keys
     assert together["rejected"] < keys / 2
@@ -78,17 +99,27 @@ def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(sta
         alone, took = limiter.counts, time.monotonic() - began
         assert alone["accepted"] < keys
         limiter.lift()
-        assert [result.get(timeout=80) for result in results] == [f"{name}-{n}" for n in range(keys)]
+        assert [result.get(timeout=80) for result in results] == [
+            f"{name}-{n}" for n in range(keys)
+        ]
         assert limiter.counts["accepted"] == keys
     print(f"alone: {alone} after {took:.1f} s")
 
 
-def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(stage: Stage, name: str, group: str) -> None:
-    """Four bodies that were in flight fail together; the gate closes for the first wait, not for the fourth."""
+def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(
+    stage: Stage, name: str, group: str
+) -> None:
+    """Four bodies that were in flight fail together; the gate closes for the first wait, not for
+    the fourth.
+    """
     gate = stage.gate()
     script = [["when", str(gate), *BUSY], OK]
-    results = [stage.tasks.grouped.delay(f"{name}-{n}", script, group) for n in range(4)]  # one worker may get them all
-    wait_until(lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(4)) == 4, PATIENCE, "four bodies")
+    results = [
+        stage.tasks.grouped.delay(f"{name}-{n}", script, group) for n in range(4)
+    ]  # one worker may get them all
+    wait_until(
+        lambda: sum(len(paid(stage, f"{name}-{n}")) for n in range(4)) == 4, PATIENCE, "four bodies"
+    )
     gate.touch()
     lines = wait_for_lines(stage, f"cooldown group {group} is closed", 4)
     assert all("trip 1 in a row" in line for line in lines), lines
@@ -96,13 +127,15 @@ def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(stage: Stage, na
     assert gate_of(stage, group) is None
 
 
-# -- one probe ---------------------------------------------------------------------------------------------
+# -- one probe -------------------------------------------------------------------------------------
 
 
 def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
     stage: Stage, name: str, group: str
 ) -> None:
-    """Eight children and twenty calls that wait: one body, until it has succeeded. Waiting spends no attempt."""
+    """Eight children and twenty calls that wait: one body, until it has succeeded. Waiting spends
+    no attempt.
+    """
     stage.client.close_group(group, 1.5, "overloaded")
     gate, keys = stage.gate(), [f"{name}-{n}" for n in range(20)]
     results = [stage.tasks.grouped.delay(key, [["when", str(gate), "ok"]], group) for key in keys]
@@ -110,19 +143,28 @@ def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
     shown = gate_of(stage, group)
     assert shown is not None
     assert (shown.state, shown.reason) == ("probing", "asked")
-    so_far = len(log_of_both(stage, f"cooldown group {group} is waiting"))
-    wait_for_lines(stage, f"cooldown group {group} is waiting", so_far + 20)
+    so_far = len(log_of_both(stage, f"cooldown group {group} is cooling down"))
+    wait_for_lines(stage, f"cooldown group {group} is cooling down", so_far + 20)
     assert sum(len(paid(stage, key)) for key in keys) == 1
     gate.touch()
-    assert [result.get(timeout=PATIENCE) for result in results] == [{"name": key, "paid": 1} for key in keys]
+    assert [result.get(timeout=PATIENCE) for result in results] == [
+        {"name": key, "paid": 1} for key in keys
+    ]
     assert gate_of(stage, group) is None
     for key in keys:
         row = stage.row("grouped", f"grouped:{key}")
         assert row is not None
-        assert (row["attempt"], row["failures"], row["quick_retries"], row["cooldowns"]) == (1, 0, 0, 0)
+        assert (row["attempt"], row["failures"], row["quick_retries"], row["cooldowns"]) == (
+            1,
+            0,
+            0,
+            0,
+        )
 
 
-def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(stage: Stage, name: str, group: str) -> None:
+def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(
+    stage: Stage, name: str, group: str
+) -> None:
     """1.5 s, then 3 s; the third attempt opens it. None of it counts as a failure of the key."""
     result = stage.tasks.grouped.delay(name, [BUSY, BUSY, OK], group)
     first, second = wait_for_lines(stage, f"cooldown group {group} is closed", 2)[:2]
@@ -138,12 +180,16 @@ def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(stage: Stage
     assert gate_of(stage, group) is None
 
 
-def test_a_probe_that_fails_of_something_else_opens_its_group(stage: Stage, name: str, group: str) -> None:
+def test_a_probe_that_fails_of_something_else_opens_its_group(
+    stage: Stage, name: str, group: str
+) -> None:
     """The dependency has answered: what is wrong is this key, and it alone waits."""
     stage.client.close_group(group, 1.0)
     stage.tasks.grouped.delay(name, [BROKEN, OK], group)
     wait_for_lines(stage, f"cooldown group {group} is open again", 1)
-    assert stage.tasks.grouped.delay(f"{name}-other", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    assert (
+        stage.tasks.grouped.delay(f"{name}-other", [OK], group).get(timeout=PATIENCE)["paid"] == 1
+    )
     shown = status(stage, "grouped", name)
     assert (shown.state, shown.scope, shown.failures) == ("cooling", "key", 1)
     stage.wait_for_state("grouped", f"grouped:{name}", "done")
@@ -153,7 +199,9 @@ def test_a_probe_that_fails_of_something_else_opens_its_group(stage: Stage, name
 def test_a_probe_that_comes_back_itself_leaves_its_group_half_open(
     stage: Stage, name: str, group: str, word: str
 ) -> None:
-    """A quick retry or a snooze says nothing of the dependency: the call probes once more, and then opens the gate."""
+    """A quick retry or a snooze says nothing of the dependency: the call probes once more, and then
+    opens the gate.
+    """
     stage.client.close_group(group, 1.0)
     gates = [stage.gate(), stage.gate()]
     script = [["when", str(gates[0]), word, 0.2], ["when", str(gates[1]), "ok"]]
@@ -168,7 +216,9 @@ def test_a_probe_that_comes_back_itself_leaves_its_group_half_open(
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
-def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(stage: Stage, name: str, group: str) -> None:
+def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(
+    stage: Stage, name: str, group: str
+) -> None:
     """Its slot is free at once for the next call, which opens the gate."""
     stage.client.close_group(group, 1.0)
     with pytest.raises(TimeoutError):
@@ -180,8 +230,12 @@ def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(stage: St
     wait_until(lambda: gate_of(stage, group) is None, PATIENCE, "the gate to open")
 
 
-def test_finished_work_is_replayed_through_a_closed_gate(stage: Stage, name: str, group: str) -> None:
-    """A gate stops bodies only; a key that never ran is refused meanwhile, and told of the group."""
+def test_finished_work_is_replayed_through_a_closed_gate(
+    stage: Stage, name: str, group: str
+) -> None:
+    """A gate stops bodies only; a key that never ran is refused meanwhile, and told of the
+    group.
+    """
     value = stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE)
     stage.client.close_group(group, 60, "invoice overdue")
     assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == value
@@ -192,11 +246,13 @@ def test_finished_work_is_replayed_through_a_closed_gate(stage: Stage, name: str
     assert len(paid(stage, name)) == 1
 
 
-# -- the operator ------------------------------------------------------------------------------------------
+# -- the operator ----------------------------------------------------------------------------------
 
 
 def test_an_operator_closes_and_opens_a_gate(stage: Stage, name: str, group: str) -> None:
-    """A body that runs is not disturbed; the next one may only start once the gate is open, and is no probe."""
+    """A body that runs is not disturbed; the next one may only start once the gate is open, and is
+    no probe.
+    """
     gate = stage.gate()
     running = stage.tasks.gated.delay(name, [["when", str(gate), "ok"]], group)
     stage.wait_for("paid", name=name)

@@ -1,6 +1,8 @@
-"""Calls of a held key wait in their worker, cost its other tasks nothing, and begin as soon as the key is free.
+"""Calls of a held key wait in their worker, cost its other tasks nothing, and begin as soon as the
+key is free.
 
-Each of these tests fails, after its patience, if a waiting call begins when its countdown is over: after 45 s or more.
+Each of these tests fails, after its patience, if a waiting call begins when its countdown is over:
+after 45 s or more.
 """
 
 import os
@@ -9,9 +11,17 @@ from typing import Any
 
 import pytest
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
-from tests.integration.stages import PAIRWISE, PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES, Stage, spelled
+from tests.integration.stages import (
+    PAIRWISE,
+    PATIENCE,
+    POOL_STORES,
+    REDIS_REDIS_POSTGRES,
+    Stage,
+    spelled,
+)
+from tests.support.worker_logs import latest_was_received
 
 ONE_BY_ONE = 12
 
@@ -26,7 +36,11 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 def alone(stage: Stage, name: str) -> list[str]:
     """The calls whose bodies have run, in their order, none while another one ran."""
-    told = [(event["what"], event["id"]) for event in stage.events(name=name) if event["what"] in ("begin", "end")]
+    told = [
+        (event["what"], event["id"])
+        for event in stage.events(name=name)
+        if event["what"] in ("begin", "end")
+    ]
     begun = [call for what, call in told if what == "begin"]
     assert told == [(what, call) for call in begun for what in ("begin", "end")]
     return begun
@@ -34,14 +48,18 @@ def alone(stage: Stage, name: str) -> list[str]:
 
 @pytest.mark.parametrize("pool", POOL_STORES)
 @pytest.mark.every_argument
-def test_calls_of_a_mutex_follow_each_other_at_once(stage_factory: StageFactory, pool: str, name: str) -> None:
-    """In every pool. Only those that were with a process before anything was known of the key are put back."""
+def test_calls_of_a_mutex_follow_each_other_at_once(
+    stage_factory: StageFactory, pool: str, name: str
+) -> None:
+    """In every pool. Only those that were with a process before anything was known of the key are
+    rescheduled.
+    """
     with stage_factory(POOL_STORES[pool], worker={"pool": pool, "concurrency": 2}) as stage:
         gate = stage.gate()
         results = [stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)]
         stage.wait_for("begin", name=name)
         if pool != "solo":  # nothing else happens there while a body runs
-            stage.wait_for_log(f"key rerun:{name}", "put back for")
+            stage.wait_for_log(f"key rerun:{name}", "rescheduled in")
         gate.touch()
         for result in results:
             result.get(timeout=PATIENCE)
@@ -49,8 +67,12 @@ def test_calls_of_a_mutex_follow_each_other_at_once(stage_factory: StageFactory,
         stage.wait_until_drained()
 
 
-def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(stage: Stage, name: str) -> None:
-    """It gets a countdown in the worker's main process, and its turn after those that came before."""
+def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
+    stage: Stage, name: str
+) -> None:
+    """It gets a countdown in the worker's main process, and its turn after those that came
+    before.
+    """
     gate = stage.gate()
     first = stage.tasks.rerun.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -66,7 +88,7 @@ def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(stage: Sta
     for call in (first, second, *later):
         call.get(timeout=PATIENCE)
     assert alone(stage, name) == [call.id for call in (first, second, *later)]
-    assert not [line for call in later for line in stage.log(call.id) if "put back" in line]
+    assert not [line for call in later for line in stage.log(call.id) if "rescheduled" in line]
 
 
 def test_twenty_calls_of_finished_work_are_answered_together(stage: Stage, name: str) -> None:
@@ -82,8 +104,12 @@ def test_twenty_calls_of_finished_work_are_answered_together(stage: Stage, name:
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_call_with_other_arguments_does_not_wait_behind_the_others(stage: Stage, name: str) -> None:
-    """With leases in the database it is refused while the key is held, as the row says what it stands for."""
+def test_a_call_with_other_arguments_does_not_wait_behind_the_others(
+    stage: Stage, name: str
+) -> None:
+    """With leases in the database it is refused while the key is held, as the row says what it
+    stands for.
+    """
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
     stage.wait_for("begin", name=name)
@@ -99,7 +125,9 @@ def test_a_call_with_other_arguments_does_not_wait_behind_the_others(stage: Stag
         other.get(timeout=PATIENCE)
 
 
-def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(stage: Stage, name: str) -> None:
+def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(
+    stage: Stage, name: str
+) -> None:
     """It never runs, and those behind it do not wait for it."""
     gate = stage.gate()
     first = stage.tasks.rerun.delay(name, gate=str(gate))
@@ -138,7 +166,7 @@ def test_inspect_shows_those_that_wait_and_no_others(stage: Stage, name: str) ->
     wait_until(lambda: not scheduled(), PATIENCE, "nothing to be shown")
 
 
-# -- several workers ---------------------------------------------------------------------------------------
+# -- several workers -------------------------------------------------------------------------------
 
 
 def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> None:
@@ -146,7 +174,9 @@ def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> 
     side, gate = stage.side_queue(), stage.gate()
     with stage.new_worker(concurrency=1) as other:
         other.start()
-        stage.app.control.cancel_consumer(stage.queue, destination=[f"{other.name}@{os.uname().nodename}"])
+        stage.app.control.cancel_consumer(
+            stage.queue, destination=[f"{other.name}@{os.uname().nodename}"]
+        )
         stage.consume(side, other)
         held = stage.tasks.rerun.apply_async((name,), {"gate": str(gate)}, queue=side)
         stage.wait_for("begin", name=name)
@@ -158,18 +188,25 @@ def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> 
     assert alone(stage, name) == [held.id, waiting.id]
 
 
-@pytest.mark.parametrize("combination", [REDIS_REDIS_POSTGRES, ("rabbit", "database", "postgres")], ids=spelled)
+@pytest.mark.parametrize(
+    "combination", [REDIS_REDIS_POSTGRES, ("rabbit", "database", "postgres")], ids=spelled
+)
 def test_the_calls_that_wait_in_a_killed_worker_run_in_another_one(
     stage_factory: StageFactory, combination: tuple[str, ...], name: str
 ) -> None:
     """Their messages were never acknowledged."""
     with stage_factory(combination, env={"VISIBILITY": "4"}) as stage:
         gate = stage.gate()
-        results: list[Any] = [stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)]
+        results: list[Any] = [
+            stage.tasks.rerun.delay(name, gate=str(gate)) for _ in range(ONE_BY_ONE)
+        ]
         stage.wait_for("begin", name=name)
-        stage.wait_for_log(f"key rerun:{name}", "put back for")
-        for result in results:
-            stage.wait_for_log(result.id, "received")
+        stage.wait_for_log(f"key rerun:{name}", "rescheduled in")
+        wait_until(
+            lambda: all(latest_was_received(stage.log(result.id)) for result in results),
+            PATIENCE,
+            "all messages, and the copies of those that were rescheduled",
+        )
         stage.worker.kill()
         gate.touch()
         with stage.new_worker() as other:

@@ -1,16 +1,26 @@
-"""A key of 20,000 ids: AMQP wants all headers of a message in one frame of 128 KB, and nobody wants such log lines."""
+"""A key of 20,000 ids: AMQP wants all headers of a message in one frame of 128 KB, and nobody wants
+such log lines.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB, Stage, spelled
+from tests.integration.stages import (
+    PATIENCE,
+    RABBIT_DATABASE_POSTGRES,
+    RABBIT_REDIS_MARIADB,
+    Stage,
+    spelled,
+)
 
 IDS = list(range(100_000, 120_000))
 
 
-@pytest.fixture(scope="module", params=[RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB], ids=spelled)
+@pytest.fixture(
+    scope="module", params=[RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB], ids=spelled
+)
 def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
     """A worker that consumes from RabbitMQ."""
     made = stage_factory(request.param)
@@ -24,7 +34,7 @@ def test_a_call_with_a_long_key_is_retried_and_put_back(stage: Stage, name: str)
     first = stage.send("exports", name, IDS, str(gate))
     stage.wait_for("begin", 2, name=name)
     second = stage.send("exports", name, IDS, str(gate))
-    stage.wait_for_log(second.id, "put back for")
+    stage.wait_for_log(second.id, "rescheduled in")
     gate.touch()
     assert (first.get(timeout=PATIENCE), second.get(timeout=PATIENCE)) == (len(IDS), len(IDS))
     lengths = {event["length"] for event in stage.events("begin", name=name)}

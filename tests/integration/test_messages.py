@@ -1,17 +1,40 @@
-"""What a call's message looks like when it comes back, and what becomes of one that cannot be written again."""
+"""What a call's message looks like when it comes back, and what becomes of one that cannot be
+written again.
+"""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from celery_leases.errors import PutBackFailed
+from celery_leases.errors import RescheduleFailed
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
 
 MESSAGES = "tests.apps.messages"
-OPTIONS = ["producer", "router", "queue", "exchange", "connection", "link", "chain", "countdown", "expires", "task_id"]
-OPTIONS += ["headers", "retries", "task_type", "add_to_parent", "mandatory", "stamps", "self", "name", "celery_leases"]
+OPTIONS = [
+    "producer",
+    "router",
+    "queue",
+    "exchange",
+    "connection",
+    "link",
+    "chain",
+    "countdown",
+    "expires",
+    "task_id",
+]
+OPTIONS += [
+    "headers",
+    "retries",
+    "task_type",
+    "add_to_parent",
+    "mandatory",
+    "stamps",
+    "self",
+    "name",
+    "celery_leases",
+]
 """What Celery has arguments for when it publishes."""
 
 
@@ -24,7 +47,9 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 def test_a_message_comes_back_as_it_was_sent(stage: Stage, name: str) -> None:
-    """Serializer, compression, redacted arguments, headers, stamps and all else; only its ETA is new."""
+    """Serializer, compression, redacted arguments, headers, stamps and all else; only its ETA is
+    new.
+    """
     signature = stage.tasks.comes_back.s(name, payload={1, 2}).set(
         serializer="pickle",
         compression="zlib",
@@ -59,25 +84,33 @@ def test_stamps_may_have_the_names_of_options(stage: Stage, name: str) -> None:
     call = stage.send("comes_back", name, headers=headers)
     assert call.get(timeout=PATIENCE) == "NoneType"
     sent, came = (event["headers"] for event in stage.events("received", id=call.id))
-    assert {header: came[header] for header in headers} == {header: sent[header] for header in headers} == headers
+    assert (
+        {header: came[header] for header in headers}
+        == {header: sent[header] for header in headers}
+        == headers
+    )
 
 
-def test_a_call_whose_message_cannot_be_written_again_fails_at_once(stage: Stage, name: str) -> None:
+def test_a_call_whose_message_cannot_be_written_again_fails_at_once(
+    stage: Stage, name: str
+) -> None:
     """Its caller and its record are told, and the only slot of the worker is free for others."""
     call = stage.tasks.comes_back.apply_async((name,), {"delay": 600}, serializer="read-only")
-    with pytest.raises(PutBackFailed, match="a worker does not write this"):
+    with pytest.raises(RescheduleFailed, match="a worker does not write this"):
         call.get(timeout=PATIENCE)
     status = stage.tasks.comes_back.lease_status(name)
     assert (status.state, status.resumes) == ("pending", False)
     assert status.error is not None
     assert "a worker does not write this" in status.error.message
     assert len(stage.events("begin", name=name)) == 1
-    assert not stage.log("given to the broker again")
+    assert not stage.log("returned to the broker")
 
 
 def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Stage, name: str) -> None:
-    """It is not given to the broker again and again: each time it would keep a slot of the worker."""
+    """It is not returned to the broker and again: each time it would keep a slot of the
+    worker.
+    """
     call = stage.send("comes_back", name, headers={"as_execution_options": 5})
-    with pytest.raises(PutBackFailed, match="'int' object is not callable"):
+    with pytest.raises(RescheduleFailed, match="'int' object is not callable"):
         call.get(timeout=PATIENCE)
-    assert not stage.log("given to the broker again")
+    assert not stage.log("returned to the broker")

@@ -1,4 +1,6 @@
-"""Worker processes: pytest-celery's own fixtures over them, and what a crash test does with a LocalWorker."""
+"""Worker processes: pytest-celery's own fixtures over them, and what a crash test does with a
+LocalWorker.
+"""
 
 import os
 import signal
@@ -6,10 +8,11 @@ import signal
 import pytest
 from pytest_celery import RESULT_TIMEOUT, CeleryTestSetup
 
-from celery_leases.testing.guard import parents, stopped
-from celery_leases.testing.plugin import WorkerFactory
-from celery_leases.testing.process import NotReady, wait_until
+from celery_leases.testing.waits import wait_until
 from tests.apps import plain
+from tests.support.guard import parents, stopped
+from tests.support.plugin import WorkerFactory
+from tests.support.process import NotReady
 
 
 @pytest.fixture
@@ -42,7 +45,9 @@ def test_pytest_celery_runs_over_local_processes(celery_setup: CeleryTestSetup) 
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent", "eventlet"])
-def test_every_pool_starts_and_stops_warm(pool: str, worker_factory: WorkerFactory, leases_redis_url: str) -> None:
+def test_every_pool_starts_and_stops_warm(
+    pool: str, worker_factory: WorkerFactory, leases_redis_url: str
+) -> None:
     """A worker of each pool gets ready and ends with 0 on SIGTERM."""
     if pool in {"gevent", "eventlet"}:
         pytest.importorskip(pool)
@@ -54,7 +59,9 @@ def test_every_pool_starts_and_stops_warm(pool: str, worker_factory: WorkerFacto
 def test_a_killed_child_is_replaced_and_a_killed_worker_takes_its_children_along(
     worker_factory: WorkerFactory, leases_redis_url: str
 ) -> None:
-    """``kill_child`` kills one of the pool; ``kill`` the main process, after which no child is left."""
+    """``kill_child`` kills one of the pool; ``kill`` the main process, after which no child is
+    left.
+    """
     worker = worker_factory("tests.apps.plain", broker=leases_redis_url, concurrency=2)
     before = worker.wait_for_children()
     victim = worker.kill_child()
@@ -73,7 +80,9 @@ def test_a_killed_child_is_replaced_and_a_killed_worker_takes_its_children_along
 def test_a_paused_worker_answers_nobody_until_it_is_resumed(
     worker_factory: WorkerFactory, leases_redis_url: str
 ) -> None:
-    """SIGSTOP of the tree and of one child, seen in the process table; SIGCONT lets the task end."""
+    """SIGSTOP of the tree and of one child, seen in the process table; SIGCONT lets the task
+    end.
+    """
     app = plain.app
     app.conf.update(broker_url=leases_redis_url, result_backend=leases_redis_url)
     worker = worker_factory("tests.apps.plain", broker=leases_redis_url, backend=leases_redis_url)
@@ -103,7 +112,9 @@ def test_two_workers_share_the_work_of_one_queue(
     app = plain.app
     app.conf.update(broker_url=leases_redis_url, result_backend=leases_redis_url)
     urls = {"broker": leases_redis_url, "backend": leases_redis_url, "queue": leases_queue}
-    workers = [worker_factory("tests.apps.plain", wait=False, pool="solo", **urls) for _ in range(2)]
+    workers = [
+        worker_factory("tests.apps.plain", wait=False, pool="solo", **urls) for _ in range(2)
+    ]
     for worker in workers:
         worker.wait_ready()
     results = [plain.child_pid.apply_async(queue=leases_queue) for _ in range(20)]

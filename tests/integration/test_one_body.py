@@ -1,4 +1,6 @@
-"""One action runs once: duplicates of a key, copies of a call, and other arguments under the same key."""
+"""One action runs once: duplicates of a key, copies of a call, and other arguments under the same
+key.
+"""
 
 from collections.abc import Iterator
 from uuid import uuid4
@@ -19,7 +21,9 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, name: str) -> None:
-    """All twenty are there before the body ends; each caller gets the same value, and the row names the first."""
+    """All twenty are there before the body ends; each caller gets the same value, and the row names
+    the first.
+    """
     gate = stage.gate()
     results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     (begun,) = stage.wait_for("begin", name=name)
@@ -30,11 +34,20 @@ def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, n
     assert len(stage.events("begin", name=name)) == 1
     row = stage.row("work", f"work:{name}")
     assert row is not None
-    assert (row["state"], row["attempt"], row["call_id"], row["crashes"]) == ("done", 1, begun["id"], 0)
+    assert (row["state"], row["attempt"], row["call_id"], row["crashes"]) == (
+        "done",
+        1,
+        begun["id"],
+        0,
+    )
 
 
-def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(stage: Stage, name: str) -> None:
-    """``KeyReused`` names what differs; not a column of the row moves, whether it is done or still running."""
+def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(
+    stage: Stage, name: str
+) -> None:
+    """``KeyReused`` names what differs; not a column of the row moves, whether it is done or still
+    running.
+    """
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
     stage.wait_for("begin", name=name)
@@ -58,7 +71,10 @@ def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(sta
         stage.tasks.work.delay(name, gate=str(gate), answer="third").get(timeout=PATIENCE)
     assert (refused.value.key, refused.value.differing) == (f"work:{name}", ["answer"])
     assert stage.row("work", f"work:{name}") == done
-    assert stage.tasks.work.delay(name, gate=str(gate), answer="first").get(timeout=PATIENCE) == "first"
+    assert (
+        stage.tasks.work.delay(name, gate=str(gate), answer="first").get(timeout=PATIENCE)
+        == "first"
+    )
     assert stage.row("work", f"work:{name}") == done
     assert len(stage.events("begin", name=name)) == 1
 
@@ -71,8 +87,12 @@ def test_without_a_key_two_calls_with_equal_arguments_both_run(stage: Stage, nam
 
 
 @pytest.mark.parametrize("task", ["keyless", "rerun"])
-def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(stage: Stage, name: str, task: str) -> None:
-    """The same message ten times, one of them running: one copy waits, eight end at once, all have one result."""
+def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(
+    stage: Stage, name: str, task: str
+) -> None:
+    """The same message ten times, one of them running: one copy waits, eight end at once, all have
+    one result.
+    """
     gate, call = stage.gate(), str(uuid4())
     first = stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
@@ -87,7 +107,7 @@ def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(stage: S
     stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for_log(call, "answered with the saved result")
     stage.wait_until_drained()
-    assert len([line for line in stage.log(call) if "put back for" in line]) == 1
+    assert len([line for line in stage.log(call) if "rescheduled in" in line]) == 1
     assert len(stage.events("begin", name=name)) == 1
     assert first.get(timeout=PATIENCE)["name"] == name
 

@@ -3,12 +3,16 @@
 import pytest
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.stages import PATIENCE, Stage
 
 
-def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(stage: Stage, name: str) -> None:
-    """Nothing is put back: the waiting delivery answers with the result as soon as it is there."""
+def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(
+    stage: Stage, name: str
+) -> None:
+    """Nothing is rescheduled: the waiting delivery answers with the result as soon as it is
+    there.
+    """
     gate = stage.gate()
     first = stage.tasks.waits.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -16,7 +20,7 @@ def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(stage: Sta
     stage.wait_for_log(second.id, "received")
     gate.touch()
     assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-    assert not [line for line in stage.log(second.id) if "put back" in line]
+    assert not [line for line in stage.log(second.id) if "rescheduled" in line]
     assert len(stage.events("begin", name=name)) == 1
 
 
@@ -26,13 +30,15 @@ def test_wait_ends_with_a_put_back_when_it_takes_too_long(stage: Stage, name: st
     first = stage.tasks.impatient.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
     second = stage.tasks.impatient.delay(name, gate=str(gate))
-    stage.wait_for_log(second.id, "put back for")
+    stage.wait_for_log(second.id, "rescheduled in")
     gate.touch()
     assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(stage: Stage, name: str) -> None:
+def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(
+    stage: Stage, name: str
+) -> None:
     """They end without a result; the first call is not touched."""
     gate = stage.gate()
     first = stage.tasks.ignores.delay(name, gate=str(gate))
@@ -65,7 +71,9 @@ def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Stage, name:
 
 
 def test_the_options_speak_about_other_calls_only(stage: Stage, name: str) -> None:
-    """A copy of the call itself is put back and replayed even by ``ignore`` and ``fail``: it may be the last copy."""
+    """A copy of the call itself is rescheduled and replayed even by ``ignore`` and ``fail``: it may
+    be the last copy.
+    """
     gate, calls = stage.gate(), {}
     for task in ("ignores", "refuses"):
         calls[task] = stage.send(task, f"{name}-{task}", 0.0, str(gate))
@@ -80,7 +88,9 @@ def test_the_options_speak_about_other_calls_only(stage: Stage, name: str) -> No
         assert len(stage.events("begin", name=f"{name}-{task}")) == 1
 
 
-def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(stage: Stage, name: str) -> None:
+def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(
+    stage: Stage, name: str
+) -> None:
     """Each call its own run and result, also when copies of older calls come after newer ones."""
     first = stage.tasks.rerun.delay(name)
     one = first.get(timeout=PATIENCE)
@@ -95,17 +105,30 @@ def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(stage:
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 1]
 
 
-def test_a_body_that_raises_leaves_its_key_cooling_and_a_later_call_runs(stage: Stage, name: str) -> None:
-    """With ``stop`` the caller gets the body's own exception; the failure is counted, and told to the next attempt."""
+def test_a_body_that_raises_leaves_its_key_cooling_and_a_later_call_runs(
+    stage: Stage, name: str
+) -> None:
+    """With ``stop`` the caller gets the body's own exception; the failure is counted, and told to
+    the next attempt.
+    """
     failed = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match=f"no luck with {name}"):
         failed.get(timeout=PATIENCE)
     status = stage.tasks.fails.lease_status(name)
-    assert (status.state, status.failures, status.reason, status.resumes) == ("cooling", 1, "error", False)
+    assert (status.state, status.failures, status.reason, status.resumes) == (
+        "cooling",
+        1,
+        "error",
+        False,
+    )
     assert status.error is not None
     assert status.error.type == "ValueError"
     assert not stage.is_held("fails", f"fails:{name}")
-    wait_until(lambda: stage.tasks.fails.lease_status(name).retry_after is None, PATIENCE, "the cooldown to end")
+    wait_until(
+        lambda: stage.tasks.fails.lease_status(name).retry_after is None,
+        PATIENCE,
+        "the cooldown to end",
+    )
     with pytest.raises(ValueError, match="no luck"):
         stage.tasks.fails.delay(name).get(timeout=PATIENCE)
     assert [event["previous"] for event in stage.events("begin", name=name)] == [None, "failed"]

@@ -1,4 +1,6 @@
-"""Calls enqueued in a transaction: published once it has committed, relayed after a crash, and by their keys."""
+"""Calls enqueued in a transaction: published once it has committed, relayed after a crash, and by
+their keys.
+"""
 
 import os
 import signal
@@ -16,10 +18,10 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from celery_leases import LeaseClient, PermanentFailure
-from celery_leases.core.keys import stored_key
 from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDatabase
-from celery_leases.seam import apps, outgoing
-from celery_leases.testing.process import wait_until
+from celery_leases.protocol.keys import stored_key
+from celery_leases.testing.waits import wait_until
+from celery_leases.worker import apps, outbox
 from tests.integration.conftest import StageFactory
 from tests.integration.orders import (
     ORDERING,
@@ -46,13 +48,15 @@ from tests.integration.terminal import Terminal
 __all__ = ["driver", "engine", "module_stage", "operator"]
 
 
-# -- enqueue -----------------------------------------------------------------------------------------------
+# -- enqueue ---------------------------------------------------------------------------------------
 
 
 def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
     stage: Stage, engine: Engine, name: str
 ) -> None:
-    """Before that it is neither in the queue nor in the records; afterwards it is as any other call."""
+    """Before that it is neither in the queue nor in the records; afterwards it is as any other
+    call.
+    """
     with Session(engine) as session:
         handle = stage.tasks.order.delay_in(session, name)
         assert stage.row("order", f"order:{name}") is None
@@ -60,7 +64,12 @@ def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
         session.commit()
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     row = record(stage, name)
-    assert (row["state"], row["attempt"], row["publish_at"], row["call_id"]) == ("done", 1, None, handle.id)
+    assert (row["state"], row["attempt"], row["publish_at"], row["call_id"]) == (
+        "done",
+        1,
+        None,
+        handle.id,
+    )
     assert begins(stage, name) == [handle.id]
 
 
@@ -86,11 +95,15 @@ def test_an_enqueued_call_keeps_its_options(stage: Stage, engine: Engine, name: 
     stage.wait_for("begin", name=f"{name}-linked")
 
 
-def test_options_that_a_record_cannot_keep_are_refused(stage: Stage, engine: Engine, name: str) -> None:
+def test_options_that_a_record_cannot_keep_are_refused(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """With those it keeps; and the earlier name with the one of today."""
     order = stage.tasks.order
     with Session(engine) as session, session.begin():
-        with pytest.raises(LeaseConfigurationError, match="does not take producer=; a record keeps compression, "):
+        with pytest.raises(
+            LeaseConfigurationError, match="does not take producer=; a record keeps compression, "
+        ):
             order.apply_async_in(session, (name,), producer=object())
         with pytest.raises(LeaseConfigurationError, match="lease_ttl"):
             order.apply_async_in(session, (name,), lease_ttl=3)
@@ -102,7 +115,9 @@ def test_options_that_a_record_cannot_keep_are_refused(stage: Stage, engine: Eng
 
 
 def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: str) -> None:
-    """By session, connection and driver: no record, no message, and the session may be used again."""
+    """By session, connection and driver: no record, no message, and the session may be used
+    again.
+    """
     with Session(engine) as session:
         stage.tasks.order.delay_in(session, name)
         session.rollback()
@@ -124,7 +139,9 @@ def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: 
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_savepoint_decides_for_what_was_enqueued_within(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_savepoint_decides_for_what_was_enqueued_within(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """What was rolled back to it never was; what was released waits for the outer commit."""
     with Session(engine) as session:
         with session.begin_nested() as savepoint:
@@ -139,7 +156,9 @@ def test_a_savepoint_decides_for_what_was_enqueued_within(stage: Stage, engine: 
     assert not begins(stage, f"{name}-not")
 
 
-def test_several_calls_of_one_transaction_are_all_published(stage: Stage, engine: Engine, name: str) -> None:
+def test_several_calls_of_one_transaction_are_all_published(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """Tasks without a key too; the same key twice is one call."""
     with Session(engine) as session, session.begin():
         handles = [stage.tasks.order.delay_in(session, f"{name}-{number}") for number in range(3)]
@@ -161,7 +180,9 @@ def test_the_same_key_twice_by_a_driver_is_one_call(stage: Stage, name: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["connection", "session on a connection", "driver"])
-def test_a_connection_leaves_the_publishing_to_the_relay(stage: Stage, engine: Engine, name: str, kind: str) -> None:
+def test_a_connection_leaves_the_publishing_to_the_relay(
+    stage: Stage, engine: Engine, name: str, kind: str
+) -> None:
     """Nobody tells of its commit; the relay publishes what is due, and nothing a second time."""
     if kind == "connection":
         with engine.begin() as connection:
@@ -174,7 +195,9 @@ def test_a_connection_leaves_the_publishing_to_the_relay(stage: Stage, engine: E
             handle = stage.tasks.order.delay_in(connection, name)
             connection.commit()
     assert record(stage, name)["state"] == "pending"
-    if kind != "session on a connection":  # which has waited for the lock of SQLite, perhaps until it was due
+    if (
+        kind != "session on a connection"
+    ):  # which has waited for the lock of SQLite, perhaps until it was due
         assert relayed(stage) == 0  # its own process may be about to publish
     let_be_due(stage, name)
     assert relayed(stage) == 1
@@ -187,9 +210,9 @@ DYING = """
 import os, signal
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
-from celery_leases.seam import outgoing
+from celery_leases.worker import outbox
 from tests.apps.ordering import order
-outgoing._publish_own = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+outbox._publish_own = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, session.begin():
     print(order.delay_in(session, os.environ["NAME"]).id, flush=True)
 """
@@ -218,7 +241,9 @@ def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
 
 
 def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: str) -> None:
-    """``celery_leases.relay`` is a task of any app that includes ``celery_leases.chores``."""
+    """``celery_leases.relay`` is a task of any app that includes
+    ``celery_leases.builtin_tasks``.
+    """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
@@ -229,7 +254,9 @@ def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: st
 def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine, name: str) -> None:
     """Whoever takes a message first publishes it."""
     with engine.begin() as connection:
-        handles = [stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(5)]
+        handles = [
+            stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(5)
+        ]
     for number in range(5):
         let_be_due(stage, f"{name}-{number}")
     assert sum(at_once(*[lambda: relayed(stage)] * 3)) == 5
@@ -244,7 +271,7 @@ def test_a_relay_and_a_publish_at_once_are_one_run(stage: Stage, engine: Engine,
         handle = stage.tasks.order.delay_in(connection, name)
     let_be_due(stage, name)
     stored = stored_key(f"{ORDERING}.order", f"order:{name}")
-    at_once(lambda: relayed(stage), lambda: outgoing._publish_own(stage.app, stored))
+    at_once(lambda: relayed(stage), lambda: outbox._publish_own(stage.app, stored))
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
     stage.wait_until_drained()
     assert begins(stage, name) == [handle.id]
@@ -253,11 +280,17 @@ def test_a_relay_and_a_publish_at_once_are_one_run(stage: Stage, engine: Engine,
 def test_a_commit_succeeds_while_the_broker_is_away(
     stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay publishes once the broker is back, and says of a try without it that nothing was published."""
+    """The relay publishes once the broker is back, and says of a try without it that nothing was
+    published.
+    """
     copies = apps.parts_of(stage.app).copies
     copies.close()
     with monkeypatch.context() as patch:
-        patch.setattr(stage.app.conf, "broker_write_url", f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1")
+        patch.setattr(
+            stage.app.conf,
+            "broker_write_url",
+            f"{stage.broker_url.split(':', maxsplit=1)[0]}://127.0.0.1:1",
+        )
         began = time.monotonic()
         with Session(engine) as session, session.begin():
             handle = stage.tasks.order.delay_in(session, name)
@@ -271,10 +304,12 @@ def test_a_commit_succeeds_while_the_broker_is_away(
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-# -- enqueue of a key that has a record --------------------------------------------------------------------
+# -- enqueue of a key that has a record ------------------------------------------------------------
 
 
-def test_a_key_that_has_a_record_is_not_enqueued_again(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_key_that_has_a_record_is_not_enqueued_again(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """Pending, running or done: the handle is that of the first call, and nothing is published."""
     gate = stage.gate()
     with engine.begin() as connection:
@@ -308,7 +343,9 @@ def test_a_key_that_has_failed_for_good_is_refused(stage: Stage, engine: Engine,
     assert handle.get(timeout=PATIENCE) == by(f"{name}-other", handle.id)
 
 
-def test_other_content_under_the_same_key_is_refused(stage: Stage, engine: Engine, name: str) -> None:
+def test_other_content_under_the_same_key_is_refused(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """``KeyReused`` names the arguments that differ."""
     with Session(engine) as session, session.begin():
         first = stage.tasks.order.delay_in(session, name)
@@ -318,13 +355,17 @@ def test_other_content_under_the_same_key_is_refused(stage: Stage, engine: Engin
     assert first.get(timeout=PATIENCE) == by(name, first.id)
 
 
-def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """Its cooldown is over, and it was left to its callers: this one is published, and runs."""
     with pytest.raises(Exception, match="Retry available"):
         stage.tasks.order.delay(name, None, "cool").get(timeout=PATIENCE)
     assert (record(stage, name)["state"], record(stage, name)["resumes"]) == ("cooling", 0)
     wait_until(
-        lambda: not stage.client.status(f"order:{name}", task=f"{ORDERING}.order").retry_after, PATIENCE, "the cooldown"
+        lambda: not stage.client.status(f"order:{name}", task=f"{ORDERING}.order").retry_after,
+        PATIENCE,
+        "the cooldown",
     )
     with Session(engine) as session, session.begin():
         handle = stage.tasks.order.delay_in(session, name, None, "cool")
@@ -332,7 +373,9 @@ def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(stage: Stage, engi
     assert begins(stage, name)[1:] == [handle.id]
 
 
-def test_a_key_an_operator_has_released_is_enqueued_anew(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_key_an_operator_has_released_is_enqueued_anew(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """Nothing is queued for it, as the operator was told."""
     stage.client.resolve(doubtful(stage, name), "retry", task=f"{ORDERING}.order")
     with Session(engine) as session, session.begin():
@@ -343,7 +386,9 @@ def test_a_key_an_operator_has_released_is_enqueued_anew(stage: Stage, engine: E
 
 
 def let_expire(patch: pytest.MonkeyPatch, task: Any) -> None:
-    """Calls of a task that are made now expired a moment ago; Celery remembers the options of a task."""
+    """Calls of a task that are made now expired a moment ago; Celery remembers the options of a
+    task.
+    """
     patch.setattr(task, "expires", -5.0)
     patch.setattr(task, "_exec_options", None)
 
@@ -382,7 +427,12 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
     let_be_due(stage, names[0])
     assert relayed(stage) == 0
     row = record(stage, names[0])
-    assert (row["state"], row["message"], row["publish_at"], row["call_id"]) == ("pending", None, None, "")
+    assert (row["state"], row["message"], row["publish_at"], row["call_id"]) == (
+        "pending",
+        None,
+        None,
+        "",
+    )
     with Session(engine) as session, session.begin():
         handles = [order.delay_in(session, each) for each in names]
     for each, handle in zip(names, handles, strict=True):
@@ -393,7 +443,9 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
 def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     stage: Stage, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """Nobody tells the records of a revocation, so an operator does; a release would leave the message to a rescue."""
+    """Nobody tells the records of a revocation, so an operator does; a release would leave the
+    message to a rescue.
+    """
     with engine.begin() as connection:
         revoked = stage.tasks.order.delay_in(connection, name)
     host = f"{stage.worker.name}@{os.uname().nodename}"
@@ -414,7 +466,9 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     assert begins(stage, name) == [handle.id]
 
 
-def test_another_call_of_the_key_may_come_before_the_enqueued_one(stage: Stage, engine: Engine, name: str) -> None:
+def test_another_call_of_the_key_may_come_before_the_enqueued_one(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """It runs, and the enqueued one is answered with its result: one run."""
     with engine.begin() as connection:
         enqueued = stage.tasks.order.delay_in(connection, name)
@@ -442,7 +496,9 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """It takes the app to publish a message."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -459,8 +515,12 @@ def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(stage: Sta
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(stage: Stage, engine: Engine, name: str) -> None:
-    """Wrong arguments, arguments that are no JSON, tasks whose calls share a record, and autocommit."""
+def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(
+    stage: Stage, engine: Engine, name: str
+) -> None:
+    """Wrong arguments, arguments that are no JSON, tasks whose calls share a record, and
+    autocommit.
+    """
     with Session(engine) as session, session.begin():
         with pytest.raises(TypeError):
             stage.tasks.order.delay_in(session, name, unknown=1)
@@ -468,7 +528,7 @@ def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(stage: Stage, eng
             stage.tasks.single.delay_in(session, object())
         with pytest.raises(LeaseConfigurationError, match="rerun"):
             stage.tasks.again.delay_in(session, name)
-        with pytest.raises(WrongDatabase, match="no SQLAlchemy Session"):
+        with pytest.raises(WrongDatabase, match="not a SQLAlchemy Session"):
             stage.tasks.order.delay_in(object(), name)
     with (
         stage._engine.connect() as connection,
@@ -487,9 +547,13 @@ def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
         for content in ((2, 3), {1: [2]}, [{"a": (1,)}]):
             with pytest.raises(LeaseConfigurationError, match="JSON, which would change these"):
                 typed.delay_in(session, name, content)
-        with pytest.raises(LeaseConfigurationError, match="cannot be published with the serializer 'typed'"):
+        with pytest.raises(
+            LeaseConfigurationError, match="cannot be published with the serializer 'typed'"
+        ):
             typed.delay_in(session, name, Decimal("1.5"))
-        with pytest.raises(LeaseConfigurationError, match="cannot be published with the serializer 'typed'"):
+        with pytest.raises(
+            LeaseConfigurationError, match="cannot be published with the serializer 'typed'"
+        ):
             typed.delay_in(session, name, content=Decimal("1.5"))
     assert stage.row("typed", f"typed:{name}") is None
     with Session(engine) as session, session.begin():
@@ -502,18 +566,27 @@ def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
 def test_a_call_whose_arguments_json_would_change_is_not_stored(stage: Stage, name: str) -> None:
     """The worker says so once; others of the task are stored."""
     for number, content in enumerate([(2, 3), {1: "x"}]):
-        assert stage.tasks.typed.delay(f"{name}-{number}", content).get(timeout=PATIENCE) == repr(content)
+        assert stage.tasks.typed.delay(f"{name}-{number}", content).get(timeout=PATIENCE) == repr(
+            content
+        )
         assert record(stage, f"{name}-{number}", "typed")["message"] is None
-    stage.wait_for_log(f"{ORDERING}.typed", "cannot be rescued: records keep arguments as JSON, which would change")
+    stage.wait_for_log(
+        f"{ORDERING}.typed",
+        "cannot be rescued: records store arguments as JSON, which would change",
+    )
     assert stage.tasks.typed.delay(name, [2, 3]).get(timeout=PATIENCE) == "[2, 3]"
     assert "[2, 3]" in record(stage, name, "typed")["message"]
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_locked_record_does_not_keep_the_relay_from_the_others(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_locked_record_does_not_keep_the_relay_from_the_others(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """A transaction that goes on for long has one of them locked; the others are published."""
     with engine.begin() as connection:
-        handles = [stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(3)]
+        handles = [
+            stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(3)
+        ]
     for number in range(3):
         let_be_due(stage, f"{name}-{number}")
     lock = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")
@@ -528,7 +601,9 @@ def test_a_locked_record_does_not_keep_the_relay_from_the_others(stage: Stage, e
 
 def test_beat_relays_by_itself(stage_factory: StageFactory, name: str) -> None:
     """As the documentation's schedule says, with a beat inside the worker."""
-    stage = stage_factory(PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"})
+    stage = stage_factory(
+        PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"}
+    )
     engine = create_engine(stage.database_url, poolclass=NullPool)
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)

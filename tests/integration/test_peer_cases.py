@@ -1,6 +1,8 @@
-"""Rows of the table of peer cases (docs/comparison.md): what other packages get wrong, and what must happen here.
+"""Rows of the table of peer cases (docs/comparison.md): what other packages get wrong, and what
+must happen here.
 
-Every row is a test whose name begins with it: ``grep -rn test_m4 tests``. Those with kills are in ``tests/crash``.
+Every row is a test whose name begins with it: ``grep -rn test_m4 tests``. Those with kills are in
+``tests/crash``.
 """
 
 import pickle
@@ -13,8 +15,6 @@ from celery.schedules import schedule
 from kombu.exceptions import OperationalError
 
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld
-from celery_leases.testing.servers import PostgresServer, RedisServer
-from celery_leases.testing.servers.local import free_port
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import COOLING, OK, status
 from tests.integration.stages import (
@@ -25,11 +25,17 @@ from tests.integration.stages import (
     Stage,
     imported_anew,
 )
+from tests.support.servers import PostgresServer, RedisServer
+from tests.support.servers.local import free_port
 
 
 @pytest.mark.parametrize("task", ["retries", "auto"])
-def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(stage: Stage, name: str, task: str) -> None:
-    """Both by ``self.retry()`` and by ``autoretry_for``: three runs of one call, then done, and nothing is held."""
+def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(
+    stage: Stage, name: str, task: str
+) -> None:
+    """Both by ``self.retry()`` and by ``autoretry_for``: three runs of one call, then done, and
+    nothing is held.
+    """
     result = stage.send(task, name, 2)
     assert result.get(timeout=PATIENCE) == {"name": name, "retries": 2}
     begun = stage.events("begin", name=name)
@@ -43,13 +49,17 @@ def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(stage: Stage, n
     assert not stage.is_held(task, key)
 
 
-def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later(stage: Stage, name: str) -> None:
-    """One of the two runs; the other is put back, and answered from the record when it is done."""
+def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later(
+    stage: Stage, name: str
+) -> None:
+    """One of the two runs; the other is rescheduled, and answered from the record when it is
+    done.
+    """
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
     stage.send("work", name, 0.0, str(gate), task_id=call)
-    stage.wait_for_log(call, "put back for")
+    stage.wait_for_log(call, "rescheduled in")
     gate.touch()
     value = first.get(timeout=PATIENCE)
     stage.wait_for_log(call, "answered with the saved result")
@@ -57,12 +67,17 @@ def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(stage: Stage, name: str) -> None:
+def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(
+    stage: Stage, name: str
+) -> None:
     """The key is made in the worker, so it does not matter who publishes."""
     gate = stage.gate()
     options = {"name": name, "gate": str(gate)}
     entry = beat.ScheduleEntry(
-        name="tick", task=f"{stage.tasks.__name__}.work", schedule=schedule(timedelta(hours=1)), kwargs=options
+        name="tick",
+        task=f"{stage.tasks.__name__}.work",
+        schedule=schedule(timedelta(hours=1)),
+        kwargs=options,
     )
     first = stage.tasks.work.delay(**options)
     stage.wait_for("begin", name=name)
@@ -82,7 +97,9 @@ def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Stage, name:
     """The broker is down for the caller: an error for them, and the next call runs at once."""
     nowhere = f"{'amqp' if stage.broker == 'rabbit' else 'redis'}://127.0.0.1:{free_port()}//"
     tasks = imported_anew("tests.apps.leased", stage.env | {"CELERY_BROKER_URL": nowhere})
-    tasks.app.conf.update(broker_url=nowhere, broker_transport_options={"max_retries": 1, "interval_start": 0})
+    tasks.app.conf.update(
+        broker_url=nowhere, broker_transport_options={"max_retries": 1, "interval_start": 0}
+    )
     with pytest.raises(OperationalError):
         tasks.work.apply_async((name,), retry=False)
     tasks.app.close()
@@ -112,8 +129,12 @@ def test_m10_a_step_of_a_chain_that_another_call_holds_waits_and_goes_on_with_it
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(stage: Stage, name: str) -> None:
-    """Two members of one key, the second while the first runs: the chord completes with the result twice."""
+def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(
+    stage: Stage, name: str
+) -> None:
+    """Two members of one key, the second while the first runs: the chord completes with the result
+    twice.
+    """
     gate = stage.gate()
     members = [stage.tasks.work.s(name, gate=str(gate)) for _ in range(2)]
     result = chord(members, stage.tasks.gather.s())()
@@ -127,7 +148,9 @@ def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(stage: Stag
 
 
 def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(stage: Stage, name: str) -> None:
-    """``(1, 2)`` here and ``[1, 2]`` in the worker: one key and one fingerprint, also for who asks for the status."""
+    """``(1, 2)`` here and ``[1, 2]`` in the worker: one key and one fingerprint, also for who asks
+    for the status.
+    """
     first = stage.tasks.work.delay((1, name), answer=(1, 2)).get(timeout=PATIENCE)
     assert stage.tasks.work.delay([1, name], answer=[1, 2]).get(timeout=PATIENCE) == first == [1, 2]
     assert len(stage.events("begin", name=[1, name])) == 1
@@ -137,8 +160,10 @@ def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(stage: Stage,
 
 
 @pytest.mark.parametrize("kind", ["redis", "database"])
-def test_m13_a_call_outlives_a_lease_store_that_is_away(stage_factory: StageFactory, name: str, kind: str) -> None:
-    """The message is put back while the store is away, and runs once when it is there again."""
+def test_m13_a_call_outlives_a_lease_store_that_is_away(
+    stage_factory: StageFactory, name: str, kind: str
+) -> None:
+    """The message is rescheduled while the store is away, and runs once when it is there again."""
     if kind == "redis":
         server: RedisServer | PostgresServer = RedisServer().start()
         stage = stage_factory(REDIS_REDIS_POSTGRES, env={"LEASES_URL": server.url})
@@ -149,7 +174,7 @@ def test_m13_a_call_outlives_a_lease_store_that_is_away(stage_factory: StageFact
         assert stage.tasks.keyless.delay(f"{name}-before").get(timeout=PATIENCE)
         server.kill()
         result = stage.tasks.work.delay(name)
-        stage.wait_for_log(result.id, "put back for")
+        stage.wait_for_log(result.id, "rescheduled in")
         assert stage.events("begin", name=name) == []
         server.start()
         assert result.get(timeout=PATIENCE)["name"] == name
@@ -163,7 +188,9 @@ def test_m13_a_call_outlives_a_lease_store_that_is_away(stage_factory: StageFact
         server.stop()
 
 
-def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(stage: Stage, name: str) -> None:
+def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
+    stage: Stage, name: str
+) -> None:
     """Through the result backend as JSON, and through pickle; no worker dies of them."""
     gate = stage.gate()
     holder = stage.tasks.refuses.delay(name, gate=str(gate))
@@ -183,7 +210,11 @@ def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
     assert reused.value.differing == ["gate"]
     for error in (held.value, done.value, reused.value):
         twin = pickle.loads(pickle.dumps(error))  # noqa: S301 - what we just pickled
-        assert (type(twin), twin.args, twin.__dict__.keys()) == (type(error), error.args, error.__dict__.keys())
+        assert (type(twin), twin.args, twin.__dict__.keys()) == (
+            type(error),
+            error.args,
+            error.__dict__.keys(),
+        )
     assert not stage.log("WorkerLostError")
 
 
@@ -192,13 +223,17 @@ def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Stage, name: st
     for task in ("work", "ignores"):
         leased = getattr(stage.tasks, task)
         value = leased.delay(name).get(timeout=PATIENCE)
-        result = chord([leased.s(name), leased.s(name), stage.tasks.plain.s(1)], stage.tasks.gather.s())()
+        result = chord(
+            [leased.s(name), leased.s(name), stage.tasks.plain.s(1)], stage.tasks.gather.s()
+        )()
         assert result.get(timeout=PATIENCE) == [value, value, 1]
     assert len(stage.events("begin", name=name)) == 2
 
 
 def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -> None:
-    """The copy meets its own call's lease: nothing is stored over the run, and the chord completes."""
+    """The copy meets its own call's lease: nothing is stored over the run, and the chord
+    completes.
+    """
     side, gate = stage.side_queue(), stage.gate()
     member = stage.tasks.ignores.s(name, gate=str(gate)).set(queue=side)
     result = chord([member, stage.tasks.plain.s(1)], stage.tasks.gather.s())()
@@ -213,7 +248,9 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_x4_an_error_of_the_connection_is_not_remembered_for_ever(stage_factory: StageFactory, name: str) -> None:
+def test_x4_an_error_of_the_connection_is_not_remembered_for_ever(
+    stage_factory: StageFactory, name: str
+) -> None:
     """Its caller is told, the key cools down for a minute, and the next call after that runs."""
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
     script = [["raise", "ConnectionError", "gone"], OK]

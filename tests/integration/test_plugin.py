@@ -1,4 +1,6 @@
-"""The pytest plugin says what it could not test: a skip and one line on a laptop, a failure in CI."""
+"""The pytest plugin says what it could not test: a skip and one line on a laptop, a failure in
+CI.
+"""
 
 import tomllib
 
@@ -7,10 +9,10 @@ import pytest
 from tests.unit.pages import ROOT
 
 CONFTEST = """
-pytest_plugins = ["celery_leases.testing.plugin", "celery_leases.testing.node_plugin"]
+pytest_plugins = ["tests.support.plugin", "tests.support.node_plugin"]
 
 def pytest_configure(config):
-    from celery_leases.testing import plugin, servers
+    from tests.support import plugin, servers
 
     class Absent(plugin.RedisServer):
         def start(self):
@@ -44,10 +46,14 @@ def test_a_missing_server_is_a_skip_and_one_line(project: pytest.Pytester) -> No
     """Every test that needed the server is skipped and counted in one summary line."""
     outcome = project.runpytest_subprocess("-p", "no:cacheprovider")
     outcome.assert_outcomes(passed=1, skipped=3)
-    outcome.stdout.fnmatch_lines(["NOT TESTED for the lack of a server: 2 tests: no Redis: install it"])
+    outcome.stdout.fnmatch_lines(
+        ["NOT TESTED for the lack of a server: 2 tests: no Redis: install it"]
+    )
 
 
-def test_a_missing_server_is_a_failure_in_ci(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_a_failure_in_ci(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With CI=true nothing may be missing."""
     monkeypatch.setenv("CI", "true")
     outcome = project.runpytest_subprocess("-p", "no:cacheprovider")
@@ -57,7 +63,9 @@ def test_a_missing_server_is_a_failure_in_ci(project: pytest.Pytester, monkeypat
 
 
 def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytester) -> None:
-    """Without the flag the local nodes are in place; with it pytest-celery's own are, and docker tests run."""
+    """Without the flag the local nodes are in place; with it pytest-celery's own are, and docker
+    tests run.
+    """
     local = project.runpytest_subprocess("--fixtures", "-q")
     local.stdout.fnmatch_lines(["celery_broker_cluster*node_fixtures.py*"])
     docker = project.runpytest_subprocess("--fixtures", "-q", "--leases-docker")
@@ -67,16 +75,20 @@ def test_the_docker_flag_leaves_the_nodes_to_pytest_celery(project: pytest.Pytes
 
 
 def test_the_plugin_hides_no_fixture_of_celery(pytester: pytest.Pytester) -> None:
-    """Neither Celery's own worker, nor pytest-celery's nodes, which another plugin replaces if it is asked to."""
-    pytester.makeconftest('pytest_plugins = ["celery.contrib.pytest", "celery_leases.testing.plugin"]')
+    """Neither Celery's own worker, nor pytest-celery's nodes, which another plugin replaces if it
+    is asked to.
+    """
+    pytester.makeconftest('pytest_plugins = ["celery.contrib.pytest", "tests.support.plugin"]')
     alone = pytester.runpytest_subprocess("--fixtures", "-q", "-p", "no:celery")
     alone.stdout.fnmatch_lines(["celery_worker *celery/contrib/pytest.py*"])
-    pytester.makeconftest('pytest_plugins = ["celery_leases.testing.plugin"]')
+    pytester.makeconftest('pytest_plugins = ["tests.support.plugin"]')
     beside = pytester.runpytest_subprocess("--fixtures", "-q")
     beside.stdout.fnmatch_lines(["celery_broker_cluster*pytest_celery*"])
 
 
 def test_the_extra_for_testing_does_not_install_pytest_celery() -> None:
     """Its fixture ``celery_worker`` would hide Celery's own wherever the extra is installed."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     assert not [line for line in extras["testing"] if line.startswith("pytest-celery")]

@@ -1,4 +1,6 @@
-"""Every pool and what the process of a body survives: calls that hold it up, and forks. Nothing is left behind."""
+"""Every pool and what the process of a body survives: calls that hold it up, and forks. Nothing is
+left behind.
+"""
 
 import json
 from collections import Counter
@@ -8,14 +10,16 @@ from pathlib import Path
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.possessions import possessions
 from tests.integration.stages import PATIENCE, POOL_STORES, Stage
 
 TTL = 2
 TOLD = 3.0
-"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at milliseconds."""
+"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at
+milliseconds.
+"""
 
 GREEN = ("gevent", "eventlet")
 """Where a call may block the hub and let threads run; elsewhere that is any sleep."""
@@ -28,20 +32,24 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
         pytest.importorskip(request.param)
     options = {"pool": request.param, "concurrency": 1}
     env = {"TTL": str(TTL), "PREFETCH": "1"}
-    made = stage_factory(POOL_STORES[request.param], home="tests.apps.dying", worker=options, env=env)
+    made = stage_factory(
+        POOL_STORES[request.param], home="tests.apps.dying", worker=options, env=env
+    )
     yield made
     made.close()
 
 
 @pytest.fixture
 def process(stage: Stage, name: str) -> Iterator[int]:
-    """The process that runs the bodies, which has no more of anything after the test than before it."""
+    """The process that runs the bodies, which has no more of anything after the test than before
+    it.
+    """
     for number in range(2):
         each = f"{name}-{number}"
         result = stage.tasks.checks.delay(each, gate="once")
         warm = stage.wait_for("begin", name=each)[0]
         stage.client.release(f"checks:{each}", task=stage.tasks.checks.name)
-        result.get(timeout=PATIENCE)  # it was put back, which has connected to the broker
+        result.get(timeout=PATIENCE)  # it was rescheduled, which has connected to the broker
 
     def counted() -> Counter[str]:
         stage.tasks.collects.delay().get(timeout=PATIENCE)
@@ -50,7 +58,11 @@ def process(stage: Stage, name: str) -> Iterator[int]:
     before = counted() | counted()
     yield warm["pid"]
     try:
-        wait_until(lambda: not counted() - before, PATIENCE, f"{stage.worker} to have no more than {before}")
+        wait_until(
+            lambda: not counted() - before,
+            PATIENCE,
+            f"{stage.worker} to have no more than {before}",
+        )
     except TimeoutError as error:
         raise TimeoutError(f"{error}; there are too many of {counted() - before}") from error
 
@@ -58,7 +70,9 @@ def process(stage: Stage, name: str) -> Iterator[int]:
 def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again(
     stage: Stage, name: str, process: int
 ) -> None:
-    """One regular expression: nobody can renew meanwhile. The attempt is given back, which is no crash."""
+    """One regular expression: nobody can renew meanwhile. The attempt is given back, which is no
+    crash.
+    """
     once = stage.gate()
     result = stage.tasks.hogs.delay(name, str(once), 1.2 * TTL, stage.worker.pool == "threads")
     held, *_ = stage.wait_for("held", name=name)
@@ -72,7 +86,9 @@ def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again
     print(f"held for {held['seconds']:.2f} s, told {lost['t'] - held['t']:.3f} s later")
 
 
-def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(stage: Stage, name: str, process: int) -> None:
+def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(
+    stage: Stage, name: str, process: int
+) -> None:
     """As of a time limit; given back, it would only hang again."""
     if stage.worker.pool == "threads":
         pytest.skip("it is told by check() there, which a body that hangs does not call")
@@ -84,15 +100,21 @@ def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(stage: Stage, nam
     assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 
 
-def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(stage: Stage, name: str, process: int) -> None:
+def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(
+    stage: Stage, name: str, process: int
+) -> None:
     """The threads that renew are the system's: they run while no greenlet can."""
     if stage.worker.pool not in GREEN:
-        pytest.skip("a call that blocks a thread is any sleep there; see tests/integration/test_pools.py")
+        pytest.skip(
+            "a call that blocks a thread is any sleep there; see tests/integration/test_pools.py"
+        )
     result = stage.tasks.blocks.delay(name, 2.5 * TTL)
     (first,) = stage.wait_for("begin", name=name)
     lapsed = 0
     while not stage.events("end", name=name):
-        lapsed += not stage.is_held("blocks", f"blocks:{name}") and not stage.events("end", name=name)
+        lapsed += not stage.is_held("blocks", f"blocks:{name}") and not stage.events(
+            "end", name=name
+        )
     assert result.get(timeout=PATIENCE)["fence"] == first["fence"]
     (end,) = stage.events("end", name=name)
     row = stage.wait_for_state("blocks", f"blocks:{name}", "done")
@@ -103,7 +125,9 @@ def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(stage: Stage,
 def test_a_process_that_the_body_has_forked_never_comes_back_into_the_protocol(
     stage: Stage, name: str, process: int, how: str, code: int
 ) -> None:
-    """It ends where the body would have; the parent keeps the lease, and its outcome is the only one."""
+    """It ends where the body would have; the parent keeps the lease, and its outcome is the only
+    one.
+    """
     result = stage.tasks.forks.delay(name, how)
     answer = result.get(timeout=PATIENCE)
     (begun,), (end,) = stage.events("begin", name=name), stage.wait_for("end", name=name)
@@ -112,4 +136,6 @@ def test_a_process_that_the_body_has_forked_never_comes_back_into_the_protocol(
     row = stage.wait_for_state("forks", f"forks:{name}", "done")
     assert (row["attempt"], row["crashes"], row["failures"]) == (1, 0, 0)
     assert len(stage.log(f"key forks:{name}: attempt")) == 1
-    assert not Path(f"/proc/{process}").joinpath("task", str(process), "children").read_text().split()
+    assert (
+        not Path(f"/proc/{process}").joinpath("task", str(process), "children").read_text().split()
+    )

@@ -37,7 +37,9 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: str) -> None:
-    """Bodies and duplicates are threads or greenlets of one process, with one renewer and one set of connections."""
+    """Bodies and duplicates are threads or greenlets of one process, with one renewer and one set
+    of connections.
+    """
     gate = stage.gate()
     results = [stage.tasks.work.delay(name, gate=str(gate)) for _ in range(20)]
     stage.wait_for("begin", name=name)
@@ -50,7 +52,9 @@ def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: 
 
 
 def test_a_body_of_twice_the_ttl_keeps_its_lease_by_renewals(stage: Stage, name: str) -> None:
-    """A renewal comes every third of a ttl; after seven of them the key is still held, and the outcome is accepted."""
+    """A renewal comes every third of a ttl; after seven of them the key is still held, and the
+    outcome is accepted.
+    """
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for_log(f"key work:{name}:", "lease renewed", 7)
@@ -78,8 +82,12 @@ def test_several_bodies_in_one_process_keep_their_own_leases(stage: Stage, name:
         assert (ended["key"], ended["fence"]) == (results[n].id, fences[n])
 
 
-def test_check_tells_the_body_when_its_lease_was_released_from_outside(stage: Stage, name: str) -> None:
-    """An operator takes the key away: ``check()`` raises, and the call runs again under a higher fence."""
+def test_check_tells_the_body_when_its_lease_was_released_from_outside(
+    stage: Stage, name: str
+) -> None:
+    """An operator takes the key away: ``check()`` raises, and the call runs again under a higher
+    fence.
+    """
     running = stage.tasks.checks.delay(name, gate="once")
     (begun,) = stage.wait_for("begin", name=name)
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)

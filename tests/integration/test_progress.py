@@ -1,4 +1,6 @@
-"""Saved progress and loops under real workers: where they go on after kills, failures, interruptions and losses."""
+"""Saved progress and loops under real workers: where they go on after kills, failures,
+interruptions and losses.
+"""
 
 import random
 import signal
@@ -9,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from celery_leases.handle import SAVE_EVERY
-from celery_leases.seam.apps import parts_of
-from celery_leases.testing.process import wait_until
+from celery_leases.lease import SAVE_EVERY
+from celery_leases.testing.waits import wait_until
+from celery_leases.worker.apps import parts_of
 from tests.apps.failpoints import armed
 from tests.contract.sql_stores import statements_of
 from tests.integration.conftest import StageFactory
@@ -25,7 +27,9 @@ LATE_DEATHS = sorted(random.Random(2026).sample(range(MANY // 4, MANY), 2))
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(
-    request: pytest.FixtureRequest, stage_factory: StageFactory, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    stage_factory: StageFactory,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stage]:
     """A worker that loops; at its end nothing may be left in the queue."""
     failpoints = tmp_path_factory.mktemp("failpoints")
@@ -63,7 +67,9 @@ class Worked:
         return [item for _, item, _ in self.lines]
 
     def turns(self) -> list[tuple[int, int]]:
-        """The places at which the next item is not the one that follows: where another run went on."""
+        """The places at which the next item is not the one that follows: where another run went
+        on.
+        """
         return [(one, two) for one, two in pairwise(self.items) if two != one + 1]
 
     def assert_nothing_skipped(self, count: int) -> None:
@@ -72,19 +78,23 @@ class Worked:
         assert all(two <= one + 1 for one, two in pairwise(self.items))
 
 
-# -- loops -------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [None, 7])
 def test_a_failure_loses_nothing(stage: Stage, name: str, every: int | None) -> None:
-    """What was not saved yet is saved with the outcome: cooled down or tried again, it goes on at that very item."""
+    """What was not saved yet is saved with the outcome: cooled down or tried again, it goes on at
+    that very item.
+    """
     result = stage.tasks.loops.delay(name, 100, every=every, fails_at=[10, 33, 80])
     result.get(timeout=PATIENCE)
     assert Worked(stage, name).items == list(range(100))
     assert len(stage.events("begin", name=name)) == 4
 
 
-def test_a_lease_that_was_taken_away_stops_the_loop_between_two_items(stage: Stage, name: str) -> None:
+def test_a_lease_that_was_taken_away_stops_the_loop_between_two_items(
+    stage: Stage, name: str
+) -> None:
     """The body is told by the next item; the run after it goes on where the last save was."""
     gate = stage.gate()
     result = stage.tasks.loops.delay(name, 20, every=1, waits_at=5, gate=str(gate))
@@ -118,13 +128,19 @@ def test_a_loop_keeps_a_lease_that_nobody_renews(stage: Stage, name: str) -> Non
 
 
 @pytest.mark.parametrize("how", [signal.SIGQUIT, signal.SIGTERM], ids=["cold", "soft"])
-def test_a_shutdown_loses_nothing(stage_factory: StageFactory, name: str, how: signal.Signals) -> None:
+def test_a_shutdown_loses_nothing(
+    stage_factory: StageFactory, name: str, how: signal.Signals
+) -> None:
     """The worker is stopped in the middle of the loop; the next one goes on at the very item."""
-    stage = stage_factory(BOTH_WAYS[0], home=PROGRESSING, env={"SOFT_SHUTDOWN": "0.5", "VISIBILITY": "4"})
+    stage = stage_factory(
+        BOTH_WAYS[0], home=PROGRESSING, env={"SOFT_SHUTDOWN": "0.5", "VISIBILITY": "4"}
+    )
     result = stage.tasks.loops.delay(name, 60, pace=0.05)
     wait_until((stage.directory / f"items.{name}").exists, PATIENCE, "the loop to begin")
     wait_until(lambda: len(Worked(stage, name).lines) > 10, PATIENCE, "some items")
-    if how == signal.SIGTERM:  # a warm shutdown waits for the body, a second signal ends its patience
+    if (
+        how == signal.SIGTERM
+    ):  # a warm shutdown waits for the body, a second signal ends its patience
         stage.worker.kill(how)
         wait_until(lambda: "Warm shutdown" in stage.worker.full_log(), 20, "the shutdown")
         stage.worker.kill(signal.SIGQUIT)
@@ -151,7 +167,7 @@ def test_a_new_generation_begins_at_its_first_page(stage: Stage, name: str) -> N
     assert Worked(stage, name).items == [0, 1, 2, 0, 1, 2]
 
 
-# -- without a worker --------------------------------------------------------------------------------------
+# -- without a worker ------------------------------------------------------------------------------
 
 
 def test_saving_is_throttled(stage: Stage, name: str) -> None:
@@ -175,14 +191,21 @@ def test_called_directly_it_is_a_plain_loop(stage: Stage, name: str) -> None:
     assert Worked(stage, name).items == [0, 1, 2] * 2
 
 
-# -- what went on beside them ------------------------------------------------------------------------------
+# -- what went on beside them ----------------------------------------------------------------------
 
 
 def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Stage) -> None:
-    """It dies three times, with two crashes in a row being too many, and finishes: its progress resets their number."""
+    """It dies three times, with two crashes in a row being too many, and finishes: its progress
+    resets their number.
+    """
     stage.wait_for_state("pages", "pages:gets-on", "done", 3 * PATIENCE)
     begun = stage.events("begin", name="gets-on")
-    assert [(event["page"], event["crashes"]) for event in begun] == [(0, 0), (1, 1), (2, 1), (3, 1)]
+    assert [(event["page"], event["crashes"]) for event in begun] == [
+        (0, 0),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    ]
     found = stage.client.status("pages:gets-on", task=f"{PROGRESSING}.pages")
     assert (found.state, found.crashes, found.progress) == ("done", 0, {"page": 3})
     assert found.result == {"name": "gets-on", "pages": 3}
@@ -199,7 +222,9 @@ def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(sta
 
 
 def test_by_default_at_most_a_seconds_items_repeat(stage: Stage) -> None:
-    """Killed at random items of ten thousand: what is worked on again was worked on just before the death."""
+    """Killed at random items of ten thousand: what is worked on again was worked on just before the
+    death.
+    """
     stage.wait_for_state("loops", "loops:by-default", "done", 3 * PATIENCE)
     worked = Worked(stage, "by-default")
     worked.assert_nothing_skipped(MANY)

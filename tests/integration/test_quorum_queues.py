@@ -1,4 +1,6 @@
-"""RabbitMQ's quorum queues, on topic and direct exchanges: what waits comes back, to its queue, and blocks nobody."""
+"""RabbitMQ's quorum queues, on topic and direct exchanges: what waits comes back, to its queue, and
+blocks nobody.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +9,8 @@ from typing import Any
 import pytest
 from kombu import Exchange, Queue
 
-from celery_leases.errors import PutBackFailed
-from celery_leases.testing.process import wait_until
+from celery_leases.errors import RescheduleFailed
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, Stage
 
@@ -31,16 +33,24 @@ def kind_of(stage: Stage, queue: str) -> Any:
 
 
 def test_waits_in_sequence_come_back(stage: Stage, name: str) -> None:
-    """Short and long: each is a message that is new to RabbitMQ, and none costs one of the deliveries it allows."""
+    """Short and long: each is a message that is new to RabbitMQ, and none costs one of the
+    deliveries it allows.
+    """
     calls = [stage.tasks.snoozes.delay(f"{name}-{number}", 0.2, 1.0, 3.0) for number in range(3)]
-    assert [call.get(timeout=PATIENCE)["name"] for call in calls] == [f"{name}-{number}" for number in range(3)]
+    assert [call.get(timeout=PATIENCE)["name"] for call in calls] == [
+        f"{name}-{number}" for number in range(3)
+    ]
     assert all(len(stage.events("begin", name=f"{name}-{number}")) == 4 for number in range(3))
-    assert not stage.log("could not be put back")
+    assert not stage.log("could not be rescheduled")
 
 
 def test_calls_that_wait_leave_the_worker_free(stage: Stage, name: str) -> None:
-    """Twice as many calls wait as the worker may have unacknowledged; fresh calls run all the same."""
-    waiting = [stage.tasks.snoozes.delay(f"{name}-{number}", 6.0) for number in range(2 * 2 * SLOTS)]
+    """Twice as many calls wait as the worker may have unacknowledged; fresh calls run all the
+    same.
+    """
+    waiting = [
+        stage.tasks.snoozes.delay(f"{name}-{number}", 6.0) for number in range(2 * 2 * SLOTS)
+    ]
     for number in range(len(waiting)):
         stage.wait_for("begin", name=f"{name}-{number}")
     assert stage.tasks.work.delay(name).get(timeout=4.0)["name"] == name
@@ -52,13 +62,24 @@ def test_calls_that_wait_leave_the_worker_free(stage: Stage, name: str) -> None:
 def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
     """A worker of another queue puts its calls back into that queue, not into the default one."""
     high = stage.side_queue()
-    worker = stage.new_worker(queue=high, concurrency=1, env=stage.env | {"SIDE_QUEUE": high}).start()
+    worker = stage.new_worker(
+        queue=high, concurrency=1, env=stage.env | {"SIDE_QUEUE": high}
+    ).start()
     try:
         queue = kind_of(stage, high)
-        calls = [stage.tasks.snoozes.apply_async((f"{name}-{n}", 1.2, 1.2), queue=queue, priority=3) for n in range(3)]
-        assert {call.get(timeout=PATIENCE)["host"].partition("@")[0] for call in calls} == {worker.name}
-        begun = [event for number in range(3) for event in stage.events("begin", name=f"{name}-{number}")]
-        assert [(event["host"].partition("@")[0], event["priority"]) for event in begun] == [(worker.name, 3)] * 9
+        calls = [
+            stage.tasks.snoozes.apply_async((f"{name}-{n}", 1.2, 1.2), queue=queue, priority=3)
+            for n in range(3)
+        ]
+        assert {call.get(timeout=PATIENCE)["host"].partition("@")[0] for call in calls} == {
+            worker.name
+        }
+        begun = [
+            event for number in range(3) for event in stage.events("begin", name=f"{name}-{number}")
+        ]
+        assert [(event["host"].partition("@")[0], event["priority"]) for event in begun] == [
+            (worker.name, 3)
+        ] * 9
     finally:
         worker.teardown()
         with stage.app.connection_for_write() as connection:
@@ -68,20 +89,24 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def refusing(stage_factory: StageFactory, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """A worker whose broker takes no message that is put back; its queue allows two deliveries after the first."""
+    """A worker whose broker takes no message that is rescheduled; its queue allows two deliveries
+    after the first.
+    """
     refused = tmp_path_factory.mktemp("refused") / "refused"
     env = {"DELIVERY_LIMIT": "2", "REFUSED": str(refused)}
     worker = {"concurrency": 2, "pool": "threads"}
-    return stage_factory(RABBIT_DATABASE_POSTGRES, home="tests.apps.messages", env=env, worker=worker)
+    return stage_factory(
+        RABBIT_DATABASE_POSTGRES, home="tests.apps.messages", env=env, worker=worker
+    )
 
 
 def test_a_call_fails_before_its_queue_would_discard_it(refusing: Stage, name: str) -> None:
     """Its caller and its record are told, and no delivery is spent without a line in the log."""
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.comes_back.delay(name)
-    with pytest.raises(PutBackFailed, match="the broker takes nothing"):
+    with pytest.raises(RescheduleFailed, match="the broker takes nothing"):
         call.get(timeout=PATIENCE)
-    assert len(refusing.wait_for_log(call.id, "given to the broker again")) == 2
+    assert len(refusing.wait_for_log(call.id, "returned to the broker")) == 2
     status = refusing.tasks.comes_back.lease_status(name)
     assert (status.state, status.resumes) == ("pending", False)
 
@@ -90,7 +115,7 @@ def test_a_call_comes_back_that_is_taken_at_last(refusing: Stage, name: str) -> 
     """It is published again and again by the worker that holds its delivery."""
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.comes_back.delay(name)
-    refusing.wait_for_log(call.id, "could not be put back")
+    refusing.wait_for_log(call.id, "could not be rescheduled")
     Path(refusing.env["REFUSED"]).unlink()
     assert call.get(timeout=PATIENCE) == "NoneType"
 
@@ -108,11 +133,15 @@ def test_the_copy_of_a_running_call_spends_no_more_deliveries_than_there_are(
     refusing.wait_for("refused", number=3, id=call.id)  # the last delivery has met the running one
     if ends:
         gate.touch()
-        refusing.wait_for_log(call.id, "its outcome is known already")
+        refusing.wait_for_log(call.id, "its outcome is already known")
     else:
-        refusing.wait_for_log(call.id, "the call cannot come back")
+        refusing.wait_for_log(call.id, "the call cannot be rescheduled")
         gate.touch()
-    assert len(refusing.wait_for_log(call.id, "given to the broker again")) == 2
+    assert len(refusing.wait_for_log(call.id, "returned to the broker")) == 2
     Path(refusing.env["REFUSED"]).unlink()
-    wait_until(lambda: refusing.app.AsyncResult(call.id).state == "SUCCESS", PATIENCE, "the call that ran to be over")
+    wait_until(
+        lambda: refusing.app.AsyncResult(call.id).state == "SUCCESS",
+        PATIENCE,
+        "the call that ran to be over",
+    )
     assert len(refusing.events("begin", name=name)) == 1

@@ -1,4 +1,6 @@
-"""Records that are with nobody, and keys that wait for an operator: what rescue and resolve do for them."""
+"""Records that are with nobody, and keys that wait for an operator: what rescue and resolve do for
+them.
+"""
 
 import pytest
 import redis
@@ -7,11 +9,11 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from celery_leases.core.keys import stored_key
 from celery_leases.errors import AlreadyDone, LeaseIsLive, UnknownKey
-from celery_leases.seam import apps, outgoing
-from celery_leases.stores.outbox import Outbox
-from celery_leases.testing.process import wait_until
+from celery_leases.protocol.keys import stored_key
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.testing.waits import wait_until
+from celery_leases.worker import apps, outbox
 from tests.integration.conftest import StageFactory
 from tests.integration.orders import (
     ORDERING,
@@ -37,13 +39,15 @@ from tests.integration.terminal import Terminal
 __all__ = ["driver", "engine", "module_stage", "operator"]
 
 
-# -- rescue ------------------------------------------------------------------------------------------------
+# -- rescue ----------------------------------------------------------------------------------------
 
 
 def test_what_was_published_and_never_delivered_is_rescued(
     stage: Stage, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """The broker has lost the message of an enqueued call: ``--dry-run`` tells, ``rescue`` publishes it."""
+    """The broker has lost the message of an enqueued call: ``--dry-run`` tells, ``rescue``
+    publishes it.
+    """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -61,7 +65,9 @@ def test_what_was_published_and_never_delivered_is_rescued(
     assert begins(stage, name) == [handle.id]
 
 
-def test_two_rescues_at_once_publish_a_message_once(stage: Stage, engine: Engine, name: str) -> None:
+def test_two_rescues_at_once_publish_a_message_once(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """The row is compared as it is set."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -72,7 +78,9 @@ def test_two_rescues_at_once_publish_a_message_once(stage: Stage, engine: Engine
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_record_that_changed_since_it_was_read_is_not_published(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_record_that_changed_since_it_was_read_is_not_published(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """Of two rescues that have read the same row the second finds it taken."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
@@ -83,7 +91,9 @@ def test_a_record_that_changed_since_it_was_read_is_not_published(stage: Stage, 
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
 
-def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(stage_factory: StageFactory, name: str) -> None:
+def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
+    stage_factory: StageFactory, name: str
+) -> None:
     """Beat comes round more often than that; nobody works off the queue."""
     stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
     made = create_engine(stage.database_url, poolclass=NullPool)
@@ -102,7 +112,9 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(stage_fact
 def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     stage: Stage, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """The broker is away: the command fails and says why, and nothing is lost for those who only rescue."""
+    """The broker is away: the command fails and says why, and nothing is lost for those who only
+    rescue.
+    """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -120,7 +132,9 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     assert begins(stage, name) == [handle.id]
 
 
-def test_what_a_killed_rescue_has_marked_is_published_by_the_next(stage: Stage, engine: Engine, name: str) -> None:
+def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """It died before it published, and nobody relays."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -129,11 +143,17 @@ def test_what_a_killed_rescue_has_marked_is_published_by_the_next(stage: Stage, 
     outbox = Outbox(apps.parts_of(stage.app).records)
     (read,) = [row for row in outbox.stranded(60, 1000) if name in row.key]
     assert outbox.publish_again(read)
-    assert [rescued(stage, name, dry_run=True), rescued(stage, name), rescued(stage, name)] == [1, 1, 0]
+    assert [rescued(stage, name, dry_run=True), rescued(stage, name), rescued(stage, name)] == [
+        1,
+        1,
+        0,
+    ]
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_an_enqueued_record_knows_the_retention_of_its_task(stage: Stage, engine: Engine, name: str) -> None:
+def test_an_enqueued_record_knows_the_retention_of_its_task(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """Before anybody has claimed it."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
@@ -151,7 +171,9 @@ def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
     assert record(stage, name)["expires_at"]
     with Session(engine) as session, session.begin():
         handle = stage.tasks.order.delay_in(session, name)
-        asked = text("SELECT count(*) FROM celery_leases_records WHERE call_id = :id AND expires_at IS NULL")
+        asked = text(
+            "SELECT count(*) FROM celery_leases_records WHERE call_id = :id AND expires_at IS NULL"
+        )
         assert session.execute(asked, {"id": handle.id}).scalar_one() == 1
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
@@ -174,7 +196,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
     stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many have been running for longer than the page that is looked at."""
-    monkeypatch.setattr(outgoing, "LOOKED_AT_ONCE", 1)
+    monkeypatch.setattr(outbox, "LOOKED_AT_ONCE", 1)
     gate = stage.gate()
     results = [stage.tasks.kept.delay(f"{name}-live-{number}", str(gate)) for number in range(2)]
     for number in range(2):
@@ -191,10 +213,14 @@ def test_live_ones_do_not_hide_a_stranded_one(
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_locked_record_does_not_keep_a_rescue_from_the_others(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_locked_record_does_not_keep_a_rescue_from_the_others(
+    stage: Stage, engine: Engine, name: str
+) -> None:
     """What somebody has locked is with somebody."""
     with engine.begin() as connection:
-        handles = [stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(2)]
+        handles = [
+            stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(2)
+        ]
     for number in range(2):
         let_be_old(stage, f"{name}-{number}", "order")
     lock = text("SELECT 1 FROM celery_leases_records WHERE stored_key = :key FOR UPDATE")
@@ -220,7 +246,9 @@ def lose(stage: Stage) -> None:
 
 
 def test_what_a_broker_has_lost_is_run_again_with_its_canvas(lossy_stage: Stage, name: str) -> None:
-    """A killed worker's call in a chain, another in a chord, and one that was cooling; not one without the option."""
+    """A killed worker's call in a chain, another in a chord, and one that was cooling; not one
+    without the option.
+    """
     stage, tasks = lossy_stage, lossy_stage.tasks
     gate = stage.gate()
     linked = chain(tasks.kept.s(f"{name}-chain", str(gate)), tasks.plain.s()).apply_async()
@@ -240,7 +268,9 @@ def test_what_a_broker_has_lost_is_run_again_with_its_canvas(lossy_stage: Stage,
     for which in ("chain", "one", "two", "cool"):
         let_be_old(stage, f"{name}-{which}")
     let_be_old(stage, f"{name}-unkept", "unkept")
-    wait_until(lambda: not stage.is_held("kept", f"kept:{name}-chain"), PATIENCE, "the leases to end")
+    wait_until(
+        lambda: not stage.is_held("kept", f"kept:{name}-chain"), PATIENCE, "the leases to end"
+    )
     assert rescued(stage, name, dry_run=True) == 4
     assert not stage.left_over()
     assert rescued(stage, name) == 4
@@ -248,7 +278,10 @@ def test_what_a_broker_has_lost_is_run_again_with_its_canvas(lossy_stage: Stage,
     stage.worker.start()
     chained = linked.parent.id
     assert linked.get(timeout=PATIENCE) == by(f"{name}-chain", chained)
-    assert [answer.split(" by ")[0] for answer in whole.get(timeout=PATIENCE)] == [f"{name}-one", f"{name}-two"]
+    assert [answer.split(" by ")[0] for answer in whole.get(timeout=PATIENCE)] == [
+        f"{name}-one",
+        f"{name}-two",
+    ]
     assert cooled.get(timeout=PATIENCE) == by(f"{name}-cool", cooled.id)
     assert len(begins(stage, f"{name}-chain")) == 2
     assert len(begins(stage, f"{name}-unkept")) == 1
@@ -264,25 +297,39 @@ def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
             assert (done.returncode, "--limit" in done.stderr) == (2, True), command
 
 
-# -- resolve -----------------------------------------------------------------------------------------------
+# -- resolve ---------------------------------------------------------------------------------------
 
 
-def test_an_operator_may_say_that_an_uncertain_key_is_done(stage: Stage, operator: Terminal, name: str) -> None:
+def test_an_operator_may_say_that_an_uncertain_key_is_done(
+    stage: Stage, operator: Terminal, name: str
+) -> None:
     """By client and command; later callers get the result he gives, and nothing runs."""
     task = f"{ORDERING}.order"
     key = doubtful(stage, name)
     assert stage.client.resolve(key, "done", result={"charge": "ch_1"}, task=task).state == "done"
     assert stage.tasks.order.delay(name, None, "doubt").get(timeout=PATIENCE) == {"charge": "ch_1"}
     key = doubtful(stage, f"{name}-cli")
-    assert operator.reads("resolve", key, "--done", "--result", '{"charge": "ch_2"}')["state"] == "done"
-    assert stage.tasks.order.delay(f"{name}-cli", None, "doubt").get(timeout=PATIENCE) == {"charge": "ch_2"}
+    assert (
+        operator.reads("resolve", key, "--done", "--result", '{"charge": "ch_2"}')["state"]
+        == "done"
+    )
+    assert stage.tasks.order.delay(f"{name}-cli", None, "doubt").get(timeout=PATIENCE) == {
+        "charge": "ch_2"
+    }
     key = doubtful(stage, f"{name}-none")
     operator.sees("resolve", key, "--task", task, "--done")
     assert stage.tasks.order.delay(f"{name}-none", None, "doubt").get(timeout=PATIENCE) is None
-    assert len(begins(stage, name)) == len(begins(stage, f"{name}-cli")) == len(begins(stage, f"{name}-none")) == 1
+    assert (
+        len(begins(stage, name))
+        == len(begins(stage, f"{name}-cli"))
+        == len(begins(stage, f"{name}-none"))
+        == 1
+    )
 
 
-def test_an_operator_may_let_an_uncertain_key_run_again(stage: Stage, operator: Terminal, name: str) -> None:
+def test_an_operator_may_let_an_uncertain_key_run_again(
+    stage: Stage, operator: Terminal, name: str
+) -> None:
     """Nothing is queued by that, as he is told; the next call runs."""
     key = doubtful(stage, name)
     done = operator.types("resolve", key, "--retry")
@@ -293,7 +340,9 @@ def test_an_operator_may_let_an_uncertain_key_run_again(stage: Stage, operator: 
 
 
 def test_a_live_lease_is_not_resolved_unless_forced(stage: Stage, name: str) -> None:
-    """What its holder still says about the outcome is refused then: its caller gets the operator's answer."""
+    """What its holder still says about the outcome is refused then: its caller gets the operator's
+    answer.
+    """
     gate = stage.gate()
     task, key = f"{ORDERING}.order", f"order:{name}"
     running = stage.tasks.order.delay(name, str(gate))
@@ -302,7 +351,9 @@ def test_a_live_lease_is_not_resolved_unless_forced(stage: Stage, name: str) -> 
         stage.client.resolve(key, "done", result=1, task=task)
     with pytest.raises(LeaseIsLive):
         stage.client.resolve(key, "retry", task=task)
-    assert stage.client.resolve(key, "done", result="by hand", task=task, force=True).state == "done"
+    assert (
+        stage.client.resolve(key, "done", result="by hand", task=task, force=True).state == "done"
+    )
     gate.touch()
     assert running.get(timeout=PATIENCE) == "by hand"
     with pytest.raises(AlreadyDone):
@@ -322,6 +373,11 @@ def test_bad_words_to_resolve_are_refused(stage: Stage, operator: Terminal, name
         stage.client.resolve(key, "finished", task=task)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="result_not_json"):
         stage.client.resolve(key, "done", result=object(), task=task)
-    for words in ((), ("--done", "--retry"), ("--retry", "--result", "1"), ("--done", "--result", "{")):
+    for words in (
+        (),
+        ("--done", "--retry"),
+        ("--retry", "--result", "1"),
+        ("--done", "--result", "{"),
+    ):
         assert operator.types("resolve", key, *words).returncode == 2, words
     assert record(stage, name)["state"] == "uncertain"

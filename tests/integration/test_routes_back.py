@@ -1,4 +1,6 @@
-"""A copy finds its way through a broker whose exchanges live in kombu, also from a process that has declared none."""
+"""A copy finds its way through a broker whose exchanges live in kombu, also from a process that has
+declared none.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from celery.app.task import Context
 from kombu import Exchange, Queue
 from kombu.transport.virtual.base import BrokerState
 
-from celery_leases.seam.routes import AsGiven, Routes
+from celery_leases.worker.routes import AsGiven, Routes
 
 
 @pytest.mark.parametrize(("kind", "key"), [("topic", "orders.paid"), ("fanout", "")])
@@ -19,14 +21,20 @@ def test_a_copy_reaches_the_queues_of_the_exchange_it_came_through(
 ) -> None:
     """A topic or fanout exchange that a process does not know would count as a direct one."""
     app = Celery("routed", broker=leases_redis_url, set_as_current=False)
-    queue = Queue(leases_queue, Exchange(f"{leases_queue}-all", type=kind), routing_key="orders.#" if key else "")
+    queue = Queue(
+        leases_queue,
+        Exchange(f"{leases_queue}-all", type=kind),
+        routing_key="orders.#" if key else "",
+    )
     app.conf.task_queues = [queue]
     request = Context(delivery_info={"exchange": queue.exchange.name, "routing_key": key})
     got: list[object] = []
     with (
         app.connection_for_read() as reading,
         app.connection_for_write() as writing,
-        reading.Consumer([queue], callbacks=[lambda body, message: got.append((body, message.ack()))]),
+        reading.Consumer(
+            [queue], callbacks=[lambda body, message: got.append((body, message.ack()))]
+        ),
     ):
         with suppress(TimeoutError):
             reading.drain_events(timeout=0.2)  # it subscribes

@@ -15,10 +15,11 @@ import pytest
 import redis
 from kombu import Connection
 
-from celery_leases.testing.guard import descendants, parents
-from celery_leases.testing.plugin import missing_server
-from celery_leases.testing.process import GuardedProcess, NotReady, wait_until
-from celery_leases.testing.servers import (
+from celery_leases.testing.waits import wait_until
+from tests.support.guard import descendants, parents
+from tests.support.plugin import missing_server
+from tests.support.process import GuardedProcess, NotReady
+from tests.support.servers import (
     LocalServer,
     MariaServer,
     PostgresServer,
@@ -68,7 +69,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[LocalServer]:
 
 @pytest.mark.nightly
 def test_a_server_freezes_dies_and_comes_back_on_its_port(server: LocalServer) -> None:
-    """Pause, resume, kill, start and both restarts of one server, each seen from a client; then nothing is left."""
+    """Pause, resume, kill, start and both restarts of one server, each seen from a client; then
+    nothing is left.
+    """
     port, home = server.port, server.home
     assert ask(server)
 
@@ -140,7 +143,7 @@ def test_a_server_that_does_not_come_up_shows_its_log() -> None:
 
 SERVERS_AND_WAIT = """
 import sys, threading
-from celery_leases.testing.servers import PostgresServer, RedisServer, ServerMissing
+from tests.support.servers import PostgresServer, RedisServer, ServerMissing
 
 def start():
     # In a thread that ends: a death signal tied to the starting thread would fire now.
@@ -162,9 +165,14 @@ sys.stdin.read()
 
 
 def test_nothing_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
-    """SIGKILL of the process that started servers ends their whole trees and removes their directories."""
+    """SIGKILL of the process that started servers ends their whole trees and removes their
+    directories.
+    """
     owner = subprocess.Popen(
-        [sys.executable, "-c", SERVERS_AND_WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVERS_AND_WAIT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert owner.stdout is not None
     homes = [Path(home) for home in owner.stdout.readline().split()]
@@ -174,7 +182,9 @@ def test_nothing_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
     os.kill(owner.pid, signal.SIGKILL)
     owner.communicate()
     wait_until(lambda: not set(tree) & set(parents()), 10, "the end of the orphaned servers")
-    wait_until(lambda: not any(home.exists() for home in homes), 10, "the removal of their directories")
+    wait_until(
+        lambda: not any(home.exists() for home in homes), 10, "the removal of their directories"
+    )
 
 
 def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:
@@ -188,7 +198,9 @@ def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_a_running_rabbit_gives_us_a_virtual_host_of_our_own() -> None:
-    """Queues of a shared broker stay untouched: ``isolate`` makes a virtual host, ``remove`` deletes it."""
+    """Queues of a shared broker stay untouched: ``isolate`` makes a virtual host, ``remove``
+    deletes it.
+    """
     running = find_running_rabbit()
     if running is None:
         missing_server("no running RabbitMQ at $CELERY_LEASES_TEST_AMQP or 127.0.0.1:5672")

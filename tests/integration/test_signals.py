@@ -1,4 +1,6 @@
-"""Each thing that happens is a signal with a frozen event and, where it is an outcome, one log line."""
+"""Each thing that happens is a signal with a frozen event and, where it is an outcome, one log
+line.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +9,15 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.errors import KeyReused
-from celery_leases.testing.process import wait_until
-from celery_leases.testing.servers import RedisServer
+from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, REDIS_REDIS_POSTGRES, Stage, spelled
+from tests.support.servers import RedisServer
 
 MODULE = "tests.apps.signalled"
 
-# Every test here runs with a receiver that raises and one that raises SystemExit behind the one that writes down.
+# Every test here runs with a receiver that raises and one that raises SystemExit behind the one
+# that writes down.
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
@@ -27,14 +30,20 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 def signals_of(stage: Stage, call: str) -> list[str]:
     """The names of the signals about one call, in their order."""
-    return [event["signal"] for event in stage.events("signal") if event["event"]["call_id"] == call]
+    return [
+        event["signal"] for event in stage.events("signal") if event["event"]["call_id"] == call
+    ]
 
 
 def one(stage: Stage, signal: str, call: str) -> dict[str, Any]:
     """The one event of that signal about a call."""
 
     def found() -> list[dict[str, Any]]:
-        return [event for event in stage.events("signal", signal=signal) if event["event"]["call_id"] == call]
+        return [
+            event
+            for event in stage.events("signal", signal=signal)
+            if event["event"]["call_id"] == call
+        ]
 
     wait_until(lambda: len(found()) >= 1, PATIENCE, f"{signal} of {call}")
     assert len(found()) == 1
@@ -50,7 +59,10 @@ def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
     """The sender is the task; the events say who, which attempt, and how it ended."""
     call = stage.tasks.work.delay(name)
     fence = call.get(timeout=PATIENCE)["fence"]
-    acquired, settled = one(stage, "lease_acquired", call.id), one(stage, "attempt_settled", call.id)
+    acquired, settled = (
+        one(stage, "lease_acquired", call.id),
+        one(stage, "attempt_settled", call.id),
+    )
     about = {"task": stage.tasks.work.name, "key": f"work:{name}", "call_id": call.id}
     assert acquired["event"] == {**about, "fence": fence, "attempt": 1}
     assert settled["event"] | {"runtime": 0} == {
@@ -87,25 +99,31 @@ def test_a_failure_is_told_with_its_class_and_message(stage: Stage, name: str) -
     assert (event["state"], event["ended"], event["reason"]) == ("cooling", "failed", "error")
     assert 0.5 <= event["retry_after"] <= 1
     failure = event["failure"]
-    assert (failure["type"], failure["message"], failure["group"]) == ("ValueError", f"no luck with {name}", None)
+    assert (failure["type"], failure["message"], failure["group"]) == (
+        "ValueError",
+        f"no luck with {name}",
+        None,
+    )
     assert any(failure["rule"] in line for line in stage.log(call.id))
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
 def test_a_duplicate_is_told_as_held_put_back_and_replayed(stage: Stage, name: str) -> None:
-    """The holder's identity and the first call's id are in the events; each delivery ends with one line."""
+    """The holder's identity and the first call's id are in the events; each delivery ends with one
+    line.
+    """
     gate = stage.gate()
     first = stage.tasks.work.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
     other = stage.tasks.work.delay(name, gate=str(gate))
-    stage.wait_for_log(other.id, "put back for")
+    stage.wait_for_log(other.id, "rescheduled in")
     gate.touch()
     assert other.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
     told = signals_of(stage, other.id)
-    rounds = told.count("call_put_back")
+    rounds = told.count("call_rescheduled")
     assert rounds >= 1
-    assert told == ["lease_held", "call_put_back"] * rounds + ["result_replayed"]
-    assert lines_of(stage, other.id) == ["call_put_back"] * rounds + ["result_replayed"]
+    assert told == ["lease_held", "call_rescheduled"] * rounds + ["result_replayed"]
+    assert lines_of(stage, other.id) == ["call_rescheduled"] * rounds + ["result_replayed"]
     held = stage.events("signal", signal="lease_held")[-1]["event"]
     assert (held["holder_call_id"], held["same_call"]) == (first.id, False)
     assert 0 < held["remaining"] <= 3
@@ -118,14 +136,22 @@ def test_a_superfluous_copy_is_told_as_dropped(stage: Stage, name: str) -> None:
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)
     stage.send("work", name, 0.0, str(gate), task_id=call)
-    stage.wait_for_log(call, "put back for")
+    stage.wait_for_log(call, "rescheduled in")
     stage.send("work", name, 0.0, str(gate), task_id=call)
-    assert one(stage, "call_dropped", call)["event"]["reason"] == "another copy of this call waits already"
+    assert (
+        one(stage, "call_dropped", call)["event"]["reason"]
+        == "another copy of this call waits already"
+    )
     gate.touch()
     first.get(timeout=PATIENCE)
     stage.wait_for_log(call, "answered with the saved result")
     told = lines_of(stage, call)
-    assert sorted(told) == ["attempt_settled", "call_dropped", "call_put_back", "result_replayed"]
+    assert sorted(told) == [
+        "attempt_settled",
+        "call_dropped",
+        "call_rescheduled",
+        "result_replayed",
+    ]
 
 
 def test_a_refusal_is_told_with_its_error(stage: Stage, name: str) -> None:
@@ -139,7 +165,9 @@ def test_a_refusal_is_told_with_its_error(stage: Stage, name: str) -> None:
 
 
 def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(stage: Stage, name: str) -> None:
-    """A key released by an operator under a running body: lost, refused, put back, and done by the next attempt."""
+    """A key released by an operator under a running body: lost, refused, rescheduled, and done by
+    the next attempt.
+    """
     call = stage.tasks.checks.delay(name, gate="once")
     stage.wait_for("begin", name=name)
     wait_until(lambda: "lease_renewed" in signals_of(stage, call.id), PATIENCE, "a renewal")
@@ -150,13 +178,18 @@ def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(stage: Stage, n
     refused = one(stage, "outcome_refused", call.id)["event"]
     assert refused["state"] == "pending"
     told = signals_of(stage, call.id)
-    for earlier, later in (("lease_renewed", "outcome_refused"), ("outcome_refused", "call_put_back")):
+    for earlier, later in (
+        ("lease_renewed", "outcome_refused"),
+        ("outcome_refused", "call_rescheduled"),
+    ):
         assert told.index(earlier) < told.index(later)
     assert told[-1] == "attempt_settled"
 
 
 def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Stage, name: str) -> None:
-    """The body kills its own pool child once; the next attempt says on which host and how often in a row."""
+    """The body kills its own pool child once; the next attempt says on which host and how often in
+    a row.
+    """
     call = stage.tasks.dies.delay(name, 1)
     assert call.get(timeout=PATIENCE)["name"] == name
     crash = one(stage, "crash_seen", call.id)
@@ -165,15 +198,23 @@ def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Stage, name: 
     assert crash["frozen"]
 
 
-def test_a_renewal_that_fails_is_told_and_the_lease_goes_on(stage_factory: StageFactory, name: str) -> None:
-    """Redis stands still for a moment: warnings with what is left, then renewals again, and one body."""
+def test_a_renewal_that_fails_is_told_and_the_lease_goes_on(
+    stage_factory: StageFactory, name: str
+) -> None:
+    """Redis stands still for a moment: warnings with what is left, then renewals again, and one
+    body.
+    """
     with RedisServer() as server:
-        stage = stage_factory(REDIS_REDIS_POSTGRES, module=MODULE, env={"LEASES_URL": server.url, "TTL": "6"})
+        stage = stage_factory(
+            REDIS_REDIS_POSTGRES, module=MODULE, env={"LEASES_URL": server.url, "TTL": "6"}
+        )
         gate = stage.gate()
         call = stage.tasks.work.delay(name, gate=str(gate))
         stage.wait_for("begin", name=name)
         server.pause()
-        wait_until(lambda: "renewal_failed" in signals_of(stage, call.id), PATIENCE, "a failed renewal")
+        wait_until(
+            lambda: "renewal_failed" in signals_of(stage, call.id), PATIENCE, "a failed renewal"
+        )
         server.resume()
         wait_until(lambda: signals_of(stage, call.id)[-1] == "lease_renewed", PATIENCE, "a renewal")
         gate.touch()
@@ -187,11 +228,18 @@ def test_a_renewal_that_fails_is_told_and_the_lease_goes_on(stage_factory: Stage
 
 
 def test_broken_receivers_and_log_handlers_harm_nothing(stage: Stage, name: str) -> None:
-    """Exceptions and SystemExit in receivers, an exception in a log handler: right results, by the same children."""
+    """Exceptions and SystemExit in receivers, an exception in a log handler: right results, by the
+    same children.
+    """
     children = set(stage.worker.wait_for_children())
     results = [stage.tasks.keyless.delay(f"{name}-{n}") for n in range(20)]
-    assert [result.get(timeout=PATIENCE)["name"] for result in results] == [f"{name}-{n}" for n in range(20)]
-    done, again = stage.tasks.work.delay(f"broken-log-{name}"), stage.tasks.work.delay(f"broken-log-{name}")
+    assert [result.get(timeout=PATIENCE)["name"] for result in results] == [
+        f"{name}-{n}" for n in range(20)
+    ]
+    done, again = (
+        stage.tasks.work.delay(f"broken-log-{name}"),
+        stage.tasks.work.delay(f"broken-log-{name}"),
+    )
     assert done.get(timeout=PATIENCE) == again.get(timeout=PATIENCE)
     with pytest.raises(ValueError, match="no luck"):
         stage.tasks.fails.delay(f"broken-log-{name}").get(timeout=PATIENCE)

@@ -1,4 +1,6 @@
-"""Completion in the body's own transaction: whatever happens, there are as many invoices as done records."""
+"""Completion in the body's own transaction: whatever happens, there are as many invoices as done
+records.
+"""
 
 import time
 from collections.abc import Iterator
@@ -8,8 +10,8 @@ import pytest
 from celery.result import AsyncResult
 from sqlalchemy import text
 
-from celery_leases.core.keys import stored_key
-from celery_leases.testing.process import wait_until
+from celery_leases.protocol.keys import stored_key
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import waiting_in
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import PATIENCE, Stage, spelled
@@ -34,11 +36,17 @@ BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
 def make_books(stage: Stage) -> Stage:
     """The table of the body's own rows."""
     with stage._engine.connect() as connection:
-        connection.execute(text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)"))
+        connection.execute(
+            text("CREATE TABLE invoices (name varchar(64) NOT NULL, fence bigint NOT NULL)")
+        )
     return stage
 
 
-@pytest.fixture(scope="module", params=(PG_REDIS, PG_DATABASE, MARIA_REDIS, MARIA_DATABASE, LITE_DATABASE), ids=spelled)
+@pytest.fixture(
+    scope="module",
+    params=(PG_REDIS, PG_DATABASE, MARIA_REDIS, MARIA_DATABASE, LITE_DATABASE),
+    ids=spelled,
+)
 def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
     """A worker that keeps books; at its end nothing may be left in the queue."""
     made = make_books(stage_factory(request.param, home=BOOKING, env={"TTL": f"{TTL:g}"}))
@@ -70,7 +78,9 @@ def answer(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -
 def invoices(stage: Stage, name: str) -> int:
     """How many rows of the body's own are committed."""
     with stage._engine.connect() as connection:
-        found = connection.execute(text("SELECT count(*) FROM invoices WHERE name = :name"), {"name": name}).scalar()
+        found = connection.execute(
+            text("SELECT count(*) FROM invoices WHERE name = :name"), {"name": name}
+        ).scalar()
     return int(found or 0)
 
 
@@ -100,12 +110,14 @@ def wait_for_end(stage: Stage, name: str, ended: str) -> dict[str, Any]:
     return row
 
 
-# -- what can be given -------------------------------------------------------------------------------------
+# -- what can be given -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_done_record_commits_with_the_rows(stage: Stage, name: str, way: str) -> None:
-    """By any kind of connection; the result is that of the call and of every later one, as JSON gives it back."""
+    """By any kind of connection; the result is that of the call and of every later one, as JSON
+    gives it back.
+    """
     result = {"charge": "ch_1", "pages": [1, 2]}
     script = [OPEN, WRITE, ["complete", result], COMMIT]
     assert answer(stage, name, script, way=way) == result
@@ -139,9 +151,15 @@ def test_a_transaction_that_is_left_open_is_rolled_back(stage: Stage, name: str,
     assert record(stage, name)["state"] == "cooling"
 
 
-@pytest.mark.parametrize("way", ["session autocommit", "connection autocommit", "driver autocommit"])
-def test_what_commits_each_statement_by_itself_is_refused(stage: Stage, name: str, way: str) -> None:
-    """Nothing would commit together; nothing is written, and the call still succeeds in a transaction."""
+@pytest.mark.parametrize(
+    "way", ["session autocommit", "connection autocommit", "driver autocommit"]
+)
+def test_what_commits_each_statement_by_itself_is_refused(
+    stage: Stage, name: str, way: str
+) -> None:
+    """Nothing would commit together; nothing is written, and the call still succeeds in a
+    transaction.
+    """
     script = [["open", way], ["try", *COMPLETE], ["try", *GUARD], *BOOKED]
     assert answer(stage, name, script) == "paid"
     assert raised(stage, name) == ["WrongDatabase"] * 2
@@ -158,7 +176,9 @@ def test_another_database_is_refused_and_nothing_is_lost(stage: Stage, name: str
     assert_balanced(stage, name, done=True)
 
 
-def test_a_result_that_is_no_json_is_refused_before_anything_is_written(stage: Stage, name: str) -> None:
+def test_a_result_that_is_no_json_is_refused_before_anything_is_written(
+    stage: Stage, name: str
+) -> None:
     """The body may complete with another one in the same transaction."""
     assert answer(stage, name, [OPEN, WRITE, ["try", "complete badly"], COMPLETE, COMMIT]) == "paid"
     (told,) = stage.events("raised", name=name)
@@ -168,19 +188,28 @@ def test_a_result_that_is_no_json_is_refused_before_anything_is_written(stage: S
 
 
 def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Stage, name: str) -> None:
-    """As with any result: the success stands, the caller gets it, and a replay says that it is missing."""
+    """As with any result: the success stands, the caller gets it, and a replay says that it is
+    missing.
+    """
     large = "x" * 300_000
     assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
     assert_balanced(stage, name, done=True)
-    assert (record(stage, name)["result"], record(stage, name)["reason"]) == (None, "result_too_large")
+    assert (record(stage, name)["result"], record(stage, name)["reason"]) == (
+        None,
+        "result_too_large",
+    )
 
 
-# -- after the commit --------------------------------------------------------------------------------------
+# -- after the commit ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["value", "snooze", "retry", "ignore", "reject"])
-def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(stage: Stage, name: str, kind: str) -> None:
-    """Its result is the completed one, nothing runs again, and the signal tells of the exception."""
+def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(
+    stage: Stage, name: str, kind: str
+) -> None:
+    """Its result is the completed one, nothing runs again, and the signal tells of the
+    exception.
+    """
     result = run(stage, name, [*BOOKED, ["raise", kind]])
     assert result.get(timeout=PATIENCE) == "paid"
     stage.wait_until_drained()
@@ -198,17 +227,32 @@ def test_what_the_body_returns_after_the_commit_does_not_count(stage: Stage, nam
     assert_balanced(stage, name, done=True)
 
 
-def test_a_second_completion_is_refused_in_the_transaction_and_after_it(stage: Stage, name: str) -> None:
+def test_a_second_completion_is_refused_in_the_transaction_and_after_it(
+    stage: Stage, name: str
+) -> None:
     """``AlreadyCompleted`` both times; the first one stands."""
-    script = [OPEN, WRITE, COMPLETE, ["try", "complete", "again"], COMMIT, OPEN, ["try", "complete", "again"], ROLLBACK]
+    script = [
+        OPEN,
+        WRITE,
+        COMPLETE,
+        ["try", "complete", "again"],
+        COMMIT,
+        OPEN,
+        ["try", "complete", "again"],
+        ROLLBACK,
+    ]
     assert answer(stage, name, [*script, ["say", "paid"]]) == "paid"
     assert raised(stage, name) == ["AlreadyCompleted"] * 2
     assert_balanced(stage, name, done=True)
 
 
 def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Stage, name: str) -> None:
-    """For longer than the lease lasts: nobody interrupts it, nobody takes over, and callers are answered."""
-    result = run(stage, name, [*BOOKED, ["note", "committed"], ["sleep", 2 * TTL], ["note", "went on"]])
+    """For longer than the lease lasts: nobody interrupts it, nobody takes over, and callers are
+    answered.
+    """
+    result = run(
+        stage, name, [*BOOKED, ["note", "committed"], ["sleep", 2 * TTL], ["note", "went on"]]
+    )
     stage.wait_for("committed", name=name)
     assert answer(stage, name, BOOKED) == "paid"
     assert result.get(timeout=PATIENCE) == "paid"
@@ -217,13 +261,22 @@ def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Stage, name: 
     assert len(stage.events("begin", name=name)) == 1
 
 
-# -- before the commit -------------------------------------------------------------------------------------
+# -- before the commit -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_after_a_rollback_it_may_be_completed_again(stage: Stage, name: str, way: str) -> None:
     """Only what was committed counts."""
-    script = [OPEN, WRITE, ["complete", "first"], ROLLBACK, OPEN, WRITE, ["complete", "second"], COMMIT]
+    script = [
+        OPEN,
+        WRITE,
+        ["complete", "first"],
+        ROLLBACK,
+        OPEN,
+        WRITE,
+        ["complete", "second"],
+        COMMIT,
+    ]
     assert answer(stage, name, script, way=way) == "second"
     assert_balanced(stage, name, done=True)
 
@@ -246,23 +299,39 @@ def test_a_snooze_before_the_commit_comes_back_and_completes(stage: Stage, name:
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
-def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(stage: Stage, name: str, way: str) -> None:
+def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(
+    stage: Stage, name: str, way: str
+) -> None:
     """It may be completed again in the same transaction."""
-    within = [["sql", "SAVEPOINT inner_one"], WRITE, ["complete", "inner"], ["sql", "ROLLBACK TO SAVEPOINT inner_one"]]
+    within = [
+        ["sql", "SAVEPOINT inner_one"],
+        WRITE,
+        ["complete", "inner"],
+        ["sql", "ROLLBACK TO SAVEPOINT inner_one"],
+    ]
     assert answer(stage, name, [OPEN, *within, WRITE, COMPLETE, COMMIT], way=way) == "paid"
     assert_balanced(stage, name, done=True)
 
 
-def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(stage: Stage, name: str) -> None:
+def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(
+    stage: Stage, name: str
+) -> None:
     """The outer transaction commits, but not the done record: the call has failed."""
-    within = [["sql", "SAVEPOINT inner_one"], WRITE, COMPLETE, ["sql", "ROLLBACK TO SAVEPOINT inner_one"]]
+    within = [
+        ["sql", "SAVEPOINT inner_one"],
+        WRITE,
+        COMPLETE,
+        ["sql", "ROLLBACK TO SAVEPOINT inner_one"],
+    ]
     with pytest.raises(Exception, match="its transaction was not committed"):
         answer(stage, name, [OPEN, *within, COMMIT])
     assert_balanced(stage, name, done=False)
 
 
 @pytest.mark.parametrize("word", ["effect", "save", "each", "extend"])
-def test_after_the_commit_of_a_completion_nothing_else_is_written(stage: Stage, name: str, word: str) -> None:
+def test_after_the_commit_of_a_completion_nothing_else_is_written(
+    stage: Stage, name: str, word: str
+) -> None:
     """The error says so, and the lease is not lost."""
     assert answer(stage, name, [*BOOKED, ["try", word], ["note", "went on"]]) == "paid"
     (told,) = stage.events("raised", name=name)
@@ -272,7 +341,7 @@ def test_after_the_commit_of_a_completion_nothing_else_is_written(stage: Stage, 
     assert_balanced(stage, name, done=True)
 
 
-# -- the guard ---------------------------------------------------------------------------------------------
+# -- the guard -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -284,12 +353,20 @@ def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, wa
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[TELLS_TRANSACTIONS] if way in {"driver", "django"} else []) for way in WAYS]
+    "way",
+    [
+        pytest.param(way, marks=[TELLS_TRANSACTIONS] if way in {"driver", "django"} else [])
+        for way in WAYS
+    ],
 )
-def test_a_guarded_transaction_that_is_left_open_is_a_failure(stage: Stage, name: str, way: str) -> None:
+def test_a_guarded_transaction_that_is_left_open_is_a_failure(
+    stage: Stage, name: str, way: str
+) -> None:
     """Its rows are rolled back, so the call has not succeeded, whatever its body returned."""
     result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
-    with pytest.raises(Exception, match=r"after guard\(\), but its transaction was not committed") as told:
+    with pytest.raises(
+        Exception, match=r"after guard\(\), but its transaction was not committed"
+    ) as told:
         result.get(timeout=PATIENCE)
     assert type(told.value).__name__ == "CompletionNotCommitted"
     assert_balanced(stage, name, done=False)
@@ -298,7 +375,9 @@ def test_a_guarded_transaction_that_is_left_open_is_a_failure(stage: Stage, name
 
 @TELLS_TRANSACTIONS
 @pytest.mark.parametrize("way", ["driver", "django", "raw"])
-def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(stage: Stage, name: str, way: str) -> None:
+def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(
+    stage: Stage, name: str, way: str
+) -> None:
     """An effect may follow it, and the end of the body neither fails nor rolls it back."""
     begin = [["sql", "BEGIN"]] if stage.record_store == "sqlite" else []
     script = [OPEN, GUARD, WRITE, COMMIT, *begin, ["read"], ["effect"], ["keep"], ["say", "paid"]]
@@ -307,7 +386,9 @@ def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(stage:
     assert [event["value"] for event in stage.wait_for("kept", name=name)] == [True]
 
 
-def test_a_connection_that_is_closed_after_its_commit_guards_nothing(stage: Stage, name: str) -> None:
+def test_a_connection_that_is_closed_after_its_commit_guards_nothing(
+    stage: Stage, name: str
+) -> None:
     """Not SQLAlchemy's wrapper of one either."""
     script = [OPEN, GUARD, WRITE, COMMIT, ["close"], ["effect"], ["say", "paid"]]
     assert answer(stage, name, script, way="raw") == "paid"
@@ -316,14 +397,28 @@ def test_a_connection_that_is_closed_after_its_commit_guards_nothing(stage: Stag
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
 @pytest.mark.parametrize("way", ["session", "driver"])
-def test_with_a_stale_fence_the_rows_do_not_commit(stage: Stage, name: str, step: list[Any], way: str) -> None:
-    """The key was taken away meanwhile: the body is told, its work rolls back, and the call is run again."""
+def test_with_a_stale_fence_the_rows_do_not_commit(
+    stage: Stage, name: str, step: list[Any], way: str
+) -> None:
+    """The key was taken away meanwhile: the body is told, its work rolls back, and the call is run
+    again.
+    """
     gate = stage.gate()
-    first = [["note", "ready"], ["wait", str(gate)], OPEN, WRITE, step, COMMIT, ["note", "committed"]]
+    first = [
+        ["note", "ready"],
+        ["wait", str(gate)],
+        OPEN,
+        WRITE,
+        step,
+        COMMIT,
+        ["note", "committed"],
+    ]
     result = run(stage, name, first, BOOKED, way=way)
     stage.wait_for("ready", name=name)
     with stage._engine.connect() as connection:  # as another attempt would, which then dies
-        stale = "UPDATE celery_leases_records SET fence = fence + 1, owner = 'another', lease_until = 0"
+        stale = (
+            "UPDATE celery_leases_records SET fence = fence + 1, owner = 'another', lease_until = 0"
+        )
         key = {"key": stored_key(f"{BOOKING}.books", f"books:{name}")}
         connection.execute(text(f"{stale} WHERE stored_key = :key"), key)
     gate.touch()
@@ -334,19 +429,27 @@ def test_with_a_stale_fence_the_rows_do_not_commit(stage: Stage, name: str, step
 
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
-def test_nothing_else_is_written_while_the_transaction_is_open(stage: Stage, name: str, step: list[Any]) -> None:
-    """``GuardOpen`` at once instead of waiting for the own lock; afterwards all of it is possible again."""
+def test_nothing_else_is_written_while_the_transaction_is_open(
+    stage: Stage, name: str, step: list[Any]
+) -> None:
+    """``GuardOpen`` at once instead of waiting for the own lock; afterwards all of it is possible
+    again.
+    """
     words = ["effect", "save", "each", "extend"]
     trials = [["try", word] for word in words]
     again = [["effect"], ["save"], ["extend"]]
     answer(stage, name, [OPEN, WRITE, step, *trials, ROLLBACK, *again, *BOOKED])
     told = stage.events("raised", name=name)
-    assert [(event["step"], event["error"]) for event in told] == [([word], "GuardOpen") for word in words]
+    assert [(event["step"], event["error"]) for event in told] == [
+        ([word], "GuardOpen") for word in words
+    ]
     assert max(event["took"] for event in told) < 0.5
     assert_balanced(stage, name, done=True)
 
 
-def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(stage: Stage, name: str) -> None:
+def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(
+    stage: Stage, name: str
+) -> None:
     """It would wait for the lock of its own guard for ever."""
     script = [OPEN, WRITE, GUARD, ["try", "complete with", "connection"], COMPLETE, COMMIT]
     assert answer(stage, name, script) == "paid"
@@ -357,13 +460,32 @@ def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(s
 
 @ON_POSTGRES
 def test_in_repeatable_read_a_guard_comes_first(stage: Stage, name: str) -> None:
-    """A row that was written since the snapshot is 40001, raised as it is; a guard as the first statement works."""
-    early = [["open", "session repeatable"], ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
-    late = [["open", "session repeatable"], GUARD, ["read"], ["sleep", TTL], WRITE, COMPLETE, COMMIT]
+    """A row that was written since the snapshot is 40001, raised as it is; a guard as the first
+    statement works.
+    """
+    early = [
+        ["open", "session repeatable"],
+        ["read"],
+        ["sleep", TTL],
+        WRITE,
+        ["try", *COMPLETE],
+        ROLLBACK,
+    ]
+    late = [
+        ["open", "session repeatable"],
+        GUARD,
+        ["read"],
+        ["sleep", TTL],
+        WRITE,
+        COMPLETE,
+        COMMIT,
+    ]
     assert answer(stage, name, [*early, *late]) == "paid"
     told = stage.events("raised", name=name)
     if stage.lease_store == "database":  # a renewal is what has written it
-        assert [(event["error"], event["state"]) for event in told] == [("OperationalError", "40001")]
+        assert [(event["error"], event["state"]) for event in told] == [
+            ("OperationalError", "40001")
+        ]
     assert_balanced(stage, name, done=True)
 
 
@@ -375,12 +497,16 @@ def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(stage: Stage, 
     assert answer(stage, name, [*early, *BOOKED], way="driver") == "paid"
     told = stage.events("raised", name=name)
     if stage.lease_store == "database":
-        assert [(event["error"], event["state"]) for event in told] == [("SerializationFailure", "40001")]
+        assert [(event["error"], event["state"]) for event in told] == [
+            ("SerializationFailure", "40001")
+        ]
     assert_balanced(stage, name, done=True)
 
 
 @pytest.mark.parametrize("ending", [COMMIT, ROLLBACK], ids=["commit", "rollback"])
-def test_a_call_enqueued_beside_the_completion_shares_its_fate(stage: Stage, name: str, ending: list[Any]) -> None:
+def test_a_call_enqueued_beside_the_completion_shares_its_fate(
+    stage: Stage, name: str, ending: list[Any]
+) -> None:
     """Done record, rows and the next call's message commit together, or none of them does."""
     following = f"{name}-next"
     script = [OPEN, WRITE, ["enqueue", "books", following, "session", BOOKED], COMPLETE, ending]
@@ -398,16 +524,18 @@ def test_a_call_enqueued_beside_the_completion_shares_its_fate(stage: Stage, nam
     assert len(stage.events("begin", name=following)) == int(ending is COMMIT)
 
 
-# -- long transactions -------------------------------------------------------------------------------------
+# -- long transactions -----------------------------------------------------------------------------
 
 
 def waits(stage: Stage, call: str) -> bool:
-    """Whether a call was put back, or waits in its worker."""
-    return any("put back for" in line or "waits here" in line for line in stage.log(call))
+    """Whether a call was rescheduled, or waits in its worker."""
+    return any("rescheduled in" in line or "waits here" in line for line in stage.log(call))
 
 
 def contend(stage: Stage, name: str) -> list[AsyncResult]:
-    """Three more calls of a name whose row is locked, over so long that its lease would have ended twice."""
+    """Three more calls of a name whose row is locked, over so long that its lease would have ended
+    twice.
+    """
     calls = []
     for _ in range(3):
         calls.append(run(stage, name, BOOKED))
@@ -417,8 +545,19 @@ def contend(stage: Stage, name: str) -> list[AsyncResult]:
 
 @ON_SERVER
 def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Stage, name: str) -> None:
-    """Three times the ttl after ``complete()``: nobody takes over, contenders are put back soon, all get one answer."""
-    script = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ["note", "still"], ["check"], COMMIT]
+    """Three times the ttl after ``complete()``: nobody takes over, contenders are rescheduled soon,
+    all get one answer.
+    """
+    script = [
+        OPEN,
+        WRITE,
+        COMPLETE,
+        ["note", "locked"],
+        ["sleep", 3 * TTL],
+        ["note", "still"],
+        ["check"],
+        COMMIT,
+    ]
     result = run(stage, name, script)
     stage.wait_for("locked", name=name)
     calls = contend(stage, name)
@@ -434,24 +573,37 @@ def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Stage, name: str) 
 def test_contenders_of_a_locked_row_give_up_soon(stage: Stage, name: str) -> None:
     """They hold a pool process for no longer than the lock timeout."""
     gate = stage.gate()
-    result = run(stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT])
+    result = run(
+        stage, name, [OPEN, WRITE, COMPLETE, ["note", "locked"], ["wait", str(gate)], COMMIT]
+    )
     stage.wait_for("locked", name=name)
     time.sleep(TTL)
     began = time.monotonic()
     call = run(stage, name, BOOKED)
-    stage.wait_for_log(call.id, "put back for")
+    stage.wait_for_log(call.id, "rescheduled in")
     took = time.monotonic() - began
     gate.touch()
     assert took < LOCK_TIMEOUT[stage.record_store] + 1.0
     assert result.get(timeout=PATIENCE) == "paid"
     assert call.get(timeout=PATIENCE) == "paid"
-    print(f"put back after {took:.2f} s")
+    print(f"rescheduled after {took:.2f} s")
 
 
 @ON_SERVER
-def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(stage: Stage, name: str) -> None:
+def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
+    stage: Stage, name: str
+) -> None:
     """Whoever is the next then, one of them books it, and all get its answer."""
-    first = [OPEN, WRITE, COMPLETE, ["note", "locked"], ["sleep", 3 * TTL], ROLLBACK, ["sleep", 0.5], *BOOKED]
+    first = [
+        OPEN,
+        WRITE,
+        COMPLETE,
+        ["note", "locked"],
+        ["sleep", 3 * TTL],
+        ROLLBACK,
+        ["sleep", 0.5],
+        *BOOKED,
+    ]
     result = run(stage, name, first, BOOKED, way="driver")
     stage.wait_for("locked", name=name)
     calls = contend(stage, name)
@@ -462,9 +614,20 @@ def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(stage: 
 
 
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(stage: Stage, name: str, way: str) -> None:
+def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(
+    stage: Stage, name: str, way: str
+) -> None:
     """Three times the ttl, a commit, an effect, the end: one attempt."""
-    script = [OPEN, WRITE, GUARD, ["sleep", 3 * TTL], ["note", "still"], COMMIT, ["effect"], ["say", "paid"]]
+    script = [
+        OPEN,
+        WRITE,
+        GUARD,
+        ["sleep", 3 * TTL],
+        ["note", "still"],
+        COMMIT,
+        ["effect"],
+        ["say", "paid"],
+    ]
     assert answer(stage, name, script, way=way) == "paid"
     assert [event["held"] for event in stage.events("still", name=name)] == [True]
     assert len(stage.events("begin", name=name)) == 1
@@ -473,15 +636,30 @@ def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(stage: Stage, 
 
 @ON_SERVER
 @pytest.mark.parametrize("way", ["session", "connection"])
-def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(stage: Stage, name: str, way: str) -> None:
-    """The lease was over long ago, but the commit lets him see a live one; one attempt, and he gets its answer."""
+def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
+    stage: Stage, name: str, way: str
+) -> None:
+    """The lease was over long ago, but the commit lets him see a live one; one attempt, and he gets
+    its answer.
+    """
     gate = stage.gate()
-    script = [OPEN, WRITE, GUARD, ["sleep", 2 * TTL], ["note", "long"], ["wait", str(gate)], COMMIT, ["effect"]]
+    script = [
+        OPEN,
+        WRITE,
+        GUARD,
+        ["sleep", 2 * TTL],
+        ["note", "long"],
+        ["wait", str(gate)],
+        COMMIT,
+        ["effect"],
+    ]
     result = run(stage, name, [*script, ["sleep", TTL], ["say", "paid"]], BOOKED, way=way)
     stage.wait_for("long", name=name)
     call = run(stage, name, BOOKED)
     if stage.lease_store == "database":
-        wait_until(lambda: waiting_for_rows(stage) > 0, PATIENCE, "the other call to wait for the row")
+        wait_until(
+            lambda: waiting_for_rows(stage) > 0, PATIENCE, "the other call to wait for the row"
+        )
     gate.touch()
     assert result.get(timeout=PATIENCE) == "paid"
     assert call.get(timeout=PATIENCE) == "paid"
@@ -496,10 +674,24 @@ def waiting_for_rows(stage: Stage) -> int:
 
 
 @ROW_IS_LEASE
-def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(stage: Stage, name: str) -> None:
-    """The lock is gone while the transaction says that it is open: the row is renewed again, and nobody else runs."""
-    gone = [OPEN, WRITE, GUARD, ["sleep", 1.5 * TTL], ["end backend"], ["note", "gone"], ["sleep", 2 * TTL]]
-    result = run(stage, name, [*gone, ["note", "still"], ["try", *COMMIT], ROLLBACK, *BOOKED], BOOKED)
+def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(
+    stage: Stage, name: str
+) -> None:
+    """The lock is gone while the transaction says that it is open: the row is renewed again, and
+    nobody else runs.
+    """
+    gone = [
+        OPEN,
+        WRITE,
+        GUARD,
+        ["sleep", 1.5 * TTL],
+        ["end backend"],
+        ["note", "gone"],
+        ["sleep", 2 * TTL],
+    ]
+    result = run(
+        stage, name, [*gone, ["note", "still"], ["try", *COMMIT], ROLLBACK, *BOOKED], BOOKED
+    )
     stage.wait_for("gone", name=name)
     wait_until(lambda: stage.is_held("books", f"books:{name}"), TTL, "the row to be renewed")
     call = run(stage, name, BOOKED)
@@ -514,12 +706,23 @@ def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody
 def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
     stage: Stage, name: str, request: pytest.FixtureRequest
 ) -> None:
-    """The server has ended the idle transaction, and another attempt has done the work: lost, within the window."""
+    """The server has ended the idle transaction, and another attempt has done the work: lost,
+    within the window.
+    """
     mariadb = stage.record_store == "mariadb"
     if mariadb and request.config.getoption("--leases-mysql"):
         pytest.skip("MySQL ends idle connections only, by wait_timeout")
     idle = ["sql", f"SET {'idle_transaction_timeout = 1' if mariadb else IDLE}"]
-    frozen = [OPEN, WRITE, idle, GUARD, ["note", "locked"], ["sleep", 60], COMMIT, ["note", "committed"]]
+    frozen = [
+        OPEN,
+        WRITE,
+        idle,
+        GUARD,
+        ["note", "locked"],
+        ["sleep", 60],
+        COMMIT,
+        ["note", "committed"],
+    ]
     result = run(stage, name, frozen, BOOKED)
     stage.wait_for("locked", name=name)
     (begun,) = stage.wait_for("begin", name=name)
@@ -540,7 +743,9 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
 
 @pytest.mark.only(database="sqlite")
 def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: str) -> None:
-    """Read first, another writer in between: SQLite refuses for ever, so the message says how to begin."""
+    """Read first, another writer in between: SQLite refuses for ever, so the message says how to
+    begin.
+    """
     gate = stage.gate()
     plain = [["read"], ["note", "read"], ["wait", str(gate)], ["try", *COMPLETE], ROLLBACK]
     ways = ("session plain", "driver plain")
@@ -558,19 +763,26 @@ def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: 
         assert_balanced(stage, f"{name}-{number}", done=True)
 
 
-# -- without a worker --------------------------------------------------------------------------------------
+# -- without a worker ------------------------------------------------------------------------------
 
 
-def test_called_directly_complete_and_guard_do_nothing(stage: Stage, name: str, monkeypatch: Any) -> None:
+def test_called_directly_complete_and_guard_do_nothing(
+    stage: Stage, name: str, monkeypatch: Any
+) -> None:
     """The body's rows are its own affair."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     assert stage.tasks.books(name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT]) == "paid"
     assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)
 
 
-def test_an_eager_call_completes_as_its_body_returns(stage: Stage, name: str, monkeypatch: Any) -> None:
+def test_an_eager_call_completes_as_its_body_returns(
+    stage: Stage, name: str, monkeypatch: Any
+) -> None:
     """Its records are in memory, where nothing can commit together."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     for _ in range(2):
-        assert stage.tasks.books.apply((name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT])).get() == "paid"
+        assert (
+            stage.tasks.books.apply((name, "session", [OPEN, GUARD, WRITE, COMPLETE, COMMIT])).get()
+            == "paid"
+        )
     assert (stage.row("books", f"books:{name}"), invoices(stage, name)) == (None, 1)

@@ -1,11 +1,19 @@
-"""Redis restores what is unacknowledged for longer than ``visibility_timeout``: copies of a call that still runs."""
+"""Redis restores what is unacknowledged for longer than ``visibility_timeout``: copies of a call
+that still runs.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, REDIS_DATABASE_SQLITE, REDIS_REDIS_POSTGRES, Stage, spelled
+from tests.integration.stages import (
+    PATIENCE,
+    REDIS_DATABASE_SQLITE,
+    REDIS_REDIS_POSTGRES,
+    Stage,
+    spelled,
+)
 
 VISIBILITY = 1.0
 
@@ -19,12 +27,17 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 @pytest.mark.parametrize("task", ["work", "rerun", "keyless"])
-def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(stage: Stage, name: str, task: str) -> None:
-    """C3: restored copies meet their own holder, one of them waits at a time, and in the end no copy is left."""
+def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(
+    stage: Stage, name: str, task: str
+) -> None:
+    """C3: restored copies meet their own holder, one of them waits at a time, and in the end no
+    copy is left.
+    """
     gate = stage.gate()
     running = stage.send(task, name, 0.0, str(gate))
-    # Three rounds of the copies: the body is held until they have been restored, put back, and restored again.
-    stage.wait_for_log(running.id, "put back for", 3)
+    # Three rounds of the copies: the body is held until they have been restored, rescheduled, and
+    # restored again.
+    stage.wait_for_log(running.id, "rescheduled in", 3)
     gate.touch()
     assert running.get(timeout=PATIENCE)["name"] == name
     stage.wait_until_drained()

@@ -5,7 +5,7 @@ from typing import Any
 
 from celery.events import EventReceiver
 
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 from tests.integration.stages import PATIENCE, Stage
 
 
@@ -27,7 +27,8 @@ class Watcher:
             receiver: Any = EventReceiver(connection, handlers={"*": self._take}, app=self._app)
             self._receiver = receiver
             receiver.on_consume_ready = lambda *_, **__: self._ready.set()
-            # One consumer from first to last: the queue goes with it, and what was sent meanwhile is lost.
+            # One consumer from first to last: the queue goes with it, and what was sent meanwhile
+            # is lost.
             for _ in receiver.consume(limit=None, timeout=None, wakeup=False, safety_interval=1):
                 if self._over:
                     return

@@ -7,20 +7,22 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from celery_leases.core.endings import Ending, Returned
-from celery_leases.core.gates import Closing, Gate
-from celery_leases.core.records import Record, State
-from celery_leases.core.replies import Reply, Throw
-from celery_leases.core.verdicts import Call
-from celery_leases.entry import Entry
-from celery_leases.execution import Execution
-from celery_leases.tenure import Tenure
+from celery_leases.attempt.context import Context
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.run import Execution
+from celery_leases.protocol.celery_replies import Reply, Throw
+from celery_leases.protocol.endings import Ending, Returned
+from celery_leases.protocol.groups import Closing, Gate
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.verdicts import Call
 from tests.unit.fake_records import FakeRecords, StillClock
 from tests.unit.fake_stores import FakeStores, Journal, Seen
 from tests.unit.situations import GROUP, KEY, TODAY, a_call
 
 DONE = Returned(1, "1")
-RATE_LIMITED = Closing(policy=a_call().options.cooldown, reason="rate_limited", rule="r", told=60.0)
+RATE_LIMITED = Closing(
+    policy=a_call().options.cooldown, reason="rate_limited", rule="r", server_delay=60.0
+)
 
 
 class NoRenewer:
@@ -29,13 +31,13 @@ class NoRenewer:
     def __init__(self) -> None:
         self.kept: set[str] = set()
 
-    def add(self, tenure: Tenure) -> None:
+    def add(self, held_lease: HeldLease) -> None:
         """A body begins."""
-        self.kept.add(tenure.bid.token)
+        self.kept.add(held_lease.claim_request.token)
 
-    def drop(self, tenure: Tenure) -> None:
+    def drop(self, held_lease: HeldLease) -> None:
         """It has ended."""
-        self.kept.discard(tenure.bid.token)
+        self.kept.discard(held_lease.claim_request.token)
 
 
 @dataclass
@@ -48,55 +50,69 @@ class Bench:
     seen: Seen = field(default_factory=Seen)
     #: The tokens of the bodies that have run.
     ran: list[str] = field(default_factory=list)
-    hurried: bool = False
+    stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.records = FakeRecords(self.clock, self.journal, "acquire" if self.in_records else "claim")
+        self.records = FakeRecords(
+            self.clock, self.journal, "acquire" if self.in_records else "claim"
+        )
         self.stores = FakeStores(self.clock, self.records, self.journal, self.in_records)
         self.renewer = NoRenewer()
         self._tokens = count(1)
         stores: Any = self.stores
         records: Any = self.records
-        entry = Entry(
+        context = Context(
             leases=stores,
             records=records,
             marks=stores,
             gates=stores,
             observer=self.seen,
             clock=self.clock,
-            chance=lambda: 0.0,
+            rand=lambda: 0.0,
             host="host-a/17",
-            hurried=lambda: self.hurried,
-            today=lambda: TODAY,
+            stopping=lambda: self.stopping,
+            wall_time=lambda: TODAY,
         )
         renewer: Any = self.renewer
-        self.execution = Execution(entry, renewer)
+        self.execution = Execution(context, renewer)
 
     def call(self, **changes: Any) -> Call:
         """A call of the group that comes back whatever it fails of, under a token of its own."""
-        given: dict[str, Any] = {"group": GROUP, "resume": "always", "token": f"attempt-{next(self._tokens)}"}
+        given: dict[str, Any] = {
+            "group": GROUP,
+            "resume": "always",
+            "token": f"attempt-{next(self._tokens)}",
+        }
         return a_call(**(given | changes))
 
     def again(self, call: Call, **changes: Any) -> Call:
         """A copy of *call* that came back by itself."""
-        back: dict[str, Any] = {"token": f"attempt-{next(self._tokens)}", "repeat": True, "started": True}
+        back: dict[str, Any] = {
+            "token": f"attempt-{next(self._tokens)}",
+            "repeat": True,
+            "started": True,
+        }
         return replace(call, **(back | changes))
 
     def redelivered(self, call: Call) -> Call:
-        """The message of *call* once more, as its dead process left it: it knows nothing of the run."""
+        """The message of *call* once more, as its dead process left it: it knows nothing of the
+        run.
+        """
         return self.again(call, started=False)
 
-    def run(self, call: Call, *endings: Ending, during: Callable[[Tenure], object] = lambda _: None) -> Reply:
+    def run(
+        self, call: Call, *endings: Ending, during: Callable[[HeldLease], object] = lambda _: None
+    ) -> Reply:
         """Run *call*: its body does *during*, and ends so (by default with a value)."""
 
-        def body(tenure: Tenure, record: Record) -> Ending:
-            self.ran.append(tenure.bid.token)
-            during(tenure)
+        def body(held_lease: HeldLease, record: Record) -> Ending:
+            self.ran.append(held_lease.claim_request.token)
+            during(held_lease)
             return endings[0] if endings else DONE
 
         return self.execution.run(call, body)
 
-    # -- situations ----------------------------------------------------------------------------------------
+    # -- situations --------------------------------------------------------------------------------
 
     def shut(self, closing: Closing = RATE_LIMITED) -> None:
         """A failure elsewhere has closed the gate."""
@@ -108,7 +124,7 @@ class Bench:
         self.shut(closing)
         self.clock.sleep(closing.wait(1))
 
-    # -- findings ------------------------------------------------------------------------------------------
+    # -- findings ----------------------------------------------------------------------------------
 
     @property
     def gate(self) -> Gate | None:
@@ -140,7 +156,7 @@ class Bench:
     def cools(self) -> bool:
         """Whether the lease store says that the key is cooling."""
         found = self.stores.leases.get(KEY.stored)
-        return found is not None and found.bid is None and found.until > self.clock.now()
+        return found is not None and found.claim_request is None and found.until > self.clock.now()
 
 
 def error(reply: Reply) -> BaseException:

@@ -1,7 +1,9 @@
-"""Two calls that claim one key, step by step: all states that the steps of both and of others can lead to.
+"""Two calls that claim one key, step by step: all states that the steps of both and of others can
+lead to.
 
-A claim runs in the code of :class:`Claiming`. It is stopped before each step in the store but the first that it has not
-taken yet, and begun again with the replies of before. So a state is a value: the row, and the replies of each claim.
+A claim runs in the code of :class:`Claiming`. It is stopped before each step in the store but the
+first that it has not taken yet, and begun again with the replies of before. So a state is a value:
+the row, and the replies of each claim.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from celery_leases.core.claims import Claim, claimed, decide, is_ours
-from celery_leases.core.options import DATABASE
-from celery_leases.core.records import Bid, Ended, Record, Refused, State
+from celery_leases.protocol.claims import Claim, claimed, decide, is_ours
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
 from celery_leases.stores.claiming import Claiming, Met
 from tests.unit.fake_records import EPOCH, SECOND, AsTold, swapped
 
@@ -30,7 +32,7 @@ class Paused(Exception):
 class Caller:
     """One call: the replies that its claim has had, and what has become of it."""
 
-    bid: Bid
+    claim_request: ClaimRequest
     replies: tuple[Met | bool, ...] = ()
     won: Record | None = None
     refused: Any = None
@@ -49,7 +51,9 @@ class Caller:
 
 @dataclass(frozen=True)
 class World:
-    """A state. ``fence``: the highest one that the key ever had. ``accidents``: how many more may happen."""
+    """A state. ``fence``: the highest one that the key ever had. ``accidents``: how many more may
+    happen.
+    """
 
     row: Record | None
     callers: tuple[Caller, Caller]
@@ -119,12 +123,14 @@ class _Claim(Claiming):
         return True
 
     def _expect(self, looked: int, written: Record) -> None:
-        """A look and its write are one step: the row is what the rule makes of the one that was there at the write."""
+        """A look and its write are one step: the row is what the rule makes of the one that was
+        there at the write.
+        """
         assert self.world.row is not None
         before = replace(self.world.row, now=looked)
-        caller = next(one for one in self.world.callers if one.bid.token == written.owner)
-        claim = Claim(caller.bid, DATABASE)
-        if is_ours(before, caller.bid) or decide(before, claim) is not None:
+        caller = next(one for one in self.world.callers if one.claim_request.token == written.owner)
+        claim = Claim(caller.claim_request, DATABASE)
+        if is_ours(before, caller.claim_request) or decide(before, claim) is not None:
             raise Broken(f"claimed in spite of {decide(before, claim)}: {before}")
         if written != claimed(before, claim, looked):
             raise Broken(f"{written} is not made of {before}")
@@ -156,16 +162,28 @@ def _accidents(world: World) -> Iterator[tuple[str, World]]:
     for place, caller in enumerate(world.callers):
         if caller.claims:
             yield f"{place} loses a reply", _losing(world, place)
-        if row is not None and caller.runs and is_ours(row, caller.bid):
-            yield f"{place} saves progress", replace(world, row=replace(row, progress="saved", crashes=0))
+        if row is not None and caller.runs and is_ours(row, caller.claim_request):
+            yield (
+                f"{place} saves progress",
+                replace(world, row=replace(row, progress="saved", crashes=0)),
+            )
     if row is not None and row.publish_at is None:
         sent = replace(row, publish_at=world.now, message="sent")
         yield "a message is to be published", replace(world, row=sent)
     if row is not None and row.state is State.PENDING:
-        yield "the call is given up", replace(world, row=replace(row, resumes=False, ended=Ended.FAILED))
-        yield "the call is called off", replace(world, row=replace(row, resumes=False, ended=Ended.TERMINATED))
+        yield (
+            "the call is given up",
+            replace(world, row=replace(row, resumes=False, ended=Ended.FAILED)),
+        )
+        yield (
+            "the call is called off",
+            replace(world, row=replace(row, resumes=False, ended=Ended.TERMINATED)),
+        )
     if row is not None and row.state is not State.RUNNING and row.fence < world.now:
-        yield "purge", replace(world, row=None, accidents=0)  # a key without a row has no fence but the clock
+        yield (
+            "purge",
+            replace(world, row=None, accidents=0),
+        )  # a key without a row has no fence but the clock
     yield "the clock jumps back", replace(world, now=world.now - 60 * SECOND)
 
 
@@ -173,33 +191,37 @@ def _going_on(world: World, place: int) -> World:
     caller = world.callers[place]
     claim = _Claim(world, caller)
     try:
-        answer = claim.claim(caller.bid, DATABASE)
+        answer = claim.claim(caller.claim_request, DATABASE)
     except Paused:
         return _with(claim.world, place, replies=tuple(claim.replies))
     if isinstance(answer, Refused):
         return _with(claim.world, place, replies=(), refused=answer.why)
     after = claim.world.row
-    if after is None or not is_ours(after, caller.bid):
+    if after is None or not is_ours(after, caller.claim_request):
         # Its row was there once, and went on while the reply was on its way.
         assert answer.record.fence < claim.world.fence or after is None
     return _with(claim.world, place, replies=(), won=answer.record)
 
 
 def _losing(world: World, place: int) -> World:
-    """The step is carried out, its reply is lost, and the claim begins anew under the same token."""
+    """The step is carried out, its reply is lost, and the claim begins anew under the same
+    token.
+    """
     caller = world.callers[place]
     claim = _Claim(world, caller)
     with suppress(Paused):
-        claim.claim(caller.bid, DATABASE)
+        claim.claim(caller.claim_request, DATABASE)
     return _with(claim.world, place, replies=())
 
 
 def _running(world: World, place: int) -> Iterator[tuple[str, World]]:
-    """What a holder does: each fenced by state, fence and owner, as in the stores, a renewal by state and owner."""
+    """What a holder does: each fenced by state, fence and owner, as in the stores, a renewal by
+    state and owner.
+    """
     caller, row = world.callers[place], world.row
     assert caller.won is not None
     done = _with(world, place, closed=True)
-    ours = row is not None and is_ours(row, caller.bid)
+    ours = row is not None and is_ours(row, caller.claim_request)
     if row is not None and ours:
         assert row.lease_until is not None
         until = max(row.lease_until, world.now + round(TTL * SECOND))
@@ -207,17 +229,37 @@ def _running(world: World, place: int) -> Iterator[tuple[str, World]]:
     if row is None or not ours or row.fence != caller.won.fence:
         return
     closed = replace(row, lease_until=None, finished_at=world.now)
-    yield "is done", replace(done, row=replace(closed, state=State.DONE, ended=Ended.RETURNED, result="1"))
-    yield "gives back", replace(done, row=replace(closed, state=State.PENDING, ended=Ended.LOST, resumes=True))
+    yield (
+        "is done",
+        replace(done, row=replace(closed, state=State.DONE, ended=Ended.RETURNED, result="1")),
+    )
+    yield (
+        "gives back",
+        replace(done, row=replace(closed, state=State.PENDING, ended=Ended.LOST, resumes=True)),
+    )
 
 
 def _forgotten(world: World) -> World:
     row = world.row
     assert row is not None
     fence = max(row.fence + 1, world.now)
-    empty: dict[str, Any] = {"state": State.PENDING, "owner": "", "call_id": "", "holder": "", "ended": None}
-    empty |= {"attempt": 0, "crashes": 0, "generation": row.generation + 1, "lease_until": None, "result": None}
-    return replace(world, row=replace(row, fence=fence, previous=None, crashed_at=None, **empty), fence=fence)
+    empty: dict[str, Any] = {
+        "state": State.PENDING,
+        "owner": "",
+        "call_id": "",
+        "holder": "",
+        "ended": None,
+    }
+    empty |= {
+        "attempt": 0,
+        "crashes": 0,
+        "generation": row.generation + 1,
+        "lease_until": None,
+        "result": None,
+    }
+    return replace(
+        world, row=replace(row, fence=fence, previous=None, crashed_at=None, **empty), fence=fence
+    )
 
 
 def _with(world: World, place: int, **changes: Any) -> World:
@@ -226,27 +268,41 @@ def _with(world: World, place: int, **changes: Any) -> World:
     return replace(world, callers=(callers[0], callers[1]))
 
 
-# -- searching -----------------------------------------------------------------------------------------------
+# -- searching -------------------------------------------------------------------------------------
 
 
 def beginnings(accidents: int) -> Iterator[tuple[str, World]]:
-    """No row, a row whose call comes back by itself, a dead holder's row, and one whose retention is over."""
-    bid = Bid(KEY, "task", "key", "token-one", "call-one", TTL, "host/1", repeat=True, message="of one")
-    callers = Caller(bid), Caller(replace(bid, token="token-two", call_id="call-two", message="of two"))
-    dead = claimed(None, Claim(replace(bid, token="dead"), DATABASE), EPOCH - 60 * SECOND)
+    """No row, a row whose call comes back by itself, a dead holder's row, and one whose retention
+    is over.
+    """
+    claim_request = ClaimRequest(
+        KEY, "task", "key", "token-one", "call-one", TTL, "host/1", repeat=True, message="of one"
+    )
+    callers = (
+        Caller(claim_request),
+        Caller(replace(claim_request, token="token-two", call_id="call-two", message="of two")),
+    )
+    dead = claimed(None, Claim(replace(claim_request, token="dead"), DATABASE), EPOCH - 60 * SECOND)
     closed = replace(dead, lease_until=None)
     rows = {
         "no row": None,
         "pending": replace(closed, state=State.PENDING, ended=Ended.FAILED, resumes=True),
         "running, lapsed": replace(dead, call_id="call-dead", crashes=1),
-        "done, over": replace(closed, state=State.DONE, ended=Ended.RETURNED, expires_at=EPOCH - SECOND),
+        "done, over": replace(
+            closed, state=State.DONE, ended=Ended.RETURNED, expires_at=EPOCH - SECOND
+        ),
     }
     for name, row in rows.items():
-        yield name, World(row, callers, fence=row.fence if row is not None else 0, accidents=accidents)
+        yield (
+            name,
+            World(row, callers, fence=row.fence if row is not None else 0, accidents=accidents),
+        )
 
 
 def search(begin: World, depth: int) -> int:
-    """Walk through all states within *depth* steps; how many there are. Raises :class:`Broken` with the way there."""
+    """Walk through all states within *depth* steps; how many there are. Raises :class:`Broken` with
+    the way there.
+    """
     known: dict[World, tuple[World, str] | None] = {begin: None}
     edge = [begin]
     for _ in range(depth):
@@ -265,10 +321,10 @@ def search(begin: World, depth: int) -> int:
 
 def walk(begin: World, seed: int, length: int) -> None:
     """A random walk of that many steps. Raises :class:`Broken` with the way and the seed."""
-    world, way, chance = begin, [], random.Random(seed)
+    world, way, rand = begin, [], random.Random(seed)
     for _ in range(length):
         try:
-            name, world = chance.choice(list(steps(world)))
+            name, world = rand.choice(list(steps(world)))
         except Broken as error:
             raise Broken(f"{error} after {way} (seed {seed})") from None
         way.append(name)

@@ -1,4 +1,6 @@
-"""Effects and progress in memory, and a desk at which bodies of one key are attempted over and over."""
+"""Effects and progress in memory, and a desk at which bodies of one key are attempted over and
+over.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from celery_leases.body.effect_calls import EffectReply, calls_of
-from celery_leases.body.effects import Effects
-from celery_leases.body.steps import Steps
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.effects import Begun, Effect, EffectState, Found, Scope, scope_of
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.outcomes import after_run
-from celery_leases.core.records import Outcome, Record, State, Won
-from celery_leases.handle import Lease
-from celery_leases.tenure import Tenure
-from celery_leases.testing.contracts.bids import make_bid
+from celery_leases.attempt.effect_calls import EffectReply, calls_of
+from celery_leases.attempt.effects import Effects
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.steps import Steps
+from celery_leases.errors import StoreUnavailable
+from celery_leases.failures.rules import Rules
+from celery_leases.lease import Lease
+from celery_leases.protocol.effects import Begun, Effect, EffectState, Found, Scope, scope_of
+from celery_leases.protocol.outcomes import after_run
+from celery_leases.protocol.records import Outcome, Record, State, Won
+from celery_leases.testing.contracts.claim_requests import make_claim_request
 from tests.unit.fake_records import FakeRecords, StillClock
 from tests.unit.fake_stores import Journal
 from tests.unit.situations import a_call
@@ -38,15 +40,24 @@ class FakeEffects:
     refuses: bool = False
 
     def begin(
-        self, record: Record, name: str, idempotency_key: str, scope: Scope, taken: int | None = None
+        self,
+        record: Record,
+        name: str,
+        idempotency_key: str,
+        scope: Scope,
+        taken: int | None = None,
     ) -> Begun | Found | None:
         """Commit the intent, find that of another attempt, or refuse."""
         try:
-            return self.journal.step("begin", lambda: self._begin(record, name, idempotency_key, scope, taken))
+            return self.journal.step(
+                "begin", lambda: self._begin(record, name, idempotency_key, scope, taken)
+            )
         except StoreUnavailable as error:  # a database that is away does not say what it has done
             raise StoreUnavailable(str(error), False if self.refuses else None) from None
 
-    def _begin(self, record: Record, name: str, key: str, scope: Scope, taken: int | None) -> Begun | Found | None:
+    def _begin(
+        self, record: Record, name: str, key: str, scope: Scope, taken: int | None
+    ) -> Begun | Found | None:
         if not self.is_running(record):
             return None
         found = self.row(record.stored_key, name, scope.name)
@@ -57,7 +68,9 @@ class FakeEffects:
             if found.state is not EffectState.SENT or found.fence != taken:
                 return Found(found)
         now = self.records.now
-        row = Effect(record.stored_key, name, scope.name, EffectState.SENT, record.fence, key, now, now)
+        row = Effect(
+            record.stored_key, name, scope.name, EffectState.SENT, record.fence, key, now, now
+        )
         self.rows[record.stored_key, name, scope.name] = row
         return Begun(row)
 
@@ -77,7 +90,13 @@ class FakeEffects:
             return False
         if found.state is EffectState.DONE:
             return (found.result, found.reference) == (result, reference)
-        done = replace(found, state=EffectState.DONE, result=result, reference=reference, done_at=self.records.now)
+        done = replace(
+            found,
+            state=EffectState.DONE,
+            result=result,
+            reference=reference,
+            done_at=self.records.now,
+        )
         self.rows[effect.stored_key, effect.name, effect.scope] = done
         return True
 
@@ -116,7 +135,9 @@ class FakeEffects:
     def _change(self, record: Record, **values: Any) -> bool:
         if not self.is_running(record):
             return False
-        self.records.rows[record.stored_key] = replace(self.records.rows[record.stored_key], **values)
+        self.records.rows[record.stored_key] = replace(
+            self.records.rows[record.stored_key], **values
+        )
         return True
 
 
@@ -127,10 +148,10 @@ class FakeRenewer:
         self.journal = journal
         self.clock = clock
 
-    def extend(self, tenure: Tenure, seconds: float) -> None:
+    def extend(self, held_lease: HeldLease, seconds: float) -> None:
         """Push the lease out."""
-        tenure.check()
-        self.journal.step("extend", lambda: tenure.extended(self.clock.now(), seconds))
+        held_lease.check()
+        self.journal.step("extend", lambda: held_lease.extended(self.clock.now(), seconds))
 
 
 class Attempt:
@@ -139,13 +160,18 @@ class Attempt:
     def __init__(self, desk: Desk, record: Record, **options: Any) -> None:
         self.desk = desk
         self.record = record
-        bid = make_bid(KEY, record.owner, ttl=desk.ttl)
-        self.tenure = Tenure(bid, desk.clock.now(), desk.clock, renew=options.pop("renew", True))
-        self.tenure.fence = record.fence
+        claim_request = make_claim_request(KEY, record.owner, ttl=desk.ttl)
+        self.held_lease = HeldLease(
+            claim_request, desk.clock.now(), desk.clock, renew=options.pop("renew", True)
+        )
+        self.held_lease.fence = record.fence
         store: Any = desk.store
-        given: dict[str, Any] = {"judge": lambda error: Rules.default().judge(error, 0.0), "patience": 10.0}
+        given: dict[str, Any] = {
+            "judge": lambda error: Rules.default().judge(error, 0.0),
+            "patience": 10.0,
+        }
         self.effects = Effects(
-            tenure=self.tenure,
+            held_lease=self.held_lease,
             record=record,
             store=store,
             clock=desk.clock,
@@ -158,7 +184,7 @@ class Attempt:
         renewer: Any = FakeRenewer(desk.journal, desk.clock)
         transaction: Any = None
         steps = Steps(renewer, store, self.effects, self.closed, transaction, transaction)
-        self.lease = Lease(self.tenure, record, lambda: steps, os.getpid())
+        self.lease = Lease(self.held_lease, record, lambda: steps, os.getpid())
         #: Raised at the end of the next step that signals are kept away from.
         self.pending: BaseException | None = None
 
@@ -172,7 +198,12 @@ class Attempt:
 
     def effect(self, call: Any = None, *, name: str = CHARGE, **given: Any) -> EffectReply:
         """Make the effect happen; *call* may be its reply, or an error it raises."""
-        known = {"reference": None, "verify": None, "verify_after": 60.0, "uncertain": "stop"} | given
+        known = {
+            "reference": None,
+            "verify": None,
+            "verify_after": 60.0,
+            "uncertain": "stop",
+        } | given
         return self.effects.perform(name, calls_of(self.desk.calling(call), **known))
 
     def lose(self) -> None:
@@ -195,7 +226,9 @@ class Desk:
 
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
         """Claim the key, from whoever has it."""
-        claim = self.records.others.claim(make_bid(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake")
+        claim = self.records.others.claim(
+            make_claim_request(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake"
+        )
         assert isinstance(claim, Won), claim
         return Attempt(self, claim.record, **options)
 
@@ -206,7 +239,9 @@ class Desk:
         return outcome
 
     def calling(self, call: Any = None) -> Callable[[str], Any]:
-        """A callable that notes its idempotency key and does *call*, raises it, or replies with it."""
+        """A callable that notes its idempotency key and does *call*, raises it, or replies with
+        it.
+        """
 
         def made(key: str) -> Any:
             self.called.append(key)

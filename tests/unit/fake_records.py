@@ -1,4 +1,6 @@
-"""Records in memory, claimed by the core's rule and settled as their port says, under a clock that stands still."""
+"""Records in memory, claimed by the core's rule and settled as their port says, under a clock that
+stands still.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from celery_leases.core import repairs
-from celery_leases.core.claims import ALWAYS
-from celery_leases.core.gates import Gate
-from celery_leases.core.records import Outcome, Record, State
+from celery_leases.protocol import repairs
+from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.records import Outcome, Record, State
 from celery_leases.stores.claiming import COMPARED, Claiming, Met
 from celery_leases.stores.evidence import NEVER
 
@@ -44,14 +46,18 @@ class Steps(Protocol):
 
 
 def swapped(row: Record | None, seen: Record, new: Record) -> Record | None:
-    """The row after a swap, as in SQL: what no claim writes stays. ``None`` if the row is not as it was seen."""
+    """The row after a swap, as in SQL: what no claim writes stays. ``None`` if the row is not as it
+    was seen.
+    """
     if row is None or any(getattr(row, name) != getattr(seen, name) for name in COMPARED):
         return None
     return replace(new, **{name: getattr(row, name) for name in KEPT})
 
 
 class AsTold:
-    """Evidence that is given: whether the database is known to have been there for the holders of lapsed leases."""
+    """Evidence that is given: whether the database is known to have been there for the holders of
+    lapsed leases.
+    """
 
     def __init__(self) -> None:
         self.answering = True
@@ -93,7 +99,9 @@ class MemoryRecords(Claiming):
         if row is not None or gate is not None:
             return Met(self.now, row=row, gate=gate)
         until = self.now + new.lease_until if new.lease_until is not None else None
-        moments: dict[str, Any] = dict.fromkeys(("fence", "created_at", "started_at", "now"), self.now)
+        moments: dict[str, Any] = dict.fromkeys(
+            ("fence", "created_at", "started_at", "now"), self.now
+        )
         self.rows[new.stored_key] = replace(new, lease_until=until, **moments)
         return Met(self.now, inserted=True)
 
@@ -112,7 +120,9 @@ class MemoryRecords(Claiming):
 
 
 class FakeRecords(MemoryRecords):
-    """One row for each key; each step is noted. *look* is the name of the step that inserts or reads."""
+    """One row for each key; each step is noted. *look* is the name of the step that inserts or
+    reads.
+    """
 
     def __init__(self, clock: StillClock, journal: Steps, look: str = "claim") -> None:
         super().__init__(clock, {})
@@ -124,7 +134,9 @@ class FakeRecords(MemoryRecords):
 
     def insert_or_read(self, new: Record, group: str | None) -> Met:
         """As one step."""
-        return self.journal.step(self.look, lambda: super(FakeRecords, self).insert_or_read(new, group))
+        return self.journal.step(
+            self.look, lambda: super(FakeRecords, self).insert_or_read(new, group)
+        )
 
     def swap(self, seen: Record, new: Record) -> bool:
         """As one step."""
@@ -152,7 +164,9 @@ class FakeRecords(MemoryRecords):
         if row is None or (row.fence, row.owner) != (record.fence, record.owner):
             return False
         if row.state is not State.RUNNING:
-            return self.written.get((row.fence, row.owner)) == outcome  # the reply to the first try was lost
+            return (
+                self.written.get((row.fence, row.owner)) == outcome
+            )  # the reply to the first try was lost
         self.written[row.fence, row.owner] = outcome
         self.rows[record.stored_key] = repairs.settled(row, outcome, self.now)
         return True

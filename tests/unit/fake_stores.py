@@ -1,4 +1,6 @@
-"""Stores in memory under a clock that stands still: every step is noted, may be told to fail, and may be waited for."""
+"""Stores in memory under a clock that stands still: every step is noted, may be told to fail, and
+may be waited for.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.events import Event
-from celery_leases.core.gates import Closing, Gate, admits, closed
-from celery_leases.core.options import DATABASE
-from celery_leases.core.ports import (
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.events import Event
+from celery_leases.protocol.groups import Closing, Gate, admits, closed
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.ports import (
     Acquired,
     Claimed,
     Cooling,
     Held,
     Holder,
-    Kept,
     Renewal,
+    RenewalResult,
     Shut,
 )
-from celery_leases.core.records import Bid, Refused, State, Won
+from celery_leases.protocol.records import ClaimRequest, Refused, State, Won
 from tests.unit.fake_records import FakeRecords, StillClock
 
 T = TypeVar("T")
@@ -36,11 +38,15 @@ class Journal(list[str]):
         self._before: dict[str, Callable[[], object]] = {}
 
     def away(self, *names: str, times: int = 10**9, done: bool = False) -> None:
-        """Let steps fail so many times; *done*: they are carried out, and only the reply is lost."""
+        """Let steps fail so many times; *done*: they are carried out, and only the reply is
+        lost.
+        """
         self._away |= dict.fromkeys(names, (times, done))
 
     def before(self, name: str, what: Callable[[], object]) -> None:
-        """Do something just before the next step of that name: what another worker does meanwhile."""
+        """Do something just before the next step of that name: what another worker does
+        meanwhile.
+        """
         self._before[name] = what
 
     def step(self, name: str, do: Callable[[], T]) -> T:
@@ -77,13 +83,15 @@ class Lasting:
     """A lease, or with no bid a cooldown, and until when."""
 
     token: str
-    bid: Bid | None
+    claim_request: ClaimRequest | None
     until: float
 
 
 @dataclass
 class FakeStores:
-    """Leases, marks and gates. ``in_records``: the claimed row is the lease, as with one database for everything."""
+    """Leases, marks and gates. ``in_records``: the claimed row is the lease, as with one database
+    for everything.
+    """
 
     clock: StillClock
     records: FakeRecords
@@ -101,45 +109,62 @@ class FakeStores:
         self.name = DATABASE if self.in_records else "fake"
         self.records.gate = self._gate
 
-    # -- leases --------------------------------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut | Claimed:
+    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut | Claimed:
         """Take the lease, unless it is held, cooling, or behind a gate."""
         if self.in_records:
-            return self._claim(bid)
-        return self.journal.step("acquire", lambda: self._acquire(bid))
+            return self._claim(claim_request)
+        return self.journal.step("acquire", lambda: self._acquire(claim_request))
 
-    def _claim(self, bid: Bid) -> Shut | Claimed:
-        answer, gate = self.records.claim_at_gate(bid, self.name, self)
-        if isinstance(answer, Refused) and not admits(gate, bid.token):
+    def _claim(self, claim_request: ClaimRequest) -> Shut | Claimed:
+        answer, gate = self.records.claim_at_gate(claim_request, self.name, self)
+        if isinstance(answer, Refused) and not admits(gate, claim_request.token):
             assert gate is not None
             return Shut(gate, answer.record, looked=True)
-        return Claimed(answer, probe=isinstance(answer, Won) and gate is not None and gate.probe == bid.token)
+        return Claimed(
+            answer,
+            probe=isinstance(answer, Won)
+            and gate is not None
+            and gate.probe == claim_request.token,
+        )
 
-    def _acquire(self, bid: Bid) -> Acquired | Held | Cooling | Shut:
-        found = self._found(bid.stored_key)
-        if found is not None and found.bid is None:
+    def _acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut:
+        found = self._found(claim_request.stored_key)
+        if found is not None and found.claim_request is None:
             return Cooling(found.until - self.clock.now())
-        if found is not None and found.bid is not None and found.token != bid.token:
+        if (
+            found is not None
+            and found.claim_request is not None
+            and found.token != claim_request.token
+        ):
             holder = Holder(
-                found.token, found.bid.call_id, found.bid.holder, found.bid.ttl, found.until - self.clock.now()
+                found.token,
+                found.claim_request.call_id,
+                found.claim_request.holder,
+                found.claim_request.ttl,
+                found.until - self.clock.now(),
             )
             return Held(holder)
-        gate = self._gate(bid.group) if bid.group is not None else None
-        if gate is not None and not admits(gate, bid.token):
+        gate = self._gate(claim_request.group) if claim_request.group is not None else None
+        if gate is not None and not admits(gate, claim_request.token):
             return Shut(gate)
-        self.leases[bid.stored_key] = Lasting(bid.token, bid, self.clock.now() + bid.ttl)
-        return Acquired(self._take_slot(bid, gate))
+        self.leases[claim_request.stored_key] = Lasting(
+            claim_request.token, claim_request, self.clock.now() + claim_request.ttl
+        )
+        return Acquired(self._take_slot(claim_request, gate))
 
     def age(self, stored_key: str) -> float:
         """How long ago it came up empty, if it did."""
-        return self.journal.step("age", lambda: self.clock.now() - self.born if self.born is not None else math.inf)
+        return self.journal.step(
+            "age", lambda: self.clock.now() - self.born if self.born is not None else math.inf
+        )
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[Kept]:
+    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Not by these tests."""
-        return [Kept.OURS for _ in renewals]
+        return [RenewalResult.OURS for _ in renewals]
 
-    def reassert(self, bid: Bid) -> bool:
+    def reassert(self, claim_request: ClaimRequest) -> bool:
         """Not by these tests."""
         return False
 
@@ -149,7 +174,7 @@ class FakeStores:
 
     def _release(self, stored_key: str, token: str) -> bool:
         found = self._found(stored_key)
-        ours = found is not None and found.bid is not None and found.token == token
+        ours = found is not None and found.claim_request is not None and found.token == token
         if ours:
             del self.leases[stored_key]
         return ours
@@ -162,7 +187,7 @@ class FakeStores:
         if self.in_records:
             return True
         found = self._found(stored_key)
-        if found is None or found.bid is None or found.token != token:
+        if found is None or found.claim_request is None or found.token != token:
             return False
         self.leases[stored_key] = Lasting(token, None, self.clock.now() + seconds)
         return True
@@ -173,7 +198,7 @@ class FakeStores:
 
     def _end_cooldown(self, stored_key: str) -> bool:
         found = self._found(stored_key)
-        cools = found is not None and found.bid is None
+        cools = found is not None and found.claim_request is None
         if cools:
             del self.leases[stored_key]
         return cools
@@ -182,13 +207,13 @@ class FakeStores:
         found = self.leases.get(stored_key)
         return found if found is not None and found.until > self.clock.now() else None
 
-    # -- marks ---------------------------------------------------------------------------------------------
+    # -- marks -------------------------------------------------------------------------------------
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
         return self.marks.get((stored_key, name))
 
-    # -- gates ---------------------------------------------------------------------------------------------
+    # -- gates -------------------------------------------------------------------------------------
 
     def gate(self, group: str) -> Gate | None:
         """The gate as it is now."""
@@ -196,7 +221,9 @@ class FakeStores:
 
     def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
         """Close it as the core says."""
-        return self.journal.step("close_gate", lambda: self._note(closed(group, self._gate(group), closing, token)))
+        return self.journal.step(
+            "close_gate", lambda: self._note(closed(group, self._gate(group), closing, token))
+        )
 
     def open_gate(self, group: str, token: str | None = None) -> bool:
         """Open it, or let its probe do so."""
@@ -248,9 +275,9 @@ class FakeStores:
         self.known[gate.group], self.noted[gate.group] = gate, self.clock.now()
         return gate
 
-    def _take_slot(self, bid: Bid, gate: Gate | None) -> bool:
+    def _take_slot(self, claim_request: ClaimRequest, gate: Gate | None) -> bool:
         if gate is not None:
-            self._note(replace(gate, probe=bid.token, probe_for=bid.ttl))
+            self._note(replace(gate, probe=claim_request.token, probe_for=claim_request.ttl))
         return gate is not None
 
     def running(self, stored_key: str) -> bool:
@@ -259,4 +286,4 @@ class FakeStores:
         if self.in_records:
             return row is not None and row.state is State.RUNNING and row.lease_remaining > 0
         found = self._found(stored_key)
-        return found is not None and found.bid is not None
+        return found is not None and found.claim_request is not None

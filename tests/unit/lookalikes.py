@@ -1,4 +1,6 @@
-"""Errors that look like those of client libraries which are not installed here: same names, same attributes."""
+"""Errors that look like those of client libraries which are not installed here: same names, same
+attributes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def kind(dotted: str, *bases: type[BaseException]) -> type[BaseException]:
 
 
 def lookalike(dotted: str, *bases: type[BaseException], said: Any = "no", **attributes: Any) -> Any:
-    """An error of such a class, raised with the text *said* (a tuple: the arguments) and carrying *attributes*."""
+    """An error of such a class, raised with the text *said* (a tuple: the arguments) and carrying
+    *attributes*.
+    """
     error = kind(dotted, *bases)(*(said if isinstance(said, tuple) else (said,)))
     for name, value in attributes.items():
         setattr(error, name, value)
@@ -32,8 +36,12 @@ def answer(status: int | None = None, headers: Any = None, **more: Any) -> Any:
     return SimpleNamespace(status_code=status, headers=headers or {}, **more)
 
 
-def http_error(status: int, body: Any = None, dotted: str = "shop.clients.ApiError", **headers: str) -> Any:
-    """What most SDKs raise: a status, a response with headers (``retry_after="3"``), and a parsed body."""
+def http_error(
+    status: int, body: Any = None, dotted: str = "shop.clients.ApiError", **headers: str
+) -> Any:
+    """What most SDKs raise: a status, a response with headers (``retry_after="3"``), and a parsed
+    body.
+    """
     named = {name.replace("_", "-").title(): value for name, value in headers.items()}
     return lookalike(dotted, status_code=status, response=answer(status, named), body=body)
 

@@ -1,4 +1,6 @@
-"""The pages of the documentation, taken apart for tests: their blocks, tables and sections, and their examples run."""
+"""The pages of the documentation, taken apart for tests: their blocks, tables and sections, and
+their examples run.
+"""
 
 import re
 from collections.abc import Iterator
@@ -25,14 +27,20 @@ def blocks(text: str, language: str) -> list[str]:
 
 def markdown_rows(text: str) -> list[list[str]]:
     """The rows of all tables of a Markdown text, without the lines below their heads."""
-    lines = [line for line in text.splitlines() if line.startswith("|") and not re.fullmatch(r"[|\-: ]+", line)]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith("|") and not re.fullmatch(r"[|\-: ]+", line)
+    ]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 def rest_rows(text: str) -> list[list[str]]:
-    """The rows of the two-column tables of a docstring, joined where a cell spans lines, in Markdown's spelling.
+    """The rows of the two-column tables of a docstring, joined where a cell spans lines, in
+    Markdown's spelling.
 
-    A line continues the one before when its first cell is empty, or when the one before had nothing to say yet.
+    A line continues the one before when its first cell is empty, or when the one before had nothing
+    to say yet.
     """
     rows: list[list[str]] = []
     edge = inside = 0
@@ -62,7 +70,9 @@ def section(text: str, title: str) -> str:
 
 @contextmanager
 def executed(source: str, name: str) -> Iterator[dict[str, Any]]:
-    """The names that *source* defines as a module; its tasks do not turn up in the apps of other tests."""
+    """The names that *source* defines as a module; its tasks do not turn up in the apps of other
+    tests.
+    """
     finalizers = set(celery._state._on_app_finalizers)
     names: dict[str, Any] = {"__name__": name}
     exec(compile(source, name, "exec"), names)  # noqa: S102 - our own pages

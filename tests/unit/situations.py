@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from celery_leases.core.decisions import before_run
-from celery_leases.core.endings import Raised
-from celery_leases.core.failures import AfterFailure, CoolDown, RetryAfter, after_failure
-from celery_leases.core.gates import Gate
-from celery_leases.core.keys import CallKey
-from celery_leases.core.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
-from celery_leases.core.ports import Holder
-from celery_leases.core.records import Failure, Record, State
-from celery_leases.core.rulings import Classification, Reason, Ruling
-from celery_leases.core.verdicts import Call, Facts, PutBack, Refuse, Verdict
+from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.protocol.decisions import before_run
+from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.failure_decisions import (
+    AfterFailure,
+    EnterCooldown,
+    RetryAfter,
+    after_failure,
+)
+from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
+from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.records import Failure, Record, State
+from celery_leases.protocol.verdicts import Call, Facts, Refuse, Reschedule, Verdict
 
 NOW = 1_000_000_000_000
 SECOND = 1_000_000
@@ -29,12 +34,18 @@ FAILURE = Failure("ValueError", "boom")
 
 
 def a_call(*, on_held: OnHeld = "reschedule", on_done: OnDone = "replay", **changes: Any) -> Call:
-    """A call of ours; a name of an option among *changes* changes that option, any other the call."""
+    """A call of ours; a name of an option among *changes* changes that option, any other the
+    call.
+    """
     options = changes.pop("options", LeaseOptions(key="invoice:{id}"))
-    chosen = {name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"}
+    chosen = {
+        name: changes.pop(name) for name in list(changes) if name in OPTION_NAMES and name != "key"
+    }
     options = replace(options, on_held=on_held, on_done=on_done, **chosen)
     key = replace(KEY, fingerprint=None, digests=None) if on_done == "rerun" else KEY
-    return Call(**({"task": "billing.send", "call_id": OURS, "key": key, "options": options} | changes))
+    return Call(
+        **({"task": "billing.send", "call_id": OURS, "key": key, "options": options} | changes)
+    )
 
 
 def a_record(state: State, call_id: str = THEIRS, **changes: Any) -> Record:
@@ -82,12 +93,20 @@ def held_by(call_id: str, remaining: float = 9.0) -> Holder:
 
 def shut(seconds: float, **changes: Any) -> Gate:
     """The gate of the group, closed for so many seconds; 0: half-open."""
-    given: dict[str, Any] = {"group": GROUP, "trips": 1, "closed_for": seconds, "reason": "rate_limited", "rule": "r"}
+    given: dict[str, Any] = {
+        "group": GROUP,
+        "trips": 1,
+        "closed_for": seconds,
+        "reason": "rate_limited",
+        "rule": "r",
+    }
     return Gate(**(given | changes))
 
 
 def probed(seconds: float) -> Gate:
-    """The gate of the group, half-open, its probe's slot taken by another attempt for so many seconds."""
+    """The gate of the group, half-open, its probe's slot taken by another attempt for so many
+    seconds.
+    """
     return shut(0.0, probe="probe", probe_for=seconds)
 
 
@@ -98,14 +117,18 @@ def judged(
     return Classification(rule, ruling, reason, delay)
 
 
-def raised(ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row") -> Raised:
+def raised(
+    ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
+) -> Raised:
     """A body that raised what the rules judge so."""
     return Raised(ValueError("boom"), FAILURE, judged(ruling, delay, reason, rule))
 
 
-def decide(call: Call, record: Record | None = None, holder: Holder | None = None, **facts: Any) -> Verdict:
+def decide(
+    call: Call, record: Record | None = None, holder: Holder | None = None, **facts: Any
+) -> Verdict:
     """The verdict before the run."""
-    return before_run(call, Facts(record=record, holder=holder, **({"today": TODAY} | facts)))
+    return before_run(call, Facts(record=record, holder=holder, **({"wall_time": TODAY} | facts)))
 
 
 def refusal(verdict: Verdict) -> Exception:
@@ -114,27 +137,33 @@ def refusal(verdict: Verdict) -> Exception:
     return verdict.error
 
 
-def put_back(verdict: Verdict) -> PutBack:
+def reschedule(verdict: Verdict) -> Reschedule:
     """The verdict, as that of a call that comes back."""
-    assert isinstance(verdict, PutBack), verdict
+    assert isinstance(verdict, Reschedule), verdict
     return verdict
 
 
-def after(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> AfterFailure:
+def after(
+    raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any
+) -> AfterFailure:
     """The verdict on a failure of a call of ours."""
-    return after_failure(a_call(**changes), record, raised_, chance)
+    return after_failure(a_call(**changes), record, raised_, rand)
 
 
-def cooled(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> CoolDown:
+def cooled(
+    raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any
+) -> EnterCooldown:
     """The verdict, which is to be a cooldown."""
-    verdict = after(raised_, record, chance, **changes)
-    assert isinstance(verdict, CoolDown), verdict
+    verdict = after(raised_, record, rand, **changes)
+    assert isinstance(verdict, EnterCooldown), verdict
     return verdict
 
 
-def retried(raised_: Raised, record: Record = FRESH, chance: float = 0.0, **changes: Any) -> RetryAfter:
+def retried(
+    raised_: Raised, record: Record = FRESH, rand: float = 0.0, **changes: Any
+) -> RetryAfter:
     """The verdict, which is to be a quick retry."""
-    verdict = after(raised_, record, chance, **changes)
+    verdict = after(raised_, record, rand, **changes)
     assert isinstance(verdict, RetryAfter), verdict
     return verdict
 
@@ -143,14 +172,18 @@ def counting(record: Record, verdict: AfterFailure) -> Record:
     """The row as the next attempt finds it."""
     counts = verdict.counts
     return replace(
-        record, failures=counts.failures, quick_retries=counts.quick_retries, cooldowns=counts.cooldowns, failed_at=NOW
+        record,
+        failures=counts.failures,
+        quick_retries=counts.quick_retries,
+        cooldowns=counts.cooldowns,
+        failed_at=NOW,
     )
 
 
-def in_a_row(raised_: Raised, times: int, chance: float = MOST, **changes: Any) -> list[AfterFailure]:
+def in_a_row(raised_: Raised, times: int, rand: float = MOST, **changes: Any) -> list[AfterFailure]:
     """The verdicts on the same failure, so many times one after the other."""
     record, verdicts = FRESH, []
     for _ in range(times):
-        verdicts.append(after(raised_, record, chance, **changes))
+        verdicts.append(after(raised_, record, rand, **changes))
         record = counting(record, verdicts[-1])
     return verdicts

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errors import KeyUnusable
-from celery_leases.core.keys import call_group
-from celery_leases.core.options import KeyMaker, LeaseOptions
+from celery_leases.errors import KeyUnusable
+from celery_leases.protocol.keys import call_group
+from celery_leases.protocol.options import KeyMaker, LeaseOptions
 
 
 def ask(prompt: str, model: str = "large", *, tags: Any = ()) -> None:
@@ -18,7 +18,9 @@ def ask(prompt: str, model: str = "large", *, tags: Any = ()) -> None:
 
 def group_of(group: KeyMaker, *args: Any, **kwargs: Any) -> str | None:
     """The group of a call of that body."""
-    return call_group("shop.ask", LeaseOptions(cooldown_group=group), inspect.signature(ask), args, kwargs)
+    return call_group(
+        "shop.ask", LeaseOptions(cooldown_group=group), inspect.signature(ask), args, kwargs
+    )
 
 
 def test_without_the_option_a_call_has_no_group() -> None:
@@ -49,7 +51,7 @@ def test_calls_of_different_keys_share_it() -> None:
     ("group", "args", "why"),
     [
         ("{tags[5]}", ("hello",), "cannot be filled"),
-        ("{model}", ("hello", ""), "came out empty"),
+        ("{model}", ("hello", ""), "gave an empty key"),
         ("{model}", ("hello", "a\x00b"), "NUL character"),
         ("{model}", ("hello", "\ud800"), "surrogate"),
         (lambda *_, **__: 7, ("hello",), "returned int; return a str"),
@@ -57,7 +59,9 @@ def test_calls_of_different_keys_share_it() -> None:
         ("openai", (), "do not fit its signature"),
     ],
 )
-def test_a_group_no_store_could_hold_is_refused_by_the_name_of_its_option(group: Any, args: Any, why: str) -> None:
+def test_a_group_no_store_could_hold_is_refused_by_the_name_of_its_option(
+    group: Any, args: Any, why: str
+) -> None:
     """As a key would be."""
     with pytest.raises(KeyUnusable, match=why) as caught:
         group_of(group, *args)

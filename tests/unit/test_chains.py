@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from celery_leases.core.classifier.chains import linked
-from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
+from celery_leases.failures.chains import linked
+from celery_leases.failures.facts import ErrorFacts, facts_of
 from tests.unit.lookalikes import caused, http_error, lookalike
 
 
@@ -21,7 +21,11 @@ def test_the_chain_goes_from_the_outermost_error_inwards() -> None:
     refused = ConnectionRefusedError(111, "refused")
     new = lookalike("urllib3.exceptions.NewConnectionError", said=("conn", "failed"))
     exceeded = lookalike("urllib3.exceptions.MaxRetryError", reason=new)
-    assert names(caused(ValueError(), caused(KeyError(), OSError()))) == ["ValueError", "KeyError", "OSError"]
+    assert names(caused(ValueError(), caused(KeyError(), OSError()))) == [
+        "ValueError",
+        "KeyError",
+        "OSError",
+    ]
     assert names(lookalike("requests.exceptions.ConnectionError", said=(exceeded,))) == [
         "ConnectionError", "MaxRetryError", "NewConnectionError",
     ]  # fmt: skip
@@ -29,7 +33,10 @@ def test_the_chain_goes_from_the_outermost_error_inwards() -> None:
         "ProtocolError", "ConnectionRefusedError",
     ]  # fmt: skip
     for hidden in ("orig", "os_error", "original_error", "cause", "reason"):
-        assert names(lookalike("shop.Error", **{hidden: refused})) == ["Error", "ConnectionRefusedError"]
+        assert names(lookalike("shop.Error", **{hidden: refused})) == [
+            "Error",
+            "ConnectionRefusedError",
+        ]
     assert names(lookalike("botocore.exceptions.EndpointConnectionError", kwargs={"error": refused})) == [
         "EndpointConnectionError", "ConnectionRefusedError",
     ]  # fmt: skip
@@ -77,7 +84,9 @@ def test_facts_are_merged_from_the_outermost_error_inwards() -> None:
 
 def test_what_an_inner_error_says_of_itself_is_merged_too() -> None:
     """False is an answer."""
-    assert facts_of(caused(ValueError(), lookalike("shop.Error", retryable=False))).retryable is False
+    assert (
+        facts_of(caused(ValueError(), lookalike("shop.Error", retryable=False))).retryable is False
+    )
 
 
 def test_facts_are_plain_data() -> None:

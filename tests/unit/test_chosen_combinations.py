@@ -1,10 +1,12 @@
-"""Which tests ``make test`` runs of those that are written for many combinations, and which ``make test-all``."""
+"""Which tests ``make test`` runs of those that are written for many combinations, and which ``make
+test-all``.
+"""
 
 from collections import Counter
 
 import pytest
 
-from tests.combinations import PARTS, Place, chosen
+from tests.combinations import PARTS, Place, chosen, dealt
 
 MODULE = """
 import pytest
@@ -69,7 +71,9 @@ def items(pytester: pytest.Pytester) -> list[pytest.Item]:
 
 
 def test_each_test_runs_once_and_each_part_is_used(items: list[pytest.Item]) -> None:
-    """One combination each, two where both lease stores are asked for, and no part of a combination is left out."""
+    """One combination each, two where both lease stores are asked for, and no part of a combination
+    is left out.
+    """
     found = by_test(chosen(items, everywhere=False))
     assert set(found) == set(by_test(items))
     for test, places in found.items():
@@ -79,9 +83,15 @@ def test_each_test_runs_once_and_each_part_is_used(items: list[pytest.Item]) -> 
 
 
 def test_the_tests_of_a_module_share_its_combinations_evenly(items: list[pytest.Item]) -> None:
-    """No combination is used a second time before all were used once, where the tests leave the choice."""
-    free = [item for item in items if "test_somewhere" not in item.name and "test_both" not in item.name]
-    used = Counter(str(sorted(place.items())) for (place,) in by_test(chosen(free, everywhere=False)).values())
+    """No combination is used a second time before all were used once, where the tests leave the
+    choice.
+    """
+    free = [
+        item for item in items if "test_somewhere" not in item.name and "test_both" not in item.name
+    ]
+    used = Counter(
+        str(sorted(place.items())) for (place,) in by_test(chosen(free, everywhere=False)).values()
+    )
     assert set(used.values()) == {1}
     assert len(used) == 6
 
@@ -96,10 +106,14 @@ def test_a_part_that_no_test_would_use_costs_one_test_more(items: list[pytest.It
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_mark_leaves_out_where_a_test_makes_no_sense(items: list[pytest.Item], everywhere: bool) -> None:
+def test_a_mark_leaves_out_where_a_test_makes_no_sense(
+    items: list[pytest.Item], everywhere: bool
+) -> None:
     """Also with all combinations."""
     found = by_test(chosen(items, everywhere=everywhere))
-    places = [place for test, places in found.items() if "::test_somewhere" in test for place in places]
+    places = [
+        place for test, places in found.items() if "::test_somewhere" in test for place in places
+    ]
     assert {(place["leases"], place["database"]) for place in places} == {
         ("database", "postgres"),
         ("database", "mariadb"),
@@ -110,7 +124,9 @@ def test_a_mark_leaves_out_where_a_test_makes_no_sense(items: list[pytest.Item],
 def test_both_lease_stores_means_one_combination_with_each(items: list[pytest.Item]) -> None:
     """A Redis lease and a lease in the row."""
     ((first, second),) = (
-        places for test, places in by_test(chosen(items, everywhere=False)).items() if "::test_both" in test
+        places
+        for test, places in by_test(chosen(items, everywhere=False)).items()
+        if "::test_both" in test
     )
     assert {first["leases"], second["leases"]} == {"redis", "database"}
 
@@ -130,6 +146,10 @@ import pytest
 def test_steps(step):
     pass
 
+@pytest.mark.parametrize("step", range(9))
+def test_more(step):
+    pass
+
 @pytest.mark.every_argument
 @pytest.mark.parametrize("step", range(9))
 def test_each(step):
@@ -146,13 +166,30 @@ def test_steps_at_night(step):
 """
 
 
-def test_a_test_with_workers_runs_on_two_sets_of_its_arguments(pytester: pytest.Pytester) -> None:
-    """The first and the last; elsewhere, and in ``make test-all``, it runs on all of them."""
+def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytester) -> None:
+    """Each runs with one set of them; elsewhere, and in ``make test-all``, with all."""
     crash = pytester.mkdir("crash")
     (crash / "test_many.py").write_text(MANY)
-    items = pytester.getitems(MANY) + list(pytester.genitems([pytester.getpathnode(crash / "test_many.py")]))
+    items = pytester.getitems(MANY) + list(
+        pytester.genitems([pytester.getpathnode(crash / "test_many.py")])
+    )
     names = Counter(item.nodeid.partition("[")[0] for item in chosen(items, everywhere=False))
-    assert sorted(names.values()) == [2, 9, 9, 9]
-    steps = [item.name for item in chosen(items, everywhere=False) if "crash" in item.nodeid and "steps" in item.name]
-    assert steps == ["test_steps[0]", "test_steps[8]"]
-    assert len(chosen(items, everywhere=True)) == 56
+    assert sorted(names.values()) == [1, 1, 9, 9, 9, 9]
+    steps = [
+        item.name
+        for item in chosen(items, everywhere=False)
+        if "crash" in item.nodeid and "each" not in item.name
+    ]
+    assert steps == ["test_steps[0]", "test_more[1]"]
+    assert len(chosen(items, everywhere=True)) == 74
+
+
+def test_each_process_gets_its_part_of_the_slow_tests_at_its_front(
+    items: list[pytest.Item],
+) -> None:
+    """The shares of the processes are parts of one list, and nothing gets lost."""
+    shares = dealt(items, 3)
+    assert shares[0] is items[0]
+    assert shares[-(-len(items) // 3)] is items[1]
+    assert sorted(map(id, shares)) == sorted(map(id, items))
+    assert dealt(items, 1) == items

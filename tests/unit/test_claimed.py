@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core import outcomes
-from celery_leases.core.options import LeaseOptions
-from celery_leases.core.records import Record, State
-from celery_leases.core.verdicts import GiveUp, Run, StandBack, Verdict
+from celery_leases.protocol import outcomes
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.verdicts import GiveUp, Run, StandBack, Verdict
 from tests.unit.situations import (
     NOW,
     OURS,
@@ -26,7 +26,12 @@ class TestClaimed:
     def claimed(self, crashes: int = 0, *, just_now: bool = True, **changes: Any) -> Record:
         crashed_at = NOW if just_now else NOW - 60 * SECOND
         return a_record(
-            State.RUNNING, OURS, crashes=crashes, crashed_at=crashed_at if crashes else None, started_at=NOW, **changes
+            State.RUNNING,
+            OURS,
+            crashes=crashes,
+            crashed_at=crashed_at if crashes else None,
+            started_at=NOW,
+            **changes,
         )
 
     def verdict(self, record: Record, **options: Any) -> Verdict:
@@ -39,9 +44,12 @@ class TestClaimed:
         assert self.verdict(self.claimed(lease_until=NOW + 15 * SECOND)) == Run()
 
     @pytest.mark.parametrize(
-        ("crashes", "verdict"), [(1, Run()), (2, StandBack(5.0)), (3, StandBack(30.0)), (8, StandBack(30.0))]
+        ("crashes", "verdict"),
+        [(1, Run()), (2, StandBack(5.0)), (3, StandBack(30.0)), (8, StandBack(30.0))],
     )
-    def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(self, crashes: int, verdict: Verdict) -> None:
+    def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(
+        self, crashes: int, verdict: Verdict
+    ) -> None:
         assert self.verdict(self.claimed(crashes), max_crashes=9) == verdict
 
     @pytest.mark.parametrize("limit", [1, 2, 3])

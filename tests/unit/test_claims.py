@@ -11,20 +11,28 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core import claims
-from celery_leases.core.claims import Claim, Question, claimed, decide, refusal
-from celery_leases.core.decisions import before_run
-from celery_leases.core.errors import LeaseStoreMismatch
-from celery_leases.core.options import DATABASE
-from celery_leases.core.records import Attempt, Bid, Ended, Failure, Record, Refusal, State
-from celery_leases.core.verdicts import Call, Facts, Run
+from celery_leases.errors import LeaseStoreMismatch
+from celery_leases.protocol import claims
+from celery_leases.protocol.claims import Claim, Question, claimed, decide, refusal
+from celery_leases.protocol.decisions import before_run
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.records import (
+    Attempt,
+    ClaimRequest,
+    Ended,
+    Failure,
+    Record,
+    Refusal,
+    State,
+)
+from celery_leases.protocol.verdicts import Call, Facts, Run
 from tests.unit.situations import KEY, NOW, ON_DONE, OURS, SECOND, THEIRS, a_call, a_record
 from tests.unit.test_combinations import COOLED, FINGERPRINTS, ROWS, rows
 
 STORE = "redis://one"
 
 
-def a_bid(call: Call | None = None, **changes: Any) -> Bid:
+def a_claim_request(call: Call | None = None, **changes: Any) -> ClaimRequest:
     """The bid of a call, as a worker makes it."""
     call = call or a_call()
     given: dict[str, Any] = {
@@ -43,32 +51,39 @@ def a_bid(call: Call | None = None, **changes: Any) -> Bid:
         "repeat": not call.fresh,
         "met": call.met,
     }
-    return Bid(**(given | changes))
+    return ClaimRequest(**(given | changes))
 
 
 def a_claim(
-    store: str = STORE, age: float | None = math.inf, takes_until: int = claims.ALWAYS, **changes: Any
+    store: str = STORE,
+    age: float | None = math.inf,
+    takes_until: int = claims.ALWAYS,
+    **changes: Any,
 ) -> Claim:
-    return Claim(a_bid(**changes), store, age, takes_until)
+    return Claim(a_claim_request(**changes), store, age, takes_until)
 
 
 class TestOneRule:
     def test_a_call_and_its_bid_are_asked_alike(self) -> None:
         for row, call in situations():
-            assert refusal(row, call) == refusal(row, a_bid(call)), (row, call)
+            assert refusal(row, call) == refusal(row, a_claim_request(call)), (row, call)
 
     def test_what_is_decided_before_the_claim_is_what_the_claim_decides(self) -> None:
         """A delivery goes on exactly if nothing in the row refuses it."""
         verdicts = [before_run(call, Facts(record=row)) for row, call in situations()]
         refusals = [refusal(row, call) for row, call in situations()]
-        assert [isinstance(verdict, Run) for verdict in verdicts] == [why is None for why in refusals]
+        assert [isinstance(verdict, Run) for verdict in verdicts] == [
+            why is None for why in refusals
+        ]
         assert set(Refusal) - set(refusals) == {Refusal.EMPTIED, Refusal.LAPSED, Refusal.CHANGED}
 
 
 def situations() -> list[tuple[Record | None, Call]]:
     calls = [
         a_call(on_done=on_done, repeat=repeat, retries=retries, prior=prior)
-        for on_done, repeat, retries, prior in product(ON_DONE, (False, True), (0, 2), ((), ("token-1",)))
+        for on_done, repeat, retries, prior in product(
+            ON_DONE, (False, True), (0, 2), ((), ("token-1",))
+        )
     ]
     found = list(rows(ROWS | COOLED, FINGERPRINTS))
     retried = {"retries": 1, "ended": Ended.RETRIED, "retry_at": NOW + SECOND // 2}
@@ -80,11 +95,15 @@ class TestARunningRow:
     @pytest.mark.parametrize(
         ("until", "why"), [(None, None), (NOW - SECOND, None), (NOW, None), (NOW + 1, Refusal.HELD)]
     )
-    def test_it_is_left_alone_while_its_lease_lasts(self, until: int | None, why: Refusal | None) -> None:
+    def test_it_is_left_alone_while_its_lease_lasts(
+        self, until: int | None, why: Refusal | None
+    ) -> None:
         row = a_record(State.RUNNING, lease_store=DATABASE, lease_until=until)
         assert decide(row, a_claim(DATABASE)) is why
 
-    @pytest.mark.parametrize(("takes_until", "why"), [(NOW - 5 * SECOND, None), (NOW - 5 * SECOND - 1, Refusal.LAPSED)])
+    @pytest.mark.parametrize(
+        ("takes_until", "why"), [(NOW - 5 * SECOND, None), (NOW - 5 * SECOND - 1, Refusal.LAPSED)]
+    )
     def test_a_lapsed_lease_is_taken_by_a_look_that_was_carried_out_in_time(
         self, takes_until: int, why: Refusal | None
     ) -> None:
@@ -93,7 +112,9 @@ class TestARunningRow:
         assert decide(row, a_claim(DATABASE, takes_until=takes_until)) is why
         assert decide(row, a_claim(DATABASE, takes_until=takes_until, prior=(row.owner,))) is None
 
-    @pytest.mark.parametrize(("age", "why"), [(0.0, Refusal.EMPTIED), (14.9, Refusal.EMPTIED), (15.0, None)])
+    @pytest.mark.parametrize(
+        ("age", "why"), [(0.0, Refusal.EMPTIED), (14.9, Refusal.EMPTIED), (15.0, None)]
+    )
     def test_one_under_a_store_that_came_up_empty_is_left_alone_for_its_own_ttl(
         self, age: float, why: Refusal | None
     ) -> None:
@@ -104,15 +125,23 @@ class TestARunningRow:
         for state in (State.PENDING, State.COOLING):
             assert decide(a_record(state), a_claim(age=age)) is None
 
-    def test_the_age_of_the_lease_store_is_asked_only_where_the_row_of_another_attempt_would_be_taken(self) -> None:
+    def test_the_age_of_the_lease_store_is_asked_only_where_the_row_of_another_attempt_would_be_taken(
+        self,
+    ) -> None:
         """Not where the row is a lease, which no other store can lose."""
         running = a_record(State.RUNNING)
         assert decide(running, a_claim(age=None)) is Question.AGE
         assert decide(running, a_claim(age=None, prior=("token-1",))) is None
-        assert decide(a_record(State.RUNNING, lease_store=DATABASE), a_claim(DATABASE, age=None)) is None
+        assert (
+            decide(a_record(State.RUNNING, lease_store=DATABASE), a_claim(DATABASE, age=None))
+            is None
+        )
         for row, call in situations():
             if row is None or row.state is not State.RUNNING or refusal(row, call) is not None:
-                assert not isinstance(decide(row, Claim(a_bid(call), STORE)), Question), (row, call)
+                assert not isinstance(decide(row, Claim(a_claim_request(call), STORE)), Question), (
+                    row,
+                    call,
+                )
 
     def test_what_an_earlier_attempt_of_the_call_left_open_is_taken_at_once(self) -> None:
         row = a_record(State.RUNNING, OURS, lease_store=DATABASE, lease_until=NOW + 9 * SECOND)
@@ -127,22 +156,34 @@ class TestARunningRow:
 
     def test_our_own_is_ours(self) -> None:
         """An earlier try was carried out, and its reply was lost."""
-        assert claims.is_ours(a_record(State.RUNNING, owner="token-2"), a_bid())
-        assert not claims.is_ours(a_record(State.PENDING, owner="token-2"), a_bid())
-        assert not claims.is_ours(a_record(State.RUNNING), a_bid())
+        assert claims.is_ours(a_record(State.RUNNING, owner="token-2"), a_claim_request())
+        assert not claims.is_ours(a_record(State.PENDING, owner="token-2"), a_claim_request())
+        assert not claims.is_ours(a_record(State.RUNNING), a_claim_request())
 
 
 class TestTheRowAfterwards:
     def test_a_new_row_says_what_the_bid_says(self) -> None:
         claim = a_claim(message="{}", retention=60.0, retries=2)
         row = claimed(None, claim, NOW)
-        assert (row.state, row.owner, row.call_id, row.retries) == (State.RUNNING, "token-2", OURS, 2)
+        assert (row.state, row.owner, row.call_id, row.retries) == (
+            State.RUNNING,
+            "token-2",
+            OURS,
+            2,
+        )
         assert (row.attempt, row.generation, row.failures, row.crashes) == (1, 0, 0, 0)
         assert {row.fence, row.created_at, row.started_at, row.now} == {NOW}
-        assert (row.message, row.retention, row.lease_store, row.lease_until) == ("{}", 60.0, STORE, None)
+        assert (row.message, row.retention, row.lease_store, row.lease_until) == (
+            "{}",
+            60.0,
+            STORE,
+            None,
+        )
         assert claimed(None, a_claim(DATABASE), NOW).lease_until == NOW + 15 * SECOND
 
-    @pytest.mark.parametrize(("clock", "fence"), [(NOW, NOW), (NOW - 20 * SECOND, NOW - 9 * SECOND + 1)])
+    @pytest.mark.parametrize(
+        ("clock", "fence"), [(NOW, NOW), (NOW - 20 * SECOND, NOW - 9 * SECOND + 1)]
+    )
     def test_the_fence_grows_whatever_the_clock_says(self, clock: int, fence: int) -> None:
         row = a_record(State.PENDING)
         assert claimed(replace(row, now=clock), a_claim(), clock).fence == fence > row.fence
@@ -150,7 +191,14 @@ class TestTheRowAfterwards:
     def test_an_attempt_after_another_keeps_its_counts_and_how_it_ended(self) -> None:
         failure = Failure("E", "no")
         row = a_record(
-            State.PENDING, OURS, attempt=2, failures=1, cooldowns=1, ended=Ended.FAILED, failure=failure, resumes=True
+            State.PENDING,
+            OURS,
+            attempt=2,
+            failures=1,
+            cooldowns=1,
+            ended=Ended.FAILED,
+            failure=failure,
+            resumes=True,
         )
         after = claimed(row, a_claim(), NOW)
         assert (after.attempt, after.failures, after.cooldowns, after.crashes) == (3, 1, 1, 0)
@@ -168,24 +216,43 @@ class TestTheRowAfterwards:
         assert after.previous == Attempt(Ended.LOST, None, "host-a/17")
 
     @pytest.mark.parametrize(("last", "crashes"), [(None, 3), (THEIRS, 3), ("third", 1)])
-    def test_under_rerun_crashes_in_a_row_are_those_of_one_call(self, last: str | None, crashes: int) -> None:
+    def test_under_rerun_crashes_in_a_row_are_those_of_one_call(
+        self, last: str | None, crashes: int
+    ) -> None:
         row = a_record(State.RUNNING, THEIRS, crashes=2, crashed_call=last)
         assert claimed(row, a_claim(rerun=True), NOW).crashes == crashes
 
     def test_another_call_of_a_rerun_task_begins_a_generation(self) -> None:
         """What has finished is remembered."""
-        counts: dict[str, Any] = {"failures": 2, "quick_retries": 1, "cooldowns": 1, "failed_at": NOW}
-        row = a_record(State.DONE, attempt=3, ended=Ended.RETURNED, finished_calls=(THEIRS,), **counts)
+        counts: dict[str, Any] = {
+            "failures": 2,
+            "quick_retries": 1,
+            "cooldowns": 1,
+            "failed_at": NOW,
+        }
+        row = a_record(
+            State.DONE, attempt=3, ended=Ended.RETURNED, finished_calls=(THEIRS,), **counts
+        )
         after = claimed(row, a_claim(rerun=True), NOW)
         assert (after.attempt, after.generation, after.previous) == (1, 1, None)
-        assert (after.failures, after.quick_retries, after.cooldowns, after.failed_at) == (0, 0, 0, None)
+        assert (after.failures, after.quick_retries, after.cooldowns, after.failed_at) == (
+            0,
+            0,
+            0,
+            None,
+        )
         assert after.finished_calls == (THEIRS,)
 
     def test_a_row_whose_retention_is_over_begins_anew(self) -> None:
         row = a_record(State.FAILED, attempt=3, crashes=2, finished_calls=("x",), expires_at=NOW)
         assert decide(row, a_claim()) is None
         after = claimed(row, a_claim(), NOW)
-        assert (after.attempt, after.generation, after.crashes, after.finished_calls) == (1, 1, 0, ())
+        assert (after.attempt, after.generation, after.crashes, after.finished_calls) == (
+            1,
+            1,
+            0,
+            (),
+        )
         assert (after.expires_at, after.created_at) == (None, row.created_at)
 
     def test_a_call_keeps_the_content_it_came_with(self) -> None:
@@ -196,7 +263,12 @@ class TestTheRowAfterwards:
 
     @pytest.mark.parametrize(
         ("kept", "publish_at", "given", "message"),
-        [("a", None, "b", "b"), ("a", None, None, "a"), ("a", NOW, "b", "a"), (None, None, "b", "b")],
+        [
+            ("a", None, "b", "b"),
+            ("a", None, None, "a"),
+            ("a", NOW, "b", "a"),
+            (None, None, "b", "b"),
+        ],
     )
     def test_a_message_that_is_still_to_be_published_is_kept(
         self, kept: str | None, publish_at: int | None, given: str | None, message: str

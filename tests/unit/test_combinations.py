@@ -10,26 +10,38 @@ from functools import cache
 from itertools import product
 from typing import Any, get_args
 
-from celery_leases.core import claims, decisions
-from celery_leases.core.decisions import before_run
-from celery_leases.core.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
-from celery_leases.core.records import Ended, Failure, Record, State
-from celery_leases.core.results import TOO_LARGE
-from celery_leases.core.verdicts import (
+from celery_leases.errors import AlreadyDone, CoolingDown, KeyReused, LeaseHeld
+from celery_leases.protocol import claims, decisions
+from celery_leases.protocol.decisions import before_run
+from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.protocol.results import TOO_LARGE
+from celery_leases.protocol.verdicts import (
     Call,
     Drop,
     Facts,
     GiveUp,
-    PutBack,
     Refuse,
     Replay,
+    Reschedule,
     Run,
     StandBack,
     Verdict,
     Wait,
 )
-from celery_leases.core.waiting import SHORTEST_DELAY
-from tests.unit.situations import NOW, ON_DONE, ON_HELD, OURS, SECOND, THEIRS, a_call, a_record, held_by, probed, shut
+from celery_leases.protocol.waiting import SHORTEST_DELAY
+from tests.unit.situations import (
+    NOW,
+    ON_DONE,
+    ON_HELD,
+    OURS,
+    SECOND,
+    THEIRS,
+    a_call,
+    a_record,
+    held_by,
+    probed,
+    shut,
+)
 
 
 @dataclass(frozen=True)
@@ -43,12 +55,18 @@ class Combination:
         record = self.facts.record
         if self.facts.callbacks_out:
             return True
-        return record is not None and not record.expired and claims.finished_by(self.call.call_id, record)
+        return (
+            record is not None
+            and not record.expired
+            and claims.finished_by(self.call.call_id, record)
+        )
 
     @property
     def live(self) -> bool:
         record = self.facts.record
-        return self.facts.holder is not None or (record is not None and decisions.holder_in(record) is not None)
+        return self.facts.holder is not None or (
+            record is not None and decisions.holder_in(record) is not None
+        )
 
     @property
     def same(self) -> bool:
@@ -57,9 +75,13 @@ class Combination:
 
     @property
     def begun(self) -> bool:
-        """It is known of the call that it has begun: from its message, or from the row it stands in."""
+        """It is known of the call that it has begun: from its message, or from the row it stands
+        in.
+        """
         record = self.facts.record
-        return self.call.started or (record is not None and not record.expired and record.call_id == OURS)
+        return self.call.started or (
+            record is not None and not record.expired and record.call_id == OURS
+        )
 
 
 FAILED: dict[str, Any] = {"ended": Ended.FAILED, "failure": Failure("E", "no")}
@@ -81,12 +103,27 @@ ROWS: dict[str, dict[str, Any]] = {
     "uncertain": {"state": State.UNCERTAIN},
 }
 COOLED: dict[str, dict[str, Any]] = {
-    "cooling, coming back": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND, "resumes": True, **FAILED},
+    "cooling, coming back": {
+        "state": State.COOLING,
+        "retry_at": NOW + 60 * SECOND,
+        "resumes": True,
+        **FAILED,
+    },
     "cooled, coming back": {"state": State.COOLING, "retry_at": NOW, "resumes": True, **FAILED},
     "cooling, told": {"state": State.COOLING, "retry_at": NOW + 60 * SECOND, **FAILED},
     "cooled, told": {"state": State.COOLING, "retry_at": NOW, **FAILED},
-    "quick retry": {"state": State.PENDING, "retry_at": NOW + 2 * SECOND, "resumes": True, **FAILED},
-    "snoozed": {"state": State.PENDING, "retry_at": NOW + 60 * SECOND, "resumes": True, "ended": Ended.SNOOZED},
+    "quick retry": {
+        "state": State.PENDING,
+        "retry_at": NOW + 2 * SECOND,
+        "resumes": True,
+        **FAILED,
+    },
+    "snoozed": {
+        "state": State.PENDING,
+        "retry_at": NOW + 60 * SECOND,
+        "resumes": True,
+        "ended": Ended.SNOOZED,
+    },
 }
 LISTS: tuple[dict[str, Any], ...] = (
     {},
@@ -96,9 +133,13 @@ LISTS: tuple[dict[str, Any], ...] = (
 FINGERPRINTS = ("v1:same", "v1:other", None)
 
 
-def rows(kinds: dict[str, dict[str, Any]], fingerprints: tuple[str | None, ...]) -> Iterator[Record | None]:
+def rows(
+    kinds: dict[str, dict[str, Any]], fingerprints: tuple[str | None, ...]
+) -> Iterator[Record | None]:
     yield None
-    for row, call_id, fingerprint, listed in product(kinds.values(), (OURS, THEIRS), fingerprints, LISTS):
+    for row, call_id, fingerprint, listed in product(
+        kinds.values(), (OURS, THEIRS), fingerprints, LISTS
+    ):
         changes = {name: value for name, value in row.items() if name != "state"}
         yield a_record(row["state"], call_id, fingerprint=fingerprint, **changes, **listed)
 
@@ -111,7 +152,9 @@ def combinations() -> list[Combination]:
         for on_held, on_done, canvas, wait in product(ON_HELD, ON_DONE, (False, True), (0.0, 30.0))
     ]
     found = []
-    for call, row, holder, out in product(calls, list(rows(ROWS, FINGERPRINTS)), holders, (False, True)):
+    for call, row, holder, out in product(
+        calls, list(rows(ROWS, FINGERPRINTS)), holders, (False, True)
+    ):
         facts = Facts(record=row, holder=holder, callbacks_out=out)
         found.append(Combination(call, facts, before_run(call, facts)))
     return found
@@ -120,9 +163,15 @@ def combinations() -> list[Combination]:
 @cache
 def cooldowns() -> list[Combination]:
     calls = [
-        a_call(on_done=on_done, on_cooling=on_cooling, canvas=canvas, started=started, repeat=repeat)
+        a_call(
+            on_done=on_done, on_cooling=on_cooling, canvas=canvas, started=started, repeat=repeat
+        )
         for on_done, on_cooling, canvas, started, repeat in product(
-            ON_DONE[::3], (None, "raise", "reschedule", "ignore"), (False, True), (False, True), (False, True)
+            ON_DONE[::3],
+            (None, "raise", "reschedule", "ignore"),
+            (False, True),
+            (False, True),
+            (False, True),
         )
     ]
     gates = (None, shut(60), shut(7_200), shut(0), probed(14))
@@ -147,13 +196,23 @@ class TestEveryCombination:
         assert self.breaches(lambda one: not isinstance(one.verdict, get_args(Verdict))) == []
 
     def test_a_delivery_with_a_canvas_is_dropped_only_as_this_calls_finished_business(self) -> None:
-        assert self.breaches(lambda one: isinstance(one.verdict, Drop) and one.call.canvas and not one.finished) == []
+        assert (
+            self.breaches(
+                lambda one: isinstance(one.verdict, Drop) and one.call.canvas and not one.finished
+            )
+            == []
+        )
 
     def test_a_held_key_never_runs(self) -> None:
         assert self.breaches(lambda one: isinstance(one.verdict, Run) and one.live) == []
 
     def test_what_this_call_has_finished_is_answered_and_never_run_or_put_back(self) -> None:
-        assert self.breaches(lambda one: one.finished and not isinstance(one.verdict, Replay | Drop | Refuse)) == []
+        assert (
+            self.breaches(
+                lambda one: one.finished and not isinstance(one.verdict, Replay | Drop | Refuse)
+            )
+            == []
+        )
 
     def test_nothing_is_dropped_unasked(self) -> None:
         """A drop is finished business of this call, or what ``ignore`` asks for."""
@@ -176,13 +235,20 @@ class TestEveryCombination:
         told = (LeaseHeld, AlreadyDone, KeyReused)
         assert (
             self.breaches(
-                lambda one: one.same and isinstance(one.verdict, Refuse) and isinstance(one.verdict.error, told)
+                lambda one: (
+                    one.same
+                    and isinstance(one.verdict, Refuse)
+                    and isinstance(one.verdict.error, told)
+                )
             )
             == []
         )
 
     def test_only_the_option_makes_a_delivery_wait_in_its_process(self) -> None:
-        assert self.breaches(lambda one: isinstance(one.verdict, Wait) and not one.call.options.wait) == []
+        assert (
+            self.breaches(lambda one: isinstance(one.verdict, Wait) and not one.call.options.wait)
+            == []
+        )
 
     def test_only_a_claim_gives_up_or_stands_back(self) -> None:
         assert self.breaches(lambda one: isinstance(one.verdict, GiveUp | StandBack)) == []
@@ -192,24 +258,35 @@ class TestEveryCombination:
 
 
 class TestEveryCooldown:
-    """Some 40 000 combinations of row, gate, ``lease_on_cooling``, canvas, and what the message knows."""
+    """Some 40 000 combinations of row, gate, ``lease_on_cooling``, canvas, and what the message
+    knows.
+    """
 
     def breaches(self, broken: Any) -> list[Combination]:
         return breaches(cooldowns(), broken)
 
     def test_no_body_starts_at_a_gate_that_is_not_open(self) -> None:
-        assert self.breaches(lambda one: one.facts.gate is not None and isinstance(one.verdict, Run)) == []
+        assert (
+            self.breaches(lambda one: one.facts.gate is not None and isinstance(one.verdict, Run))
+            == []
+        )
 
     def test_no_body_starts_before_the_keys_own_time(self) -> None:
         def early(one: Combination) -> bool:
             record = one.facts.record
-            waits = record is not None and record.state in (State.PENDING, State.COOLING) and record.waits > 1
+            waits = (
+                record is not None
+                and record.state in (State.PENDING, State.COOLING)
+                and record.waits > 1
+            )
             return waits and isinstance(one.verdict, Run)
 
         assert self.breaches(early) == []
 
     def test_a_gate_changes_nothing_but_a_run_or_a_wait(self) -> None:
-        """Whatever is answered at an open gate is answered at a shut one: replays, drops and refusals."""
+        """Whatever is answered at an open gate is answered at a shut one: replays, drops and
+        refusals.
+        """
         answers: dict[Any, Verdict] = {}
         for one in cooldowns():
             known = (repr(one.facts.record), repr(one.call))
@@ -233,12 +310,17 @@ class TestEveryCooldown:
 
         def forgetful(one: Combination) -> bool:
             known = one.begun and not one.call.started
-            return known and isinstance(one.verdict, PutBack) and not one.verdict.started
+            return known and isinstance(one.verdict, Reschedule) and not one.verdict.started
 
         assert self.breaches(forgetful) == []
 
     def test_a_delivery_with_a_canvas_is_never_dropped_for_a_cooldown(self) -> None:
-        assert self.breaches(lambda one: isinstance(one.verdict, Drop) and one.call.canvas and not one.finished) == []
+        assert (
+            self.breaches(
+                lambda one: isinstance(one.verdict, Drop) and one.call.canvas and not one.finished
+            )
+            == []
+        )
 
     def test_only_a_copy_of_the_call_that_was_told_is_told_again(self) -> None:
         def told(one: Combination) -> bool:
@@ -252,7 +334,10 @@ class TestEveryCooldown:
 
     def test_every_wait_can_be_published_and_explained_to_an_eager_caller(self) -> None:
         def unexplained(one: Combination) -> bool:
-            too_early = isinstance(one.verdict, PutBack) and one.verdict.what in ("cooldown", "backoff")
+            too_early = isinstance(one.verdict, Reschedule) and one.verdict.what in (
+                "cooldown",
+                "backoff",
+            )
             return too_early and not isinstance(one.verdict.refusal, CoolingDown)  # type: ignore[union-attr]
 
         assert self.breaches(unpublishable) == []
@@ -260,7 +345,7 @@ class TestEveryCooldown:
 
 
 def unpublishable(one: Combination) -> bool:
-    delays = isinstance(one.verdict, PutBack)
+    delays = isinstance(one.verdict, Reschedule)
     return delays and not SHORTEST_DELAY <= one.verdict.delay <= one.call.longest_hop  # type: ignore[union-attr]
 
 
@@ -268,7 +353,7 @@ def too_early(verdict: Verdict) -> bool:
     """Whether the verdict is a run, or a wait that a gate may make longer."""
     return (
         isinstance(verdict, Run)
-        or (isinstance(verdict, PutBack) and verdict.what in ("cooldown", "backoff"))
+        or (isinstance(verdict, Reschedule) and verdict.what in ("cooldown", "backoff"))
         or (isinstance(verdict, Refuse) and isinstance(verdict.error, CoolingDown))
         or (isinstance(verdict, Drop) and verdict.reason.startswith("Retry available"))
     )

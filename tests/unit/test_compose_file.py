@@ -1,4 +1,6 @@
-"""docker-compose.yml follows the compose specification, checked by its JSON schema without Docker."""
+"""docker-compose.yml follows the compose specification, checked by its JSON schema without
+Docker.
+"""
 
 import subprocess
 import sys
@@ -11,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 def check(path: Path) -> subprocess.CompletedProcess[str]:
     """Validate against the schema that check-jsonschema carries, offline."""
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(path),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -24,18 +33,24 @@ def test_the_compose_file_is_valid() -> None:
 def test_a_misspelt_key_is_found(tmp_path: Path) -> None:
     """The check can fail: an unknown key of a service is refused."""
     broken = tmp_path / "docker-compose.yml"
-    broken.write_text((ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "heathcheck:", 1))
+    broken.write_text(
+        (ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "heathcheck:", 1)
+    )
     done = check(broken)
     assert done.returncode != 0
     assert "heathcheck" in done.stdout
 
 
 def test_every_server_is_waited_for_until_it_is_healthy() -> None:
-    """What the schema cannot say: each server has a health check, and the worker waits for all of them."""
+    """What the schema cannot say: each server has a health check, and the worker waits for all of
+    them.
+    """
     services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
     servers = {name for name, service in services.items() if "image" in service}
     assert servers == {"redis", "postgres", "rabbitmq"}
     assert all("healthcheck" in services[name] for name in servers)
     waited = services["worker"]["depends_on"] | services["migrate"]["depends_on"]
-    assert {name for name, how in waited.items() if how["condition"] == "service_healthy"} == servers
+    assert {
+        name for name, how in waited.items() if how["condition"] == "service_healthy"
+    } == servers
     assert waited["migrate"] == {"condition": "service_completed_successfully"}

@@ -1,8 +1,10 @@
-"""Every way in which the copies of one waiting call can go wrong: no schedule may end with none of them left.
+"""Every way in which the copies of one waiting call can go wrong: no schedule may end with none of
+them left.
 
-A broker delivers messages at least once, a store keeps the mark, and :meth:`Copies.put_back` runs as it is, one step
-at a time: between two of its steps its process may be killed, another delivery may take any number of steps, and the
-mark may be forgotten or go back to an earlier value. States that were seen before are not explored again.
+A broker delivers messages at least once, a store keeps the mark, and :meth:`Copies.reschedule` runs
+as it is, one step at a time: between two of its steps its process may be killed, another delivery
+may take any number of steps, and the mark may be forgotten or go back to an earlier value. States
+that were seen before are not explored again.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.core.copies import Copy
-from celery_leases.core.errors import StoreUnavailable
-from celery_leases.core.replies import waiter_mark
-from celery_leases.seam import putback
-from celery_leases.seam.pin import Header
-from celery_leases.seam.putback import Copies
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.celery_replies import waiter_mark
+from celery_leases.protocol.copies import Copy
 from celery_leases.signals import logger
+from celery_leases.worker import reschedule
+from celery_leases.worker.headers import Header
+from celery_leases.worker.reschedule import Copies
 
 TASK: Any = SimpleNamespace(name="billing.send", request=SimpleNamespace(retries=0, id="call"))
 NONCES = "0123456789abcdef"
 
 
 class Step(BaseException):
-    """The process under :meth:`Copies.put_back` has come to a step that has not been taken yet."""
+    """The process under :meth:`Copies.reschedule` has come to a step that has not been taken
+    yet.
+    """
 
     def __init__(self, name: str, *what: Any) -> None:
         super().__init__(name)
@@ -57,7 +61,9 @@ class Process:
 
 @dataclass(frozen=True)
 class World:
-    """Everything there is. ``past``: what the mark has said before. The other numbers bound what may still happen."""
+    """Everything there is. ``past``: what the mark has said before. The other numbers bound what
+    may still happen.
+    """
 
     queue: tuple[Message, ...] = (Message(),)
     processes: tuple[Process, ...] = ()
@@ -93,7 +99,9 @@ class Played(Copies):
         """Read the mark."""
         return self._take("read")  # type: ignore[no-any-return]
 
-    def swap_mark(self, stored_key: str, name: str, expected: str | None, value: str, ttl: float) -> bool:
+    def swap_mark(
+        self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
+    ) -> bool:
         """Swap the mark."""
         return bool(self._take("swap", expected, value))
 
@@ -103,12 +111,14 @@ class Played(Copies):
 
 @cache
 def played(process: Process) -> Step | bool | Exception:
-    """The next step of *process*, or how its put-back has ended."""
+    """The next step of *process*, or how its reschedule has ended."""
     copies: Any = Played(process.replies)
-    setattr(putback, "uuid4", lambda: SimpleNamespace(hex=NONCES[process.nonce] * 32))  # noqa: B010 - not exported
+    setattr(reschedule, "uuid4", lambda: SimpleNamespace(hex=NONCES[process.nonce] * 32))  # noqa: B010 - not exported
     try:
         pin = Header("billing.send", "call", copy=Copy.read(process.message.copy) or Copy())
-        return bool(copies.put_back(TASK, pin, 1.0, copies, "t:billing.send|7", 15.0, newest=process.ran))
+        return bool(
+            copies.reschedule(TASK, pin, 1.0, copies, "t:billing.send|7", 15.0, newest=process.ran)
+        )
     except Step as step:
         return step
     except RuntimeError as error:
@@ -130,19 +140,27 @@ def successors(world: World) -> Iterator[tuple[str, World]]:
         if world.kills:
             yield "kill", gone(replace(world, kills=world.kills - 1), process, back=True)
         if world.doubles:
-            redelivered = replace(world, queue=sorted_(world.queue, process.message), doubles=world.doubles - 1)
+            redelivered = replace(
+                world, queue=sorted_(world.queue, process.message), doubles=world.doubles - 1
+            )
             yield "redeliver what still runs", redelivered
     if world.faults:
         for earlier in world.past - {world.mark}:
-            yield f"the mark goes back to {earlier}", replace(world, mark=earlier, faults=world.faults - 1)
+            yield (
+                f"the mark goes back to {earlier}",
+                replace(world, mark=earlier, faults=world.faults - 1),
+            )
 
 
 def delivered(world: World, message: Message) -> Iterator[tuple[str, World]]:
-    """A worker gets *message*, whose call must wait once more, perhaps after another run of its body."""
+    """A worker gets *message*, whose call must wait once more, perhaps after another run of its
+    body.
+    """
     free = [number for number in range(len(NONCES)) if number not in world.nonces]
     if not world.hops or len(world.processes) >= world.abreast:
         return
-    # Which of two nonces is the greater one is chance: one from the middle, one below it, one above.
+    # Which of two nonces is the greater one is chance: one from the middle, one below it, one
+    # above.
     chosen = {free[len(free) // 2]} if len(free) == len(NONCES) else {free[0], free[-1]}
     for nonce in sorted(chosen):
         for ran in (False, True) if world.runs else (False,):
@@ -164,7 +182,8 @@ def stepped(world: World, process: Process) -> Iterator[tuple[str, World]]:
     """One step of *process*: done, failed, or done with a reply that is lost."""
     step = played(process)
     if not isinstance(step, Step):
-        # A put-back that raises rejects its message, which the broker queues again; every other one acks it.
+        # A reschedule that raises rejects its message, which the broker queues again; every other
+        # one acks it.
         yield f"end with {step}", gone(world, process, back=isinstance(step, Exception))
         return
 
@@ -235,8 +254,10 @@ def way_to(world: World, came: dict[World, tuple[World, str] | None]) -> Iterato
 
 @pytest.fixture(autouse=True)
 def _nonces_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back what :func:`played` replaces; what is logged of each fault is not looked at here."""
-    monkeypatch.setattr("celery_leases.seam.putback.uuid4", uuid4)
+    """Restore what :func:`played` replaces; what is logged of each fault is not looked at
+    here.
+    """
+    monkeypatch.setattr("celery_leases.worker.reschedule.uuid4", uuid4)
     monkeypatch.setattr(logger, "disabled", True)
 
 
@@ -281,7 +302,9 @@ def test_two_copies_that_were_published_side_by_side_become_one() -> None:
     """Whichever the mark names."""
     world = World(faults=0, doubles=1)
     for nonces in ((3, 9), (9, 3)):
-        first, second = (Process(Message(), ran=False, nonce=nonce, replies=(None,)) for nonce in nonces)
+        first, second = (
+            Process(Message(), ran=False, nonce=nonce, replies=(None,)) for nonce in nonces
+        )
         both = replace(world, queue=(), processes=(first, second), nonces=frozenset(nonces))
         for nonce in nonces:
             while now := [process for process in both.processes if process.nonce == nonce]:
@@ -291,7 +314,8 @@ def test_two_copies_that_were_published_side_by_side_become_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [StoreUnavailable("away", None), RuntimeError("value too long for type"), OSError(24, "x")]
+    "error",
+    [StoreUnavailable("away", None), RuntimeError("value too long for type"), OSError(24, "x")],
 )
 @pytest.mark.parametrize("step", ["mark", "swap_mark"])
 def test_a_mark_that_fails_in_any_way_undoes_no_publish(
@@ -307,11 +331,15 @@ def test_a_mark_that_fails_in_any_way_undoes_no_publish(
     setattr(marks, step, fail)
     copies = Copies(SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setattr(copies, "_publish", lambda *given: published.append(given))
-    assert copies.put_back(TASK, Header("billing.send", "call"), 1.0, marks, "t:billing.send|7", 15.0)
+    assert copies.reschedule(
+        TASK, Header("billing.send", "call"), 1.0, marks, "t:billing.send|7", 15.0
+    )
     assert len(published) == 1
 
 
-@pytest.mark.parametrize("text", [None, "", "x", "1", "0 " + "a" * 32, f"1 {'g' * 32}", f"{10**18} {'a' * 32}", 1, {}])
+@pytest.mark.parametrize(
+    "text", [None, "", "x", "1", "0 " + "a" * 32, f"1 {'g' * 32}", f"{10**18} {'a' * 32}", 1, {}]
+)
 def test_what_is_no_copy_is_no_evidence_of_one(text: object) -> None:
     """Marks and headers that we have not written."""
     assert Copy.read(text) is None

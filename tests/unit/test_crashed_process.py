@@ -22,12 +22,14 @@ def test_a_test_that_ends_its_process_fails_once_and_the_others_run(
 ) -> None:
     """With the options of ``make test``, on two processes.
 
-    The tests take a moment each: pytest-xdist ends with an internal error when it moves tests away from a process that
-    is just ending.
+    The tests take a moment each: pytest-xdist ends with an internal error when it moves tests away
+    from a process that is just ending.
     """
     makefile = (pytestconfig.rootpath / "Makefile").read_text()
     (options,) = re.findall(r"^PYTEST_ARGS \?= -n \d+ (.*)$", makefile, re.MULTILINE)
     pytester.makepyfile(test_first=MODULE, test_second=MODULE.replace("== 2", "> 6"))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others only cost time
-    ended = pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2", *options.split(), timeout=100)
+    ended = pytester.runpytest_subprocess(
+        "-p", "xdist.plugin", "-n", "2", *options.split(), timeout=100
+    )
     ended.assert_outcomes(passed=11, failed=1)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
-from celery_leases.core.gates import Gate
-from celery_leases.core.options import LeaseOptions, OnDone, OnHeld
-from celery_leases.core.records import Ended, Failure, State
-from celery_leases.core.results import NOT_JSON, TOO_LARGE
-from celery_leases.core.verdicts import Drop, Follow, PutBack, Refuse, Replay, Run, Wait
+from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.options import LeaseOptions, OnDone, OnHeld
+from celery_leases.protocol.records import Ended, Failure, State
+from celery_leases.protocol.results import NOT_JSON, TOO_LARGE
+from celery_leases.protocol.verdicts import Drop, Follow, Refuse, Replay, Reschedule, Run, Wait
 from tests.unit.situations import (
     FAILURE,
     KEY,
@@ -41,14 +41,20 @@ WAITING = [State.PENDING, State.COOLING]
 class TestFinishedByThisCall:
     @pytest.mark.parametrize("on_held", ON_HELD)
     @pytest.mark.parametrize("on_done", ON_DONE)
-    def test_it_gets_its_own_result_whatever_the_options_say(self, on_held: OnHeld, on_done: OnDone) -> None:
+    def test_it_gets_its_own_result_whatever_the_options_say(
+        self, on_held: OnHeld, on_done: OnDone
+    ) -> None:
         done = a_record(State.DONE, OURS, result='{"charge": 1}')
-        assert decide(a_call(on_held=on_held, on_done=on_done), done) == Replay('{"charge": 1}', OURS)
+        assert decide(a_call(on_held=on_held, on_done=on_done), done) == Replay(
+            '{"charge": 1}', OURS
+        )
 
     @pytest.mark.parametrize("on_done", ON_DONE)
     def test_it_is_dropped_once_its_callbacks_are_out(self, on_done: OnDone) -> None:
         done = a_record(State.DONE, OURS, result="1")
-        assert isinstance(decide(a_call(on_done=on_done, canvas=True), done, callbacks_out=True), Drop)
+        assert isinstance(
+            decide(a_call(on_done=on_done, canvas=True), done, callbacks_out=True), Drop
+        )
 
     def test_with_its_callbacks_unsent_it_is_replayed_so_that_a_chord_goes_on(self) -> None:
         done = a_record(State.DONE, OURS, result="1")
@@ -83,13 +89,19 @@ class TestDoneByAnotherCall:
         assert decide(a_call(), a_record(State.DONE, result="7")) == Replay("7", THEIRS)
 
     def test_it_is_replayed_even_while_a_third_call_holds_the_key(self) -> None:
-        assert decide(a_call(), a_record(State.DONE, result="7"), held_by("call-third")) == Replay("7", THEIRS)
+        assert decide(a_call(), a_record(State.DONE, result="7"), held_by("call-third")) == Replay(
+            "7", THEIRS
+        )
 
     def test_ignore_drops(self) -> None:
         assert isinstance(decide(a_call(on_done="ignore"), a_record(State.DONE, result="7")), Drop)
 
-    def test_ignore_with_a_canvas_replays_because_a_dropped_member_would_hang_the_chord(self) -> None:
-        assert decide(a_call(on_done="ignore", canvas=True), a_record(State.DONE, result="7")) == Replay("7", THEIRS)
+    def test_ignore_with_a_canvas_replays_because_a_dropped_member_would_hang_the_chord(
+        self,
+    ) -> None:
+        assert decide(
+            a_call(on_done="ignore", canvas=True), a_record(State.DONE, result="7")
+        ) == Replay("7", THEIRS)
 
     def test_fail_names_the_call_that_did_it(self) -> None:
         error = refusal(decide(a_call(on_done="raise"), a_record(State.DONE, result="7")))
@@ -107,7 +119,7 @@ class TestDoneByAnotherCall:
         gone_on = a_record(State.DONE, reason="replaced", finished_at=NOW - 40 * SECOND)
         delays = []
         for tries in (0, 3, 30):
-            verdict = decide(a_call(tries=tries), gone_on, chance=0.0)
+            verdict = decide(a_call(tries=tries), gone_on, rand=0.0)
             assert isinstance(verdict, Follow)
             assert (verdict.call_id, verdict.age) == (THEIRS, 40.0)
             assert isinstance(verdict.missing, ResultMissing)
@@ -117,31 +129,47 @@ class TestDoneByAnotherCall:
         assert isinstance(decide(a_call(), a_record(State.DONE, OURS, reason="replaced")), Drop)
 
     @pytest.mark.parametrize("on_done", ["replay", "ignore"])
-    def test_a_copy_of_a_call_that_was_replayed_is_dropped_once_its_callbacks_are_out(self, on_done: OnDone) -> None:
-        """Callbacks of one Celery id are sent once, also for the duplicate that got the first call's result."""
-        verdict = decide(a_call(on_done=on_done, canvas=True), a_record(State.DONE, result="7"), callbacks_out=True)
+    def test_a_copy_of_a_call_that_was_replayed_is_dropped_once_its_callbacks_are_out(
+        self, on_done: OnDone
+    ) -> None:
+        """Callbacks of one Celery id are sent once, also for the duplicate that got the first
+        call's result.
+        """
+        verdict = decide(
+            a_call(on_done=on_done, canvas=True),
+            a_record(State.DONE, result="7"),
+            callbacks_out=True,
+        )
         assert isinstance(verdict, Drop)
 
 
 class TestABegunCall:
-    """It has published, charged or retried already: nothing another call does may end it without an answer."""
+    """It has published, charged or retried already: nothing another call does may end it without an
+    answer.
+    """
 
     @pytest.mark.parametrize("on_held", ON_HELD)
     def test_it_comes_back_when_another_call_holds_the_key(self, on_held: OnHeld) -> None:
-        assert isinstance(decide(a_call(on_held=on_held, started=True), holder=held_by(THEIRS)), PutBack)
+        assert isinstance(
+            decide(a_call(on_held=on_held, started=True), holder=held_by(THEIRS)), Reschedule
+        )
 
     @pytest.mark.parametrize("on_done", ["replay", "ignore", "raise"])
     def test_it_gets_the_result_of_the_call_that_finished_it(self, on_done: OnDone) -> None:
-        assert decide(a_call(on_done=on_done, started=True), a_record(State.DONE, result="7")) == Replay("7", THEIRS)
+        assert decide(
+            a_call(on_done=on_done, started=True), a_record(State.DONE, result="7")
+        ) == Replay("7", THEIRS)
 
     def test_its_copies_may_no_longer_expire(self) -> None:
         waiting = a_record(State.PENDING, OURS, retry_at=NOW + 9 * SECOND)
         for verdict in (decide(a_call(), holder=held_by(OURS)), decide(a_call(), waiting)):
-            assert isinstance(verdict, PutBack)
+            assert isinstance(verdict, Reschedule)
             assert verdict.started
 
     def test_a_copy_of_an_attempt_that_was_retried_since_is_dropped(self) -> None:
-        """The message of the retry is the one that counts: its copy would count the retries anew."""
+        """The message of the retry is the one that counts: its copy would count the retries
+        anew.
+        """
         retried = a_record(State.PENDING, OURS, retries=1, ended=Ended.RETRIED)
         assert isinstance(decide(a_call(retries=0, canvas=True), retried), Drop)
         assert decide(a_call(retries=1), retried) == Run()
@@ -162,44 +190,69 @@ class TestABegunCall:
     def test_a_copy_of_a_call_that_comes_back_by_itself_waits_and_runs(self, state: State) -> None:
         """It may be the copy that comes back, or the only one left."""
         failed: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "resumes": True}
-        assert isinstance(decide(a_call(repeat=True), waiting(state, 60, OURS, **failed)), PutBack)
+        assert isinstance(
+            decide(a_call(repeat=True), waiting(state, 60, OURS, **failed)), Reschedule
+        )
         assert decide(a_call(repeat=True), waiting(state, 0, OURS, **failed)) == Run()
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_fresh_message_under_the_id_of_a_call_whose_caller_was_told_runs(self, state: State) -> None:
+    def test_a_fresh_message_under_the_id_of_a_call_whose_caller_was_told_runs(
+        self, state: State
+    ) -> None:
         """From a dead-letter queue, or sent again by hand: somebody wants it tried once more."""
-        assert decide(a_call(repeat=False), waiting(state, 0, OURS, ended=Ended.FAILED, failure=FAILURE)) == Run()
+        assert (
+            decide(
+                a_call(repeat=False), waiting(state, 0, OURS, ended=Ended.FAILED, failure=FAILURE)
+            )
+            == Run()
+        )
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_fresh_message_that_was_put_back_waits_for_the_failure_it_has_met(self, state: State) -> None:
+    def test_a_fresh_message_that_was_put_back_waits_for_the_failure_it_has_met(
+        self, state: State
+    ) -> None:
         """And for no later one: its copy is a copy of the run that it has had."""
         told: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "fence": 17}
         verdict = decide(a_call(), waiting(state, 60, OURS, **told))
-        assert isinstance(verdict, PutBack)
+        assert isinstance(verdict, Reschedule)
         assert verdict.met == 17
         for met in (17, 0):
             copy = a_call(repeat=True, met=met)
-            assert isinstance(decide(copy, waiting(state, 60, OURS, **told)), PutBack)
+            assert isinstance(decide(copy, waiting(state, 60, OURS, **told)), Reschedule)
             assert decide(copy, waiting(state, 0, OURS, **told)) == Run()
         for met in (16, 18, None):
-            assert isinstance(decide(a_call(repeat=True, met=met), waiting(state, 0, OURS, **told)), Refuse)
+            assert isinstance(
+                decide(a_call(repeat=True, met=met), waiting(state, 0, OURS, **told)), Refuse
+            )
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_another_call_may_try_with_other_arguments_once_the_caller_was_told(self, state: State) -> None:
-        told: dict[str, Any] = {"fingerprint": "v1:other", "ended": Ended.FAILED, "failure": FAILURE}
+    def test_another_call_may_try_with_other_arguments_once_the_caller_was_told(
+        self, state: State
+    ) -> None:
+        told: dict[str, Any] = {
+            "fingerprint": "v1:other",
+            "ended": Ended.FAILED,
+            "failure": FAILURE,
+        }
         assert decide(a_call(), waiting(state, 0, **told)) == Run()
         assert not isinstance(decide(a_call(), waiting(state, 60, **told)), Run)
 
     @pytest.mark.parametrize("state", WAITING)
     @pytest.mark.parametrize("wait", [0, 60])
-    def test_a_call_that_comes_back_by_itself_keeps_its_key_from_other_arguments(self, state: State, wait: int) -> None:
+    def test_a_call_that_comes_back_by_itself_keeps_its_key_from_other_arguments(
+        self, state: State, wait: int
+    ) -> None:
         coming: dict[str, Any] = {"fingerprint": "v1:other", "ended": Ended.FAILED, "resumes": True}
         assert isinstance(refusal(decide(a_call(), waiting(state, wait, **coming))), KeyReused)
 
 
 class TestOtherContent:
-    @pytest.mark.parametrize("state", [state for state in State if state not in (State.FAILED, State.UNCERTAIN)])
-    def test_another_call_with_other_arguments_is_refused_with_the_names_that_differ(self, state: State) -> None:
+    @pytest.mark.parametrize(
+        "state", [state for state in State if state not in (State.FAILED, State.UNCERTAIN)]
+    )
+    def test_another_call_with_other_arguments_is_refused_with_the_names_that_differ(
+        self, state: State
+    ) -> None:
         record = a_record(state, fingerprint="v1:other", digests={"month": "m2", "amount": "a"})
         error = refusal(decide(a_call(), record))
         assert isinstance(error, KeyReused)
@@ -208,22 +261,33 @@ class TestOtherContent:
 
     @pytest.mark.parametrize("state", State)
     def test_it_is_never_said_of_the_same_call(self, state: State) -> None:
-        verdict = decide(a_call(), a_record(state, OURS, fingerprint="v1:other", digests={"month": "m2"}))
+        verdict = decide(
+            a_call(), a_record(state, OURS, fingerprint="v1:other", digests={"month": "m2"})
+        )
         assert not (isinstance(verdict, Refuse) and isinstance(verdict.error, KeyReused))
 
-    @pytest.mark.parametrize(("ours", "theirs"), [(None, "v1:same"), ("v1:same", None), (None, None)])
-    def test_where_one_side_has_no_fingerprint_nothing_is_compared(self, ours: str | None, theirs: str | None) -> None:
+    @pytest.mark.parametrize(
+        ("ours", "theirs"), [(None, "v1:same"), ("v1:same", None), (None, None)]
+    )
+    def test_where_one_side_has_no_fingerprint_nothing_is_compared(
+        self, ours: str | None, theirs: str | None
+    ) -> None:
         """So a deploy that turns fingerprints on, or rerun off, refuses nobody."""
         call = a_call(key=replace(KEY, fingerprint=ours))
-        assert decide(call, a_record(State.DONE, result="7", fingerprint=theirs)) == Replay("7", THEIRS)
+        assert decide(call, a_record(State.DONE, result="7", fingerprint=theirs)) == Replay(
+            "7", THEIRS
+        )
 
     def test_a_record_past_its_retention_is_not_compared(self) -> None:
-        assert decide(a_call(), a_record(State.DONE, fingerprint="v1:other", expires_at=NOW)) == Run()
+        assert (
+            decide(a_call(), a_record(State.DONE, fingerprint="v1:other", expires_at=NOW)) == Run()
+        )
 
 
 class TestFailedForGood:
     @pytest.mark.parametrize(
-        ("repeat", "call_id", "own"), [(True, OURS, True), (False, OURS, False), (True, THEIRS, False)]
+        ("repeat", "call_id", "own"),
+        [(True, OURS, True), (False, OURS, False), (True, THEIRS, False)],
     )
     def test_only_a_copy_of_the_call_that_failed_is_no_news_where_celery_knows(
         self, repeat: bool, call_id: str, own: bool
@@ -244,14 +308,24 @@ class TestFailedForGood:
     @pytest.mark.parametrize(
         ("failure", "said"),
         [
-            (Failure("celery_leases.core.errors.PermanentFailure", "unknown invoice"), "unknown invoice"),
+            (
+                Failure("celery_leases.errors.PermanentFailure", "unknown invoice"),
+                "unknown invoice",
+            ),
             (Failure("KeyError", ""), "KeyError"),
-            (Failure("TimeoutError", "no", ambiguous=True), "TimeoutError: no (the call may have been executed)"),
+            (
+                Failure("TimeoutError", "no", ambiguous=True),
+                "TimeoutError: no (the call may have been executed)",
+            ),
         ],
     )
-    def test_the_error_is_told_with_its_class_and_its_doubt(self, failure: Failure, said: str) -> None:
+    def test_the_error_is_told_with_its_class_and_its_doubt(
+        self, failure: Failure, said: str
+    ) -> None:
         """What the body has said by itself needs no class."""
-        assert str(refusal(decide(a_call(), a_record(State.FAILED, THEIRS, failure=failure)))) == said
+        assert (
+            str(refusal(decide(a_call(), a_record(State.FAILED, THEIRS, failure=failure)))) == said
+        )
 
     def test_a_failure_without_details_still_has_a_message(self) -> None:
         assert KEY.key in str(refusal(decide(a_call(), a_record(State.FAILED))))
@@ -268,8 +342,12 @@ class TestHeldByThisCall:
         self, on_held: OnHeld, on_done: OnDone, canvas: bool
     ) -> None:
         """A redelivered copy may be the last copy."""
-        verdict = decide(a_call(on_held=on_held, on_done=on_done, canvas=canvas), holder=held_by(OURS, 9.0), chance=0.5)
-        assert isinstance(verdict, PutBack)
+        verdict = decide(
+            a_call(on_held=on_held, on_done=on_done, canvas=canvas),
+            holder=held_by(OURS, 9.0),
+            rand=0.5,
+        )
+        assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(9.3)
 
     def test_a_lease_in_the_row_counts_like_one_in_a_store(self) -> None:
@@ -277,40 +355,51 @@ class TestHeldByThisCall:
         assert decide(a_call(), running) == decide(a_call(), holder=held_by(OURS, 9.0))
 
     @given(st.floats(0, 1, exclude_max=True))
-    def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(self, chance: float) -> None:
-        verdict = decide(a_call(), holder=held_by(OURS, 9.0), chance=chance)
-        assert isinstance(verdict, PutBack)
+    def test_the_copy_comes_when_the_lease_is_over_and_not_all_copies_at_once(
+        self, rand: float
+    ) -> None:
+        verdict = decide(a_call(), holder=held_by(OURS, 9.0), rand=rand)
+        assert isinstance(verdict, Reschedule)
         assert 9.1 <= verdict.delay <= 9.5
 
     def test_how_often_it_came_back_does_not_matter(self) -> None:
-        assert decide(a_call(tries=9), holder=held_by(OURS)) == decide(a_call(), holder=held_by(OURS))
+        assert decide(a_call(tries=9), holder=held_by(OURS)) == decide(
+            a_call(), holder=held_by(OURS)
+        )
 
 
 class TestHeldByAnotherCall:
     @pytest.mark.parametrize(
-        ("tries", "delay"), [(0, 1.0), (1, 2.0), (2, 4.0), (3, 8.0), (4, 9.0), (5, 9.0), (10_000, 9.0)]
+        ("tries", "delay"),
+        [(0, 1.0), (1, 2.0), (2, 4.0), (3, 8.0), (4, 9.0), (5, 9.0), (10_000, 9.0)],
     )
-    def test_put_back_waits_a_second_doubling_up_to_the_remaining_ttl(self, tries: int, delay: float) -> None:
-        verdict = decide(a_call(tries=tries), holder=held_by(THEIRS, 9.0), chance=0.0)
-        assert isinstance(verdict, PutBack)
+    def test_put_back_waits_a_second_doubling_up_to_the_remaining_ttl(
+        self, tries: int, delay: float
+    ) -> None:
+        verdict = decide(a_call(tries=tries), holder=held_by(THEIRS, 9.0), rand=0.0)
+        assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(delay + 0.1)
 
     def test_put_back_waits_a_second_at_least_even_when_the_lease_is_nearly_over(self) -> None:
         verdict = decide(a_call(), holder=held_by(THEIRS, 0.01))
-        assert isinstance(verdict, PutBack)
+        assert isinstance(verdict, Reschedule)
         assert verdict.delay >= 1.0
 
     def test_wait_tries_again_soon_and_puts_back_when_its_time_is_over(self) -> None:
         call = a_call(options=LeaseOptions(key="k", wait=5.0))
-        assert decide(call, holder=held_by(THEIRS), waited=0.0, chance=0.0) == Wait(0.2)
-        assert decide(call, holder=held_by(THEIRS), waited=4.9, chance=0.9) == Wait(pytest.approx(0.1))  # type: ignore[arg-type]
-        assert isinstance(decide(call, holder=held_by(THEIRS), waited=5.0), PutBack)
+        assert decide(call, holder=held_by(THEIRS), waited=0.0, rand=0.0) == Wait(0.2)
+        last = decide(call, holder=held_by(THEIRS), waited=4.9, rand=0.9)
+        assert isinstance(last, Wait)
+        assert last.delay == pytest.approx(0.1)
+        assert isinstance(decide(call, holder=held_by(THEIRS), waited=5.0), Reschedule)
 
     def test_ignore_drops(self) -> None:
         assert isinstance(decide(a_call(on_held="ignore"), holder=held_by(THEIRS)), Drop)
 
     def test_ignore_with_a_canvas_is_put_back_because_the_rest_would_hang(self) -> None:
-        assert isinstance(decide(a_call(on_held="ignore", canvas=True), holder=held_by(THEIRS)), PutBack)
+        assert isinstance(
+            decide(a_call(on_held="ignore", canvas=True), holder=held_by(THEIRS)), Reschedule
+        )
 
     def test_fail_says_who_holds_the_key_and_for_how_long(self) -> None:
         error = refusal(decide(a_call(on_held="raise"), holder=held_by(THEIRS, 9.0)))
@@ -321,5 +410,7 @@ class TestHeldByAnotherCall:
     def test_a_lease_in_the_row_that_is_over_holds_nobody(self, remaining: int) -> None:
         assert decide(a_call(), a_record(State.RUNNING, lease_until=NOW + remaining)) == Run()
 
-    def test_a_running_row_whose_lease_lives_elsewhere_is_for_the_lease_store_to_judge(self) -> None:
+    def test_a_running_row_whose_lease_lives_elsewhere_is_for_the_lease_store_to_judge(
+        self,
+    ) -> None:
         assert decide(a_call(), a_record(State.RUNNING, lease_until=None)) == Run()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 
-from celery_leases.core.classifier.default_rules import DEFAULTS
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import CoolingDown, StoreUnavailable
-from celery_leases.core.rulings import Classification, Reason, Ruling
+from celery_leases.errors import CoolingDown, StoreUnavailable
+from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.failures.default_rules import DEFAULTS
+from celery_leases.failures.rules import Rules
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0
@@ -30,7 +30,9 @@ def code(*codes: str, status: int = 400, **headers: str) -> Any:
     """An answer with these codes in its body."""
     first, *rest = codes
     return http_error(
-        status, {"error": {"type": first, "details": {"error_code": rest[0]} if rest else None}}, **headers
+        status,
+        {"error": {"type": first, "details": {"error_code": rest[0]} if rest else None}},
+        **headers,
     )
 
 
@@ -74,7 +76,9 @@ ROWS: dict[str, list[Any]] = {
         code("rate_limit_error", "enforced_spend_limit_reached", status=429),
         code("billing_error", status=402),
         code("billing_error", status=400),
-        lookalike("google.genai.errors.ClientError", kind("google.genai.errors.APIError"), code=402),
+        lookalike(
+            "google.genai.errors.ClientError", kind("google.genai.errors.APIError"), code=402
+        ),
         lookalike(
             "anthropic.BadRequestError",
             kind("anthropic.APIStatusError"),
@@ -82,9 +86,19 @@ ROWS: dict[str, list[Any]] = {
             status_code=400,
         ),
     ],
-    "lock-timeout": [code("invalid_request_error", "lock_timeout", status=429), code("lock_timeout", status=400)],
-    "already-exists": [RpcError("ALREADY_EXISTS"), lookalike("google.Error", status="ALREADY_EXISTS", code=409)],
-    "declined": [lookalike("stripe._error.CardError", http_status=402), lookalike("stripe.CardError"), http_error(402)],
+    "lock-timeout": [
+        code("invalid_request_error", "lock_timeout", status=429),
+        code("lock_timeout", status=400),
+    ],
+    "already-exists": [
+        RpcError("ALREADY_EXISTS"),
+        lookalike("google.Error", status="ALREADY_EXISTS", code=409),
+    ],
+    "declined": [
+        lookalike("stripe._error.CardError", http_status=402),
+        lookalike("stripe.CardError"),
+        http_error(402),
+    ],
     "bad-credentials": [
         http_error(401),
         aws("ExpiredToken"),
@@ -124,20 +138,37 @@ ROWS: dict[str, list[Any]] = {
         mail("SMTPServerBusy", smtp_code=421),
         lookalike(
             "urllib3.exceptions.MaxRetryError",
-            reason=lookalike("urllib3.exceptions.ResponseError", said="too many 429 error responses"),
+            reason=lookalike(
+                "urllib3.exceptions.ResponseError", said="too many 429 error responses"
+            ),
         ),
     ],
     "conflict": [*(http_error(status) for status in (409, 421, 423, 425)), RpcError("ABORTED")],
     "infrastructure": [
         *(
             lookalike("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
-            for state in ("40001", "40P01", "08006", "57P01", "57P02", "57P03", "53300", "55P03", "25006")
+            for state in (
+                "40001",
+                "40P01",
+                "08006",
+                "57P01",
+                "57P02",
+                "57P03",
+                "53300",
+                "55P03",
+                "25006",
+            )
         ),
-        lookalike("sqlalchemy.exc.OperationalError", orig=lookalike("asyncpg.Error", sqlstate="40001")),
+        lookalike(
+            "sqlalchemy.exc.OperationalError", orig=lookalike("asyncpg.Error", sqlstate="40001")
+        ),
         lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=True),
         lookalike("sqlalchemy.exc.TimeoutError"),
         PsycopgOperational("connection failed"),
-        *(lookalike("pymysql.err.OperationalError", said=(number, "no")) for number in (1205, 1213, 2006, 2013)),
+        *(
+            lookalike("pymysql.err.OperationalError", said=(number, "no"))
+            for number in (1205, 1213, 2006, 2013)
+        ),
         sqlite3.OperationalError("database is locked"),
         sqlite3.OperationalError("database table is locked: t"),
         RedisConnection(),
@@ -150,7 +181,10 @@ ROWS: dict[str, list[Any]] = {
         caused(RedisConnection(), ConnectionRefusedError(111, "refused")),
         StoreUnavailable("away"),
         caused(lookalike("kombu.exceptions.OperationalError"), ValueError()),
-        caused(lookalike("kombu.exceptions.OperationalError"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
+        caused(
+            lookalike("kombu.exceptions.OperationalError"),
+            ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        ),
     ],
     "connect-phase": [
         *(
@@ -162,20 +196,37 @@ ROWS: dict[str, list[Any]] = {
         OSError(errno.ENETUNREACH, "unreachable"),
         socket.gaierror(socket.EAI_AGAIN, "try again"),
         lookalike("requests.exceptions.ConnectTimeout", RequestsConnection, RequestsTimeout),
-        lookalike("urllib3.exceptions.NameResolutionError", kind("urllib3.exceptions.NewConnectionError")),
-        lookalike("aiohttp.client_exceptions.ClientConnectorDNSError", kind("aiohttp.ClientConnectorError", AiohttpOs)),
+        lookalike(
+            "urllib3.exceptions.NameResolutionError", kind("urllib3.exceptions.NewConnectionError")
+        ),
+        lookalike(
+            "aiohttp.client_exceptions.ClientConnectorDNSError",
+            kind("aiohttp.ClientConnectorError", AiohttpOs),
+        ),
         lookalike("botocore.exceptions.EndpointConnectionError"),
         UrllibError("<urlopen error timed out>"),
         RpcError("UNAVAILABLE", "failed to connect to all addresses; last error: ..."),
-        RpcError("UNAVAILABLE", "errors resolving shop.example:443: [field:hostname lookup error:...]"),
+        RpcError(
+            "UNAVAILABLE", "errors resolving shop.example:443: [field:hostname lookup error:...]"
+        ),
     ],
     "outcome-unknown": [
         *(http_error(status) for status in (408, 499, 500, 502, 503, 504, 520, 521, 522, 523, 524)),
         *(
             RpcError(one)
-            for one in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL", "UNKNOWN", "CANCELLED", "DATA_LOSS")
+            for one in (
+                "DEADLINE_EXCEEDED",
+                "UNAVAILABLE",
+                "INTERNAL",
+                "UNKNOWN",
+                "CANCELLED",
+                "DATA_LOSS",
+            )
         ),
-        *(lookalike(f"{library}.ReadTimeout", HttpxTimeout) for library in ("httpx", "httpx2", "httpcore2")),
+        *(
+            lookalike(f"{library}.ReadTimeout", HttpxTimeout)
+            for library in ("httpx", "httpx2", "httpcore2")
+        ),
         lookalike("httpx.RemoteProtocolError", HttpxTimeout),
         lookalike("requests.exceptions.ReadTimeout", RequestsTimeout),
         ConnectionResetError(errno.ECONNRESET, "reset"),
@@ -196,7 +247,10 @@ ROWS: dict[str, list[Any]] = {
         lookalike("google.auth.exceptions.TransportError", retryable=False),
     ],
     "refused-here": [
-        *(lookalike("psycopg.errors.Some", sqlstate=state) for state in ("22003", "23505", "42P01")),
+        *(
+            lookalike("psycopg.errors.Some", sqlstate=state)
+            for state in ("22003", "23505", "42P01")
+        ),
         lookalike("sqlalchemy.exc.IntegrityError"),
         sqlite3.IntegrityError("UNIQUE constraint failed"),
         FileNotFoundError(errno.ENOENT, "no such file"),
@@ -226,14 +280,25 @@ ROWS: dict[str, list[Any]] = {
     ],
     "certificate-rejected": [
         ssl.SSLCertVerificationError(1, "certificate verify failed"),
-        caused(lookalike("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")),
-        lookalike("requests.exceptions.SSLError", RequestsConnection, said=(ssl.SSLCertVerificationError(1, "no"),)),
-        lookalike("aiohttp.ClientConnectorCertificateError", AiohttpOs, ssl.SSLCertVerificationError),
+        caused(
+            lookalike("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")
+        ),
+        lookalike(
+            "requests.exceptions.SSLError",
+            RequestsConnection,
+            said=(ssl.SSLCertVerificationError(1, "no"),),
+        ),
+        lookalike(
+            "aiohttp.ClientConnectorCertificateError", AiohttpOs, ssl.SSLCertVerificationError
+        ),
     ],
     "broken-answer": [
         caused(
             lookalike("aiohttp.client_exceptions.ClientResponseError", status=400),
-            lookalike("aiohttp.http_exceptions.BadStatusLine", kind("aiohttp.http_exceptions.HttpProcessingError")),
+            lookalike(
+                "aiohttp.http_exceptions.BadStatusLine",
+                kind("aiohttp.http_exceptions.HttpProcessingError"),
+            ),
         )
     ],
     "time-or-memory-limit": [
@@ -266,7 +331,9 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__} {getattr(error, 'status_code', '')} {error}"[:50]
 
 
-@pytest.mark.parametrize(("row", "error"), CASES, ids=[f"{row}: {said(error)}" for row, error in CASES])
+@pytest.mark.parametrize(
+    ("row", "error"), CASES, ids=[f"{row}: {said(error)}" for row, error in CASES]
+)
 def test_an_error_lands_in_its_row(row: str, error: BaseException) -> None:
     """By the table of the documentation."""
     assert judged(error).rule == row
@@ -278,17 +345,27 @@ def test_every_row_has_an_example() -> None:
     assert set(ROWS) == matchable
 
 
-# -- what the rows do ------------------------------------------------------------------------------------------
+# -- what the rows do ------------------------------------------------------------------------------
 
 DOES: dict[str, dict[str, Any]] = {
     "not-retryable": {"kind": "permanent"},
     "told-not-to-retry": {"kind": "cooldown", "ambiguous": True, "operator": True},
-    "out-of-quota": {"kind": "cooldown", "scope": "group", "operator": True, "told": "ignore"},
+    "out-of-quota": {
+        "kind": "cooldown",
+        "scope": "group",
+        "operator": True,
+        "server_delay": "ignore",
+    },
     "lock-timeout": {"kind": "retry"},
     "already-exists": {"kind": "permanent"},
     "declined": {"kind": "permanent"},
-    "bad-credentials": {"kind": "cooldown", "scope": "group", "operator": True, "told": "ignore"},
-    "rate-limited": {"kind": "cooldown", "scope": "group", "told": "instead"},
+    "bad-credentials": {
+        "kind": "cooldown",
+        "scope": "group",
+        "operator": True,
+        "server_delay": "ignore",
+    },
+    "rate-limited": {"kind": "cooldown", "scope": "group", "server_delay": "instead"},
     "conflict": {"kind": "retry"},
     "infrastructure": {"kind": "retry"},
     "connect-phase": {"kind": "retry"},
@@ -340,7 +417,14 @@ def ruling_of(row: str) -> Ruling:
 @pytest.mark.parametrize("row", DOES)
 def test_a_row_does_what_the_table_says(row: str) -> None:
     """Kind, scope, flags and reason; what is not named has its default."""
-    wanted = {"scope": "key", "ambiguous": False, "operator": False, "told": "at_least", "at_least": 0.0, "max": None}
+    wanted = {
+        "scope": "key",
+        "ambiguous": False,
+        "operator": False,
+        "server_delay": "at_least",
+        "at_least": 0.0,
+        "max": None,
+    }
     found = ruling_of(row)
     assert {name: getattr(found, name) for name in [*wanted, "kind"]} == {**wanted, **DOES[row]}
     assert {judged(error).reason for error in ROWS[row]} == {REASONS[row]}
@@ -374,7 +458,11 @@ def test_what_a_retry_becomes_is_part_of_its_row() -> None:
     assert (unreachable.then.kind, unreachable.then.scope) == ("cooldown", "group")
     assert unknown.otherwise is not None
     assert unknown.otherwise.policy is not None
-    assert (unknown.otherwise.kind, unknown.otherwise.scope, unknown.otherwise.ambiguous) == ("cooldown", "key", True)
+    assert (unknown.otherwise.kind, unknown.otherwise.scope, unknown.otherwise.ambiguous) == (
+        "cooldown",
+        "key",
+        True,
+    )
     assert unknown.otherwise.policy.longest(1) == 60.0
     assert unknown.then is None
 
@@ -386,7 +474,7 @@ def test_names_are_what_an_operator_can_read() -> None:
     assert all(by_name[rule.name] == (rule.ruling, rule.reason) for rule in DEFAULTS)
 
 
-# -- delays ----------------------------------------------------------------------------------------------------
+# -- delays ----------------------------------------------------------------------------------------
 
 
 def test_a_rate_limit_carries_the_delay_that_was_told() -> None:

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.classifier.delays import Told, told_delay
-from celery_leases.core.classifier.errorfacts import ErrorFacts
+from celery_leases.failures.delays import ServerDelay, server_delay
+from celery_leases.failures.facts import ErrorFacts
 
 MOMENT = datetime(2026, 4, 1, 12, tzinfo=UTC)
 NOW = MOMENT.timestamp()
 IN_A_MINUTE = format_datetime(MOMENT + timedelta(minutes=1), usegmt=True)
 
 
-def told(status: int | None = 429, /, **headers: str) -> Told | None:
+def told(status: int | None = 429, /, **headers: str) -> ServerDelay | None:
     """What an answer with these headers tells, at noon."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return told_delay(ErrorFacts(status=status, headers=named), NOW)
+    return server_delay(ErrorFacts(status=status, headers=named), NOW)
 
 
 RIGHT: list[tuple[dict[str, str], float, str]] = [
@@ -39,9 +39,21 @@ RIGHT: list[tuple[dict[str, str], float, str]] = [
         360.0,
         "x-ratelimit-reset-requests",
     ),
-    ({"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "12ms"}, 0.012, "x-ratelimit-reset-tokens"),
-    ({"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "1m2.5s"}, 62.5, "x-ratelimit-reset-tokens"),
-    ({"anthropic_ratelimit_requests_reset": "2026-04-01T12:01:00Z"}, 60.0, "anthropic-ratelimit-requests-reset"),
+    (
+        {"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "12ms"},
+        0.012,
+        "x-ratelimit-reset-tokens",
+    ),
+    (
+        {"x_ratelimit_remaining_tokens": "0", "x_ratelimit_reset_tokens": "1m2.5s"},
+        62.5,
+        "x-ratelimit-reset-tokens",
+    ),
+    (
+        {"anthropic_ratelimit_requests_reset": "2026-04-01T12:01:00Z"},
+        60.0,
+        "anthropic-ratelimit-requests-reset",
+    ),
     (
         {"anthropic_ratelimit_input_tokens_reset": "2026-04-01T14:01:00+02:00"},
         60.0,
@@ -59,7 +71,9 @@ RIGHT: list[tuple[dict[str, str], float, str]] = [
 
 
 @pytest.mark.parametrize(("headers", "seconds", "source"), RIGHT, ids=lambda value: str(value)[:60])
-def test_a_delay_is_read_from_each_place_and_format(headers: dict[str, str], seconds: float, source: str) -> None:
+def test_a_delay_is_read_from_each_place_and_format(
+    headers: dict[str, str], seconds: float, source: str
+) -> None:
     """With the name of where it was found."""
     found = told(**headers)
     assert found is not None
@@ -80,7 +94,7 @@ def test_the_places_are_asked_in_a_fixed_order() -> None:
     }
     heard = []
     facts: dict[str, Any] = {"retry_after": 1.0, "retry_info": 5.0}
-    while found := told_delay(ErrorFacts(status=429, headers=headers, **facts), NOW):
+    while found := server_delay(ErrorFacts(status=429, headers=headers, **facts), NOW):
         heard.append(found.seconds)
         if found.source == "exception":
             facts["retry_after"] = None
@@ -92,7 +106,10 @@ def test_the_places_are_asked_in_a_fixed_order() -> None:
 
 
 WRONG: list[dict[str, str]] = [
-    *({"retry_after": value} for value in ("", "soon", "-1", "0", "nan", "inf", "1e9", "1_0", "0x10", "9" * 200, "5m")),
+    *(
+        {"retry_after": value}
+        for value in ("", "soon", "-1", "0", "nan", "inf", "1e9", "1_0", "0x10", "9" * 200, "5m")
+    ),
     {"retry_after": format_datetime(MOMENT - timedelta(minutes=1), usegmt=True)},
     {"retry_after": IN_A_MINUTE.replace("12:01", "12:00")},
     {"retry_after": "Wed, 99 Foo 2026 12:01:00 GMT"},
@@ -114,7 +131,9 @@ WRONG: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda value: str(value)[:60])
-def test_what_is_malformed_past_or_about_something_else_is_not_told(headers: dict[str, str]) -> None:
+def test_what_is_malformed_past_or_about_something_else_is_not_told(
+    headers: dict[str, str],
+) -> None:
     """The policy decides then."""
     assert told(**headers) is None
 
@@ -122,14 +141,16 @@ def test_what_is_malformed_past_or_about_something_else_is_not_told(headers: dic
 def test_what_is_malformed_lets_the_next_place_speak() -> None:
     """One broken header does not hide another one."""
     found = told(retry_after_ms="soon", retry_after="nan", x_amz_retry_after="1500")
-    assert found == Told(1.5, "x-amz-retry-after")
+    assert found == ServerDelay(1.5, "x-amz-retry-after")
 
 
 def test_a_long_delay_is_cut_to_six_hours_and_says_so() -> None:
     """A provider's slip must not park a key for a year."""
-    assert told(retry_after="21600") == Told(21600.0, "retry-after", clamped=False)
-    assert told(retry_after="86400") == Told(21600.0, "retry-after", clamped=True)
-    assert told_delay(ErrorFacts(retry_after=1e9), NOW) == Told(21600.0, "exception", clamped=True)
+    assert told(retry_after="21600") == ServerDelay(21600.0, "retry-after", clamped=False)
+    assert told(retry_after="86400") == ServerDelay(21600.0, "retry-after", clamped=True)
+    assert server_delay(ErrorFacts(retry_after=1e9), NOW) == ServerDelay(
+        21600.0, "exception", clamped=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +173,9 @@ def test_moments_are_measured_by_the_clock_of_the_answer(headers: dict[str, str]
 
 def test_seconds_do_not_depend_on_any_clock() -> None:
     """A date beside them changes nothing."""
-    assert told(retry_after="20", date="Wed, 01 Apr 2020 12:00:00 GMT") == Told(20.0, "retry-after")
+    assert told(retry_after="20", date="Wed, 01 Apr 2020 12:00:00 GMT") == ServerDelay(
+        20.0, "retry-after"
+    )
 
 
 def test_of_several_empty_windows_the_last_to_fill_counts() -> None:
@@ -163,33 +186,46 @@ def test_of_several_empty_windows_the_last_to_fill_counts() -> None:
         "x_ratelimit_remaining_tokens": "0",
         "x_ratelimit_reset_tokens": "6m0s",
     }
-    assert told(**openai) == Told(360.0, "x-ratelimit-reset-tokens")
+    assert told(**openai) == ServerDelay(360.0, "x-ratelimit-reset-tokens")
     anthropic = {
         "anthropic_ratelimit_requests_remaining": "0",
         "anthropic_ratelimit_requests_reset": "2026-04-01T12:00:30Z",
         "anthropic_ratelimit_tokens_remaining": "4000",
         "anthropic_ratelimit_tokens_reset": "2026-04-01T12:01:00Z",
     }
-    assert told(**anthropic) == Told(30.0, "anthropic-ratelimit-requests-reset")
-    assert told(**{**anthropic, "anthropic_ratelimit_requests_remaining": "1"}) == Told(
+    assert told(**anthropic) == ServerDelay(30.0, "anthropic-ratelimit-requests-reset")
+    assert told(**{**anthropic, "anthropic_ratelimit_requests_remaining": "1"}) == ServerDelay(
         60.0, "anthropic-ratelimit-tokens-reset"
     )
 
 
 @pytest.mark.parametrize("status", [404, 409, 500, 502])
 def test_the_state_of_a_limit_says_nothing_of_another_failure(status: int) -> None:
-    """GitHub sends its window with every answer; waiting an hour after a 500 would be for nothing."""
+    """GitHub sends its window with every answer; waiting an hour after a 500 would be for
+    nothing.
+    """
     window = {"x_ratelimit_reset": f"{NOW + 3600:.0f}", "ratelimit": "r=0;t=9"}
     assert told(status, **window) is None
-    assert told(status, **window, retry_after="3") == Told(3.0, "retry-after")
+    assert told(status, **window, retry_after="3") == ServerDelay(3.0, "retry-after")
 
 
 @given(
     st.dictionaries(
         st.sampled_from(
             [
-                *("retry-after", "retry-after-ms", "x-amz-retry-after", "x-ratelimit-reset", "ratelimit", "date"),
-                *("x-ratelimit-reset-tokens", "x-ratelimit-remaining-tokens", "anthropic-ratelimit-tokens-reset"),
+                *(
+                    "retry-after",
+                    "retry-after-ms",
+                    "x-amz-retry-after",
+                    "x-ratelimit-reset",
+                    "ratelimit",
+                    "date",
+                ),
+                *(
+                    "x-ratelimit-reset-tokens",
+                    "x-ratelimit-remaining-tokens",
+                    "anthropic-ratelimit-tokens-reset",
+                ),
             ]
         ),
         st.text(alphabet="0129TZ:.,;+-= rtm\x1f\u0665", max_size=40) | st.just(IN_A_MINUTE),
@@ -197,5 +233,5 @@ def test_the_state_of_a_limit_says_nothing_of_another_failure(status: int) -> No
 )
 def test_no_header_whatever_it_says_breaks_the_reading(headers: dict[str, str]) -> None:
     """A delay is above 0 and at most six hours, or none."""
-    found = told_delay(ErrorFacts(status=429, headers=headers), NOW)
+    found = server_delay(ErrorFacts(status=429, headers=headers), NOW)
     assert found is None or 0 < found.seconds <= 21_600

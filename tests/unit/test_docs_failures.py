@@ -1,4 +1,6 @@
-"""The page about failures says what the rules do: its tables are compared with them, its examples run."""
+"""The page about failures says what the rules do: its tables are compared with them, its examples
+run.
+"""
 
 import inspect
 import re
@@ -14,7 +16,7 @@ import pytest
 
 import celery_leases
 from celery_leases import CoolingDown, LeaseClient
-from celery_leases.core.options import LeaseOptions
+from celery_leases.protocol.options import LeaseOptions
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
 
@@ -55,7 +57,9 @@ def verdict_cell(rule: Any) -> str:
         words = f"{words} if `lease_idempotent`, else {kind_cell(ruling.otherwise)}"
     if ruling.then:
         words = f"{words}, then {kind_cell(ruling.then)}"
-    return "; ".join([words, *(flag for flag in ("ambiguous", "operator") if getattr(ruling, flag))])
+    return "; ".join(
+        [words, *(flag for flag in ("ambiguous", "operator") if getattr(ruling, flag))]
+    )
 
 
 def delay_cell(rule: Any) -> str:
@@ -66,7 +70,7 @@ def delay_cell(rule: Any) -> str:
     if rule.name.startswith("asked-"):
         return "as it asked"
     words = growth(ruling.policy) if ruling.policy else "`lease_cooldown`"
-    if ruling.told == "instead":
+    if ruling.server_delay == "instead":
         words = f"as told, else {words}"
     if ruling.at_least:
         words += f", at least {span(ruling.at_least)}"
@@ -83,7 +87,9 @@ def rule_table() -> list[list[str]]:
 class Answered(Exception):
     """What a client library raises for an answer with that status and those headers."""
 
-    def __init__(self, status: int | None = None, headers: dict[str, str] | None = None, **details: Any) -> None:
+    def __init__(
+        self, status: int | None = None, headers: dict[str, str] | None = None, **details: Any
+    ) -> None:
         super().__init__(f"the answer was {status}")
         self.status_code = status
         self.headers = headers or {}
@@ -92,9 +98,15 @@ class Answered(Exception):
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names that the examples of docs/failures.md define, with a model and a bank that do as they are told."""
+    """The names that the examples of docs/failures.md define, with a model and a bank that do as
+    they are told.
+    """
     models, bank = ModuleType("models"), ModuleType("bank")
-    world: dict[str, Any] = {"paid": [], "answer": Answered(429, {"Retry-After": "290"}), "payments": {}}
+    world: dict[str, Any] = {
+        "paid": [],
+        "answer": Answered(429, {"Retry-After": "290"}),
+        "payments": {},
+    }
 
     def complete(model: str, document_id: int) -> str:
         world["paid"].append((model, document_id))
@@ -114,7 +126,9 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.setitem(sys.modules, "models", models)
     monkeypatch.setitem(sys.modules, "bank", bank)
     monkeypatch.delenv("CELERY_BROKER_URL", raising=False)
-    source = eagerly("".join(blocks(PAGE, "python")), tmp_path, "postgresql+psycopg://localhost/texts")
+    source = eagerly(
+        "".join(blocks(PAGE, "python")), tmp_path, "postgresql+psycopg://localhost/texts"
+    )
     with executed(source, "texts") as names:
         yield {**names, **world, "world": world}
 
@@ -142,10 +156,14 @@ def test_the_text_about_the_rule_table_counts_right() -> None:
     told: dict[str, set[str]] = defaultdict(set)
     for rule in rules:
         if rule.ruling.kind != "permanent" and not rule.name.startswith("asked-"):
-            told[rule.ruling.told].add(rule.name)
+            told[rule.ruling.server_delay].add(rule.name)
     assert told["instead"] == {"rate-limited"}
     assert told["ignore"] == {"out-of-quota", "bad-credentials"}
-    group = {rule.name for rule in rules if "group" in (rule.ruling.scope, getattr(rule.ruling.then, "scope", ""))}
+    group = {
+        rule.name
+        for rule in rules
+        if "group" in (rule.ruling.scope, getattr(rule.ruling.then, "scope", ""))
+    }
     assert group == {"rate-limited", "out-of-quota", "bad-credentials", "connect-phase"}
     assert all(f"`{name}`" in section(PAGE, "Groups") for name in group)
 
@@ -159,7 +177,9 @@ def test_the_statuses_in_the_rule_table_meet_their_rules() -> None:
     for name, matches, *_ in rule_table():
         if matches[0].isdigit():
             runs = re.findall(r"(\d{3})(?: to (\d{3}))?", matches.split(";")[0])
-            listed[name.strip("`")] = {n for first, last in runs for n in range(int(first), int(last or first) + 1)}
+            listed[name.strip("`")] = {
+                n for first, last in runs for n in range(int(first), int(last or first) + 1)
+            }
     unknown = met.pop("anything-else")
     assert {501, 505} < met.pop("request-refused")
     assert listed == met
@@ -167,7 +187,9 @@ def test_the_statuses_in_the_rule_table_meet_their_rules() -> None:
 
 
 def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
-    """docs/failures.md lists where a delay comes from; each counts once those before it are gone."""
+    """docs/failures.md lists where a delay comes from; each counts once those before it are
+    gone.
+    """
     rows = markdown_rows(section(PAGE, "Where a delay comes from"))[1:]
     page = [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
     empty = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-remaining-tokens": "0"}
@@ -177,32 +199,44 @@ def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
         "x-amz-retry-after": "3000",
         "x-ratelimit-reset-requests": "6m0s",
         "x-ratelimit-reset-tokens": "12ms",
-        "anthropic-ratelimit-requests-reset": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60)),
+        "anthropic-ratelimit-requests-reset": time.strftime(
+            "%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60)
+        ),
         "x-ratelimit-reset": "7",
         "ratelimit": '"default";r=0;t=40',
     }
     info = {"details": [{"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "4s"}]}
     extra: dict[str, Any] = {"retry_after": 0.5, "body": {"error": info}}
     found = []
-    while (source := Rules.default().judge(Answered(429, headers | empty, **extra), time.time()).source) is not None:
+    while (
+        source := Rules.default().judge(Answered(429, headers | empty, **extra), time.time()).source
+    ) is not None:
         found.append(re.sub("-ratelimit-requests-reset$", "-ratelimit-…-reset", source))
         headers.pop(source, None)
-        extra.pop({"exception": "retry_after", "google.rpc.RetryInfo": "body"}.get(source, ""), None)
+        extra.pop(
+            {"exception": "retry_after", "google.rpc.RetryInfo": "body"}.get(source, ""), None
+        )
     assert found == page
 
 
 def test_the_ways_to_write_a_ruling_have_their_parameters() -> None:
-    """docs/failures.md names all parameters of ``retry``, ``cooldown`` and ``permanent``, and of ``Rules.on``."""
+    """docs/failures.md names all parameters of ``retry``, ``cooldown`` and ``permanent``, and of
+    ``Rules.on``.
+    """
     text = section(PAGE, "Rules of your own")
     for function in (retry, cooldown, permanent):
         (written,) = re.findall(rf"^\| `{function.__name__}\((.*)\)` \|", text, re.MULTILINE)
-        assert [name.strip(" =") for name in written.split(",")] == list(inspect.signature(function).parameters)
+        assert [name.strip(" =") for name in written.split(",")] == list(
+            inspect.signature(function).parameters
+        )
     for name in inspect.signature(Rules.on).parameters.keys() - {"self", "name"}:
         assert f"`{name}`" in text
     asked = markdown_rows(section(PAGE, "From the body"))[1:]
     for name, written in (re.findall(r"`(\w+)\((.*)\)`", row[0])[0] for row in asked):
         known = inspect.signature(getattr(celery_leases, name)).parameters
-        assert name == "PermanentFailure" or {word.strip(" =") for word in written.split(",")} == set(known)
+        assert name == "PermanentFailure" or {
+            word.strip(" =") for word in written.split(",")
+        } == set(known)
 
 
 def test_the_numbers_in_the_text_are_the_defaults() -> None:
@@ -211,9 +245,15 @@ def test_the_numbers_in_the_text_are_the_defaults() -> None:
     assert f"`lease_max_retries` ({options.max_retries})" in PAGE
     assert f"`lease_max_failures`-th failure ({options.max_failures})" in PAGE
     requests = 3 * (options.max_retries + 1)
-    assert f"inside a task with {options.max_retries} quick retries is {requests} requests" in " ".join(PAGE.split())
+    assert (
+        f"inside a task with {options.max_retries} quick retries is {requests} requests"
+        in " ".join(PAGE.split())
+    )
     assert (options.cooldown.base, options.cooldown.cap) == (300, 6 * 3600)
-    assert "for 5 minutes, doubling to 6 hours, until it has failed 10 times" in " ".join(PAGE.split())
+    assert (
+        "failed 10 times: for up to 5 minutes after the first failure, doubling to up to 6 hours"
+        in " ".join(PAGE.split())
+    )
 
 
 def test_a_hook_is_given_the_facts_that_the_page_names() -> None:
@@ -229,7 +269,9 @@ def test_a_hook_is_given_the_facts_that_the_page_names() -> None:
 
 
 def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[str, Any]) -> None:
-    """docs/failures.md says what the button shows, for this document and for others, and that it ends."""
+    """docs/failures.md says what the button shows, for this document and for others, and that it
+    ends.
+    """
     with pytest.raises(Answered):
         texts["summarise"].delay(7)
     for document in [7] * 19 + [8]:
@@ -256,7 +298,11 @@ def test_the_rules_of_the_example_do_what_is_said_of_them(texts: dict[str, Any])
     by_hook = rules.judge(pending, now)
     assert (by_hook.rule, by_hook.ruling.kind, by_hook.delay) == ("user: ask_the_shop", "retry", 20)
     gone = rules.judge(Answered(404), now)
-    assert (gone.rule, gone.ruling.max, gone.ruling.then.kind) == ("user: status=404", 3, "permanent")
+    assert (gone.rule, gone.ruling.max, gone.ruling.then.kind) == (
+        "user: status=404",
+        3,
+        "permanent",
+    )
     assert gone.rule in PAGE
     declined = type("Declined", (Exception,), {"__module__": "shop.errors"})
     assert rules.judge(declined(), now).ruling.kind == "permanent"

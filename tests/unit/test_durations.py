@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.durations import LONGEST, in_words, parsed, seconds
-from celery_leases.core.errors import LeaseConfigurationError
+from celery_leases.common.durations import LONGEST, in_words, parsed, seconds
+from celery_leases.errors import LeaseConfigurationError
 
 RIGHT = [
     (5, 5.0),
@@ -87,10 +87,15 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
-def test_what_is_written_with_every_unit_adds_up(days: int, hours: int, minutes: int, rest: int) -> None:
+def test_what_is_written_with_every_unit_adds_up(
+    days: int, hours: int, minutes: int, rest: int
+) -> None:
     """The parts of a text are summed."""
     written = f"{days}d{hours}h{minutes}m{rest}s"
-    assert parsed(written) == timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
+    assert (
+        parsed(written)
+        == timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
+    )
 
 
 @pytest.mark.parametrize(

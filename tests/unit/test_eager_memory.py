@@ -9,12 +9,16 @@ from celery import Celery
 from sqlalchemy import func, select
 
 from celery_leases import LeasedTask
-from celery_leases.seam import apps
-from celery_leases.stores import forgetful
+from celery_leases.stores import eager_memory
+from celery_leases.worker import apps
 
 
-def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a call that runs stay however many others it makes, and so does the result of a recent one."""
+def test_eager_calls_keep_the_records_of_the_latest_keys_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a call that runs stay however many others it makes, and so does the result of a
+    recent one.
+    """
     app = Celery("eager", broker="memory://", set_as_current=False)
     runs: list[Any] = []
 
@@ -30,7 +34,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch: pytes
 
     app.finalize()
     kept, more = 20, 15
-    monkeypatch.setattr(forgetful, "KEYS_KEPT", kept)
+    monkeypatch.setattr(eager_memory, "KEYS_KEPT", kept)
     assert app.tasks["eager.work"].apply((-1, kept + more)).get() == -1
     latest = kept + more - 1
     assert app.tasks["eager.work"].apply((latest,)).get() == latest
@@ -38,11 +42,17 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(monkeypatch: pytes
     records = apps.parts_of(app, eager=True).records
     with records.database.engine.connect() as connection:
         for table in (records.tables.records, records.tables.effects):
-            assert kept <= connection.execute(select(func.count()).select_from(table)).scalar_one() <= kept + 1
+            assert (
+                kept
+                <= connection.execute(select(func.count()).select_from(table)).scalar_one()
+                <= kept + 1
+            )
     apps.forget()
 
 
 def test_nothing_is_purged_beside_an_eager_call() -> None:
-    """Its records have one connection: a thread that purged would use it in the middle of a statement."""
+    """Its records have one connection: a thread that purged would use it in the middle of a
+    statement.
+    """
     app = Celery("eager", broker="memory://", set_as_current=False)
     assert apps.parts_of(app, eager=True).renewer._purged is None

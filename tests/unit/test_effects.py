@@ -1,4 +1,6 @@
-"""Effects: what is done about one that was begun before, and in which order intent, call and reply come."""
+"""Effects: what is done about one that was begun before, and in which order intent, call and reply
+come.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,25 @@ from typing import Any
 
 import pytest
 
-from celery_leases.body.effect_calls import EffectReply
-from celery_leases.body.steps import Steps
-from celery_leases.body.unleased import Unleased
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.effects import (
+from celery_leases.attempt.effect_calls import EffectReply
+from celery_leases.attempt.steps import Steps
+from celery_leases.attempt.unleased import Unleased
+from celery_leases.errors import (
+    Cooldown,
+    EffectMisused,
+    LeaseConfigurationError,
+    LeaseLost,
+    LeaseMisuse,
+    PermanentFailure,
+    RetryLater,
+    Snooze,
+    StoreUnavailable,
+    Uncertain,
+)
+from celery_leases.failures.actions import cooldown, permanent, retry
+from celery_leases.failures.rules import Rules
+from celery_leases.lease import Lease
+from celery_leases.protocol.effects import (
     NAME_MAX,
     CallAgain,
     ComeBack,
@@ -31,20 +47,7 @@ from celery_leases.core.effects import (
     usable_name,
     was_executed,
 )
-from celery_leases.core.endings import Lost, Returned
-from celery_leases.core.errors import (
-    Cooldown,
-    EffectMisused,
-    LeaseConfigurationError,
-    LeaseLost,
-    PermanentFailure,
-    RetryLater,
-    Snooze,
-    StoreUnavailable,
-    Uncertain,
-)
-from celery_leases.core.rulings import cooldown, permanent, retry
-from celery_leases.handle import Lease
+from celery_leases.protocol.endings import Lost, Returned
 from tests.unit.fake_effects import CHARGE, KEY, Attempt, Desk
 from tests.unit.lookalikes import http_error, lookalike
 
@@ -67,7 +70,9 @@ def attempt(desk: Desk) -> Attempt:
 
 def found(state: EffectState = EffectState.SENT, age: float = 0.0) -> Effect:
     """An effect of an earlier attempt."""
-    return Effect(KEY, CHARGE, "#0", state, 17, "k", 1_000 * SECOND, 1_000 * SECOND + round(age * SECOND))
+    return Effect(
+        KEY, CHARGE, "#0", state, 17, "k", 1_000 * SECOND, 1_000 * SECOND + round(age * SECOND)
+    )
 
 
 def timed_out() -> Any:
@@ -94,7 +99,9 @@ class TestOnFound:
     def test_what_is_done_is_used(self, verifies: bool, uncertain: Any, age: float) -> None:
         """Whatever else was given."""
         done = found(EffectState.DONE, age)
-        assert on_found(done, verifies=verifies, verify_after=60.0, uncertain=uncertain) == UseSaved()
+        assert (
+            on_found(done, verifies=verifies, verify_after=60.0, uncertain=uncertain) == UseSaved()
+        )
 
     @pytest.mark.parametrize("uncertain", ["stop", "rerun"])
     @pytest.mark.parametrize(
@@ -111,8 +118,13 @@ class TestOnFound:
     def test_it_is_looked_up_once_the_first_request_cannot_be_on_its_way(
         self, uncertain: Any, age: float, after: float, expected: Any
     ) -> None:
-        """Not a moment before; a clock that was turned back makes it wait, not wait longer than that."""
-        assert on_found(found(age=age), verifies=True, verify_after=after, uncertain=uncertain) == expected
+        """Not a moment before; a clock that was turned back makes it wait, not wait longer than
+        that.
+        """
+        assert (
+            on_found(found(age=age), verifies=True, verify_after=after, uncertain=uncertain)
+            == expected
+        )
 
     @pytest.mark.parametrize("age", [0.0, 1e6])
     def test_without_a_way_to_look_it_is_called_again_or_parked(self, age: float) -> None:
@@ -136,7 +148,10 @@ class TestIdempotencyKeys:
                 ("celery_leases", "t:billing.send_invoice|invoice:1842:2026-04", "charge", "#1"),
                 "64eaf830851587f717262d0556fad170cfd1547ca9b73176",
             ),
-            (("billing", "g:naïve ✓", "mail é", "call-12"), "5f5b1af271bf0a64f22113b1aa09a7a95245613ede9899d2"),
+            (
+                ("billing", "g:naïve ✓", "mail é", "call-12"),
+                "5f5b1af271bf0a64f22113b1aa09a7a95245613ede9899d2",
+            ),
         ],
     )
     def test_they_are_as_they_were(self, parts: Any, expected: str) -> None:
@@ -181,7 +196,8 @@ class TestNamesAndReferences:
         assert (desk.called, desk.steps()) == ([], [])
 
     @pytest.mark.parametrize(
-        ("said", "kept"), [("ch_1", "ch_1"), (17, "17"), (None, None), ("", ""), ("a\x00b", "ab"), ("\ud800", "?")]
+        ("said", "kept"),
+        [("ch_1", "ch_1"), (17, "17"), (None, None), ("", ""), ("a\x00b", "ab"), ("\ud800", "?")],
     )
     def test_a_reference_is_kept_as_text(self, said: Any, kept: str | None) -> None:
         """Without what a database would refuse."""
@@ -202,7 +218,9 @@ class TestWhetherACallWasCarriedOut:
         """By the default rules, and by those of the task."""
         return was_executed(self.DEFAULT.judge(error, 0.0), rules.judge(error, 0.0))
 
-    @pytest.mark.parametrize("error", [*codes(400, 401, 402, 404, 409, 422, 429), ConnectionRefusedError()], ids=str)
+    @pytest.mark.parametrize(
+        "error", [*codes(400, 401, 402, 404, 409, 422, 429), ConnectionRefusedError()], ids=str
+    )
     def test_what_was_refused_was_not(self, error: Any) -> None:
         """The answer says so, or there was nobody to say anything."""
         assert self.known(error) is False
@@ -233,11 +251,17 @@ class TestWhetherACallWasCarriedOut:
         rules = rules.on(status=429, to=retry("10s")).on(status=402, to=cooldown("1h"))
         assert [self.known(error, rules) for error in codes(504, 429, 402)] == [None, False, False]
         assert self.known(timed_out(), rules) is None
-        assert self.known(FileNotFoundError(), rules.on(exc=FileNotFoundError, to=permanent())) is None
+        assert (
+            self.known(FileNotFoundError(), rules.on(exc=FileNotFoundError, to=permanent())) is None
+        )
 
     def test_a_tasks_own_error_is_what_its_rules_make_of_it(self) -> None:
         """Permanent is refused; of others nothing is known."""
-        rules = Rules.default().on(exc="shop.errors.Declined", to=permanent()).on(exc="shop.errors.Odd", to=retry())
+        rules = (
+            Rules.default()
+            .on(exc="shop.errors.Declined", to=permanent())
+            .on(exc="shop.errors.Odd", to=retry())
+        )
         assert self.known(lookalike("shop.errors.Declined"), rules) is False
         assert self.known(lookalike("shop.errors.Odd"), rules) is None
         assert self.known(lookalike("shop.errors.Unknown"), rules) is None
@@ -246,7 +270,9 @@ class TestWhetherACallWasCarriedOut:
 class TestOneAttempt:
     """Intent, call, reply."""
 
-    def test_the_intent_is_committed_before_the_call_and_the_reply_after_it(self, desk: Desk, attempt: Attempt) -> None:
+    def test_the_intent_is_committed_before_the_call_and_the_reply_after_it(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """Nothing else is done."""
         states = []
         reply = attempt.effect(lambda _: states.append(desk.state))
@@ -257,7 +283,11 @@ class TestOneAttempt:
     def test_the_call_is_given_the_idempotency_key(self, desk: Desk, attempt: Attempt) -> None:
         """Made of prefix, stored key, name and generation."""
         reply = attempt.effect()
-        assert desk.called == [idempotency_key("celery_leases", KEY, CHARGE, "#0")] == [reply.idempotency_key]
+        assert (
+            desk.called
+            == [idempotency_key("celery_leases", KEY, CHARGE, "#0")]
+            == [reply.idempotency_key]
+        )
 
     def test_the_reply_is_given_as_json_gives_it_back(self, attempt: Attempt) -> None:
         """So that the first attempt gets what a later one will."""
@@ -289,7 +319,9 @@ class TestOneAttempt:
             attempt.effect()
         assert (desk.called, desk.state) == ([], None)
 
-    def test_an_intent_that_took_too_long_to_commit_is_withdrawn(self, desk: Desk, attempt: Attempt) -> None:
+    def test_an_intent_that_took_too_long_to_commit_is_withdrawn(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """The lease may have ended meanwhile; the next attempt need not wonder."""
         desk.journal.before("begin", attempt.lose)
         with pytest.raises(LeaseLost):
@@ -297,15 +329,21 @@ class TestOneAttempt:
         assert desk.steps() == ["begin", "withdraw"]
         assert (desk.called, desk.state) == ([], None)
 
-    def test_an_intent_that_a_signal_interrupts_is_withdrawn(self, desk: Desk, attempt: Attempt) -> None:
-        """A shutdown while the statement was on its way: no call was made, and nothing is in doubt."""
+    def test_an_intent_that_a_signal_interrupts_is_withdrawn(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
+        """A shutdown while the statement was on its way: no call was made, and nothing is in
+        doubt.
+        """
         attempt.pending = SystemExit()
         with pytest.raises(SystemExit):
             attempt.effect()
         assert desk.steps() == ["begin", "withdraw"]
         assert (desk.called, desk.state) == ([], None)
 
-    def test_a_reply_is_kept_though_the_lease_was_lost_meanwhile(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_reply_is_kept_though_the_lease_was_lost_meanwhile(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """It is a fact; the body is told of the loss."""
         with pytest.raises(LeaseLost):
             attempt.effect(lambda _: (attempt.lose(), "ch_1")[1])
@@ -325,7 +363,7 @@ class TestOneAttempt:
 
         with pytest.raises(type(pending)):
             attempt.effect(called)
-        assert (desk.state, attempt.tenure.work.progressed) == ("done", True)
+        assert (desk.state, attempt.held_lease.work.progressed) == ("done", True)
 
     def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
         self, desk: Desk, attempt: Attempt
@@ -336,24 +374,34 @@ class TestOneAttempt:
             assert desk.attempt().effect("theirs", uncertain="rerun").value == "theirs"
             return "ours"
 
-        with pytest.raises(LeaseLost, match="taken effect 'charge' over"):
+        with pytest.raises(LeaseLost, match="taken over effect 'charge'"):
             attempt.effect(overtaken)
-        assert not attempt.tenure.work.progressed
+        assert not attempt.held_lease.work.progressed
         assert desk.attempt().effect().value == "theirs"
 
     def test_it_ends_a_row_of_crashes(self, desk: Desk, attempt: Attempt) -> None:
         """With a statement of its own, and only where there were any."""
         attempt.effect()
-        assert attempt.tenure.work.progressed
+        assert attempt.held_lease.work.progressed
         second = desk.attempt()
         assert desk.row.crashes == 1
         desk.steps()
         second.effect(name="mail")
         second.effect(name="parcel")
-        assert desk.steps() == ["begin", "call", "finish", "clear crashes", "begin", "call", "finish"]
+        assert desk.steps() == [
+            "begin",
+            "call",
+            "finish",
+            "clear crashes",
+            "begin",
+            "call",
+            "finish",
+        ]
         assert desk.row.crashes == 0
 
-    def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(self, desk: Desk, attempt: Attempt) -> None:
+    def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """The outcome says so too."""
         attempt = desk.attempt()
         desk.journal.away("clear crashes")
@@ -373,7 +421,9 @@ class TestStoresAway:
         assert desk.called == []
         assert 1.0 < desk.clock.now() - began <= 3.0
 
-    def test_it_is_not_tried_for_longer_than_the_lease_lasts(self, desk: Desk, attempt: Attempt) -> None:
+    def test_it_is_not_tried_for_longer_than_the_lease_lasts(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """A process that has lost its lease begins nothing."""
         attempt = desk.attempt(patience=1000.0)
         desk.journal.away("begin")
@@ -392,14 +442,14 @@ class TestStoresAway:
     @staticmethod
     def refuse_the_check(attempt: Attempt, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         """That check, the first of them being number 1, gets no answer from the store."""
-        check, made = attempt.tenure.check, count(1)
+        check, made = attempt.held_lease.check, count(1)
 
         def checked() -> None:
             if next(made) == number:
                 raise StoreUnavailable("away", None)
             check()
 
-        monkeypatch.setattr(attempt.tenure, "check", checked)
+        monkeypatch.setattr(attempt.held_lease, "check", checked)
 
     def test_a_lease_of_which_nothing_is_known_after_the_intent_makes_no_call(
         self, desk: Desk, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
@@ -419,7 +469,9 @@ class TestStoresAway:
         attempt.effect()
         assert desk.steps() == ["begin", "begin", "call", "finish"]
 
-    def test_an_intent_that_was_certainly_not_written_is_not_tried_again(self, desk: Desk, attempt: Attempt) -> None:
+    def test_an_intent_that_was_certainly_not_written_is_not_tried_again(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """Its row is locked by somebody else: the attempt may come back."""
         desk.journal.away("begin")
         desk.store.refuses = True
@@ -428,13 +480,17 @@ class TestStoresAway:
         assert (desk.steps(), desk.state) == (["begin"], None)
 
     @pytest.mark.parametrize("done", [False, True])
-    def test_a_reply_is_noted_as_soon_as_they_answer(self, desk: Desk, attempt: Attempt, done: bool) -> None:
+    def test_a_reply_is_noted_as_soon_as_they_answer(
+        self, desk: Desk, attempt: Attempt, done: bool
+    ) -> None:
         """The call is not made again."""
         desk.journal.away("finish", times=3, done=done)
         assert attempt.effect("ch_1").value == "ch_1"
         assert desk.steps() == ["begin", "call", *["finish"] * 4]
 
-    def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """After so long; the lease goes on being renewed meanwhile."""
         desk.journal.away("finish")
         began = desk.clock.now()
@@ -446,7 +502,9 @@ class TestStoresAway:
             desk.attempt().effect()
         assert len(desk.called) == 1
 
-    def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """The error is the call's own."""
         desk.journal.away("withdraw")
         with pytest.raises(ConnectionRefusedError):
@@ -458,9 +516,13 @@ class TestACallThatRaises:
     """What was not carried out is forgotten, what may have been stays in doubt."""
 
     @pytest.mark.parametrize(
-        "error", [http_error(429, retry_after="7"), http_error(402), ConnectionRefusedError()], ids=repr
+        "error",
+        [http_error(429, retry_after="7"), http_error(402), ConnectionRefusedError()],
+        ids=repr,
     )
-    def test_what_was_not_carried_out_is_withdrawn(self, desk: Desk, attempt: Attempt, error: Any) -> None:
+    def test_what_was_not_carried_out_is_withdrawn(
+        self, desk: Desk, attempt: Attempt, error: Any
+    ) -> None:
         """The next attempt begins anew."""
         with pytest.raises(type(error)):
             attempt.effect(error)
@@ -472,7 +534,9 @@ class TestACallThatRaises:
     @pytest.mark.parametrize(
         "error", [timed_out(), http_error(503), RuntimeError(), LeaseLost(), SystemExit()], ids=repr
     )
-    def test_what_may_have_been_carried_out_stays_in_doubt(self, desk: Desk, attempt: Attempt, error: Any) -> None:
+    def test_what_may_have_been_carried_out_stays_in_doubt(
+        self, desk: Desk, attempt: Attempt, error: Any
+    ) -> None:
         """Also when the body was interrupted in it."""
         with pytest.raises(type(error)):
             attempt.effect(error)
@@ -480,7 +544,9 @@ class TestACallThatRaises:
         with pytest.raises(Uncertain):
             desk.attempt().effect()
 
-    @pytest.mark.parametrize("error", [Cooldown(5), RetryLater(5), Snooze(5), PermanentFailure("no")], ids=repr)
+    @pytest.mark.parametrize(
+        "error", [Cooldown(5), RetryLater(5), Snooze(5), PermanentFailure("no")], ids=repr
+    )
     def test_what_the_callable_asks_for_by_itself_is_in_doubt(
         self, desk: Desk, attempt: Attempt, error: BaseException
     ) -> None:
@@ -491,11 +557,18 @@ class TestACallThatRaises:
 
     @pytest.mark.parametrize("asked", [Cooldown, RetryLater, Snooze, PermanentFailure])
     @pytest.mark.parametrize(
-        ("cause", "state"), [(timed_out, "sent"), (TimeoutError, "sent"), (ConnectionRefusedError, None)]
+        ("cause", "state"),
+        [(timed_out, "sent"), (TimeoutError, "sent"), (ConnectionRefusedError, None)],
     )
     @pytest.mark.parametrize("chained", ["from", "while handling", "from None"])
     def test_what_it_asks_for_in_place_of_an_error_is_judged_by_that_error(
-        self, desk: Desk, attempt: Attempt, asked: Any, cause: Callable[[], Exception], state: str | None, chained: str
+        self,
+        desk: Desk,
+        attempt: Attempt,
+        asked: Any,
+        cause: Callable[[], Exception],
+        state: str | None,
+        chained: str,
     ) -> None:
         """``except Timeout: raise RetryLater(5)`` does not know what has happened either."""
 
@@ -513,7 +586,9 @@ class TestACallThatRaises:
             attempt.effect(call)
         assert desk.state == state
 
-    def test_an_error_that_was_there_before_says_nothing_of_the_call(self, desk: Desk, attempt: Attempt) -> None:
+    def test_an_error_that_was_there_before_says_nothing_of_the_call(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """The effect may be what is done about it."""
         try:
             raise ConnectionRefusedError
@@ -543,7 +618,9 @@ class TestALaterAttempt:
             assert again == replace(first, saved=True)
         assert len(desk.called) == 1
 
-    def test_without_verify_it_is_parked_for_an_operator(self, desk: Desk, attempt: Attempt) -> None:
+    def test_without_verify_it_is_parked_for_an_operator(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """Who is told where to look, and what to type."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
@@ -553,7 +630,9 @@ class TestALaterAttempt:
         assert (caught.value.effect, caught.value.idempotency_key) == (CHARGE, desk.called[0])
         assert (len(desk.called), desk.state) == (1, "sent")
 
-    def test_by_rerun_it_is_called_again_under_the_same_key(self, desk: Desk, attempt: Attempt) -> None:
+    def test_by_rerun_it_is_called_again_under_the_same_key(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """And under the fence of the attempt that calls."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
@@ -566,7 +645,9 @@ class TestALaterAttempt:
         assert row is not None
         assert row.fence == later.record.fence
 
-    @pytest.mark.parametrize("error", [http_error(429), ConnectionRefusedError(), Snooze(5)], ids=repr)
+    @pytest.mark.parametrize(
+        "error", [http_error(429), ConnectionRefusedError(), Snooze(5)], ids=repr
+    )
     def test_a_refusal_of_the_second_call_says_nothing_of_the_first(
         self, desk: Desk, attempt: Attempt, error: BaseException
     ) -> None:
@@ -579,7 +660,9 @@ class TestALaterAttempt:
         with pytest.raises(Uncertain):
             desk.attempt().effect()
 
-    def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
         """Nothing was withdrawn by it."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
@@ -603,11 +686,15 @@ class TestVerify:
         desk.journal.clear()
         return desk.attempt()
 
-    def test_a_reply_that_was_found_is_noted_and_no_call_is_made(self, desk: Desk, later: Attempt) -> None:
+    def test_a_reply_that_was_found_is_noted_and_no_call_is_made(
+        self, desk: Desk, later: Attempt
+    ) -> None:
         """Under our fence; the reference is found in it as in any reply."""
         asked: list[str] = []
         reply = later.effect(
-            "never", verify=lambda key: (asked.append(key), {"id": "ch_1"})[1], reference=lambda reply: reply["id"]
+            "never",
+            verify=lambda key: (asked.append(key), {"id": "ch_1"})[1],
+            reference=lambda reply: reply["id"],
         )
         assert (reply.value, reply.reference, reply.saved) == ({"id": "ch_1"}, "ch_1", True)
         assert desk.steps() == ["begin", "begin", "finish", "clear crashes"]
@@ -633,12 +720,16 @@ class TestVerify:
         assert desk.called == []
 
     @pytest.mark.parametrize("verify", [lambda _: False, find_later, lambda _: (one for one in ())])
-    def test_what_is_no_reply_is_refused_and_changes_nothing(self, desk: Desk, later: Attempt, verify: Any) -> None:
+    def test_what_is_no_reply_is_refused_and_changes_nothing(
+        self, desk: Desk, later: Attempt, verify: Any
+    ) -> None:
         """``False`` is the answer to another question, and the others have not looked yet."""
         with pytest.raises(EffectMisused, match="verify returned"):
             later.effect("never", verify=verify)
         assert (desk.state, desk.called) == (EffectState.SENT, [])
-        assert desk.attempt().effect("ch_2", verify=lambda _: {"id": "ch_1"}).value == {"id": "ch_1"}
+        assert desk.attempt().effect("ch_2", verify=lambda _: {"id": "ch_1"}).value == {
+            "id": "ch_1"
+        }
 
     def test_one_that_cannot_tell_parks(self, desk: Desk, later: Attempt) -> None:
         """With its own words, and the key to look for."""
@@ -701,7 +792,7 @@ class TestVerify:
                 assert row is not None
                 assert desk.store.finish(row, '"ch_1"', None)
 
-            with pytest.raises(Snooze, match="changed meanwhile"):
+            with pytest.raises(Snooze, match="another attempt has changed"):
                 looking.effect("never", verify=verify)
             return "ch_1"
 
@@ -720,7 +811,9 @@ class TestVerify:
         assert found is not None
         assert (desk.called, found.fence) == ([], before.fence)
 
-    def test_a_reply_it_found_is_not_forgotten_because_a_signal_came(self, desk: Desk, later: Attempt) -> None:
+    def test_a_reply_it_found_is_not_forgotten_because_a_signal_came(
+        self, desk: Desk, later: Attempt
+    ) -> None:
         """What is there must not be called for again: it stays in doubt, and is looked up again."""
 
         def verify(_: str) -> str:
@@ -736,13 +829,24 @@ class TestRepliesThatCannotBeKept:
     """The effect has happened, and that comes first."""
 
     @pytest.mark.parametrize(
-        ("reply", "why"), [(object(), "result_not_json"), ({1, 2}, "result_not_json"), ("x" * 2000, "result_too_large")]
+        ("reply", "why"),
+        [
+            (object(), "result_not_json"),
+            ({1, 2}, "result_not_json"),
+            ("x" * 2000, "result_too_large"),
+        ],
     )
-    def test_it_is_done_and_never_called_again(self, desk: Desk, attempt: Attempt, reply: Any, why: str) -> None:
-        """It is parked at once, and by each later attempt: the error says that it has happened, and what to do."""
-        with pytest.raises(Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done") as caught:
+    def test_it_is_done_and_never_called_again(
+        self, desk: Desk, attempt: Attempt, reply: Any, why: str
+    ) -> None:
+        """It is parked at once, and by each later attempt: the error says that it has happened, and
+        what to do.
+        """
+        with pytest.raises(
+            Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done"
+        ) as caught:
             attempt.effect(reply)
-        assert (desk.state, attempt.tenure.work.progressed) == ("done", True)
+        assert (desk.state, attempt.held_lease.work.progressed) == ("done", True)
         assert (caught.value.effect, caught.value.idempotency_key) == (CHARGE, desk.called[0])
         with pytest.raises(Uncertain, match=r"HAS happened.*no verify was given"):
             desk.attempt().effect("never", uncertain="rerun")
@@ -756,12 +860,18 @@ class TestRepliesThatCannotBeKept:
             attempt.effect(object())
         before = desk.effect()
         for _ in range(2):
-            reply = desk.attempt().effect("never", verify=lambda key: {"id": key}, reference=lambda reply: reply["id"])
-            assert reply == EffectReply({"id": desk.called[0]}, desk.called[0], desk.called[0], saved=True)
+            reply = desk.attempt().effect(
+                "never", verify=lambda key: {"id": key}, reference=lambda reply: reply["id"]
+            )
+            assert reply == EffectReply(
+                {"id": desk.called[0]}, desk.called[0], desk.called[0], saved=True
+            )
         assert desk.effect() == before
         assert len(desk.called) == 1
 
-    @pytest.mark.parametrize(("found", "why"), [(object(), "result_not_json"), (Uncertain("two of them"), "two of")])
+    @pytest.mark.parametrize(
+        ("found", "why"), [(object(), "result_not_json"), (Uncertain("two of them"), "two of")]
+    )
     def test_what_is_looked_up_and_cannot_be_kept_either_parks(
         self, desk: Desk, attempt: Attempt, found: Any, why: str
     ) -> None:
@@ -781,17 +891,27 @@ class TestRepliesThatCannotBeKept:
             assert (reply.value, reply.reference) == (None, "ch_1")
 
     @pytest.mark.parametrize("reply", [object(), "x" * 2000])
-    def test_a_reference_is_enough_to_go_on_with(self, desk: Desk, attempt: Attempt, reply: Any) -> None:
+    def test_a_reference_is_enough_to_go_on_with(
+        self, desk: Desk, attempt: Attempt, reply: Any
+    ) -> None:
         """There is no value then, in the first attempt as in any later one."""
         first = attempt.effect(reply, reference=lambda _: "ch_1")
         assert (first.value, first.reference, first.saved) == (None, "ch_1", False)
-        assert desk.attempt().effect("never", reference=lambda _: "no") == replace(first, saved=True)
+        assert desk.attempt().effect("never", reference=lambda _: "no") == replace(
+            first, saved=True
+        )
 
-    def test_a_reference_that_raises_does_not_undo_the_effect(self, desk: Desk, attempt: Attempt) -> None:
-        """Its error is raised, in each attempt until the callable is mended; then it is found in the saved reply."""
+    def test_a_reference_that_raises_does_not_undo_the_effect(
+        self, desk: Desk, attempt: Attempt
+    ) -> None:
+        """Its error is raised, in each attempt until the callable is mended; then it is found in
+        the saved reply.
+        """
         for number in range(2):
             with pytest.raises(KeyError):
-                (attempt if not number else desk.attempt()).effect({"ID": "ch_1"}, reference=lambda reply: reply["id"])
+                (attempt if not number else desk.attempt()).effect(
+                    {"ID": "ch_1"}, reference=lambda reply: reply["id"]
+                )
         assert desk.state == "done"
         assert desk.attempt().effect(reference=lambda reply: reply["ID"]).reference == "ch_1"
         assert len(desk.called) == 1
@@ -823,7 +943,9 @@ class TestGenerations:
         assert len(set(desk.called)) == len(desk.called) == 2
 
     @pytest.mark.parametrize("way", ["verify", "stop", "rerun"])
-    def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(self, desk: Desk, way: str) -> None:
+    def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(
+        self, desk: Desk, way: str
+    ) -> None:
         """The other one took over what its crash had left open, and has effects of its own."""
         with pytest.raises(RuntimeError):
             desk.attempt("one", rerun=True).effect(RuntimeError())
@@ -836,7 +958,10 @@ class TestGenerations:
             with pytest.raises(Uncertain):
                 again.effect("never")
         elif way == "verify":
-            assert again.effect("never", verify=lambda key: key, verify_after=0).value == desk.called[0]
+            assert (
+                again.effect("never", verify=lambda key: key, verify_after=0).value
+                == desk.called[0]
+            )
         else:
             assert again.effect("of one", uncertain="rerun").value == "of one"
         assert desk.called == [desk.called[0], desk.called[1]] + [desk.called[0]] * (way == "rerun")
@@ -857,13 +982,13 @@ class TestWhatIsGiven:
     @pytest.mark.parametrize(
         ("given", "error"),
         [
-            ({"verify": "payments.find"}, TypeError),
-            ({"reference": "id"}, TypeError),
-            ({"uncertain": "retry"}, ValueError),
-            ({"uncertain": None}, ValueError),
-            ({"verify": lambda: None}, TypeError),
-            ({"reference": isinstance}, TypeError),
-            ({"verify": _asynchronous}, TypeError),
+            ({"verify": "payments.find"}, LeaseMisuse),
+            ({"reference": "id"}, LeaseMisuse),
+            ({"uncertain": "retry"}, LeaseMisuse),
+            ({"uncertain": None}, LeaseMisuse),
+            ({"verify": lambda: None}, LeaseMisuse),
+            ({"reference": isinstance}, LeaseMisuse),
+            ({"verify": _asynchronous}, LeaseMisuse),
             ({"verify_after": -1}, LeaseConfigurationError),
             ({"verify_after": "soon"}, LeaseConfigurationError),
         ],
@@ -880,13 +1005,15 @@ class TestWhatIsGiven:
 
     def test_the_call_must_be_one(self, attempt: Attempt) -> None:
         """Not its result, which is how one forgets the lambda."""
-        with pytest.raises(TypeError, match=r"call=.*callable"):
+        with pytest.raises(LeaseMisuse, match=r"call=.*callable"):
             attempt.lease.effect(CHARGE, {"id": "ch_1"})  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("call", [lambda: "ch_1", _asynchronous, _generating], ids=["arity", "async", "generator"])
+    @pytest.mark.parametrize(
+        "call", [lambda: "ch_1", _asynchronous, _generating], ids=["arity", "async", "generator"]
+    )
     def test_the_call_can_be_made_as_it_is(self, desk: Desk, attempt: Attempt, call: Any) -> None:
         """Else the key would be parked for a call that was never made."""
-        with pytest.raises(TypeError, match=r"effect\(call="):
+        with pytest.raises(LeaseMisuse, match=r"effect\(call="):
             attempt.lease.effect(CHARGE, call)
         assert desk.steps() == []
 
@@ -913,8 +1040,15 @@ def test_without_a_lease_it_is_the_call_and_nothing_else() -> None:
     marker = object()
     keys: list[str] = []
     for _ in range(2):
-        reply = Unleased().effect(CHARGE, lambda key: (keys.append(key), marker)[1], reference=lambda _: 17)
-        assert (reply.value, reply.reference, reply.saved, reply.idempotency_key) == (marker, "17", False, keys[-1])
+        reply = Unleased().effect(
+            CHARGE, lambda key: (keys.append(key), marker)[1], reference=lambda _: 17
+        )
+        assert (reply.value, reply.reference, reply.saved, reply.idempotency_key) == (
+            marker,
+            "17",
+            False,
+            keys[-1],
+        )
     assert len(set(keys)) == 2
     with pytest.raises(socket.gaierror):
         Unleased().effect(CHARGE, lambda _: (_ for _ in ()).throw(socket.gaierror()))
@@ -929,7 +1063,7 @@ def test_threads_of_one_body_take_their_first_steps_through_one_object(attempt: 
         both_make.wait()
         return replace(attempt.lease._steps)
 
-    lease = Lease(attempt.tenure, attempt.record, made, os.getpid())
+    lease = Lease(attempt.held_lease, attempt.record, made, os.getpid())
     threads = [threading.Thread(target=lambda: taken.append(lease._steps)) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.classifier.errorfacts import facts_of
+from celery_leases.failures.facts import facts_of
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, kind, lookalike
 
-# -- databases, gRPC, mail --------------------------------------------------------------------------------------------
+# -- databases, gRPC, mail -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,9 @@ from tests.unit.lookalikes import RpcError, kind, lookalike
         lookalike("psycopg.errors.SerializationFailure", sqlstate="40001"),
         lookalike("psycopg2.errors.SerializationFailure", pgcode="40001"),
         lookalike("pyodbc.OperationalError", said=("40001", "deadlock")),
-        lookalike("sqlalchemy.exc.OperationalError", orig=lookalike("psycopg.Error", sqlstate="40001")),
+        lookalike(
+            "sqlalchemy.exc.OperationalError", orig=lookalike("psycopg.Error", sqlstate="40001")
+        ),
     ],
     ids=["psycopg, asyncpg, mysql-connector", "psycopg2", "pyodbc", "SQLAlchemy"],
 )
@@ -45,13 +47,18 @@ def test_numbers_of_the_system_and_of_mysql() -> None:
     """Only MySQL's drivers put them first among the arguments."""
     assert facts_of(ConnectionRefusedError(111, "refused")).errno == 111
     assert facts_of(socket.gaierror(-3, "try again")).errno == -3
-    assert facts_of(lookalike("pymysql.err.OperationalError", said=(1213, "deadlock"))).errno == 1213
+    assert (
+        facts_of(lookalike("pymysql.err.OperationalError", said=(1213, "deadlock"))).errno == 1213
+    )
     assert facts_of(lookalike("shop.Error", said=(1213, "deadlock"))).errno is None
 
 
 def test_sqlite_names_its_error() -> None:
     """Since Python 3.11."""
-    with sqlite3.connect(":memory:") as connection, pytest.raises(sqlite3.OperationalError) as raised:
+    with (
+        sqlite3.connect(":memory:") as connection,
+        pytest.raises(sqlite3.OperationalError) as raised,
+    ):
         connection.execute("SELECT * FROM nowhere")
     connection.close()
     assert facts_of(raised.value).codes == ("SQLITE_ERROR",)
@@ -59,8 +66,14 @@ def test_sqlite_names_its_error() -> None:
 
 def test_a_broken_connection_that_sqlalchemy_has_noticed() -> None:
     """Only a plain True counts."""
-    assert facts_of(lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=True)).invalidated is True
-    assert facts_of(lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=Mock())).invalidated is False
+    assert (
+        facts_of(lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=True)).invalidated
+        is True
+    )
+    assert (
+        facts_of(lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=Mock())).invalidated
+        is False
+    )
 
 
 def test_the_grpc_code_is_asked_of_grpcs_own_errors_only() -> None:
@@ -77,10 +90,15 @@ def test_the_grpc_code_is_asked_of_grpcs_own_errors_only() -> None:
 def test_googles_other_clients_name_the_grpc_code_too() -> None:
     """As an enum, or as text."""
     wrapped = lookalike(
-        "google.api_core.exceptions.Aborted", grpc_status_code=SimpleNamespace(name="ABORTED"), code=409
+        "google.api_core.exceptions.Aborted",
+        grpc_status_code=SimpleNamespace(name="ABORTED"),
+        code=409,
     )
     assert (facts_of(wrapped).grpc, facts_of(wrapped).status) == ("ABORTED", 409)
-    assert facts_of(lookalike("google.genai.errors.ServerError", status="UNAVAILABLE")).grpc == "UNAVAILABLE"
+    assert (
+        facts_of(lookalike("google.genai.errors.ServerError", status="UNAVAILABLE")).grpc
+        == "UNAVAILABLE"
+    )
 
 
 def test_a_mail_servers_reply_is_no_http_status() -> None:
@@ -95,10 +113,12 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
     """One of them may still get it."""
     refused = {"a@x": (550, b"no such user"), "b@x": (450, b"come again")}
     assert facts_of(lookalike("smtplib.SMTPRecipientsRefused", recipients=refused)).smtp == 450
-    assert facts_of(lookalike("smtplib.SMTPRecipientsRefused", recipients={"a@x": None})).smtp is None
+    assert (
+        facts_of(lookalike("smtplib.SMTPRecipientsRefused", recipients={"a@x": None})).smtp is None
+    )
 
 
-# -- what errors say of themselves ------------------------------------------------------------------------------------
+# -- what errors say of themselves -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +137,9 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
     ],
     ids=steady,
 )
-def test_an_error_may_say_whether_it_is_worth_a_retry(attributes: dict[str, Any], said: bool | None) -> None:
+def test_an_error_may_say_whether_it_is_worth_a_retry(
+    attributes: dict[str, Any], said: bool | None
+) -> None:
     """Only plain truth values count."""
     assert facts_of(lookalike("shop.Error", **attributes)).retryable is said
 
@@ -138,7 +160,21 @@ def test_a_false_that_nobody_has_set_says_nothing(name: str) -> None:
         (timedelta(seconds=4), 4.0),
         ("5", 5.0),
         ("1m30s", 90.0),
-        *((none, None) for none in (0, -1, True, "soon", None, float("nan"), float("inf"), 10**400, Mock(), lambda: 3)),
+        *(
+            (none, None)
+            for none in (
+                0,
+                -1,
+                True,
+                "soon",
+                None,
+                float("nan"),
+                float("inf"),
+                10**400,
+                Mock(),
+                lambda: 3,
+            )
+        ),
     ],
     ids=steady,
 )
@@ -147,7 +183,7 @@ def test_an_error_may_tell_how_long_to_wait(value: Any, seconds: float | None) -
     assert facts_of(lookalike("shop.Error", retry_after=value)).retry_after == seconds
 
 
-# -- google.rpc.RetryInfo ---------------------------------------------------------------------------------------------
+# -- google.rpc.RetryInfo --------------------------------------------------------------------------
 
 RETRY_INFO = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "13.5s"}
 OTHER_INFO = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "RATE_LIMIT_EXCEEDED"}
@@ -161,10 +197,18 @@ RETRY_DELAY = SimpleNamespace(retry_delay=SimpleNamespace(seconds=13, nanos=500_
 @pytest.mark.parametrize(
     "error",
     [
-        lookalike("google.genai.errors.ClientError", details={"error": {"details": [OTHER_INFO, RETRY_INFO]}}),
+        lookalike(
+            "google.genai.errors.ClientError",
+            details={"error": {"details": [OTHER_INFO, RETRY_INFO]}},
+        ),
         lookalike("google.api_core.exceptions.TooManyRequests", details=[OTHER_INFO, RETRY_INFO]),
-        lookalike("google.api_core.exceptions.ResourceExhausted", details=[SimpleNamespace(reason="x"), RETRY_DELAY]),
-        RpcError("RESOURCE_EXHAUSTED", metadata=(("a", "b"), ("grpc-status-details-bin", STATUS_BYTES))),
+        lookalike(
+            "google.api_core.exceptions.ResourceExhausted",
+            details=[SimpleNamespace(reason="x"), RETRY_DELAY],
+        ),
+        RpcError(
+            "RESOURCE_EXHAUSTED", metadata=(("a", "b"), ("grpc-status-details-bin", STATUS_BYTES))
+        ),
     ],
     ids=["JSON in the body", "JSON in the details", "messages", "bytes"],
 )
@@ -184,11 +228,13 @@ def test_bytes_that_are_no_status_tell_nothing(data: bytes) -> None:
 def test_a_damaged_status_tells_nothing_or_a_delay(at: int, byte: int) -> None:
     """A flipped byte is no reason to fail."""
     damaged = STATUS_BYTES[:at] + bytes([byte]) + STATUS_BYTES[at + 1 :]
-    told = facts_of(RpcError("INTERNAL", metadata=(("grpc-status-details-bin", damaged),))).retry_info
+    told = facts_of(
+        RpcError("INTERNAL", metadata=(("grpc-status-details-bin", damaged),))
+    ).retry_info
     assert told is None or told > 0
 
 
-# -- the task's own arguments -----------------------------------------------------------------------------------------
+# -- the task's own arguments ----------------------------------------------------------------------
 
 
 def raised_through(*modules: str) -> BaseException:
@@ -209,5 +255,8 @@ def raised_through(*modules: str) -> BaseException:
 def test_pydantic_errors_of_the_tasks_own_arguments_are_told_from_others() -> None:
     """An answer of a language model that is not as it should be is no mistake of the caller."""
     assert facts_of(raised_through("celery.app.base", "pydantic.main")).arguments is True
-    assert facts_of(raised_through("celery.app.base", "shop.tasks", "pydantic.main")).arguments is False
+    assert (
+        facts_of(raised_through("celery.app.base", "shop.tasks", "pydantic.main")).arguments
+        is False
+    )
     assert facts_of(kind("pydantic_core._pydantic_core.ValidationError")()).arguments is False

@@ -10,17 +10,22 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from celery_leases.core.classifier.errorfacts import facts_of
+from celery_leases.failures.facts import facts_of
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, answer, aws, http_error, kind, lookalike
 
-# -- names and message ------------------------------------------------------------------------------------------------
+# -- names and message -----------------------------------------------------------------------------
 
 
 def test_names_are_dotted_most_specific_first_and_without_what_every_error_is() -> None:
     """Python's own have no module."""
     family = kind("shop.errors.Declined", kind("shop.errors.ShopError", ConnectionError))
-    assert facts_of(family()).names == ("shop.errors.Declined", "shop.errors.ShopError", "ConnectionError", "OSError")
+    assert facts_of(family()).names == (
+        "shop.errors.Declined",
+        "shop.errors.ShopError",
+        "ConnectionError",
+        "OSError",
+    )
     assert facts_of(Exception()).names == ()
 
 
@@ -44,23 +49,31 @@ def test_an_error_that_cannot_be_put_into_words_has_none() -> None:
     assert (facts.message, facts.status) == ("", 404)
 
 
-# -- status -----------------------------------------------------------------------------------------------------------
+# -- status ----------------------------------------------------------------------------------------
 
 STATUSES: list[tuple[str, Any]] = [
     ("openai, httpx's SDKs", lookalike("openai.RateLimitError", status_code=429)),
     ("aiohttp, kubernetes", lookalike("aiohttp.client_exceptions.ClientResponseError", status=429)),
     ("stripe", lookalike("stripe._error.RateLimitError", http_status=429)),
     ("google-api-core, urllib", lookalike("google.api_core.exceptions.TooManyRequests", code=429)),
-    ("google-genai", lookalike("google.genai.errors.ClientError", code=429, status="RESOURCE_EXHAUSTED")),
+    (
+        "google-genai",
+        lookalike("google.genai.errors.ClientError", code=429, status="RESOURCE_EXHAUSTED"),
+    ),
     ("requests, httpx", lookalike("requests.exceptions.HTTPError", response=answer(429))),
     ("aiohttp's response", lookalike("shop.Error", response=SimpleNamespace(status=429))),
-    ("googleapiclient", lookalike("googleapiclient.errors.HttpError", resp=SimpleNamespace(status=429))),
+    (
+        "googleapiclient",
+        lookalike("googleapiclient.errors.HttpError", resp=SimpleNamespace(status=429)),
+    ),
     ("botocore", aws("Throttling", 429)),
     ("as text", lookalike("shop.Error", status_code="429")),
 ]
 
 
-@pytest.mark.parametrize("error", [error for _, error in STATUSES], ids=[library for library, _ in STATUSES])
+@pytest.mark.parametrize(
+    "error", [error for _, error in STATUSES], ids=[library for library, _ in STATUSES]
+)
 def test_the_status_is_found_wherever_a_library_keeps_it(error: BaseException) -> None:
     """As a plain int."""
     facts = facts_of(error)
@@ -68,7 +81,9 @@ def test_the_status_is_found_wherever_a_library_keeps_it(error: BaseException) -
     assert type(facts.status) is int
 
 
-@pytest.mark.parametrize("value", [0, 99, 600, True, 429.0, "42", "4290", "a lot", None, Mock(), [429], (429,)])
+@pytest.mark.parametrize(
+    "value", [0, 99, 600, True, 429.0, "42", "4290", "a lot", None, Mock(), [429], (429,)]
+)
 def test_what_is_no_status_is_not_taken_for_one(value: Any) -> None:
     """From 100 to 599, and nothing that merely looks like it."""
     assert facts_of(lookalike("shop.Error", status_code=value, code=value)).status is None
@@ -81,7 +96,12 @@ def test_a_response_that_is_false_is_a_response() -> None:
         def __bool__(self) -> bool:
             return False
 
-    assert facts_of(lookalike("requests.HTTPError", response=Response(status_code=404, headers={}))).status == 404
+    assert (
+        facts_of(
+            lookalike("requests.HTTPError", response=Response(status_code=404, headers={}))
+        ).status
+        == 404
+    )
 
 
 def test_no_attribute_that_warns_is_asked_for() -> None:
@@ -101,12 +121,15 @@ def test_no_attribute_that_warns_is_asked_for() -> None:
     assert caught == []
 
 
-# -- codes ------------------------------------------------------------------------------------------------------------
+# -- codes -----------------------------------------------------------------------------------------
 
 
 def test_codes_come_from_attributes_and_nested_bodies_as_written() -> None:
     """The attribute first, then the body from the outside in."""
-    body = {"type": "error", "error": {"type": "rate_limit_error", "details": {"error_code": "enforced_limit"}}}
+    body = {
+        "type": "error",
+        "error": {"type": "rate_limit_error", "details": {"error_code": "enforced_limit"}},
+    }
     facts = facts_of(lookalike("anthropic.RateLimitError", code="Own-Code", body=body))
     assert facts.codes == ("Own-Code", "rate_limit_error", "enforced_limit")
     assert facts.code == "Own-Code"
@@ -121,8 +144,17 @@ BODIES: list[tuple[str, Any]] = [
     ("JSON text", lookalike("shop.Error", body=BODY)),
     ("JSON bytes", lookalike("shop.Error", body=BODY.encode())),
     ("stripe", lookalike("stripe._error.CardError", json_body=PARSED)),
-    ("a body that requests or httpx has read", lookalike("shop.Error", response=answer(402, _content=BODY.encode()))),
-    ("slack", lookalike("shop.Error", response=answer(200, data={"error": "card_declined", "type": "card_error"}))),
+    (
+        "a body that requests or httpx has read",
+        lookalike("shop.Error", response=answer(402, _content=BODY.encode())),
+    ),
+    (
+        "slack",
+        lookalike(
+            "shop.Error",
+            response=answer(200, data={"error": "card_declined", "type": "card_error"}),
+        ),
+    ),
     ("googleapiclient", lookalike("googleapiclient.errors.HttpError", content=BODY.encode())),
 ]
 
@@ -135,7 +167,19 @@ def test_a_code_is_found_in_a_body_of_any_form(error: BaseException) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["<html>", b"\xff\xfe", "{oops", "", "[1, 2", "[" * 15_000, 5, Mock(), {"code": ["a"]}, {5: 6}, [[[[[PARSED]]]]]],
+    [
+        "<html>",
+        b"\xff\xfe",
+        "{oops",
+        "",
+        "[1, 2",
+        "[" * 15_000,
+        5,
+        Mock(),
+        {"code": ["a"]},
+        {5: 6},
+        [[[[[PARSED]]]]],
+    ],
     ids=steady,
 )
 def test_a_body_without_codes_has_none(body: Any) -> None:
@@ -185,7 +229,7 @@ def test_the_documentation_link_of_sqlalchemy_is_no_code() -> None:
     assert facts_of(lookalike("sqlalchemy.exc.OperationalError", code="e3q8")).codes == ()
 
 
-# -- headers ----------------------------------------------------------------------------------------------------------
+# -- headers ---------------------------------------------------------------------------------------
 
 PAIRS = [("Retry-After", "3"), ("X-Secret", "s")]
 HEADERS: list[tuple[str, Any]] = [
@@ -194,7 +238,10 @@ HEADERS: list[tuple[str, Any]] = [
     ("pairs of bytes", [(b"Retry-After", b"3"), (b"X-Secret", b"s")]),
     ("an object with items", SimpleNamespace()),
     ("a number as the value", {"RETRY-AFTER": 3}),
-    ("among nonsense", [None, (), ("a",), ("a", "b", "c"), (None, None), ("retry-after", None), *PAIRS]),
+    (
+        "among nonsense",
+        [None, (), ("a",), ("a", "b", "c"), (None, None), ("retry-after", None), *PAIRS],
+    ),
 ]
 
 
@@ -206,15 +253,21 @@ class Items:
         return iter(PAIRS)
 
 
-@pytest.mark.parametrize("headers", [value for _, value in HEADERS], ids=[name for name, _ in HEADERS])
+@pytest.mark.parametrize(
+    "headers", [value for _, value in HEADERS], ids=[name for name, _ in HEADERS]
+)
 def test_headers_come_in_many_forms(headers: Any) -> None:
     """By lower-case name, and only those that rules look at."""
     headers = Items() if isinstance(headers, SimpleNamespace) else headers
     assert facts_of(lookalike("shop.Error", headers=headers)).headers == {"retry-after": "3"}
-    assert facts_of(lookalike("shop.Error", response=answer(429, headers))).headers == {"retry-after": "3"}
+    assert facts_of(lookalike("shop.Error", response=answer(429, headers))).headers == {
+        "retry-after": "3"
+    }
 
 
-@pytest.mark.parametrize("headers", [None, 5, "Retry-After: 3", Mock(), MagicMock(), object(), [1, 2], {"a": object()}])
+@pytest.mark.parametrize(
+    "headers", [None, 5, "Retry-After: 3", Mock(), MagicMock(), object(), [1, 2], {"a": object()}]
+)
 def test_what_is_no_header_is_none(headers: Any) -> None:
     """Whatever the attribute holds."""
     assert facts_of(lookalike("shop.Error", headers=headers)).headers == {}
@@ -222,14 +275,23 @@ def test_what_is_no_header_is_none(headers: Any) -> None:
 
 def test_headers_of_botocore_and_grpc_are_found_too() -> None:
     """In the metadata of the answer."""
-    assert facts_of(aws("SlowDown", x_amz_retry_after="1500")).headers == {"x-amz-retry-after": "1500"}
-    assert facts_of(RpcError("UNAVAILABLE", metadata=(("retry-after", "3"),))).headers == {"retry-after": "3"}
+    assert facts_of(aws("SlowDown", x_amz_retry_after="1500")).headers == {
+        "x-amz-retry-after": "1500"
+    }
+    assert facts_of(RpcError("UNAVAILABLE", metadata=(("retry-after", "3"),))).headers == {
+        "retry-after": "3"
+    }
 
 
 def test_values_are_cut_and_the_windows_of_anthropic_are_kept() -> None:
     """A header is not a place to store megabytes."""
-    error = http_error(429, retry_after="9" * 1000, anthropic_ratelimit_input_tokens_reset="later", cookie="secret")
-    assert facts_of(error).headers == {"retry-after": "9" * 200, "anthropic-ratelimit-input-tokens-reset": "later"}
+    error = http_error(
+        429, retry_after="9" * 1000, anthropic_ratelimit_input_tokens_reset="later", cookie="secret"
+    )
+    assert facts_of(error).headers == {
+        "retry-after": "9" * 200,
+        "anthropic-ratelimit-input-tokens-reset": "later",
+    }
 
 
 def test_a_header_that_a_rule_of_the_user_looks_at_is_kept() -> None:

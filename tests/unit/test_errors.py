@@ -1,4 +1,6 @@
-"""Every error of the package crosses processes: by pickle, and by ``cls(*args)`` as JSON result backends do it."""
+"""Every error of the package crosses processes: by pickle, and by ``cls(*args)`` as JSON result
+backends do it.
+"""
 
 # ruff: noqa: D103 - names state the behaviour
 
@@ -12,18 +14,25 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core import errors
-from celery_leases.core.errors import (
+from celery_leases import errors
+from celery_leases.errors import (
+    AlreadyCompleted,
+    CompletionNotCommitted,
     Cooldown,
     CoolingDown,
+    EffectMisused,
+    ForkedLease,
+    GuardOpen,
     KeyReused,
     LeaseConfigurationError,
     LeaseHeld,
     LeaseLost,
+    LeaseMisuse,
     LeasesError,
     PermanentFailure,
     RetryLater,
     Snooze,
+    WrongDatabase,
 )
 
 Described = type[LeasesError] | type[LeaseLost]
@@ -31,7 +40,9 @@ ASKED: list[Any] = [Cooldown, RetryLater, Snooze]
 EVERY: list[Any] = [
     found
     for name, found in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(found, BaseException) and found.__module__ == errors.__name__ and not name.startswith("_")
+    if issubclass(found, BaseException)
+    and found.__module__ == errors.__name__
+    and not name.startswith("_")
 ]
 DESCRIBED = [kind for kind in EVERY if kind not in ASKED]
 SAMPLES: dict[str, Any] = {
@@ -40,6 +51,7 @@ SAMPLES: dict[str, Any] = {
     "remaining": 3.5,
     "holder": "host-a/17",
     "call_id": "call-1",
+    "state": "pending",
     "reason": "taken",
     "rule": "crash_loop",
     "error": "shop.errors.Declined",
@@ -116,8 +128,27 @@ def test_an_unknown_detail_is_refused(kind: Described) -> None:
 
 
 @every_error
-def test_all_but_the_two_that_pass_through_have_one_base_that_user_code_can_catch(kind: Described) -> None:
+def test_all_but_the_two_that_pass_through_have_one_base_that_user_code_can_catch(
+    kind: Described,
+) -> None:
     assert issubclass(kind, LeasesError) != (kind in (LeaseLost, Snooze))
+
+
+MISUSE = {
+    LeaseMisuse,
+    AlreadyCompleted,
+    CompletionNotCommitted,
+    EffectMisused,
+    ForkedLease,
+    GuardOpen,
+    WrongDatabase,
+}
+
+
+@every_error
+def test_misuse_has_one_base_which_is_a_value_error_too(kind: Described) -> None:
+    """No other error is one: a store that does not answer must not pass for a wrong argument."""
+    assert issubclass(kind, LeaseMisuse) == issubclass(kind, ValueError) == (kind in MISUSE)
 
 
 @pytest.mark.parametrize("kind", [LeaseLost, Snooze])
@@ -179,15 +210,24 @@ def test_the_text_of_what_was_asked_names_the_span_and_the_reason() -> None:
     assert str(Cooldown(300, "draft")) == "the task asked for a cooldown of 300 s of its key: draft"
     assert str(Cooldown(scope="group")) == "the task asked for a cooldown of its group"
     assert (
-        str(Cooldown(until=1775044800)) == "the task asked for a cooldown until 1775044800 (epoch seconds) of its key"
+        str(Cooldown(until=1775044800))
+        == "the task asked for a cooldown until 1775044800 (epoch seconds) of its key"
     )
     assert str(RetryLater(10)) == "the task asked to be retried after 10 s"
-    assert str(Snooze(60, "busy")) == "the task asked to be put back for 60 s: busy"
+    assert str(Snooze(60, "busy")) == "the task asked to be rescheduled in 60 s: busy"
 
 
 def test_cooling_down_tells_when_to_come_back() -> None:
-    told = CoolingDown("wait", key="k", retry_at=5.0, retry_after=2.0, reason="error", rule="anything-else")
-    assert told.args == ("wait", "k", 5.0, 2.0, "error", "anything-else")
+    told = CoolingDown(
+        "wait",
+        key="k",
+        retry_at=5.0,
+        retry_after=2.0,
+        reason="error",
+        rule="anything-else",
+        scope="key",
+    )
+    assert told.args == ("wait", "k", 5.0, 2.0, "error", "anything-else", "key")
 
 
 def test_a_subclass_of_a_user_keeps_the_details() -> None:

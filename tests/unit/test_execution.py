@@ -1,4 +1,6 @@
-"""One delivery from acquire to release: which store is told what, in which order, and what is given back when."""
+"""One delivery from acquire to release: which store is told what, in which order, and what is given
+back when.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,32 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
-from celery_leases.core.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
-from celery_leases.core.events import AttemptSettled, GateClosed, GateOpened
-from celery_leases.core.records import Ended, State
-from celery_leases.core.replies import Again, Answer, News, Over, Throw
-from celery_leases.core.results import failure_of
-from celery_leases.core.rulings import Reason, cooldown, permanent, retry
-from celery_leases.core.waiting import RETRY_GRACE
+from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.protocol.celery_replies import Again, Answer, News, Over, Throw
+from celery_leases.protocol.endings import (
+    Ending,
+    Interrupted,
+    Lost,
+    Passed,
+    Raised,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.protocol.events import AttemptSettled, GateClosed, GateOpened
+from celery_leases.protocol.records import Ended, State
+from celery_leases.protocol.results import failure_of
+from celery_leases.protocol.waiting import RETRY_GRACE
 from tests.unit.bench import RATE_LIMITED, Bench
 from tests.unit.situations import FAILURE, GROUP, KEY, THEIRS, TODAY, judged, raised
 
-KINDS = pytest.mark.parametrize("in_records", [False, True], ids=["leases apart", "rows are leases"])
-OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+KINDS = pytest.mark.parametrize(
+    "in_records", [False, True], ids=["leases apart", "rows are leases"]
+)
+OF_THE_GROUP = raised(
+    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
+)
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
 SOON = raised(retry("2s", jitter=0.0))
 FOR_GOOD = raised(permanent())
@@ -44,40 +59,69 @@ class TestAFailure:
     def test_what_nobody_hears_is_not_made_but_for_a_failure(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A failure may have been executed, which is told at a higher level than the end of an attempt usually is."""
+        """A failure may have been executed, which is told at a higher level than the end of an
+        attempt usually is.
+        """
         monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
         bench.run(bench.call())
         assert not bench.seen
-        bench.run(replace(bench.call(), call_id="another", key=replace(KEY, stored="t:billing.send|other")), OF_THE_KEY)
+        bench.run(
+            replace(
+                bench.call(), call_id="another", key=replace(KEY, stored="t:billing.send|other")
+            ),
+            OF_THE_KEY,
+        )
         assert [type(event) for event in bench.seen] == [AttemptSettled]
 
-    def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(self, bench: Bench) -> None:
-        """Between the two the lease keeps everybody out; the value ends a little earlier than the row's time."""
+    def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(
+        self, bench: Bench
+    ) -> None:
+        """Between the two the lease keeps everybody out; the value ends a little earlier than the
+        row's time.
+        """
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert bench.steps() == ["acquire", "claim", "settle", "cool"]
         news = News("cooldown", 60.0, "error")
-        assert reply == Again(60.0, "cooling: error", started=True, news=news, cause=OF_THE_KEY.error)
-        assert (bench.state, bench.row.waits, bench.held, bench.cools) == (State.COOLING, 60.0, False, True)
+        assert reply == Again(
+            60.0, "cooling: error", started=True, news=news, cause=OF_THE_KEY.error
+        )
+        assert (bench.state, bench.row.waits, bench.held, bench.cools) == (
+            State.COOLING,
+            60.0,
+            False,
+            True,
+        )
         bench.clock.sleep(60.0 - RETRY_GRACE)
         assert not bench.cools, "the call that comes back may be a little early"
 
-    def test_a_failure_of_the_group_closes_the_gate_before_anything_else(self, bench: Bench) -> None:
+    def test_a_failure_of_the_group_closes_the_gate_before_anything_else(
+        self, bench: Bench
+    ) -> None:
         """Others must not start while this one is still writing."""
         reply = bench.run(bench.call(), OF_THE_GROUP)
         assert bench.steps() == ["acquire", "claim", "close_gate", "settle", "cool"]
         assert isinstance(reply, Again)
         assert bench.gate is not None
-        assert (bench.gate.closed_for, bench.gate.trips, bench.row.waits, reply.delay) == (60.0, 1, 60.0, 60.0)
-        assert [(event.group, event.closed_for) for event in bench.seen.of(GateClosed)] == [(GROUP, 60.0)]  # type: ignore[attr-defined]
+        assert (bench.gate.closed_for, bench.gate.trips, bench.row.waits, reply.delay) == (
+            60.0,
+            1,
+            60.0,
+            60.0,
+        )
+        (event,) = bench.seen.of(GateClosed)
+        assert isinstance(event, GateClosed)
+        assert (event.group, event.closed_for) == (GROUP, 60.0)
 
     def test_the_key_waits_as_long_as_its_gate(self, bench: Bench) -> None:
         """Which may know of a longer wait than this failure's."""
-        longer = replace(RATE_LIMITED, told=600.0)
+        longer = replace(RATE_LIMITED, server_delay=600.0)
         reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.shut(longer))
         assert isinstance(reply, Again)
         assert (reply.delay, bench.row.waits) == (600.0, 600.0)
 
-    def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(self, bench: Bench) -> None:
+    def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(
+        self, bench: Bench
+    ) -> None:
         """The next failure of the group closes it."""
         bench.journal.away("close_gate")
         reply = bench.run(bench.call(), OF_THE_GROUP)
@@ -119,7 +163,12 @@ class TestAFailure:
         reply = bench.run(bench.call(), Snoozed(Snooze(60), 60.0, "draft not ready"))
         expected = News("snoozed", 60.0, "draft not ready")
         assert reply == Again(60.0, "pending: draft not ready", started=True, news=expected)
-        assert (bench.state, bench.row.attempt, bench.row.failures, bench.held) == (State.PENDING, 0, 0, False)
+        assert (bench.state, bench.row.attempt, bench.row.failures, bench.held) == (
+            State.PENDING,
+            0,
+            0,
+            False,
+        )
 
     def test_a_cooldown_no_longer_than_the_grace_is_not_worth_a_value(self, bench: Bench) -> None:
         """The key is released."""
@@ -147,7 +196,9 @@ class TestWhatTheBodyAskedFor:
 
     def test_a_call_that_shall_stop_is_told_when_to_ask_again(self, bench: Bench) -> None:
         """Not that the task has asked for something."""
-        ending = Raised(Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED))
+        ending = Raised(
+            Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
+        )
         reply = bench.run(bench.call(resume="never"), ending)
         assert isinstance(reply, Throw)
         assert isinstance(reply.error, CoolingDown)
@@ -169,13 +220,19 @@ class TestEagerCalls:
         ("error", "ruling"),
         [(Cooldown(60), cooldown("60s", jitter=0.0)), (RetryLater(60), retry("60s", jitter=0.0))],
     )
-    def test_what_the_body_asked_for_is_told_as_a_cooldown(self, bench: Bench, error: Any, ruling: Any) -> None:
+    def test_what_the_body_asked_for_is_told_as_a_cooldown(
+        self, bench: Bench, error: Any, ruling: Any
+    ) -> None:
         """With the time; what it raised is the cause."""
         ending = Raised(error, FAILURE, judged(ruling, reason=Reason.ASKED))
         reply = bench.run(bench.call(comes_back=False), ending)
         assert isinstance(reply, Throw)
         assert isinstance(reply.error, CoolingDown)
-        assert (reply.error.key, reply.error.retry_after, reply.error.retry_at) == (KEY.key, 60.0, TODAY + 60.0)
+        assert (reply.error.key, reply.error.retry_after, reply.error.retry_at) == (
+            KEY.key,
+            60.0,
+            TODAY + 60.0,
+        )
         assert (reply.error.reason, reply.error.rule) == ("asked", "row")
         assert reply.error.__cause__ is error
 
@@ -183,9 +240,13 @@ class TestEagerCalls:
     def test_what_the_caller_is_told_has_no_secret_and_is_one_printable_line(
         self, bench: Bench, max_failures: int
     ) -> None:
-        """A body may put the text of a client's error into what it asks for; Celery logs what is raised."""
+        """A body may put the text of a client's error into what it asks for; Celery logs what is
+        raised.
+        """
         error = Cooldown(60, "password=one-nobody-sees\x1b[2J\nforged " + "x" * 5000)
-        ending = Raised(error, failure_of(error), judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED))
+        ending = Raised(
+            error, failure_of(error), judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
+        )
         reply = bench.run(bench.call(comes_back=False, max_failures=max_failures), ending)
         again = bench.run(bench.call(comes_back=False, max_failures=max_failures, call_id=THEIRS))
         assert isinstance(reply, Throw)
@@ -201,13 +262,22 @@ class TestEagerCalls:
         assert isinstance(reply, Throw)
         assert isinstance(reply.error, CoolingDown)
         assert reply.error.retry_after == 60.0
+        assert reply.error.scope == "key"
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, SOON])
     def test_the_next_call_is_told_when_to_ask_again(self, bench: Bench, ending: Raised) -> None:
-        """A cooldown refuses it; a countdown would put it back, and carries what to raise instead."""
+        """A cooldown refuses it; a countdown would reschedule it, and carries what to raise
+        instead.
+        """
         bench.run(bench.call(comes_back=False), ending)
         reply = bench.run(bench.call(comes_back=False, call_id=THEIRS))
-        told = reply.error if isinstance(reply, Throw) else reply.refusal if isinstance(reply, Again) else None
+        told = (
+            reply.error
+            if isinstance(reply, Throw)
+            else reply.refusal
+            if isinstance(reply, Again)
+            else None
+        )
         assert isinstance(told, CoolingDown)
         assert told.retry_after == bench.row.waits
         assert len(bench.ran) == 1
@@ -216,7 +286,9 @@ class TestEagerCalls:
 class TestStoresAwayAfterTheRun:
     """Lease, slot and cooldown value end by themselves; the record is the truth."""
 
-    def test_a_cooldown_that_cannot_be_set_leaves_the_lease_to_its_release(self, bench: Bench) -> None:
+    def test_a_cooldown_that_cannot_be_set_leaves_the_lease_to_its_release(
+        self, bench: Bench
+    ) -> None:
         """The record holds the time, so nobody starts too early."""
         bench.journal.away("cool")
         reply = bench.run(bench.call(), OF_THE_KEY)
@@ -238,7 +310,9 @@ class TestStoresAwayAfterTheRun:
         assert bench.steps("settle", "cool") == ["settle", "settle", "cool"]
         assert (bench.row.failures, bench.row.cooldowns) == (1, 1)
 
-    def test_an_outcome_that_cannot_be_written_is_put_back_and_leaves_the_lease_to_expire(self, bench: Bench) -> None:
+    def test_an_outcome_that_cannot_be_written_is_put_back_and_leaves_the_lease_to_expire(
+        self, bench: Bench
+    ) -> None:
         """The gate knows of the failure all the same; the next attempt is told of the token."""
         bench.journal.away("settle")
         call = bench.call(settle_timeout=5.0)
@@ -253,10 +327,12 @@ class TestALostLease:
     """It is somebody else's now: nothing is sent for it any more."""
 
     def test_its_row_is_closed_though_the_database_comes_back_later(self, bench: Bench) -> None:
-        """While the row is open, the next claim of the key counts a crash of a process that lives."""
+        """While the row is open, the next claim of the key counts a crash of a process that
+        lives.
+        """
 
-        def lose(tenure: Any) -> None:
-            tenure.lost = "not renewed in time"
+        def lose(held_lease: Any) -> None:
+            held_lease.lost = "not renewed in time"
             bench.journal.away("settle", times=3)
 
         bench.run(bench.call(settle_timeout=5.0), Lost("not renewed in time"), during=lose)
@@ -265,18 +341,22 @@ class TestALostLease:
 
     @pytest.mark.parametrize("ending", [Lost("taken"), Returned(1, "1"), OF_THE_KEY, SOON])
     def test_nothing_of_it_is_touched(self, bench: Bench, ending: Ending) -> None:
-        """Not released, not cooled, no slot given back; only the outcome is offered to the record."""
+        """Not released, not cooled, no slot given back; only the outcome is offered to the
+        record.
+        """
         bench.half_open()
 
-        def lose(tenure: Any) -> None:
-            tenure.lost = "taken by another owner"
+        def lose(held_lease: Any) -> None:
+            held_lease.lost = "taken by another owner"
 
         bench.run(bench.call(), ending, during=lose)
         assert bench.steps("cool", "release", "give_back_probe", "open_gate") == []
 
     def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
         """Somebody has reset the row; his retry must not meet our cooldown."""
-        reply = bench.run(bench.call(), OF_THE_KEY, during=lambda _: bench.records.reset(KEY.stored))
+        reply = bench.run(
+            bench.call(), OF_THE_KEY, during=lambda _: bench.records.reset(KEY.stored)
+        )
         assert isinstance(reply, Again)
         assert bench.steps("cool", "release") == ["release"]
         assert (bench.state, bench.held) == (State.PENDING, False)
@@ -294,10 +374,17 @@ class TestPassingThrough:
             (Terminated(SystemExit(), "hard time limit"), State.PENDING),
         ],
     )
-    def test_it_goes_on_to_celery_and_frees_the_key(self, bench: Bench, ending: Any, state: State) -> None:
+    def test_it_goes_on_to_celery_and_frees_the_key(
+        self, bench: Bench, ending: Any, state: State
+    ) -> None:
         """Classified by nobody."""
         assert bench.run(bench.call(), ending) == Throw(ending.error)
-        assert (bench.state, bench.held, bench.cools, bench.row.failures) == (state, False, False, 0)
+        assert (bench.state, bench.held, bench.cools, bench.row.failures) == (
+            state,
+            False,
+            False,
+            0,
+        )
 
     def test_what_has_failed_for_good_is_told_to_every_later_call(self, bench: Bench) -> None:
         """Without a body."""
@@ -310,7 +397,9 @@ class TestPassingThrough:
         assert isinstance(copy, Throw)
         assert (copy.own, len(bench.ran)) == (True, 1)
 
-    def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(self, bench: Bench) -> None:
+    def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(
+        self, bench: Bench
+    ) -> None:
         """During another call's cooldown too."""
         first = bench.call(on_done="rerun")
         bench.run(first)
@@ -320,7 +409,9 @@ class TestPassingThrough:
         assert len(bench.ran) == 2
 
     def test_no_gate_is_opened_without_a_probe(self, bench: Bench) -> None:
-        """A body that began before the gate closed, and succeeds, says nothing of what came after."""
+        """A body that began before the gate closed, and succeeds, says nothing of what came
+        after.
+        """
         bench.run(bench.call(), during=lambda _: bench.half_open())
         assert bench.gate is not None
         assert bench.seen.of(GateOpened) == []
@@ -333,12 +424,46 @@ def _raise(error: Exception) -> Callable[[], object]:
     return step
 
 
+class TestAClaimWithoutAnAnswer:
+    """It is repeated where its row may be ours, and not where nothing was written."""
+
+    def test_one_that_was_not_executed_is_not_repeated(self, bench: Bench) -> None:
+        """A transaction of the holder may have locked the row: the lease is given back at once."""
+        bench.journal.away("claim", times=1)
+        reply = bench.run(bench.call())
+        assert isinstance(reply, Again)
+        assert (reply.away, reply.prior, bench.ran) == (True, None, [])
+        assert bench.steps() == ["acquire", "claim", "release"]
+
+    def test_one_that_was_executed_is_repeated_and_won(self, bench: Bench) -> None:
+        """Only its reply was lost."""
+        bench.journal.away("claim", times=2, done=True)
+        assert bench.run(bench.call()) == Answer(1)
+        assert bench.steps() == ["acquire", "claim", "claim", "claim", "settle", "release"]
+        assert bench.row.attempt == 1
+
+    def test_one_that_stays_unknown_leaves_the_lease_and_names_its_token(
+        self, bench: Bench
+    ) -> None:
+        """Until shortly before the lease ends; the next attempt takes the row over by the token."""
+        bench.journal.away("claim", done=True)
+        call = bench.call()
+        reply = bench.run(call)
+        assert isinstance(reply, Again)
+        assert (reply.away, reply.prior, bench.ran) == (True, call.token, [])
+        assert "release" not in bench.steps()
+
+
 class TestAnUnexpectedError:
     """Of a store: a driver, a pool or a callable of the user's may raise anything."""
 
     @pytest.mark.parametrize("step", ["acquire", "claim"])
-    @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("pool"), TypeError("row")])
-    def test_before_the_body_brings_the_delivery_back(self, bench: Bench, step: str, error: Exception) -> None:
+    @pytest.mark.parametrize(
+        "error", [OSError(24, "Too many open files"), RuntimeError("pool"), TypeError("row")]
+    )
+    def test_before_the_body_brings_the_delivery_back(
+        self, bench: Bench, step: str, error: Exception
+    ) -> None:
         """Celery sees no failure, and the next attempt counts no crash."""
         call = bench.call()
         bench.journal.before(step, _raise(error))
@@ -362,7 +487,12 @@ class TestAnUnexpectedError:
         bench.renewer.add = lambda _: _raise(RuntimeError("can't start new thread"))()  # type: ignore[method-assign]
         reply = bench.run(call)
         assert isinstance(reply, Again)
-        assert (bench.ran, bench.state, bench.row.attempt, bench.held) == ([], State.PENDING, 0, False)
+        assert (bench.ran, bench.state, bench.row.attempt, bench.held) == (
+            [],
+            State.PENDING,
+            0,
+            False,
+        )
 
     def test_of_a_result_that_cannot_be_read_keeps_the_delivery(self, bench: Bench) -> None:
         """It names the key, the column and the command."""

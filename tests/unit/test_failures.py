@@ -1,4 +1,6 @@
-"""After a failure: what each ruling means, for how long, how waits grow, and whether the call comes back."""
+"""After a failure: what each ruling means, for how long, how waits grow, and whether the call comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.endings import Raised
-from celery_leases.core.errors import Uncertain
-from celery_leases.core.failures import (
+from celery_leases.errors import Uncertain
+from celery_leases.failures.actions import (
+    DelayUse,
+    Kind,
+    Reason,
+    Ruling,
+    Scope,
+    cooldown,
+    exactly,
+    permanent,
+    retry,
+)
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.failure_decisions import (
     LONGEST_SPREAD,
-    SHORTEST_TOLD,
-    CoolDown,
+    SHORTEST_SERVER_DELAY,
     Counts,
+    EnterCooldown,
     Fail,
     Parked,
     RetryAfter,
     says_nothing_of_the_group,
 )
-from celery_leases.core.options import Resume
-from celery_leases.core.policies import CooldownPolicy
-from celery_leases.core.rulings import Kind, Reason, Ruling, Scope, Told, cooldown, exactly, permanent, retry
+from celery_leases.protocol.options import Resume
 from tests.unit.situations import (
     FAILURE,
     FRESH,
@@ -52,17 +64,27 @@ class TestEachKind:
     @pytest.mark.parametrize("delay", [None, 200.0])
     @pytest.mark.parametrize("kind", ["retry", "cooldown", "permanent"])
     def test_every_combination(
-        self, kind: Kind, told: Told, group: str | None, idempotent: bool, scope: Scope, delay: float | None
+        self,
+        kind: Kind,
+        told: DelayUse,
+        group: str | None,
+        idempotent: bool,
+        scope: Scope,
+        delay: float | None,
     ) -> None:
-        """Kind, scope and delay come out as the ruling says, whatever the task's other options are."""
-        ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, told=told)
+        """Kind, scope and delay come out as the ruling says, whatever the task's other options
+        are.
+        """
+        ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
         verdict = after(raised(ruling, delay), group=group, idempotent=idempotent)
-        assert isinstance(verdict, {"retry": RetryAfter, "cooldown": CoolDown, "permanent": Fail}[kind])
+        assert isinstance(
+            verdict, {"retry": RetryAfter, "cooldown": EnterCooldown, "permanent": Fail}[kind]
+        )
         in_group = scope == "group" and group is not None
         assert verdict.failure.group == (GROUP if in_group else None)
-        if isinstance(verdict, CoolDown | RetryAfter):
+        if isinstance(verdict, EnterCooldown | RetryAfter):
             assert verdict.delay == (200.0 if delay and told != "ignore" else 100.0)
-        if isinstance(verdict, CoolDown):
+        if isinstance(verdict, EnterCooldown):
             assert (verdict.closing is not None) is in_group
 
     def test_the_failure_is_remembered_with_what_decided(self) -> None:
@@ -75,11 +97,15 @@ class TestEachKind:
 
     def test_a_ruling_without_a_policy_takes_that_of_the_task(self) -> None:
         """``lease_cooldown``."""
-        assert cooled(raised(cooldown()), chance=MOST, cooldown=CooldownPolicy(77.0)).delay == pytest.approx(77.0)
+        assert cooled(
+            raised(cooldown()), rand=MOST, cooldown=CooldownPolicy(77.0)
+        ).delay == pytest.approx(77.0)
 
     def test_a_permanent_failure_counts(self) -> None:
         """The row says how often it failed."""
-        verdict = after(raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2))
+        verdict = after(
+            raised(permanent()), replace(FRESH, failures=2, quick_retries=1, cooldowns=2)
+        )
         assert verdict.counts == Counts(3, 1, 2)
 
     def test_a_delay_that_is_raised_to_a_minimum(self) -> None:
@@ -92,42 +118,46 @@ class TestEachKind:
 class TestWhatTheAnswerTold:
     """A wait the other side asked for is only ever made longer."""
 
-    @given(CHANCES, st.floats(SHORTEST_TOLD, 21_600))
+    @given(CHANCES, st.floats(SHORTEST_SERVER_DELAY, 21_600))
     @pytest.mark.parametrize("told", ["instead", "at_least"])
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_jitter_never_cuts_it(self, told: Told, group: str | None, chance: float, delay: float) -> None:
+    def test_jitter_never_cuts_it(
+        self, told: DelayUse, group: str | None, rand: float, delay: float
+    ) -> None:
         """At most a tenth is added, and 5 s."""
-        ruling = replace(cooldown("1s", scope="group"), told=told)
-        wait = cooled(raised(ruling, delay), chance=chance, group=group).delay
+        ruling = replace(cooldown("1s", scope="group"), server_delay=told)
+        wait = cooled(raised(ruling, delay), rand=rand, group=group).delay
         assert delay <= wait <= delay + min(LONGEST_SPREAD, 0.1 * delay)
 
     @given(CHANCES)
-    def test_told_instead_counts_where_the_policy_says_longer(self, chance: float) -> None:
+    def test_told_instead_counts_where_the_policy_says_longer(self, rand: float) -> None:
         """The other side knows best when its window begins."""
-        ruling = replace(cooldown("1h"), told="instead")
-        assert 20.0 <= cooled(raised(ruling, 20.0), chance=chance).delay <= 22.0
+        ruling = replace(cooldown("1h"), server_delay="instead")
+        assert 20.0 <= cooled(raised(ruling, 20.0), rand=rand).delay <= 22.0
 
     @given(CHANCES)
-    def test_told_at_least_never_cuts_the_policy(self, chance: float) -> None:
+    def test_told_at_least_never_cuts_the_policy(self, rand: float) -> None:
         """It raises a shorter wait only."""
-        assert cooled(raised(cooldown("1h"), 20.0), chance=chance).delay >= 1800.0
-        assert cooled(raised(cooldown("1s"), 20.0), chance=chance).delay >= 20.0
+        assert cooled(raised(cooldown("1h"), 20.0), rand=rand).delay >= 1800.0
+        assert cooled(raised(cooldown("1s"), 20.0), rand=rand).delay >= 20.0
 
     def test_what_the_body_asked_for_is_kept_exactly(self) -> None:
         """``Cooldown(300)`` is no hint of a crowded window: nothing is added."""
-        ruling = replace(cooldown(), told="instead")
-        assert cooled(raised(ruling, 300.0, Reason.ASKED), chance=MOST).delay == 300.0
+        ruling = replace(cooldown(), server_delay="instead")
+        assert cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST).delay == 300.0
 
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(self, group: str | None) -> None:
-        """Told waits do not grow, so nothing else would ever slow this key down."""
-        ruling = replace(cooldown("30s", scope="group"), told="instead")
-        assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_TOLD
+    def test_a_wait_of_milliseconds_leaves_the_dependency_alone_for_a_second(
+        self, group: str | None
+    ) -> None:
+        """Server waits do not grow, so nothing else would ever slow this key down."""
+        ruling = replace(cooldown("30s", scope="group"), server_delay="instead")
+        assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_SERVER_DELAY
 
     def test_a_retry_the_body_asked_for_is_kept_exactly(self) -> None:
         """``RetryLater(0)`` is soon."""
         assert retried(raised(exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(0.0, abs=0.002)
-        assert retried(raised(exactly(10), 10.0, Reason.ASKED), chance=0.3).delay == 10.0
+        assert retried(raised(exactly(10), 10.0, Reason.ASKED), rand=0.3).delay == 10.0
 
 
 class TestGrowth:
@@ -135,27 +165,44 @@ class TestGrowth:
 
     def test_the_second_failure_waits_twice_as_long_as_the_first(self) -> None:
         """Up to the policy's cap."""
-        waits = [verdict.delay for verdict in in_a_row(raised(cooldown()), 9) if isinstance(verdict, CoolDown)]
+        waits = [
+            verdict.delay
+            for verdict in in_a_row(raised(cooldown()), 9)
+            if isinstance(verdict, EnterCooldown)
+        ]
         assert waits == pytest.approx([300, 600, 1200, 2400, 4800, 9600, 19_200, 21_600, 21_600])
 
     def test_quick_retries_double_too(self) -> None:
         """One second, two, four."""
-        waits = [verdict.delay for verdict in in_a_row(raised(retry("1s")), 5) if isinstance(verdict, RetryAfter)]
+        waits = [
+            verdict.delay
+            for verdict in in_a_row(raised(retry("1s")), 5)
+            if isinstance(verdict, RetryAfter)
+        ]
         assert waits == pytest.approx([1, 2, 4, 8, 16])
 
     @given(CHANCES)
-    def test_jitter_only_shortens_a_wait_of_the_policy(self, chance: float) -> None:
+    def test_jitter_only_shortens_a_wait_of_the_policy(self, rand: float) -> None:
         """So its full length may be shown."""
         record = replace(FRESH, cooldowns=1)
-        assert 300.0 <= cooled(raised(cooldown()), record, chance).delay <= 600.0
+        assert 300.0 <= cooled(raised(cooldown()), record, rand).delay <= 600.0
 
     def test_a_gate_grows_by_its_own_trips(self) -> None:
-        """Not by the failures of the key that met it; and without jitter, which belongs to the calls that wait."""
+        """Not by the failures of the key that met it; and without jitter, which belongs to the
+        calls that wait.
+        """
         record = replace(FRESH, failures=4, cooldowns=4)
         verdict = cooled(raised(cooldown("30s", scope="group", cap="1h")), record, group=GROUP)
         assert verdict.closing is not None
-        assert [verdict.closing.wait(trips) for trips in (1, 2, 3, 8)] == [30.0, 60.0, 120.0, 3600.0]
-        assert verdict.delay == 30.0, "what counts for the key while the store of gates does not answer"
+        assert [verdict.closing.wait(trips) for trips in (1, 2, 3, 8)] == [
+            30.0,
+            60.0,
+            120.0,
+            3600.0,
+        ]
+        assert verdict.delay == 30.0, (
+            "what counts for the key while the store of gates does not answer"
+        )
 
     def test_growth_starts_anew_after_a_quiet_time(self) -> None:
         """Twice the cap, at least a day."""
@@ -170,7 +217,7 @@ class TestGrowth:
         "failing",
         [
             raised(cooldown("2d")),
-            raised(replace(cooldown("1m"), told="instead"), 2 * DAY, Reason.ASKED),
+            raised(replace(cooldown("1m"), server_delay="instead"), 2 * DAY, Reason.ASKED),
             raised(retry("1s", max=0, then=cooldown("2d"))),
             raised(Ruling("retry", ambiguous=True, otherwise=cooldown("2d"))),
         ],
@@ -199,7 +246,7 @@ class TestAnEffectInDoubt:
 
 
 class TestComingBack:
-    """Whether the call is put back, or its caller told."""
+    """Whether the call is rescheduled, or its caller told."""
 
     @pytest.mark.parametrize("comes_back", [True, False])
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
@@ -217,7 +264,7 @@ class TestComingBack:
         [
             (raised(cooldown("60s")), False),
             (raised(cooldown("60s"), 20.0), True),
-            (raised(replace(cooldown("60s"), told="ignore"), 20.0), False),
+            (raised(replace(cooldown("60s"), server_delay="ignore"), 20.0), False),
             (raised(cooldown(), None, Reason.ASKED), True),
             (raised(cooldown(), 20.0, Reason.ASKED), True),
             (raised(cooldown("60s", scope="group")), True),
@@ -235,13 +282,23 @@ class TestComingBack:
         ],
     )
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
-    def test_what_is_transient_resumes_by_default(self, failing: Raised, resume: Resume, *, transient: bool) -> None:
-        """What the rules do not know to pass ends with the error, and so does what may have been executed."""
-        assert cooled(failing, resume=resume).resume is (resume == "always" or (transient and resume == "transient"))
+    def test_what_is_transient_resumes_by_default(
+        self, failing: Raised, resume: Resume, *, transient: bool
+    ) -> None:
+        """What the rules do not know to pass ends with the error, and so does what may have been
+        executed.
+        """
+        assert cooled(failing, resume=resume).resume is (
+            resume == "always" or (transient and resume == "transient")
+        )
 
     @pytest.mark.parametrize("then", [None, cooldown("60s")])
-    def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(self, then: Ruling | None) -> None:
-        """Calling twice does no harm: once its quick retries are used up, it waits and comes back."""
+    def test_an_ambiguous_failure_of_an_idempotent_task_is_transient(
+        self, then: Ruling | None
+    ) -> None:
+        """Calling twice does no harm: once its quick retries are used up, it waits and comes
+        back.
+        """
         verdict = cooled(raised(retry("1s", max=0, ambiguous=True, then=then)), idempotent=True)
         assert (verdict.resume, verdict.failure.ambiguous) == (True, True)
 
@@ -259,6 +316,8 @@ class TestWhatAProbeFound:
         ],
         ids=["quick retry", "ambiguous", "key", "permanent"],
     )
-    def test_a_retry_or_an_unknown_outcome_says_nothing(self, failing: Raised, nothing: bool) -> None:
+    def test_a_retry_or_an_unknown_outcome_says_nothing(
+        self, failing: Raised, nothing: bool
+    ) -> None:
         """The gate stays half-open, for the next probe."""
         assert says_nothing_of_the_group(after(failing, group=GROUP)) is nothing

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errors import ForkedLease, LeaseLost
-from celery_leases.handle import Lease
+from celery_leases.errors import ForkedLease, LeaseLost
+from celery_leases.lease import Lease
 from tests.unit.fake_effects import Attempt, Desk
 
 

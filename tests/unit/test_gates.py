@@ -1,4 +1,6 @@
-"""The gate of a cooldown group: how it closes, what a standing time is worth, and what counts as a trip."""
+"""The gate of a cooldown group: how it closes, what a standing time is worth, and what counts as a
+trip.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.gates import Closing, Gate, closed, remembered_for
-from celery_leases.core.policies import CooldownPolicy
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
 from tests.unit.situations import GROUP, probed, shut
 
 POLICY = CooldownPolicy(30.0, cap=3600.0)
@@ -19,7 +21,7 @@ OURS, LATE = "probe", "some-body-that-began-before"
 
 def told(seconds: float, *, instead: bool = True) -> Closing:
     """A failure whose answer said when to come back."""
-    return Closing(POLICY, "rate_limited", told=seconds, instead=instead)
+    return Closing(POLICY, "rate_limited", server_delay=seconds, instead=instead)
 
 
 class TestTheFirstFailure:
@@ -27,10 +29,14 @@ class TestTheFirstFailure:
 
     def test_it_closes_the_gate_for_the_first_wait_of_the_policy(self) -> None:
         """One trip, and what is known of the failure."""
-        assert closed(GROUP, None, FAILED, OURS) == Gate(GROUP, 1, 30.0, "rate_limited", "status:429", "slow down")
+        assert closed(GROUP, None, FAILED, OURS) == Gate(
+            GROUP, 1, 30.0, "rate_limited", "status:429", "slow down"
+        )
 
     @pytest.mark.parametrize(("instead", "wait"), [(True, 5.0), (False, 30.0)])
-    def test_a_told_wait_counts_instead_or_where_it_is_longer(self, instead: bool, wait: float) -> None:
+    def test_a_told_wait_counts_instead_or_where_it_is_longer(
+        self, instead: bool, wait: float
+    ) -> None:
         """As the rule says."""
         assert closed(GROUP, None, told(5.0, instead=instead), OURS).closed_for == wait
         assert closed(GROUP, None, told(300.0, instead=instead), OURS).closed_for == 300.0
@@ -69,8 +75,12 @@ class TestWhileItIsClosed:
         assert (again.closed_for, again.probe, again.probe_for) == (600.0, OURS, 14.0)
 
     @pytest.mark.parametrize("wait", [5.0, 600.0])
-    def test_the_failure_of_a_probe_whose_gate_was_closed_over_it_gives_its_slot_back(self, wait: float) -> None:
-        """Whether its wait is longer or not; and it is no trip, since the gate was closed already."""
+    def test_the_failure_of_a_probe_whose_gate_was_closed_over_it_gives_its_slot_back(
+        self, wait: float
+    ) -> None:
+        """Whether its wait is longer or not; and it is no trip, since the gate was closed
+        already.
+        """
         gate = closed(GROUP, shut(20.0, trips=2, probe=OURS, probe_for=14.0), told(wait), OURS)
         assert (gate.trips, gate.closed_for) == (2, max(20.0, wait))
         assert (gate.probe, gate.probe_for) == (None, 0.0)
@@ -95,7 +105,9 @@ class TestWhileItIsHalfOpen:
         """Up to the cap of the policy."""
         gate, waits = closed(GROUP, None, FAILED, LATE), []
         for _ in range(8):
-            gate = closed(GROUP, replace(gate, closed_for=0.0, probe=OURS, probe_for=14.0), FAILED, OURS)
+            gate = closed(
+                GROUP, replace(gate, closed_for=0.0, probe=OURS, probe_for=14.0), FAILED, OURS
+            )
             waits.append(gate.closed_for)
         assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
         assert gate.trips == 9
@@ -109,21 +121,33 @@ GATES = st.builds(
     probe_for=st.sampled_from([0.0, 14.0]),
 )
 CLOSINGS = st.builds(
-    Closing, st.just(POLICY), st.just("why"), told=st.none() | st.floats(1, 9_000), instead=st.booleans()
+    Closing,
+    st.just(POLICY),
+    st.just("why"),
+    server_delay=st.none() | st.floats(1, 9_000),
+    instead=st.booleans(),
 )
 
 
 @given(st.none() | GATES, CLOSINGS, st.sampled_from([OURS, LATE]))
 def test_whatever_happens(gate: Gate | None, closing: Closing, token: str) -> None:
-    """A standing time is never cut, one failure is at most one trip, and its own slot is never kept."""
+    """A standing time is never cut, one failure is at most one trip, and its own slot is never
+    kept.
+    """
     after = closed(GROUP, gate, closing, token)
-    assert after.closed_for >= max(gate.closed_for if gate else 0.0, closing.wait(1) if closing.instead else 30.0)
+    assert after.closed_for >= max(
+        gate.closed_for if gate else 0.0, closing.wait(1) if closing.instead else 30.0
+    )
     assert after.trips - (gate.trips if gate else 0) in (0, 1)
     assert after.trips >= 1
     assert after.probe != token
     assert not after.half_open
     if gate is not None and gate.probe != token:
-        assert (after.probe, after.probe_for, after.trips) == (gate.probe, gate.probe_for, gate.trips)
+        assert (after.probe, after.probe_for, after.trips) == (
+            gate.probe,
+            gate.probe_for,
+            gate.trips,
+        )
 
 
 class TestWhatItSays:
@@ -133,7 +157,9 @@ class TestWhatItSays:
         ("gate", "half_open", "shut_for"),
         [(shut(20.0), False, 20.0), (shut(0.0), True, 0.0), (probed(14.0), True, 14.0)],
     )
-    def test_for_how_long_nothing_can_start(self, gate: Gate, half_open: bool, shut_for: float) -> None:
+    def test_for_how_long_nothing_can_start(
+        self, gate: Gate, half_open: bool, shut_for: float
+    ) -> None:
         """The time it is closed, or that of its probe's slot."""
         assert (gate.half_open, gate.shut_for) == (half_open, shut_for)
 

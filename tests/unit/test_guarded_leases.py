@@ -1,4 +1,6 @@
-"""A lease whose row a transaction of the body's own has locked: how long that counts, and what comes after it."""
+"""A lease whose row a transaction of the body's own has locked: how long that counts, and what
+comes after it.
+"""
 
 import os
 import time
@@ -7,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from celery_leases.body.steps import Steps
-from celery_leases.core.errors import LeaseLost, StoreUnavailable
-from celery_leases.core.events import LeaseGone, LeaseRenewed
-from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import State
-from celery_leases.core.validity import lock_believed, renewal_retry
-from celery_leases.handle import Lease
-from celery_leases.renewal import RELEASED, TAKEN
-from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, Tenure
+from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.attempt.renewal import RELEASED, TAKEN
+from celery_leases.attempt.steps import Steps
+from celery_leases.errors import LeaseLost, StoreUnavailable
+from celery_leases.lease import Lease
+from celery_leases.protocol.deadlines import lock_believed, renewal_retry
+from celery_leases.protocol.events import LeaseGone, LeaseRenewed
+from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.records import State
 from tests.unit.situations import NOW, a_record
 from tests.unit.test_renewal import HARD, STOP, THEIRS, TTL, Bench, Row, running, until
 
@@ -56,274 +58,294 @@ def bench() -> Bench:
     return Bench()
 
 
-def guard(bench: Bench, tenure: Tenure, lease_until: int | None = NOW) -> Transaction:
+def guard(bench: Bench, held_lease: HeldLease, lease_until: int | None = NOW) -> Transaction:
     """The body locks the row just now; with *lease_until* the row is the lease."""
     transaction: Any = Transaction()
     nothing: Any = None
     steps = Steps(bench.renewer, nothing, nothing, nullcontext, lambda _: transaction, nothing)
     record = a_record(State.RUNNING, lease_until=lease_until)
-    Lease(tenure, record, lambda: steps, os.getpid()).guard(None)
+    Lease(held_lease, record, lambda: steps, os.getpid()).guard(None)
     locked: Transaction = transaction
     return locked
 
 
-def guarded(bench: Bench, **options: Any) -> tuple[Tenure, Transaction]:
+def guarded(bench: Bench, **options: Any) -> tuple[HeldLease, Transaction]:
     """A database lease whose row the body has locked at once."""
-    tenure = bench.tenure(**options)
+    held_lease = bench.held_lease(**options)
     bench.clock.time += 0.0001
-    return tenure, guard(bench, tenure)
+    return held_lease, guard(bench, held_lease)
 
 
-def see(bench: Bench, tenure: Tenure, kept: Kept, at: float) -> None:
+def see(bench: Bench, held_lease: HeldLease, kept: RenewalResult, at: float) -> None:
     """The keeper looks *at* so many seconds after the start, and gets this answer."""
     bench.clock.time = START + at
     bench.leases.answer = lambda _: kept
-    bench.renew(tenure)
+    bench.renew(held_lease)
 
 
-# -- while the row is locked -------------------------------------------------------------------------------
+# -- while the row is locked -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ttl", "believed"), [(1.0, 1.0), (3.0, 1.0), (6.0, 2.0), (15.0, 5.0), (900.0, 300.0)])
-def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(ttl: float, believed: float) -> None:
+@pytest.mark.parametrize(
+    ("ttl", "believed"), [(1.0, 1.0), (3.0, 1.0), (6.0, 2.0), (15.0, 5.0), (900.0, 300.0)]
+)
+def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(
+    ttl: float, believed: float
+) -> None:
     """It counts for a third of the ttl, at least for a second."""
     assert lock_believed(ttl) == pytest.approx(believed)
     assert lock_believed(ttl) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_that_is_seen_keeps_the_lease_beyond_its_ttl(bench: Bench) -> None:
-    """For a third of the ttl after the look was sent; then only the ordinary deadline counts, which has passed."""
-    tenure, _ = guarded(bench)
+    """For a third of the ttl after the look was sent; then only the ordinary deadline counts, which
+    has passed.
+    """
+    held_lease, _ = guarded(bench)
     for at in range(1, 20):
-        see(bench, tenure, Kept.LOCKED, at)
-        assert tenure.held
-    assert tenure.due == pytest.approx(START + 19 + AGAIN)
-    assert tenure.stop == pytest.approx(START + 19 + BELIEVED)
+        see(bench, held_lease, RenewalResult.LOCKED, at)
+        assert held_lease.held
+    assert held_lease.due == pytest.approx(START + 19 + AGAIN)
+    assert held_lease.stop == pytest.approx(START + 19 + BELIEVED)
     bench.clock.time = START + 19 + BELIEVED - 0.001
-    assert tenure.overdue(bench.clock.time) is None
+    assert held_lease.overdue(bench.clock.time) is None
     bench.clock.time += 0.001
-    assert not tenure.held
-    assert tenure.overdue(bench.clock.time) == DEADLINE
+    assert not held_lease.held
+    assert held_lease.overdue(bench.clock.time) == DEADLINE
     assert not bench.seen.of(LeaseRenewed)
 
 
 def test_guarding_is_itself_a_sight_of_the_lock(bench: Bench) -> None:
-    """Late in the ttl it pushes the deadline out; early it leaves the ordinary one, which is later."""
-    tenure, _ = guarded(bench)
-    assert tenure.stop == pytest.approx(START + STOP)
+    """Late in the ttl it pushes the deadline out; early it leaves the ordinary one, which is
+    later.
+    """
+    held_lease, _ = guarded(bench)
+    assert held_lease.stop == pytest.approx(START + STOP)
     bench.clock.time = START + STOP - 0.1
-    guard(bench, tenure)
-    assert tenure.stop == pytest.approx(START + STOP - 0.1 + BELIEVED)
+    guard(bench, held_lease)
+    assert held_lease.stop == pytest.approx(START + STOP - 0.1 + BELIEVED)
 
 
 def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
     """It is renewed as ever, its deadline is the ordinary one, and a check is arithmetic."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.clock.time = START + STOP - 0.001
-    guard(bench, tenure, lease_until=None)
-    tenure.check()
+    guard(bench, held_lease, lease_until=None)
+    held_lease.check()
     bench.clock.time = START + STOP
-    assert not tenure.held
+    assert not held_lease.held
     with pytest.raises(LeaseLost, match=DEADLINE):
-        tenure.check()
+        held_lease.check()
     assert not bench.leases.renewed
 
 
 def test_a_guard_that_raised_is_none(bench: Bench) -> None:
     """The transaction before counts on."""
-    tenure, first = guarded(bench)
+    held_lease, first = guarded(bench)
     other: Any = Transaction()
-    with pytest.raises(ValueError, match="refused"), tenure.work.locking(other):
+    with pytest.raises(ValueError, match="refused"), held_lease.work.locking(other):
         raise ValueError("refused")
     first.open = False
-    assert not tenure.work.guarded
+    assert not held_lease.work.guarded
 
 
 def test_the_keeper_says_which_rows_the_body_may_have_locked(bench: Bench) -> None:
     """It must not wait for the body, and all other leases with it."""
-    tenure, transaction = guarded(bench)
-    see(bench, tenure, Kept.LOCKED, 1)
+    held_lease, transaction = guarded(bench)
+    see(bench, held_lease, RenewalResult.LOCKED, 1)
     transaction.open = False
-    see(bench, tenure, Kept.OURS, 2)
+    see(bench, held_lease, RenewalResult.OURS, 2)
     assert [renewal.guarded for renewal in bench.leases.renewed] == [True, False]
 
 
 def test_no_lock_counts_beyond_lease_max_hold(bench: Bench) -> None:
     """However often it is seen."""
-    tenure, _ = guarded(bench, max_hold=10.0)
-    see(bench, tenure, Kept.LOCKED, 9.5)
-    assert tenure.stop == pytest.approx(START + 10)
+    held_lease, _ = guarded(bench, max_hold=10.0)
+    see(bench, held_lease, RenewalResult.LOCKED, 9.5)
+    assert held_lease.stop == pytest.approx(START + 10)
     bench.clock.time = START + 10
-    assert not tenure.held
-    assert not tenure.looked_after(bench.clock.time)
-    assert tenure.overdue(bench.clock.time) == HELD_TOO_LONG
+    assert not held_lease.held
+    assert not held_lease.looked_after(bench.clock.time)
+    assert held_lease.overdue(bench.clock.time) == HELD_TOO_LONG
 
 
 def test_a_body_that_is_to_be_killed_lives_as_long_as_the_lock_is_seen(bench: Bench) -> None:
     """And has as long to end afterwards as with any lease."""
-    tenure, _ = guarded(bench)
+    held_lease, _ = guarded(bench)
     told: list[float] = []
-    tenure.put_off = told.append
-    assert tenure.dead_by == pytest.approx(START + HARD)
-    see(bench, tenure, Kept.LOCKED, 1)
-    see(bench, tenure, Kept.LOCKED, 19)
+    held_lease.put_off = told.append
+    assert held_lease.dead_by == pytest.approx(START + HARD)
+    see(bench, held_lease, RenewalResult.LOCKED, 1)
+    see(bench, held_lease, RenewalResult.LOCKED, 19)
     assert told == pytest.approx([START + HARD, START + 19 + BELIEVED + HARD - STOP])
 
 
-# -- the lock is gone --------------------------------------------------------------------------------------
+# -- the lock is gone ------------------------------------------------------------------------------
 
 
 def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench) -> None:
     """Whatever the transaction object says; nobody has come in between."""
-    tenure, _ = guarded(bench)
-    see(bench, tenure, Kept.LOCKED, 2 * TTL)
-    see(bench, tenure, Kept.OURS, 2 * TTL + 0.5)
-    assert tenure.stop == pytest.approx(START + 2 * TTL + 0.5 + STOP)
-    assert tenure.due == pytest.approx(START + 2 * TTL + 0.5 + TTL / 3)
+    held_lease, _ = guarded(bench)
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
+    see(bench, held_lease, RenewalResult.OURS, 2 * TTL + 0.5)
+    assert held_lease.stop == pytest.approx(START + 2 * TTL + 0.5 + STOP)
+    assert held_lease.due == pytest.approx(START + 2 * TTL + 0.5 + TTL / 3)
 
 
-@pytest.mark.parametrize(("kept", "row", "reason"), [(Kept.OTHER, THEIRS, TAKEN), (Kept.MISSING, None, RELEASED)])
+@pytest.mark.parametrize(
+    ("kept", "row", "reason"),
+    [(RenewalResult.OTHER, THEIRS, TAKEN), (RenewalResult.MISSING, None, RELEASED)],
+)
 def test_a_lock_that_is_gone_and_used_by_another_means_lost(
-    bench: Bench, kept: Kept, row: Row | None, reason: str
+    bench: Bench, kept: RenewalResult, row: Row | None, reason: str
 ) -> None:
     """At the next look, while the transaction object still says that it is open."""
-    tenure, _ = guarded(bench)
+    held_lease, _ = guarded(bench)
     bench.leases.reasserts = False
-    see(bench, tenure, Kept.LOCKED, 2 * TTL)
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     bench.records.row = row
-    see(bench, tenure, kept, 2 * TTL + 0.5)
-    assert (tenure.lost, tenure.held) == (reason, False)
+    see(bench, held_lease, kept, 2 * TTL + 0.5)
+    assert (held_lease.lost, held_lease.held) == (reason, False)
     assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
 
 
 def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
     """The row is done under our fence: nobody comes."""
-    tenure, transaction = guarded(bench)
-    tenure.work.completing = True
-    see(bench, tenure, Kept.LOCKED, 2 * TTL)
+    held_lease, transaction = guarded(bench)
+    held_lease.work.completing = True
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     transaction.open = False
     bench.records.row = Row(State.DONE, 7, "token")
-    see(bench, tenure, Kept.MISSING, 2 * TTL + 0.5)
+    see(bench, held_lease, RenewalResult.MISSING, 2 * TTL + 0.5)
     bench.clock.time += 100 * TTL
-    assert tenure.held
-    assert not tenure.looked_after(bench.clock.now())
+    assert held_lease.held
+    assert not held_lease.looked_after(bench.clock.now())
 
 
-# -- lease_renew=False -------------------------------------------------------------------------------------
+# -- lease_renew=False -----------------------------------------------------------------------------
 
 
 def test_without_renewal_the_lock_is_looked_at_and_nothing_pushed_out(bench: Bench) -> None:
     """0 seconds are asked for while the lease itself lasts."""
-    tenure, _ = guarded(bench, renew=False)
-    assert tenure.looked_after(START)
-    assert tenure.due == pytest.approx(START + AGAIN)
-    see(bench, tenure, Kept.LOCKED, 1)
-    assert tenure.stop == pytest.approx(START + STOP)
-    see(bench, tenure, Kept.OURS, 4.5)
+    held_lease, _ = guarded(bench, renew=False)
+    assert held_lease.looked_after(START)
+    assert held_lease.due == pytest.approx(START + AGAIN)
+    see(bench, held_lease, RenewalResult.LOCKED, 1)
+    assert held_lease.stop == pytest.approx(START + STOP)
+    see(bench, held_lease, RenewalResult.OURS, 4.5)
     assert [renewal.ttl for renewal in bench.leases.renewed] == [0.0, 0.0]
-    assert tenure.stop == pytest.approx(START + STOP)
-    assert not tenure.looked_after(bench.clock.time)
-    assert tenure.overdue(START + STOP) == NOT_EXTENDED
+    assert held_lease.stop == pytest.approx(START + STOP)
+    assert not held_lease.looked_after(bench.clock.time)
+    assert held_lease.overdue(START + STOP) == NOT_EXTENDED
 
 
-def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_whole_one(bench: Bench) -> None:
+def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_whole_one(
+    bench: Bench,
+) -> None:
     """The body could not extend it: ``extend()`` raises while the transaction is open."""
-    tenure, _ = guarded(bench, renew=False)
-    see(bench, tenure, Kept.LOCKED, 5)
-    see(bench, tenure, Kept.OURS, 6)
+    held_lease, _ = guarded(bench, renew=False)
+    see(bench, held_lease, RenewalResult.LOCKED, 5)
+    see(bench, held_lease, RenewalResult.OURS, 6)
     assert [renewal.ttl for renewal in bench.leases.renewed] == [TTL, TTL]
-    assert tenure.stop == pytest.approx(START + 6 + STOP)
-    assert not tenure.looked_after(bench.clock.time)
+    assert held_lease.stop == pytest.approx(START + 6 + STOP)
+    assert not held_lease.looked_after(bench.clock.time)
 
 
-# -- check() -----------------------------------------------------------------------------------------------
+# -- check() ---------------------------------------------------------------------------------------
 
 
-def outlasted(bench: Bench, **options: Any) -> tuple[Tenure, Transaction]:
+def outlasted(bench: Bench, **options: Any) -> tuple[HeldLease, Transaction]:
     """A lease that only the lock on its row keeps, two ttls later."""
-    tenure, transaction = guarded(bench, **options)
-    see(bench, tenure, Kept.LOCKED, 2 * TTL)
+    held_lease, transaction = guarded(bench, **options)
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     bench.leases.renewed.clear()
-    return tenure, transaction
+    return held_lease, transaction
 
 
 def test_before_the_lease_is_over_a_check_is_arithmetic(bench: Bench) -> None:
     """Nobody else can claim the row, locked or not."""
-    tenure, _ = guarded(bench)
-    see(bench, tenure, Kept.LOCKED, 2)
+    held_lease, _ = guarded(bench)
+    see(bench, held_lease, RenewalResult.LOCKED, 2)
     bench.leases.renewed.clear()
     bench.clock.time = START + STOP - 0.001
-    tenure.check()
+    held_lease.check()
     assert not bench.leases.renewed
 
 
 def test_a_check_of_a_lock_asks_the_store(bench: Bench) -> None:
     """Each time, as long as the row is locked."""
-    tenure, _ = outlasted(bench)
+    held_lease, _ = outlasted(bench)
     bench.clock.time += BELIEVED - 0.1
-    tenure.check()
-    tenure.check()
+    held_lease.check()
+    held_lease.check()
     assert [(renewal.ttl, renewal.guarded) for renewal in bench.leases.renewed] == [(TTL, True)] * 2
-    assert tenure.remaining() == pytest.approx(BELIEVED)
+    assert held_lease.remaining() == pytest.approx(BELIEVED)
 
 
 @pytest.mark.parametrize("renew", [True, False])
 def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: bool) -> None:
     """Once; the next check is arithmetic again."""
-    tenure, transaction = outlasted(bench, renew=renew)
+    held_lease, transaction = outlasted(bench, renew=renew)
     transaction.open = False
-    bench.leases.answer = lambda _: Kept.OURS
-    tenure.check()
-    tenure.check()
+    bench.leases.answer = lambda _: RenewalResult.OURS
+    held_lease.check()
+    held_lease.check()
     assert [(renewal.ttl, renewal.guarded) for renewal in bench.leases.renewed] == [(TTL, False)]
-    assert tenure.stop == pytest.approx(bench.clock.now() + STOP)
+    assert held_lease.stop == pytest.approx(bench.clock.now() + STOP)
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "ended"])
-@pytest.mark.parametrize(("kept", "row", "reason"), [(Kept.OTHER, THEIRS, TAKEN), (Kept.MISSING, None, RELEASED)])
+@pytest.mark.parametrize(
+    ("kept", "row", "reason"),
+    [(RenewalResult.OTHER, THEIRS, TAKEN), (RenewalResult.MISSING, None, RELEASED)],
+)
 def test_a_check_that_finds_another_owner_raises(
-    bench: Bench, kept: Kept, row: Row | None, reason: str, is_open: bool
+    bench: Bench, kept: RenewalResult, row: Row | None, reason: str, is_open: bool
 ) -> None:
     """Whatever the transaction object says: its session may have died."""
-    tenure, transaction = outlasted(bench)
+    held_lease, transaction = outlasted(bench)
     transaction.open = is_open
     bench.leases.reasserts, bench.records.row = False, row
     bench.leases.answer = lambda _: kept
     with pytest.raises(LeaseLost, match=reason):
-        tenure.check()
-    assert tenure.lost == reason
+        held_lease.check()
+    assert held_lease.lost == reason
     assert [event.reason for event in bench.seen.of(LeaseGone)] == [reason]
 
 
-def away(_: Renewal) -> Kept:
+def away(_: Renewal) -> RenewalResult:
     """No answer."""
     raise StoreUnavailable("away", None)
 
 
 def test_a_check_without_an_answer_does_not_pass(bench: Bench) -> None:
-    """However fresh the last look is: its session may have ended since. The lease may yet be confirmed."""
-    tenure, _ = outlasted(bench)
+    """However fresh the last look is: its session may have ended since. The lease may yet be
+    confirmed.
+    """
+    held_lease, _ = outlasted(bench)
     bench.leases.answer = away
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match="away"):
-            tenure.check()
-    assert (tenure.lost, tenure.held) == (None, True)
-    bench.leases.answer = lambda _: Kept.LOCKED
-    tenure.check()
+            held_lease.check()
+    assert (held_lease.lost, held_lease.held) == (None, True)
+    bench.leases.answer = lambda _: RenewalResult.LOCKED
+    held_lease.check()
 
 
-def test_without_an_answer_the_lease_is_over_once_the_last_look_does_not_count(bench: Bench) -> None:
+def test_without_an_answer_the_lease_is_over_once_the_last_look_does_not_count(
+    bench: Bench,
+) -> None:
     """Before the question, or while it is asked."""
-    tenure, _ = outlasted(bench)
+    held_lease, _ = outlasted(bench)
 
-    def late(renewal: Renewal) -> Kept:
+    def late(renewal: Renewal) -> RenewalResult:
         bench.clock.time += BELIEVED
         return away(renewal)
 
     bench.leases.answer = late
     for asked in (1, 1):
         with pytest.raises(LeaseLost, match=DEADLINE):
-            tenure.check()
+            held_lease.check()
         assert len(bench.leases.renewed) == asked
 
 
@@ -331,67 +353,75 @@ LONG = 60.0
 
 
 @pytest.mark.parametrize(("ttl", "over"), [(1.0, 1.0), (15.0, 5.0), (900.0, 5.0)])
-def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(ttl: float, over: float) -> None:
+def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(
+    ttl: float, over: float
+) -> None:
     """For the next looks to see what it has left."""
     assert lock_believed(ttl, still=False) == pytest.approx(over)
     assert lock_believed(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
 
 
 def test_a_lock_is_not_believed_for_long_after_its_transaction(bench: Bench) -> None:
-    """A third of a long ttl is for one that is open; after a rollback whoever waits for the row has taken the key."""
-    tenure, transaction = guarded(bench, ttl=LONG)
-    see(bench, tenure, Kept.LOCKED, 2 * LONG)
-    assert tenure.stop == pytest.approx(START + 2 * LONG + LONG / 3)
+    """A third of a long ttl is for one that is open; after a rollback whoever waits for the row has
+    taken the key.
+    """
+    held_lease, transaction = guarded(bench, ttl=LONG)
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
+    assert held_lease.stop == pytest.approx(START + 2 * LONG + LONG / 3)
     transaction.open = False
     bench.clock.time = START + 2 * LONG + 5.0 - 0.001
-    assert tenure.held
+    assert held_lease.held
     bench.clock.time += 0.002
-    assert not tenure.held
-    assert tenure.overdue(bench.clock.time) == DEADLINE
+    assert not held_lease.held
+    assert held_lease.overdue(bench.clock.time) == DEADLINE
 
 
 def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: Bench) -> None:
     """The next look renews the lease, if nobody else has come."""
-    tenure, transaction = guarded(bench, ttl=LONG)
-    see(bench, tenure, Kept.LOCKED, 2 * LONG)
+    held_lease, transaction = guarded(bench, ttl=LONG)
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
     transaction.open = False
-    see(bench, tenure, Kept.OURS, 2 * LONG + 4)
-    assert not tenure.outlasted(bench.clock.time + LONG / 2)
+    see(bench, held_lease, RenewalResult.OURS, 2 * LONG + 4)
+    assert not held_lease.outlasted(bench.clock.time + LONG / 2)
 
 
 def test_a_lease_that_is_lost_is_not_asked_about(bench: Bench) -> None:
     """Whatever the answer would be."""
-    tenure, _ = outlasted(bench)
-    bench.renewer._lose(tenure, DEADLINE)
+    held_lease, _ = outlasted(bench)
+    bench.renewer._lose(held_lease, DEADLINE)
     with pytest.raises(LeaseLost):
-        tenure.check()
+        held_lease.check()
     assert not bench.leases.renewed
 
 
-# -- the threads -------------------------------------------------------------------------------------------
+# -- the threads -----------------------------------------------------------------------------------
 
 
-def begun(running: Bench, ttl: float) -> tuple[Tenure, Transaction]:
+def begun(running: Bench, ttl: float) -> tuple[HeldLease, Transaction]:
     """A lease that the threads look after, whose row is locked."""
-    tenure = running.tenure(ttl=ttl)
-    transaction = guard(running, tenure)
-    running.renewer.add(tenure)
-    return tenure, transaction
+    held_lease = running.held_lease(ttl=ttl)
+    transaction = guard(running, held_lease)
+    running.renewer.add(held_lease)
+    return held_lease, transaction
 
 
-def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(running: Bench) -> None:
+def test_the_lease_is_held_all_along_and_renewed_once_the_transaction_is_over(
+    running: Bench,
+) -> None:
     """The keeper looks by itself, and the watcher lets it."""
     held: list[bool] = []
-    running.leases.answer = lambda renewal: Kept.LOCKED if renewal.guarded else Kept.OURS
-    tenure, transaction = begun(running, ttl=0.6)
+    running.leases.answer = lambda renewal: (
+        RenewalResult.LOCKED if renewal.guarded else RenewalResult.OURS
+    )
+    held_lease, transaction = begun(running, ttl=0.6)
     over = running.clock.now() + 3 * 0.6
     while running.clock.now() < over:
-        held.append(tenure.held)
+        held.append(held_lease.held)
         time.sleep(0.001)
     transaction.open = False
     until(lambda: running.seen.of(LeaseRenewed), "the renewal")
     assert all(held)
-    assert (tenure.lost, tenure.held) == (None, True)
+    assert (held_lease.lost, held_lease.held) == (None, True)
 
 
 def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) -> None:
@@ -400,20 +430,20 @@ def test_the_lease_is_lost_once_the_lock_is_not_seen_any_more(running: Bench) ->
     seen: list[float] = []
     away: list[bool] = []
 
-    def answer(_: Renewal) -> Kept:
+    def answer(_: Renewal) -> RenewalResult:
         if away:
             raise StoreUnavailable("away", None)
         seen.append(running.clock.now())
-        return Kept.LOCKED
+        return RenewalResult.LOCKED
 
     running.leases.answer = answer
-    tenure, _ = begun(running, ttl=1.2)
-    tenure.interrupt = lambda: gone.append(running.clock.now())
-    ordinary = tenure.hard
+    held_lease, _ = begun(running, ttl=1.2)
+    held_lease.interrupt = lambda: gone.append(running.clock.now())
+    ordinary = held_lease.hard
     until(lambda: running.clock.now() > ordinary, "the lease to be outlasted")
     away.append(True)
     until(lambda: gone, "the loss")
-    assert tenure.lost == DEADLINE
+    assert held_lease.lost == DEADLINE
     assert gone[0] - seen[-1] >= 1.0 - 0.05
 
 
@@ -423,11 +453,11 @@ def test_a_look_that_failed_wakes_the_watcher_once_the_transaction_is_over(
 ) -> None:
     """It sleeps until the end of a third of the ttl, and the lock counts for less by now."""
     rung: list[bool] = []
-    tenure, transaction = guarded(bench, ttl=LONG)
-    see(bench, tenure, Kept.LOCKED, 2 * LONG)
-    bench.renewer._watcher_wakes = tenure.stop
+    held_lease, transaction = guarded(bench, ttl=LONG)
+    see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
+    bench.renewer._watcher_wakes = held_lease.stop
     monkeypatch.setattr(bench.renewer._watcher_bell, "ring", lambda: rung.append(True))
     transaction.open = is_open
     bench.leases.answer = away
-    bench.renew(tenure)
+    bench.renew(held_lease)
     assert bool(rung) is not is_open

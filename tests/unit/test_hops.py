@@ -1,4 +1,6 @@
-"""How far a delivery is sent away at once, and what is left alone under a store that came up empty."""
+"""How far a delivery is sent away at once, and what is left alone under a store that came up
+empty.
+"""
 
 # ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -6,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.core.decisions import before_run
-from celery_leases.core.records import State
-from celery_leases.core.verdicts import Facts, PutBack
-from celery_leases.core.waiting import SHORTEST_DELAY, store_came_up_empty
+from celery_leases.protocol.decisions import before_run
+from celery_leases.protocol.records import State
+from celery_leases.protocol.verdicts import Facts, Reschedule
+from celery_leases.protocol.waiting import SHORTEST_DELAY, store_came_up_empty
 from tests.unit.situations import (
     OURS,
     THEIRS,
@@ -36,12 +38,12 @@ class TestHops:
     )
     def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
         verdict = before_run(a_call(longest_hop=30.0, tries=20, on_cooling="reschedule"), facts)
-        assert isinstance(verdict, PutBack)
+        assert isinstance(verdict, Reschedule)
         assert verdict.delay == 30.0
 
     def test_a_hop_is_never_no_hop(self) -> None:
         verdict = decide(a_call(), holder=held_by(OURS, -5.0))
-        assert isinstance(verdict, PutBack)
+        assert isinstance(verdict, Reschedule)
         assert verdict.delay == SHORTEST_DELAY
 
 
@@ -49,5 +51,5 @@ class TestAStoreThatCameUpEmpty:
     def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
         running = a_record(State.RUNNING, lease_ttl=15.0)
         verdict = store_came_up_empty(a_call(), running, 4.0, 0.0)
-        assert isinstance(verdict, PutBack)
+        assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(11.0)

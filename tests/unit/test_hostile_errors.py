@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.classifier.errorfacts import facts_of
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import Cooldown, LeaseLost
-from celery_leases.core.results import failure_of
+from celery_leases.errors import Cooldown, LeaseLost
+from celery_leases.failures.facts import facts_of
+from celery_leases.failures.rules import Rules
+from celery_leases.protocol.results import failure_of
 from tests.unit.lookalikes import http_error, lookalike
 
 
@@ -75,7 +75,9 @@ def values() -> list[Any]:
 @given(st.dictionaries(st.sampled_from(ATTRIBUTES), st.sampled_from(range(len(values())))))
 def test_no_attribute_whatever_it_holds_breaks_the_reading(drawn: dict[str, int]) -> None:
     """The facts of any soup are of the types they promise."""
-    facts = facts_of(lookalike("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()}))
+    facts = facts_of(
+        lookalike("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
+    )
     assert facts.names[0] == "shop.SMTPSoup"
     assert facts.status is None or 100 <= facts.status <= 599
     assert all(type(code) is str for code in facts.codes)
@@ -95,10 +97,14 @@ def test_hostile_errors_have_at_least_a_name(make: Any) -> None:
 
 
 def test_reading_five_errors_takes_less_than_a_millisecond() -> None:
-    """It happens in a worker between two tasks; counted without what others do on the machine meanwhile."""
+    """It happens in a worker between two tasks; counted without what others do on the machine
+    meanwhile.
+    """
     error: BaseException | None = None
     for _ in range(5):
-        outer = http_error(429, {"error": {"code": "slow", "type": "limit"}}, retry_after="3", x_other="1")
+        outer = http_error(
+            429, {"error": {"code": "slow", "type": "limit"}}, retry_after="3", x_other="1"
+        )
         outer.__cause__ = error
         error = outer
     assert error is not None
@@ -151,7 +157,9 @@ def test_a_chain_of_slow_errors_is_read_for_a_second_and_then_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, LeaseLost], ids=lambda kind: kind.__name__
+    "kind",
+    [SystemExit, KeyboardInterrupt, GeneratorExit, LeaseLost],
+    ids=lambda kind: kind.__name__,
 )
 def test_nothing_that_an_attribute_raises_leaves_the_classifier(kind: type[BaseException]) -> None:
     """Neither from the error itself, nor from what it holds, nor from its text."""
@@ -170,7 +178,10 @@ def test_nothing_that_an_attribute_raises_leaves_the_classifier(kind: type[BaseE
         def items(self) -> Any:
             raise kind
 
-    for error in (Raising(), lookalike("shop.Error", response=Raising(), headers=Holder(), details=Holder())):
+    for error in (
+        Raising(),
+        lookalike("shop.Error", response=Raising(), headers=Holder(), details=Holder()),
+    ):
         assert Rules.default().judge(error, 1e9).rule == "anything-else"
     failure = failure_of(Raising())
     assert (failure.type.rpartition(".")[2], failure.message) == ("Raising", "")
@@ -220,7 +231,7 @@ def test_a_small_message_is_what_python_says(error: Exception) -> None:
 
 ALONE = """
 import sys
-from celery_leases.core.classifier.rules import Rules
+from celery_leases.failures.rules import Rules
 before = set(sys.modules)
 class RateLimitError(Exception):
     __module__ = "openai"
@@ -228,10 +239,15 @@ class RateLimitError(Exception):
 print(Rules.default().judge(RateLimitError(), 1e9).rule)
 print(*sorted({name.split(".")[0] for name in sys.modules} & LIBRARIES))
 print(*sorted(set(sys.modules) - before))
-""".replace("LIBRARIES", repr({"openai", "httpx", "requests", "botocore", "grpc", "stripe", "aiohttp", "anthropic"}))
+""".replace(
+    "LIBRARIES",
+    repr({"openai", "httpx", "requests", "botocore", "grpc", "stripe", "aiohttp", "anthropic"}),
+)
 
 
 def test_no_client_library_is_imported() -> None:
     """Neither by importing the classifier nor by judging."""
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "rate-limited\n\n\n"

@@ -9,12 +9,16 @@ import pytest
 
 import celery_leases
 from celery_leases import errors
-from celery_leases.core import errors as core_errors
+from celery_leases import errors as core_errors
 
 
 def _loaded_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.split()
+    )
 
 
 @pytest.mark.parametrize("name", ["LeasedTask", "LeaseClient"])
@@ -28,7 +32,14 @@ def test_an_import_loads_no_driver_and_not_celerys_worker(name: str) -> None:
 def test_a_task_class_loads_nothing_that_runs_tasks() -> None:
     """A process that only publishes needs neither the protocol nor the classifier."""
     loaded = _loaded_by("from celery_leases import LeasedTask")
-    assert not {"celery_leases.execution", "celery_leases.core.records", "celery_leases.core.redaction"} & loaded
+    assert (
+        not {
+            "celery_leases.attempt.run",
+            "celery_leases.protocol.records",
+            "celery_leases.common.redaction",
+        }
+        & loaded
+    )
 
 
 def test_a_client_does_not_need_celery() -> None:
@@ -55,7 +66,11 @@ def test_a_name_of_another_module_says_where_it_is() -> None:
 
 def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     """Those at the top too; what only the stores tell one another is not."""
-    kinds = [kind for kind in vars(core_errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
+    kinds = [
+        kind
+        for kind in vars(core_errors).values()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    ]
     defined = {kind.__name__ for kind in kinds if not kind.__name__.startswith("_")}
     assert defined - {"RecordUnreadable", "ValueRefused", "ColumnMissing"} == set(errors.__all__)
 

@@ -1,6 +1,7 @@
 """Two workers and an operator, step by step: what the one does between two steps of the other.
 
-The claim is searched: all that two calls, their renewals and outcomes, an operator and time can do in so many steps.
+The claim is searched: all that two calls, their renewals and outcomes, an operator and time can do
+in so many steps.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.endings import Interrupted, Lost, Snoozed
-from celery_leases.core.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
-from celery_leases.core.events import GateOpened
-from celery_leases.core.records import State
-from celery_leases.core.replies import Again, Answer, Reply, Throw
-from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.protocol.celery_replies import Again, Answer, Reply, Throw
+from celery_leases.protocol.endings import Interrupted, Lost, Snoozed
+from celery_leases.protocol.events import GateOpened
+from celery_leases.protocol.records import State
 from celery_leases.stores.claiming import COMPARED
 from tests.unit import fake_records
 from tests.unit.bench import RATE_LIMITED, Bench, error
@@ -23,7 +24,9 @@ from tests.unit.claim_model import Broken, beginnings, search, walk
 from tests.unit.situations import GROUP, KEY, THEIRS, raised
 
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
-OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+OF_THE_GROUP = raised(
+    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
+)
 SOON = raised(retry("2s", jitter=0.0))
 FOR_GOOD = raised(permanent())
 OTHER_ARGUMENTS = replace(KEY, fingerprint="v1:other", digests={"month": "m2"})
@@ -71,8 +74,10 @@ class TestAnotherCallDuringACooldown:
         assert bench.run(bench.again(second)) == Answer(1)
         assert len(bench.ran) == 3
 
-    def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(self, bench: Bench) -> None:
-        """Between settling and cooling it is put back, or told by the row; it never runs."""
+    def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(
+        self, bench: Bench
+    ) -> None:
+        """Between settling and cooling it is rescheduled, or told by the row; it never runs."""
         met: list[Reply] = []
         bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
         bench.run(bench.call(), OF_THE_KEY)
@@ -96,12 +101,16 @@ class TestAnotherCallDuringACooldown:
         assert bench.run(bench.again(call)) == Answer(1)
 
     def test_two_that_find_the_cooldown_over_do_not_run_together(self) -> None:
-        """One of them may remove the cooldown the other has just left: the row still keeps it out."""
+        """One of them may remove the cooldown the other has just left: the row still keeps it
+        out.
+        """
         bench = Bench()
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.reset(KEY.stored)
         met: list[Reply] = []
-        bench.journal.before("end_cooldown", lambda: met.append(bench.run(bench.call(call_id="third"), OF_THE_KEY)))
+        bench.journal.before(
+            "end_cooldown", lambda: met.append(bench.run(bench.call(call_id="third"), OF_THE_KEY))
+        )
         reply = bench.run(bench.call(call_id=THEIRS))
         assert isinstance(met[0], Again)
         assert isinstance(error(reply), CoolingDown)
@@ -109,7 +118,9 @@ class TestAnotherCallDuringACooldown:
 
 
 class TestAFreshMessage:
-    """Bears the id of a call that has failed and was told so: from a dead-letter queue, or sent by hand."""
+    """Bears the id of a call that has failed and was told so: from a dead-letter queue, or sent by
+    hand.
+    """
 
     def test_that_comes_during_the_cooldown_runs_once_after_it(self, bench: Bench) -> None:
         """In hops; its copies do not run, nor does a copy of the first message."""
@@ -207,15 +218,23 @@ class TestOtherArguments:
         """During its cooldown, at its gate, and after."""
         bench.run(bench.call(), OF_THE_GROUP)
         for _ in range(2):
-            assert isinstance(error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), KeyReused)
+            assert isinstance(
+                error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), KeyReused
+            )
             bench.clock.sleep(61.0)
         assert len(bench.ran) == 1
 
-    def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(self, bench: Bench) -> None:
-        """Somebody corrects the input; the first call's copy is answered with the new result, never run."""
+    def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(
+        self, bench: Bench
+    ) -> None:
+        """Somebody corrects the input; the first call's copy is answered with the new result, never
+        run.
+        """
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
-        assert isinstance(error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), CoolingDown)
+        assert isinstance(
+            error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), CoolingDown
+        )
         bench.clock.sleep(60.0)
         assert bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS)) == Answer(1)
         assert isinstance(error(bench.run(bench.redelivered(call))), KeyReused)
@@ -225,7 +244,9 @@ class TestOtherArguments:
 class TestRerun:
     """Each call is work of its own; the key is a mutex, and cools for all."""
 
-    def test_a_cooldown_of_one_call_keeps_the_others_out_and_each_runs_once(self, bench: Bench) -> None:
+    def test_a_cooldown_of_one_call_keeps_the_others_out_and_each_runs_once(
+        self, bench: Bench
+    ) -> None:
         """In whatever order they come back."""
         first, second = bench.call(on_done="rerun"), bench.call(on_done="rerun", call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
@@ -243,7 +264,9 @@ class TestRerun:
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
         met: list[Reply] = []
-        bench.run(bench.again(call), during=lambda _: met.append(bench.run(bench.redelivered(call))))
+        bench.run(
+            bench.again(call), during=lambda _: met.append(bench.run(bench.redelivered(call)))
+        )
         assert isinstance(met[0], Again)
         assert bench.run(bench.redelivered(call)) == Answer(1)
         assert len(bench.ran) == 2
@@ -252,8 +275,12 @@ class TestRerun:
 class TestOneGateForManyKeys:
     """Failures of several keys at once."""
 
-    def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(self, bench: Bench) -> None:
-        """Each waits as long as the gate; when it is over one probes, and the other comes right after."""
+    def test_bodies_that_fail_together_are_one_trip_and_probe_one_by_one(
+        self, bench: Bench
+    ) -> None:
+        """Each waits as long as the gate; when it is over one probes, and the other comes right
+        after.
+        """
         first, second = bench.call(), bench.call(key=OTHER_KEY, call_id=THEIRS)
         bench.run(first, OF_THE_GROUP, during=lambda _: bench.run(second, OF_THE_GROUP))
         assert bench.gate is not None
@@ -266,7 +293,9 @@ class TestOneGateForManyKeys:
         assert bench.run(bench.again(second)) == Answer(1)
         assert len(bench.seen.of(GateOpened)) == 1
 
-    def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(self, bench: Bench) -> None:
+    def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(
+        self, bench: Bench
+    ) -> None:
         """It fails while another probes: no trip, and the probe's success is the weaker witness."""
         slow, probe = bench.call(key=OTHER_KEY, call_id=THEIRS), bench.call()
 
@@ -286,13 +315,25 @@ class TestOneGateForManyKeys:
 def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> None:
     """Snoozes, losses and shutdowns between them give no new ones."""
     call = bench.call(max_retries=2)
-    for ending in (SOON, Snoozed(Snooze(5), 5.0), SOON, Lost("taken"), Interrupted(SystemExit()), SOON):
+    for ending in (
+        SOON,
+        Snoozed(Snooze(5), 5.0),
+        SOON,
+        Lost("taken"),
+        Interrupted(SystemExit()),
+        SOON,
+    ):
         bench.run(bench.again(call), ending)
         bench.clock.sleep(10.0)
-    assert (bench.state, bench.row.failures, bench.row.attempt, bench.row.crashes) == (State.COOLING, 1, 3, 0)
+    assert (bench.state, bench.row.failures, bench.row.attempt, bench.row.crashes) == (
+        State.COOLING,
+        1,
+        3,
+        0,
+    )
 
 
-# -- two claims of one key, and all that happens between their steps ------------------------------------------------
+# -- two claims of one key, and all that happens between their steps -------------------------------
 
 
 @pytest.mark.parametrize(("accidents", "depth"), [(0, 8), (1, 6)])
@@ -300,9 +341,11 @@ def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> No
 def test_each_claim_is_one_step_whatever_happens_between_its_look_and_its_write(
     begin: str, accidents: int, depth: int
 ) -> None:
-    """The row that it writes is what the rule makes of the row that is there then, and the fence grows.
+    """The row that it writes is what the rule makes of the row that is there then, and the fence
+    grows.
 
-    An accident: a reply that is lost, a clock that jumps back, a purge, progress, a message, a call that is given up.
+    An accident: a reply that is lost, a clock that jumps back, a purge, progress, a message, a call
+    that is given up.
     """
     assert search(dict(beginnings(accidents))[begin], depth) > 5_000
 
@@ -315,9 +358,11 @@ def test_so_it_is_in_long_walks_with_many_accidents(begin: str) -> None:
 
 
 @pytest.mark.parametrize("column", sorted(set(COMPARED) - {"state", "owner"}))
-def test_the_search_finds_what_a_column_is_compared_for(monkeypatch: pytest.MonkeyPatch, column: str) -> None:
-    """Without it a claim overwrites what it has not seen. A state changes with how an attempt ended or with its lease,
-    and an owner with the fence.
+def test_the_search_finds_what_a_column_is_compared_for(
+    monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    """Without it a claim overwrites what it has not seen. A state changes with how an attempt ended
+    or with its lease, and an owner with the fence.
     """
     monkeypatch.setattr(fake_records, "COMPARED", [name for name in COMPARED if name != column])
     with pytest.raises(Broken):

@@ -6,16 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.errors import CoolingDown
-from celery_leases.core.records import State
-from celery_leases.core.replies import Again, Answer, Throw
-from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.errors import CoolingDown
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.protocol.celery_replies import Again, Answer, Throw
+from celery_leases.protocol.records import State
 from tests.unit.bench import Bench
 from tests.unit.fake_stores import Lasting
 from tests.unit.situations import KEY, THEIRS, raised
 
-KINDS = pytest.mark.parametrize("in_records", [False, True], ids=["leases apart", "rows are leases"])
-OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+KINDS = pytest.mark.parametrize(
+    "in_records", [False, True], ids=["leases apart", "rows are leases"]
+)
+OF_THE_GROUP = raised(
+    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
+)
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
 SOON = raised(retry("2s", jitter=0.0))
 FOR_GOOD = raised(permanent())
@@ -50,7 +54,9 @@ class TestAKeyThatCools:
         assert bench.steps() == ["read"]
         assert bench.row == before
 
-    def test_those_who_watch_are_told_of_the_whole_wait_and_not_of_a_hop(self, bench: Bench) -> None:
+    def test_those_who_watch_are_told_of_the_whole_wait_and_not_of_a_hop(
+        self, bench: Bench
+    ) -> None:
         """The broker is trusted with 10 s at a time; the key waits for a minute."""
         call = bench.call(longest_hop=10.0)
         bench.run(call, OF_THE_KEY)
@@ -68,8 +74,12 @@ class TestAKeyThatCools:
         assert (bench.row.attempt, bench.row.failures, bench.row.crashes) == (2, 0, 0)
 
     @pytest.mark.parametrize("record", ["reset by an operator", "gone", "done", "failed"])
-    def test_a_value_that_the_record_knows_nothing_of_is_removed_or_answered(self, bench: Bench, record: str) -> None:
-        """Where the record says run it is removed, and the key taken; else the record's answer counts."""
+    def test_a_value_that_the_record_knows_nothing_of_is_removed_or_answered(
+        self, bench: Bench, record: str
+    ) -> None:
+        """Where the record says run it is removed, and the key taken; else the record's answer
+        counts.
+        """
         bench.run(bench.call(), OF_THE_KEY)
         row = bench.row
         rows = bench.records.rows
@@ -108,7 +118,9 @@ class TestAKeyThatCools:
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.reset(KEY.stored)
         lasting = Lasting("other", None, bench.clock.now() + 60)
-        bench.journal.before("end_cooldown", lambda: bench.stores.leases.update({KEY.stored: lasting}))
+        bench.journal.before(
+            "end_cooldown", lambda: bench.stores.leases.update({KEY.stored: lasting})
+        )
         bench.journal.away("end_cooldown")
         reply = bench.run(bench.call(call_id=THEIRS))
         assert isinstance(reply, Again)

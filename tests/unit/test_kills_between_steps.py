@@ -1,4 +1,6 @@
-"""A process that dies between two steps of a failing call, and the copy of the message the broker delivers then."""
+"""A process that dies between two steps of a failing call, and the copy of the message the broker
+delivers then.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.endings import Raised
-from celery_leases.core.errors import PermanentFailure
-from celery_leases.core.replies import Again, Answer, Throw
-from celery_leases.core.rulings import Reason, cooldown, permanent
-from celery_leases.core.verdicts import Call
+from celery_leases.errors import PermanentFailure
+from celery_leases.failures.actions import Reason, cooldown, permanent
+from celery_leases.protocol.celery_replies import Again, Answer, Throw
+from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.verdicts import Call
 from tests.unit.bench import Bench, error
 from tests.unit.situations import THEIRS, raised
 
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
-OF_THE_GROUP = raised(replace(cooldown("30s", scope="group"), told="instead"), 60.0, Reason.RATE_LIMITED)
+OF_THE_GROUP = raised(
+    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
+)
 FOR_GOOD = raised(permanent())
 
 
@@ -43,10 +47,14 @@ def killed(bench: Bench, call: Call, before: str, ending: Raised) -> None:
 
 
 def test_a_claim_whose_reply_was_lost_is_no_crash_of_ours(bench: Bench) -> None:
-    """Nor where the next try is known not to have been carried out: the first one may stand open all the same."""
+    """Nor where the next try is known not to have been carried out: the first one may stand open
+    all the same.
+    """
     step = "acquire" if bench.in_records else "claim"
     bench.journal.away(step, times=1, done=True)
-    bench.journal.before(step, lambda: bench.journal.before(step, lambda: bench.journal.away(step, times=1)))
+    bench.journal.before(
+        step, lambda: bench.journal.before(step, lambda: bench.journal.away(step, times=1))
+    )
     assert bench.run(bench.call()) == Answer(1)
     assert bench.steps(step) == [step] * 3
     assert (bench.row.crashes, bench.row.attempt) == (0, 1)
@@ -56,7 +64,9 @@ class TestAKill:
     """At each step of a failing call; the broker delivers its message once more, as it was."""
 
     def test_after_the_gate_was_closed(self, bench: Bench) -> None:
-        """The redelivered call waits for the gate instead of being refused: it may be the last copy."""
+        """The redelivered call waits for the gate instead of being refused: it may be the last
+        copy.
+        """
         call = bench.call(on_cooling="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
         reply = bench.run(bench.redelivered(call))
@@ -68,7 +78,9 @@ class TestAKill:
         assert bench.row.attempt == 2
 
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
-        """Nobody has published the copy that comes back; the row tells the redelivered one to wait."""
+        """Nobody has published the copy that comes back; the row tells the redelivered one to
+        wait.
+        """
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         reply = bench.run(bench.redelivered(call))
@@ -78,7 +90,9 @@ class TestAKill:
         assert bench.run(bench.redelivered(call)) == Answer(1)
         assert (bench.row.attempt, bench.row.crashes) == (2, 0)
 
-    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(self, bench: Bench) -> None:
+    def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(
+        self, bench: Bench
+    ) -> None:
         """Its own wait has ended, but it stands in the row: at the gate it is not another call."""
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
@@ -89,7 +103,9 @@ class TestAKill:
         assert reply.started
 
     @pytest.mark.parametrize("on_done", ["replay", "rerun"])
-    def test_before_the_caller_was_told_of_a_permanent_failure(self, bench: Bench, on_done: Any) -> None:
+    def test_before_the_caller_was_told_of_a_permanent_failure(
+        self, bench: Bench, on_done: Any
+    ) -> None:
         """The redelivered call tells it; dropped, a chord would wait for ever."""
         call = bench.call(on_done=on_done, canvas=True)
         bench.run(call, FOR_GOOD)  # and Celery never got to store it
@@ -110,7 +126,9 @@ class TestAKill:
         assert len(bench.ran) == 1
 
     def test_a_message_that_was_lost_does_not_block_its_key(self, bench: Bench) -> None:
-        """The row waits for a call that never comes; any other with the same arguments runs after its time."""
+        """The row waits for a call that never comes; any other with the same arguments runs after
+        its time.
+        """
         bench.run(bench.call(), OF_THE_KEY)
         bench.clock.sleep(60.0)
         assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)

@@ -1,4 +1,6 @@
-"""Rows that are running without a lease: whether their holder may be alive, and who waits for it."""
+"""Rows that are running without a lease: whether their holder may be alive, and who waits for
+it.
+"""
 
 # ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -6,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.core.claims import ALWAYS
-from celery_leases.core.events import CrashSeen
-from celery_leases.core.outcomes import after_run
-from celery_leases.core.records import State
-from celery_leases.core.replies import Again, Answer
-from celery_leases.core.verdicts import Call
-from celery_leases.core.waiting import LONGEST_LOOK
+from celery_leases.protocol.celery_replies import Again, Answer
+from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.events import CrashSeen
+from celery_leases.protocol.outcomes import after_run
+from celery_leases.protocol.records import State
+from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.waiting import LONGEST_LOOK
 from celery_leases.stores.evidence import GRACE, NEVER, SILENCE, Evidence
 from tests.unit.bench import DONE, Bench
 from tests.unit.situations import THEIRS
@@ -39,13 +41,19 @@ class TestAnEmptiedLeaseStore:
         return Bench()
 
     @pytest.mark.parametrize("age", [0.0, 2.0, 10.0, 14.9])
-    def test_a_newcomer_with_a_shorter_ttl_leaves_the_key_to_its_holder(self, bench: Bench, age: float) -> None:
+    def test_a_newcomer_with_a_shorter_ttl_leaves_the_key_to_its_holder(
+        self, bench: Bench, age: float
+    ) -> None:
         runs_elsewhere(bench, ttl=15.0)
         emptied(bench)
         bench.clock.sleep(age)
         reply = bench.run(bench.call(ttl=2.0))
         assert isinstance(reply, Again)
-        assert (reply.reason, bench.ran, bench.state) == ("the lease store came up empty", [], State.RUNNING)
+        assert (reply.reason, bench.ran, bench.state) == (
+            "the lease store was emptied",
+            [],
+            State.RUNNING,
+        )
         assert reply.delay == pytest.approx(15.0 - age)
 
     def test_after_the_holders_ttl_it_takes_over(self, bench: Bench) -> None:
@@ -56,7 +64,9 @@ class TestAnEmptiedLeaseStore:
         assert bench.seen.of(CrashSeen)
 
     @pytest.mark.parametrize("age", [0.0, 1.0, 100.0])
-    def test_a_key_that_does_not_run_costs_what_it_always_does(self, bench: Bench, age: float) -> None:
+    def test_a_key_that_does_not_run_costs_what_it_always_does(
+        self, bench: Bench, age: float
+    ) -> None:
         """The claim has the row in its hands, so neither store is asked anything more."""
         emptied(bench)
         bench.clock.sleep(age)
@@ -75,7 +85,7 @@ class TestAnEmptiedLeaseStore:
         assert not bench.held
 
     def test_a_store_that_does_not_say_its_age_is_away(self, bench: Bench) -> None:
-        """Nothing is taken over, the lease goes back, and the delivery is put back at once."""
+        """Nothing is taken over, the lease goes back, and the delivery is rescheduled at once."""
         runs_elsewhere(bench)
         bench.stores.leases.clear()
         bench.journal.away("age")
@@ -87,7 +97,9 @@ class TestAnEmptiedLeaseStore:
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
 
     def test_the_age_counts_up_to_when_the_lease_was_asked_for(self, bench: Bench) -> None:
-        """While a claim is stuck its own lease may end, and the holder may have put the other one back."""
+        """While a claim is stuck its own lease may end, and the holder may have put the other one
+        back.
+        """
         runs_elsewhere(bench, ttl=15.0)
         emptied(bench)
         bench.clock.sleep(5.0)
@@ -97,12 +109,18 @@ class TestAnEmptiedLeaseStore:
         assert reply.delay == pytest.approx(10.0)
         assert (bench.ran, bench.state) == ([], State.RUNNING)
 
-    def test_a_claim_that_lands_after_the_lease_was_given_is_not_taken_over(self, bench: Bench) -> None:
-        """Its lease was given before the store was emptied, and its holder is about to put it back."""
+    def test_a_claim_that_lands_after_the_lease_was_given_is_not_taken_over(
+        self, bench: Bench
+    ) -> None:
+        """Its lease was given before the store was emptied, and its holder is about to put it
+        back.
+        """
         emptied(bench)
 
         def claims() -> None:
-            bench.records.others.claim(bench.execution.entry._bid(bench.call(call_id=THEIRS)), "fake")
+            bench.records.others.claim(
+                bench.execution.entry._claim_request(bench.call(call_id=THEIRS)), "fake"
+            )
 
         bench.journal.before("claim", claims)
         reply = bench.run(bench.call())
@@ -114,7 +132,9 @@ class TestAnEmptiedLeaseStore:
 class TestAfterAnOutageOfTheRecords:
     @pytest.fixture
     def bench(self) -> Bench:
-        """Rows are leases, and the process does not know whether the database was there for their holders."""
+        """Rows are leases, and the process does not know whether the database was there for their
+        holders.
+        """
         made = Bench(in_records=True)
         made.records.evidence.answering = False
         return made
@@ -160,7 +180,7 @@ class TestAfterAnOutageOfTheRecords:
     def test_a_worker_that_stops_does_not_wait(self, bench: Bench) -> None:
         runs_elsewhere(bench)
         bench.clock.sleep(20.0)
-        bench.hurried = True
+        bench.stopping = True
         reply = bench.run(bench.call())
         assert isinstance(reply, Again)
         assert reply.reason == "the worker is stopping"
@@ -208,7 +228,9 @@ class TestEvidence:
         assert evidence.takes_until(105.0 + SILENCE) != NEVER
         assert evidence.takes_until(105.1 + SILENCE) == NEVER
 
-    def test_an_answer_that_took_long_counts_for_no_more_than_silence(self, evidence: Evidence) -> None:
+    def test_an_answer_that_took_long_counts_for_no_more_than_silence(
+        self, evidence: Evidence
+    ) -> None:
         """A database that was frozen meanwhile was there for nobody."""
         self.asks(evidence, 100.0)
         self.asks(evidence, 100.1, takes=60.0)

@@ -1,4 +1,6 @@
-"""The log lines of celery_leases: printable, without secrets, and never in the way of what is being done."""
+"""The log lines of celery_leases: printable, without secrets, and never in the way of what is being
+done.
+"""
 
 import logging
 from dataclasses import asdict, fields
@@ -7,14 +9,14 @@ from typing import Any
 import pytest
 
 from celery_leases import signals
-from celery_leases.core.errors import KeyReused
-from celery_leases.core.events import CallRefused, Event, LeaseHeldElsewhere
-from celery_leases.core.records import Failure
-from celery_leases.core.texts import printable
+from celery_leases.common.texts import printable
+from celery_leases.errors import KeyReused
+from celery_leases.protocol.events import CallRefused, Event, LeaseHeldElsewhere
+from celery_leases.protocol.records import Failure
 from celery_leases.signals import LINE_MAX, Announcer, logger
 
 
-class Kept(logging.Handler):
+class RenewalResult(logging.Handler):
     """Formats as any handler would, and keeps the records."""
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class Kept(logging.Handler):
 @pytest.fixture
 def kept() -> Any:
     """A handler on the library's logger."""
-    handler = Kept()
+    handler = RenewalResult()
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     yield handler
@@ -39,11 +41,13 @@ def kept() -> Any:
     logger.removeHandler(handler)
 
 
-def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(kept: Kept) -> None:
+def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(
+    kept: RenewalResult,
+) -> None:
     """A handler that reports exceptions gets the object; whoever writes text gets no secret."""
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("denied for api_key=sk-abcdef0123456789")
-    logger.warning("raised, and comes back", exc_info=raised.value)
+    logger.warning("raised, and will run again", exc_info=raised.value)
     (record,), (text,) = kept.records, kept.texts
     assert record.exc_info is not None
     assert record.exc_info[1] is raised.value
@@ -52,18 +56,18 @@ def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(ke
     assert "Traceback" in text
 
 
-def test_an_error_that_cannot_be_printed_does_not_stop_the_line(kept: Kept) -> None:
+def test_an_error_that_cannot_be_printed_does_not_stop_the_line(kept: RenewalResult) -> None:
     """Its own ``__str__`` raises."""
 
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise ValueError("no text")
 
-    logger.warning("raised, and comes back", exc_info=Unprintable())
-    assert "raised, and comes back" in kept.texts[0]
+    logger.warning("raised, and will run again", exc_info=Unprintable())
+    assert "raised, and will run again" in kept.texts[0]
 
 
-def test_lines_without_an_exception_are_left_alone(kept: Kept) -> None:
+def test_lines_without_an_exception_are_left_alone(kept: RenewalResult) -> None:
     """Nothing is formatted that is not there."""
     logger.warning("a plain line")
     assert kept.records[0].exc_text is None
@@ -72,13 +76,19 @@ def test_lines_without_an_exception_are_left_alone(kept: Kept) -> None:
 FORGED = "invoice:1\n[2026-11-22 06:00:00,000: WARNING/MainProcess] forged\x1b[2J\u202e"
 
 
-def test_a_key_with_a_line_feed_forges_no_line(kept: Kept) -> None:
-    """Key, call id, host and reason come from messages; handlers for machines get them as they are."""
+def test_a_key_with_a_line_feed_forges_no_line(kept: RenewalResult) -> None:
+    """Key, call id, host and reason come from messages; handlers for machines get them as they
+    are.
+    """
     subject = {"task": f"shop.work{FORGED}", "key": FORGED, "call_id": FORGED}
     Announcer().observe(CallRefused(**subject, error=f"token=abc {FORGED}"))
-    held = LeaseHeldElsewhere(**subject, holder=FORGED, holder_call_id=FORGED, remaining=1.0, same_call=False)
+    held = LeaseHeldElsewhere(
+        **subject, holder=FORGED, holder_call_id=FORGED, remaining=1.0, same_call=False
+    )
     Announcer().observe(held)
-    logger.warning("%s[%s] could not be put back: %s", "shop.work", FORGED, OSError(f"no way {FORGED}"))
+    logger.warning(
+        "%s[%s] could not be rescheduled: %s", "shop.work", FORGED, OSError(f"no way {FORGED}")
+    )
     assert len(kept.texts) == 3
     for text in kept.texts:
         assert text.isprintable()
@@ -89,15 +99,22 @@ def test_a_key_with_a_line_feed_forges_no_line(kept: Kept) -> None:
 
 def an_event(kind: type[Event], text: str) -> Event:
     """One of that kind, *text* in each of its texts."""
-    values = {"int": 3, "float": 1.25, "bool": True, "Failure": Failure("ValueError", text, "a-rule")}
-    given: dict[str, Any] = {each.name: values.get(str(each.type).partition(" ")[0], text) for each in fields(kind)}
+    values = {
+        "int": 3,
+        "float": 1.25,
+        "bool": True,
+        "Failure": Failure("ValueError", text, "a-rule"),
+    }
+    given: dict[str, Any] = {
+        each.name: values.get(str(each.type).partition(" ")[0], text) for each in fields(kind)
+    }
     return kind(**given)
 
 
 @pytest.mark.parametrize("kind", signals._SIGNALS)
 @pytest.mark.parametrize("text", ["plain", FORGED, "k" * 1000])
 def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
-    kept: Kept, kind: type[Event], text: str
+    kept: RenewalResult, kind: type[Event], text: str
 ) -> None:
     """The record has them as plain values, whatever the line shows of them."""
     event = an_event(kind, text)
@@ -112,15 +129,19 @@ def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
     assert "{" not in kept.texts[0]
 
 
-def test_a_long_key_is_cut_and_a_long_line_too(kept: Kept) -> None:
+def test_a_long_key_is_cut_and_a_long_line_too(kept: RenewalResult) -> None:
     """The log does not grow with what somebody sends."""
-    Announcer().observe(CallRefused(task="shop.work", key="k" * 100_000, call_id="call-1", error="no"))
+    Announcer().observe(
+        CallRefused(task="shop.work", key="k" * 100_000, call_id="call-1", error="no")
+    )
     logger.warning("raised: %s", "x" * 100_000)
     assert kept.texts[0].endswith("…: refused: no")
     assert all(len(text) <= LINE_MAX for text in kept.texts)
 
 
-def test_a_traceback_keeps_its_lines_and_nothing_else_that_a_terminal_obeys(kept: Kept) -> None:
+def test_a_traceback_keeps_its_lines_and_nothing_else_that_a_terminal_obeys(
+    kept: RenewalResult,
+) -> None:
     """A message of many megabytes is cut."""
     logger.warning("raised", exc_info=RuntimeError(f"\x1b[2J {'x' * 30_000_000}"))
     assert "\x1b" not in kept.texts[0]
@@ -128,7 +149,7 @@ def test_a_traceback_keeps_its_lines_and_nothing_else_that_a_terminal_obeys(kept
     assert len(kept.texts[0]) < 40_000
 
 
-def test_the_message_of_an_error_shows_a_printable_key(kept: Kept) -> None:
+def test_the_message_of_an_error_shows_a_printable_key(kept: RenewalResult) -> None:
     """Celery logs our errors with their traceback; the detail has the key as it is."""
     error = KeyReused(f"{FORGED}: it stands for other arguments", FORGED, ["amount"])
     assert str(error).isprintable()

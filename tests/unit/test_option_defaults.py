@@ -9,22 +9,28 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.options import LeaseOptions, gather
-from celery_leases.core.policies import CooldownPolicy
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.failures.rules import Rules
+from celery_leases.protocol.options import LeaseOptions, gather
 
 PARAMETERS = ("customer_id", "month")
 
 
 def gathered(
-    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+    *,
+    defaults: dict[str, Any] | None = None,
+    parameters: tuple[str, ...] | None = PARAMETERS,
+    **given: Any,
 ) -> LeaseOptions:
     return gather("billing.send", given, defaults or {}, parameters)
 
 
 def refused(
-    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+    *,
+    defaults: dict[str, Any] | None = None,
+    parameters: tuple[str, ...] | None = PARAMETERS,
+    **given: Any,
 ) -> str:
     with pytest.raises(LeaseConfigurationError) as caught:
         gathered(defaults=defaults, parameters=parameters, **given)
@@ -39,10 +45,18 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"on_held": "raise", "wait": 5}, "on_held", "add lease_key"),
     ({"on_done": "ignore"}, "on_done", "add lease_key"),
     ({"on_done": "raise"}, "on_done", "add lease_key"),
-    ({"key": "{month}", "on_done": "rerun", "fingerprint": ["month"]}, "fingerprint", 'lease_on_done="rerun"'),
+    (
+        {"key": "{month}", "on_done": "rerun", "fingerprint": ["month"]},
+        "fingerprint",
+        'lease_on_done="rerun"',
+    ),
     ({"max_hold": 5}, "max_hold", "lease_ttl=15"),
     ({"max_hold": 29, "ttl": 30}, "max_hold", "lease_ttl=30"),
-    ({"key": "{month}", "fingerprint": ["month", "year"]}, "fingerprint", "'year', which is not a parameter"),
+    (
+        {"key": "{month}", "fingerprint": ["month", "year"]},
+        "fingerprint",
+        "'year', which is not a parameter",
+    ),
 ]
 
 
@@ -63,11 +77,16 @@ class TestContradictions:
         assert gathered(on_done="rerun").rerun
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
-        assert gathered(namespace=None, on_held="reschedule", on_done="replay", fingerprint=None) == LeaseOptions()
+        assert (
+            gathered(namespace=None, on_held="reschedule", on_done="replay", fingerprint=None)
+            == LeaseOptions()
+        )
 
 
 class TestDefaultsOfTheApp:
-    """``app.conf.leases_<option>`` speaks to all tasks, so it cannot contradict what one of them is."""
+    """``app.conf.leases_<option>`` speaks to all tasks, so it cannot contradict what one of them
+    is.
+    """
 
     @pytest.mark.parametrize(
         "defaults",
@@ -82,8 +101,12 @@ class TestDefaultsOfTheApp:
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str)
-    def test_a_task_that_did_not_ask_is_never_refused(self, defaults: dict[str, Any], given: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "given", [{}, {"key": "{month}"}, {"key": "{month}", "on_done": "rerun"}], ids=str
+    )
+    def test_a_task_that_did_not_ask_is_never_refused(
+        self, defaults: dict[str, Any], given: dict[str, Any]
+    ) -> None:
         assert isinstance(gathered(defaults=defaults, **given), LeaseOptions)
 
     @pytest.mark.parametrize(
@@ -114,7 +137,9 @@ class TestDefaultsOfTheApp:
         assert message.startswith(
             "app.conf: leases_cooldown_group (for task billing.send)='openai:{model}' is not usable"
         )
-        assert gathered(defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}").cooldown_group
+        assert gathered(
+            defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}"
+        ).cooldown_group
 
     def test_a_default_counts_where_the_task_says_nothing(self) -> None:
         options = gathered(defaults={"ttl": 60, "on_held": "raise"}, key="{month}", ttl=20)
@@ -124,4 +149,6 @@ class TestDefaultsOfTheApp:
         assert gathered(defaults={"wait": 3}, key="{month}", wait=5).wait == 5.0
 
     def test_what_the_task_asks_is_still_held_against_a_default(self) -> None:
-        assert "lease_fingerprint" in refused(defaults={"on_done": "rerun"}, key="{month}", fingerprint=["month"])
+        assert "lease_fingerprint" in refused(
+            defaults={"on_done": "rerun"}, key="{month}", fingerprint=["month"]
+        )

@@ -1,4 +1,6 @@
-"""Options are checked one by one at registration, with a message that says what to write instead."""
+"""Options are checked one by one at registration, with a message that says what to write
+instead.
+"""
 
 # ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -10,22 +12,35 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.options import OF_THE_APP, OPTION_NAMES, LeaseOptions, OnCooling, Resume, gather
-from celery_leases.core.policies import CooldownPolicy
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.failures.rules import Rules
+from celery_leases.protocol.options import (
+    OF_THE_APP,
+    OPTION_NAMES,
+    LeaseOptions,
+    OnCooling,
+    Resume,
+    gather,
+)
 
 PARAMETERS = ("customer_id", "month")
 
 
 def gathered(
-    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+    *,
+    defaults: dict[str, Any] | None = None,
+    parameters: tuple[str, ...] | None = PARAMETERS,
+    **given: Any,
 ) -> LeaseOptions:
     return gather("billing.send", given, defaults or {}, parameters)
 
 
 def refused(
-    *, defaults: dict[str, Any] | None = None, parameters: tuple[str, ...] | None = PARAMETERS, **given: Any
+    *,
+    defaults: dict[str, Any] | None = None,
+    parameters: tuple[str, ...] | None = PARAMETERS,
+    **given: Any,
 ) -> str:
     with pytest.raises(LeaseConfigurationError) as caught:
         gathered(defaults=defaults, parameters=parameters, **given)
@@ -56,6 +71,8 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         retention=7 * 86_400.0,
         result_max=262_144,
         settle_timeout=60.0,
+        queue_once=False,
+        on_queued="return",
         allow_loss=False,
     )
     assert gathered().classifier == Rules.default()
@@ -72,12 +89,13 @@ WRONG = [
     ("ttl", 0.5),
     ("ttl", timedelta(milliseconds=500)),
     ("ttl", "500ms"),
-    *[(name, value) for name in ("renew", "allow_loss", "idempotent") for value in (None, 0, 1, "yes", [])],
+    *[(name, value) for name in ("renew", "allow_loss", "idempotent", "queue_once") for value in
+      (None, 0, 1, "yes", [])],
     *[(name, value) for name in ("max_crashes", "result_max", "max_failures") for value in
       (0, -1, 1.5, True, None, "3", 3.0)],
     *[("max_retries", value) for value in (-1, 1.5, True, None, "3", 0.0)],
-    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooling", "resume") for value in
-      (None, "", "nonsense", True, 1, ["put_back"], "PUT_BACK")],
+    *[(name, value) for name in ("on_lost", "on_held", "on_done", "on_cooling", "resume", "on_queued") for value in
+      (None, "", "nonsense", True, 1, ["reschedule"], "PUT_BACK")],
     ("on_cooling", "resume"),
     ("resume", "stop"),
     ("resume", "fail"),
@@ -92,14 +110,18 @@ WRONG = [
 
 class TestWrongValues:
     @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
-    def test_the_message_names_task_option_and_value_and_what_to_write(self, name: str, value: Any) -> None:
+    def test_the_message_names_task_option_and_value_and_what_to_write(
+        self, name: str, value: Any
+    ) -> None:
         message = refused(**{name: value})
         if name in OF_THE_APP:
             assert message == (
                 f"task billing.send: lease_{name} is no option of a task; write app.conf.leases_{name}={value!r}"
             )
         else:
-            assert message.startswith(f"task billing.send: lease_{name}={value!r} is not usable; write ")
+            assert message.startswith(
+                f"task billing.send: lease_{name}={value!r} is not usable; write "
+            )
 
     @pytest.mark.parametrize(("name", "value"), WRONG, ids=repr)
     def test_a_wrong_default_of_the_app_names_the_setting(self, name: str, value: Any) -> None:
@@ -122,21 +144,33 @@ class TestWrongValues:
             ("on_cooling", "resume", "'raise' or 'reschedule' or 'ignore'"),
             ("resume", "fail", "'transient' or 'always' or 'never'"),
             ("cooldown", "soon", "seconds above 0 (below ten years) as a number, as text such as"),
-            ("cooldown_group", 7, 'a template such as "openai:{model}", or a callable of the arguments'),
+            (
+                "cooldown_group",
+                7,
+                'a template such as "openai:{model}", or a callable of the arguments',
+            ),
             (
                 "cooldown_group",
                 "{model}",
-                "names of the task's parameters (customer_id, month); 'model' is none of them",
+                "names of the task's parameters (customer_id, month), not 'model'",
             ),
-            ("rules", [], "Rules.default().on(...), or Rules() for rules of your own alone"),
+            ("rules", [], "Rules.default().on(...), or Rules() for your own rules alone"),
             ("idempotent", "yes", "True or False"),
             ("max_retries", -1, "a whole number of at least 0"),
             ("max_failures", 0, "a whole number of at least 1"),
             ("max_crashes", 0, "a whole number of at least 1"),
-            ("fingerprint", "month", "a list of argument names, a callable of the arguments, or False"),
+            (
+                "fingerprint",
+                "month",
+                "a list of argument names, a callable of the arguments, or False",
+            ),
             ("key", 7, 'a template such as "invoice:{customer_id}"'),
             ("key", "{0}", "the names of parameters in the braces, not positions"),
-            ("key", "{customer}", "names of the task's parameters (customer_id, month); 'customer' is none of them"),
+            (
+                "key",
+                "{customer}",
+                "names of the task's parameters (customer_id, month), not 'customer'",
+            ),
         ],
     )
     def test_the_message_says_what_to_write(self, name: str, value: Any, hint: str) -> None:
@@ -145,7 +179,9 @@ class TestWrongValues:
 
 class TestRightValues:
     @pytest.mark.parametrize("name", ["ttl", "max_hold", "retention", "settle_timeout"])
-    @pytest.mark.parametrize("span", [120, 120.0, timedelta(minutes=2), "2m", "120", "1m60s", "120s"])
+    @pytest.mark.parametrize(
+        "span", [120, 120.0, timedelta(minutes=2), "2m", "120", "1m60s", "120s"]
+    )
     def test_spans_are_seconds_text_or_timedeltas(self, name: str, span: Any) -> None:
         given: dict[str, Any] = {"defaults": {name: span}} if name in OF_THE_APP else {name: span}
         assert getattr(gathered(**given), name) == 120
@@ -184,8 +220,12 @@ class TestRightValues:
         assert (options.on_cooling, options.resume) == (on_cooling, resume)
 
     @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
-    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(self, base: Any) -> None:
-        assert gathered(cooldown=base).cooldown == CooldownPolicy(600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5)
+    def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(
+        self, base: Any
+    ) -> None:
+        assert gathered(cooldown=base).cooldown == CooldownPolicy(
+            600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5
+        )
 
     def test_a_base_above_six_hours_is_its_own_cap(self) -> None:
         assert gathered(cooldown="8h").cooldown.cap == 8 * 3600.0
@@ -230,7 +270,10 @@ class TestUnknownNames:
     )
     def test_a_name_misspelt_is_answered_with_the_one_meant(self, name: str, meant: str) -> None:
         given: dict[str, Any] = {name: 1}
-        assert refused(**given) == f"task billing.send: unknown option lease_{name}; did you mean lease_{meant}?"
+        assert (
+            refused(**given)
+            == f"task billing.send: unknown option lease_{name}; did you mean lease_{meant}?"
+        )
 
     def test_a_name_like_no_other_is_answered_with_all_there_are(self) -> None:
         message = refused(zzz=1)
@@ -239,5 +282,9 @@ class TestUnknownNames:
 
     @pytest.mark.parametrize("name", ["zzz", "key"])
     def test_a_setting_that_is_no_default_is_refused(self, name: str) -> None:
-        """A key belongs to one task: as a default it would break every task without that parameter."""
-        assert refused(defaults={name: "{month}"}).startswith(f"app.conf: leases_{name} is no default")
+        """A key belongs to one task: as a default it would break every task without that
+        parameter.
+        """
+        assert refused(defaults={name: "{month}"}).startswith(
+            f"app.conf: leases_{name} is no default"
+        )

@@ -1,4 +1,6 @@
-"""How loud a put-back is: a store that does not answer is a warning, once a minute for each cause."""
+"""How loud a reschedule is: a store that does not answer is a warning, once a minute for each
+cause.
+"""
 
 # ruff: noqa: D103 - names state the behaviour
 
@@ -7,7 +9,7 @@ import logging
 import pytest
 
 from celery_leases import signals
-from celery_leases.core.events import CallPutBack
+from celery_leases.protocol.events import CallRescheduled
 
 
 @pytest.fixture
@@ -18,8 +20,10 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return time
 
 
-def put_back(reason: str, *, unavailable: bool = True) -> None:
-    event = CallPutBack(task="t", key="k", call_id="c", delay=5.0, reason=reason, unavailable=unavailable)
+def reschedule(reason: str, *, unavailable: bool = True) -> None:
+    event = CallRescheduled(
+        task="t", key="k", call_id="c", delay=5.0, reason=reason, unavailable=unavailable
+    )
     signals.Announcer().observe(event)
 
 
@@ -30,27 +34,37 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
 def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
     caplog: pytest.LogCaptureFixture, now: list[float]
 ) -> None:
-    """The next warning says how many there were in between; other causes are counted by themselves."""
+    """The next warning says how many there were in between; other causes are counted by
+    themselves.
+    """
     caplog.set_level(logging.INFO, "celery_leases")
     for number in range(4):
-        put_back(f"lease store redis: refused from port {number}")
-    put_back("postgresql: refused")
+        reschedule(f"lease store redis: refused from port {number}")
+    reschedule("postgresql: refused")
     now[0] += 60
-    put_back("lease store redis: refused from port 9")
+    reschedule("lease store redis: refused from port 9")
     assert levels(caplog) == [30, 20, 20, 20, 30, 30]
     assert caplog.records[-1].getMessage().endswith("port 9 (3 more since the last such warning)")
-    assert caplog.records[0].getMessage().endswith("put back for 5.0 s: lease store redis: refused from port 0")
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .endswith("rescheduled in 5.0 s: lease store redis: refused from port 0")
+    )
 
 
-def test_a_put_back_for_another_reason_stays_an_info(caplog: pytest.LogCaptureFixture, now: list[float]) -> None:
+def test_a_put_back_for_another_reason_stays_an_info(
+    caplog: pytest.LogCaptureFixture, now: list[float]
+) -> None:
     """A key that is held is no accident."""
     caplog.set_level(logging.INFO, "celery_leases")
-    put_back("another call holds the key", unavailable=False)
+    reschedule("another call holds the key", unavailable=False)
     assert levels(caplog) == [20]
 
 
-def test_any_number_of_causes_needs_little_memory(caplog: pytest.LogCaptureFixture, now: list[float]) -> None:
+def test_any_number_of_causes_needs_little_memory(
+    caplog: pytest.LogCaptureFixture, now: list[float]
+) -> None:
     """Texts of errors are not ours to bound."""
     for number in range(500):
-        put_back("refused by " + "x" * number)
+        reschedule("refused by " + "x" * number)
     assert len(signals._outages._seen) <= 100

@@ -1,4 +1,6 @@
-"""How an attempt is closed, what it leaves of the counts, and how long to wait when a store fails."""
+"""How an attempt is closed, what it leaves of the counts, and how long to wait when a store
+fails.
+"""
 
 # ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -9,12 +11,22 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core import outcomes
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Raised, Returned, Snoozed, Terminated
-from celery_leases.core.errors import PermanentFailure, Snooze, Uncertain
-from celery_leases.core.failures import after_failure
-from celery_leases.core.options import LeaseOptions
-from celery_leases.core.outcomes import (
+from celery_leases.errors import PermanentFailure, Snooze, Uncertain
+from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
+from celery_leases.protocol import outcomes
+from celery_leases.protocol.endings import (
+    Ending,
+    Interrupted,
+    Lost,
+    Passed,
+    Raised,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.protocol.failure_decisions import after_failure
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.protocol.outcomes import (
     CRASH_LOOP,
     Death,
     after_run,
@@ -26,11 +38,22 @@ from celery_leases.core.outcomes import (
     stood_back,
     store_pause,
 )
-from celery_leases.core.records import Attempt, Ended, Outcome, Record, State
-from celery_leases.core.results import NOT_JSON
-from celery_leases.core.rulings import Ruling, cooldown, permanent, retry
-from celery_leases.core.verdicts import GiveUp
-from tests.unit.situations import FAILURE, GROUP, NOW, OURS, RUNNING, a_call, a_record, decide, judged, raised, refusal
+from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
+from celery_leases.protocol.results import NOT_JSON
+from celery_leases.protocol.verdicts import GiveUp
+from tests.unit.situations import (
+    FAILURE,
+    GROUP,
+    NOW,
+    OURS,
+    RUNNING,
+    a_call,
+    a_record,
+    decide,
+    judged,
+    raised,
+    refusal,
+)
 
 WEEK = 7 * 86_400.0
 DAY = 86_400.0
@@ -59,9 +82,20 @@ ENDINGS: dict[str, Ending] = {
 
 class TestAfterTheRun:
     def test_a_value_is_done_and_clears_the_counts(self) -> None:
-        outcome = closed(Returned({"a": 1}, '{"a": 1}'), replace(RUNNING, quick_retries=3, cooldowns=2))
-        assert (outcome.state, outcome.ended, outcome.result) == (State.DONE, Ended.RETURNED, '{"a": 1}')
-        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (4, 0, 0, None)
+        outcome = closed(
+            Returned({"a": 1}, '{"a": 1}'), replace(RUNNING, quick_retries=3, cooldowns=2)
+        )
+        assert (outcome.state, outcome.ended, outcome.result) == (
+            State.DONE,
+            Ended.RETURNED,
+            '{"a": 1}',
+        )
+        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
+            4,
+            0,
+            0,
+            None,
+        )
         assert (outcome.quick_retries, outcome.cooldowns) == (0, 0)
 
     def test_a_value_that_cannot_be_kept_is_done_all_the_same(self) -> None:
@@ -72,18 +106,39 @@ class TestAfterTheRun:
         ("ending", "ended"),
         [(Lost("taken"), Ended.LOST), (Interrupted(SystemExit()), Ended.INTERRUPTED)],
     )
-    def test_an_abandoned_attempt_is_given_back_and_counts_as_nothing(self, ending: Any, ended: Ended) -> None:
+    def test_an_abandoned_attempt_is_given_back_and_counts_as_nothing(
+        self, ending: Any, ended: Ended
+    ) -> None:
         outcome = closed(ending, replace(RUNNING, quick_retries=3, cooldowns=2))
         assert (outcome.state, outcome.ended) == (State.PENDING, ended)
-        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (3, 2, 1, None)
+        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
+            3,
+            2,
+            1,
+            None,
+        )
         assert (outcome.quick_retries, outcome.cooldowns, outcome.failed) == (3, 2, False)
 
     def test_a_snooze_spends_no_attempt_and_no_count(self) -> None:
         """Not even the crashes before it are forgotten for it."""
         outcome = closed(ENDINGS["snoozed"], replace(RUNNING, quick_retries=3, cooldowns=2))
-        assert (outcome.state, outcome.ended, outcome.reason) == (State.PENDING, Ended.SNOOZED, "not yet")
-        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (3, 2, 1, 60.0)
-        assert (outcome.quick_retries, outcome.cooldowns, outcome.failed, outcome.failure) == (3, 2, False, None)
+        assert (outcome.state, outcome.ended, outcome.reason) == (
+            State.PENDING,
+            Ended.SNOOZED,
+            "not yet",
+        )
+        assert (outcome.attempt, outcome.failures, outcome.crashes, outcome.retry_after) == (
+            3,
+            2,
+            1,
+            60.0,
+        )
+        assert (outcome.quick_retries, outcome.cooldowns, outcome.failed, outcome.failure) == (
+            3,
+            2,
+            False,
+            None,
+        )
 
     @pytest.mark.parametrize(("before", "pause"), [(0, None), (1, 5.0), (2, 30.0)])
     def test_a_hard_limit_is_a_crash_with_its_pause(self, before: int, pause: float | None) -> None:
@@ -93,15 +148,22 @@ class TestAfterTheRun:
 
     def test_the_last_crash_allowed_fails_for_good(self) -> None:
         outcome = closed(ENDINGS["terminated"], replace(RUNNING, crashes=2))
-        assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, outcomes.CRASH_LOOP)
+        assert (outcome.state, outcome.crashes, outcome.reason) == (
+            State.FAILED,
+            3,
+            outcomes.CRASH_LOOP,
+        )
         assert outcome.failure is not None
         assert outcome.failure.rule == outcomes.CRASH_LOOP
 
     @pytest.mark.parametrize("delay", [None, 0.0, 30.0])
     @pytest.mark.parametrize("ended", [Ended.RETRIED, Ended.REJECTED])
-    def test_a_retry_of_the_user_waits_for_its_countdown(self, delay: float | None, ended: Ended) -> None:
+    def test_a_retry_of_the_user_waits_for_its_countdown(
+        self, delay: float | None, ended: Ended
+    ) -> None:
         outcome = closed(
-            Passed(Exception(), again=True, delay=delay, ended=ended), replace(RUNNING, quick_retries=3, cooldowns=2)
+            Passed(Exception(), again=True, delay=delay, ended=ended),
+            replace(RUNNING, quick_retries=3, cooldowns=2),
         )
         assert (outcome.state, outcome.ended, outcome.retry_after) == (State.PENDING, ended, delay)
         assert (outcome.attempt, outcome.failures, outcome.crashes) == (4, 2, 0)
@@ -126,18 +188,30 @@ class TestADeadChild:
 
     def test_a_killed_one_is_a_crash_and_its_call_comes_back(self) -> None:
         outcome = died(a_call(), replace(RUNNING, crashes=0, quick_retries=3), Death.KILLED)
-        assert (outcome.state, outcome.ended, outcome.reason) == (State.PENDING, Ended.CRASHED, "its process died")
+        assert (outcome.state, outcome.ended, outcome.reason) == (
+            State.PENDING,
+            Ended.CRASHED,
+            "its process died",
+        )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 1, None)
         assert (outcome.failures, outcome.quick_retries, outcome.resumes) == (2, 3, True)
 
     def test_one_killed_by_the_hard_limit_is_a_crash_whose_call_is_over(self) -> None:
         outcome = died(a_call(), replace(RUNNING, crashes=1), Death.TIME_LIMIT)
-        assert (outcome.state, outcome.ended, outcome.resumes) == (State.PENDING, Ended.TERMINATED, False)
+        assert (outcome.state, outcome.ended, outcome.resumes) == (
+            State.PENDING,
+            Ended.TERMINATED,
+            False,
+        )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 2, 5.0)
 
     def test_a_revoked_one_is_given_back_and_counts_as_nothing(self) -> None:
         outcome = died(a_call(), RUNNING, Death.REVOKED)
-        assert (outcome.state, outcome.ended, outcome.resumes) == (State.PENDING, Ended.TERMINATED, False)
+        assert (outcome.state, outcome.ended, outcome.resumes) == (
+            State.PENDING,
+            Ended.TERMINATED,
+            False,
+        )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
 
     def test_the_last_of_a_crash_loop_fails_for_good(self) -> None:
@@ -154,48 +228,91 @@ class TestADeadChild:
         """Another call's success leaves them, its own death begins a row of its own."""
         record = replace(RUNNING, crashes=2, crashed_call="another")
         outcome = closed(ENDINGS[ending], record, on_done="rerun")
-        assert (outcome.crashes, outcome.crashed_call) == ((2, "another") if ending == "returned" else (1, OURS))
+        assert (outcome.crashes, outcome.crashed_call) == (
+            (2, "another") if ending == "returned" else (1, OURS)
+        )
 
 
 class TestAfterAFailure:
     def test_a_cooldown_waits_and_keeps_the_failure(self) -> None:
         outcome = closed(raised(cooldown("60s", jitter=0.0)), RUNNING)
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (State.COOLING, Ended.FAILED, 60.0)
-        assert (outcome.attempt, outcome.failures, outcome.cooldowns, outcome.crashes) == (4, 3, 1, 0)
+        assert (outcome.state, outcome.ended, outcome.retry_after) == (
+            State.COOLING,
+            Ended.FAILED,
+            60.0,
+        )
+        assert (outcome.attempt, outcome.failures, outcome.cooldowns, outcome.crashes) == (
+            4,
+            3,
+            1,
+            0,
+        )
         assert outcome.failed
         assert outcome.failure is not None
-        assert (outcome.failure.type, outcome.failure.message, outcome.failure.rule) == ("ValueError", "boom", "row")
+        assert (outcome.failure.type, outcome.failure.message, outcome.failure.rule) == (
+            "ValueError",
+            "boom",
+            "row",
+        )
         assert outcome.reason == outcome.failure.reason == "error"
 
     def test_a_quick_retry_waits_as_pending_and_is_no_failure(self) -> None:
         outcome = closed(raised(retry("1s", jitter=0.0)), replace(RUNNING, cooldowns=2))
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (State.PENDING, Ended.FAILED, 1.0)
-        assert (outcome.attempt, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (4, 2, 1, 2)
+        assert (outcome.state, outcome.ended, outcome.retry_after) == (
+            State.PENDING,
+            Ended.FAILED,
+            1.0,
+        )
+        assert (outcome.attempt, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (
+            4,
+            2,
+            1,
+            2,
+        )
         assert outcome.failed
 
     def test_a_permanent_failure_waits_for_nothing(self) -> None:
         outcome = closed(raised(permanent()))
-        assert (outcome.state, outcome.ended, outcome.retry_after) == (State.FAILED, Ended.FAILED, None)
+        assert (outcome.state, outcome.ended, outcome.retry_after) == (
+            State.FAILED,
+            Ended.FAILED,
+            None,
+        )
         assert (outcome.failures, outcome.crashes, outcome.resumes) == (3, 0, False)
 
     def test_an_effect_in_doubt_waits_for_an_operator(self) -> None:
         doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, judged(cooldown("60s")))
         outcome = closed(doubt)
-        assert (outcome.state, outcome.retry_after, outcome.retention) == (State.UNCERTAIN, None, None)
+        assert (outcome.state, outcome.retry_after, outcome.retention) == (
+            State.UNCERTAIN,
+            None,
+            None,
+        )
         assert (outcome.failures, outcome.resumes, outcome.finished) == (2, False, None)
 
     def test_a_failure_of_the_group_counts_neither_as_failure_nor_as_retry(self) -> None:
         record = replace(RUNNING, quick_retries=1, cooldowns=2)
         outcome = closed(raised(cooldown("60s", scope="group")), record, group=GROUP)
-        assert (outcome.state, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (State.COOLING, 2, 0, 2)
+        assert (outcome.state, outcome.failures, outcome.quick_retries, outcome.cooldowns) == (
+            State.COOLING,
+            2,
+            0,
+            2,
+        )
 
-    @pytest.mark.parametrize("ruling", [cooldown("60s"), retry("1s"), permanent()], ids=lambda ruling: ruling.kind)
+    @pytest.mark.parametrize(
+        "ruling", [cooldown("60s"), retry("1s"), permanent()], ids=lambda ruling: ruling.kind
+    )
     def test_a_failure_in_our_hands_ends_the_row_of_crashes(self, ruling: Ruling) -> None:
         assert closed(raised(ruling), replace(RUNNING, crashes=2)).crashes == 0
 
-    @pytest.mark.parametrize("ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind)
+    @pytest.mark.parametrize(
+        "ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind
+    )
     @pytest.mark.parametrize("comes_back", [True, False])
-    def test_the_row_knows_whether_the_call_comes_back(self, ruling: Ruling, comes_back: bool) -> None:
+    def test_the_row_knows_whether_the_call_comes_back(
+        self, ruling: Ruling, comes_back: bool
+    ) -> None:
         assert closed(raised(ruling), comes_back=comes_back, resume="always").resumes is comes_back
 
     def test_a_call_that_shall_stop_after_a_cooldown_does_not_come_back(self) -> None:
@@ -228,12 +345,16 @@ class TestRetention:
         for name in ("returned", "ignored", "raised, permanent"):
             assert closed(ENDINGS[name], retention=60.0).retention == 60.0
 
-    @pytest.mark.parametrize("name", ["raised, cooldown", "raised, retry", "snoozed", "lost", "interrupted", "retried"])
+    @pytest.mark.parametrize(
+        "name", ["raised, cooldown", "raised, retry", "snoozed", "lost", "interrupted", "retried"]
+    )
     @pytest.mark.parametrize("retention", [60.0, WEEK])
     def test_what_waits_is_kept_until_it_may_run_and_as_long_as_its_counts_count(
         self, name: str, retention: float
     ) -> None:
-        """Else a key with a short retention forgot its failures during each cooldown, and never failed for good."""
+        """Else a key with a short retention forgot its failures during each cooldown, and never
+        failed for good.
+        """
         outcome = closed(ENDINGS[name], retention=retention)
         assert outcome.retention == (outcome.retry_after or 0.0) + max(retention, DAY)
 
@@ -244,7 +365,11 @@ class TestRetention:
 class TestUnrunAttempts:
     def test_giving_up_fails_for_good_and_gives_the_attempt_back(self) -> None:
         outcome = gave_up(a_call(), replace(RUNNING, crashes=3))
-        assert (outcome.state, outcome.ended, outcome.reason) == (State.FAILED, Ended.CRASHED, outcomes.CRASH_LOOP)
+        assert (outcome.state, outcome.ended, outcome.reason) == (
+            State.FAILED,
+            Ended.CRASHED,
+            outcomes.CRASH_LOOP,
+        )
         assert (outcome.attempt, outcome.crashes) == (3, 3)
 
     def test_the_caller_and_the_record_agree_on_why(self) -> None:
@@ -260,26 +385,46 @@ class TestUnrunAttempts:
     def test_standing_back_waits_and_keeps_how_the_attempt_before_ended(self) -> None:
         before = Attempt(Ended.CRASHED, FAILURE, "host-b/9")
         outcome = stood_back(a_call(), replace(RUNNING, crashes=2, previous=before), 5.0)
-        assert (outcome.state, outcome.ended, outcome.failure) == (State.PENDING, Ended.CRASHED, FAILURE)
+        assert (outcome.state, outcome.ended, outcome.failure) == (
+            State.PENDING,
+            Ended.CRASHED,
+            FAILURE,
+        )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 2, 5.0)
 
     def test_standing_back_keeps_the_counts_and_comes_back(self) -> None:
-        """Also where the attempt before was one whose caller was told: this call has not been told anything."""
-        record = replace(RUNNING, quick_retries=3, cooldowns=2, previous=Attempt(Ended.FAILED, FAILURE, "host-b/9"))
+        """Also where the attempt before was one whose caller was told: this call has not been told
+        anything.
+        """
+        record = replace(
+            RUNNING,
+            quick_retries=3,
+            cooldowns=2,
+            previous=Attempt(Ended.FAILED, FAILURE, "host-b/9"),
+        )
         outcome = stood_back(a_call(), record, 0.0)
-        assert (outcome.failures, outcome.quick_retries, outcome.cooldowns, outcome.failed) == (2, 3, 2, False)
+        assert (outcome.failures, outcome.quick_retries, outcome.cooldowns, outcome.failed) == (
+            2,
+            3,
+            2,
+            False,
+        )
         assert outcome.resumes
 
     def test_standing_back_without_a_pause_leaves_the_key_free(self) -> None:
         assert stood_back(a_call(), RUNNING, 0.0).retry_after is None
 
-    @pytest.mark.parametrize(("crashes", "pause"), [(0, 0.0), (1, 0.0), (2, 5.0), (3, 30.0), (99, 30.0)])
+    @pytest.mark.parametrize(
+        ("crashes", "pause"), [(0, 0.0), (1, 0.0), (2, 5.0), (3, 30.0), (99, 30.0)]
+    )
     def test_crashes_pause_from_the_second_on(self, crashes: int, pause: float) -> None:
         assert crash_pause(crashes) == pause
 
 
 class TestStoresAway:
-    @pytest.mark.parametrize(("tries", "most"), [(0, 5), (1, 10), (2, 20), (3, 40), (4, 60), (5, 60), (10_000, 60)])
+    @pytest.mark.parametrize(
+        ("tries", "most"), [(0, 5), (1, 10), (2, 20), (3, 40), (4, 60), (5, 60), (10_000, 60)]
+    )
     def test_a_delivery_stays_away_5_s_doubling_to_60(self, tries: int, most: float) -> None:
         assert store_pause(tries, 1.0) == pytest.approx(most)
         assert store_pause(tries, 0.0) == pytest.approx(0.8 * most)
@@ -290,7 +435,10 @@ class TestStoresAway:
         assert (pauses[0], pauses[-1], settle_pause(10_000)) == (0.05, 2.0, 2.0)
 
     def test_an_outcome_is_tried_for_the_settle_timeout(self) -> None:
-        assert settle_until(a_call(options=LeaseOptions(settle_timeout=60.0)), now=100.0, taken=90.0) == 160.0
+        assert (
+            settle_until(a_call(options=LeaseOptions(settle_timeout=60.0)), now=100.0, taken=90.0)
+            == 160.0
+        )
 
     def test_a_hard_limit_cuts_it_short(self) -> None:
         call = a_call(time_limit=30.0, options=LeaseOptions(settle_timeout=60.0))

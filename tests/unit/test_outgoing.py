@@ -6,15 +6,21 @@ from datetime import datetime
 
 import pytest
 
-from celery_leases.core.records import Record, State
-from celery_leases.seam.outgoing import _as_it_stands, _has_expired
+from celery_leases.protocol.records import Record, State
+from celery_leases.worker.outbox import _as_it_stands, _has_expired
 
-RECORD = Record("t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0)
+RECORD = Record(
+    "t:a|1", "a", "1", State.PENDING, 1, "", "call-1", "", 1, 0, 0, 0, 0, "", 15.0, 0, 0, 0
+)
 
 
 @pytest.mark.parametrize(("call_id", "retries"), [("call-1", 2), ("call-2", 0)])
-def test_a_call_that_celery_has_retried_is_published_with_its_retries(call_id: str, retries: int) -> None:
-    """With fewer it would be dropped as a copy of the attempt before; another call's count is not its own."""
+def test_a_call_that_celery_has_retried_is_published_with_its_retries(
+    call_id: str, retries: int
+) -> None:
+    """With fewer it would be dropped as a copy of the attempt before; another call's count is not
+    its own.
+    """
     kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "retries": 0}})
     record = replace(RECORD, message=kept, call_id=call_id, retries=2)
     assert _as_it_stands(record)["options"]["retries"] == retries
@@ -25,7 +31,7 @@ def test_a_call_that_celery_has_retried_is_published_with_its_retries(call_id: s
     [(0, "call-1", False), (1, "call-1", True), (1, "call-1~1", True), (1, "call-2", False)],
 )
 def test_a_kept_call_expires_until_it_has_begun(attempt: int, call_id: str, begun: bool) -> None:
-    """Then it is published without an end, as a copy that is put back is."""
+    """Then it is published without an end, as a copy that is rescheduled is."""
     end = "2026-04-01T12:00:00+00:00"
     kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "expires": end}})
     now = int(datetime.fromisoformat(end).timestamp() * 1e6)

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from celery_leases.core.replies import Answer
-from celery_leases.core.validity import LONGEST_WAIT, call_timeout, connection_awaited
-from celery_leases.process.lending import patience
+from celery_leases.concurrency.resource_pool import patience
+from celery_leases.protocol.celery_replies import Answer
+from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
 from tests.unit.bench import Bench
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ TTL = 12.0
 
 
 def now() -> float | None:
-    """How long one may wait here; ``None``: as long as the lender says."""
+    """How long one may wait here; ``None``: as long as the pool says."""
     own = patience.get()
     return own() if own is not None else None
 
@@ -45,7 +45,9 @@ def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | No
     return seen
 
 
-def test_a_step_waits_for_half_of_what_is_left_of_the_lease(bench: Bench, waits: dict[str, float | None]) -> None:
+def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
+    bench: Bench, waits: dict[str, float | None]
+) -> None:
     """A lease of 12 s stops to count 9.878 s after its request was sent."""
     left = 9.878
 
@@ -84,7 +86,9 @@ def test_a_call_inside_the_body_of_another_has_a_patience_of_its_own(bench: Benc
 
 
 @pytest.mark.parametrize("fails", ["acquire", "claim", "settle"])
-def test_nothing_is_left_of_it_whatever_comes(bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_nothing_is_left_of_it_whatever_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     """The thread goes on to other work."""
     step: Callable[[str, Callable[[], Any]], Any] = bench.journal.step
 
@@ -103,7 +107,9 @@ def test_nothing_is_left_of_it_whatever_comes(bench: Bench, monkeypatch: pytest.
 @pytest.mark.parametrize("ttl", [0.1, 1.0, 15.0, 60.0, 86_400.0])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.8])
 def test_a_wait_ends_before_the_lease(ttl: float, share: float) -> None:
-    """From whenever it begins; a sixth of the ttl, at most 5 s, lies between the last moment of a body and that."""
+    """From whenever it begins; a sixth of the ttl, at most 5 s, lies between the last moment of a
+    body and that.
+    """
     remaining = share * ttl
     assert connection_awaited(ttl, remaining) < remaining + min(ttl / 6, 5.0)
     assert connection_awaited(ttl, remaining) <= LONGEST_WAIT

@@ -1,4 +1,6 @@
-"""docs/comparison.md, the cases that can be played, and the tests that are named after them speak of the same rows."""
+"""docs/comparison.md, the cases that can be played, and the tests that are named after them speak
+of the same rows.
+"""
 
 import re
 from pathlib import Path
@@ -30,7 +32,11 @@ def test_the_page_shows_every_case_that_can_be_played() -> None:
 def test_the_page_names_the_versions_that_are_pinned() -> None:
     """A column for each package, ours last."""
     head = markdown_rows(on_page())[0]
-    assert head == ["", "case", *(f"{package.title} {package.version}".strip() for package in PACKAGES)]
+    assert head == [
+        "",
+        "case",
+        *(f"{package.title} {package.version}".strip() for package in PACKAGES),
+    ]
     assert all(package.version for package in PACKAGES[:-1])
 
 

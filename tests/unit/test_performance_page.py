@@ -1,4 +1,6 @@
-"""docs/performance.md shows what was measured: its tables, the README's sentence and the code speak of the same."""
+"""docs/performance.md shows what was measured: its tables, the README's sentence and the code speak
+of the same.
+"""
 
 import importlib.util
 from dataclasses import replace
@@ -24,7 +26,9 @@ def test_every_measurement_has_its_table_on_the_page() -> None:
     for name in MEASUREMENTS:
         head, *rows = markdown_rows(page.shown(name))
         assert rows, name
-        assert all(len(row) == len(head) for row in markdown_rows(page.shown(name).split("\n\n")[0])), name
+        assert all(
+            len(row) == len(head) for row in markdown_rows(page.shown(name).split("\n\n")[0])
+        ), name
         assert name in page.PAGE.read_text().split("## To repeat it")[1], name
 
 
@@ -35,7 +39,9 @@ def test_every_contender_has_a_module_an_environment_and_a_row() -> None:
         assert importlib.util.find_spec(f"benchmarks.performance.contenders.{contender.name}")
         assert environments.pins(contender.environment)
         assert contender.heading in shown
-        assert not contender.distribution or contender.heading != contender.title, "its version is not pinned"
+        assert not contender.distribution or contender.heading != contender.title, (
+            "its version is not pinned"
+        )
 
 
 def test_the_sentence_of_the_readme_says_what_the_table_says() -> None:
@@ -43,15 +49,21 @@ def test_the_sentence_of_the_readme_says_what_the_table_says() -> None:
     table = markdown_rows(page.shown("summary"))
     assert table[0] == summary.HEAD
     assert page.shown("summary", page.README) == summary.sentence(table)
-    assert len(page.README.read_text().split(summary.sentence(table))[0].splitlines()) < 45, "it stands near the top"
+    assert len(page.README.read_text().split(summary.sentence(table))[0].splitlines()) < 45, (
+        "it stands near the top"
+    )
 
 
 def test_the_sentence_takes_each_number_from_its_cell() -> None:
     """First the mode with Redis, then that with database leases."""
-    rows = [["Redis", "1.1", "22 %", "33 %", "44 %", "5", "6"], ["database", "1.2", "55 %", "66 %", "77 %", "7", "8"]]
+    rows = [
+        ["Redis", "1.1", "22 %", "33 %", "44 %", "5", "6"],
+        ["database", "1.2", "55 %", "66 %", "77 %", "7", "8"],
+    ]
     said = summary.sentence([summary.HEAD, *rows]).replace("\n", " ")
     places = [
-        said.index(number) for number in ("1.1 ms", "1.2 ms", "22 %", "(55 %)", "33 %", "(66 %)", "44 %", "(77 %)")
+        said.index(number)
+        for number in ("1.1 ms", "1.2 ms", "22 %", "(55 %)", "33 %", "(66 %)", "44 %", "(77 %)")
     ]
     assert places == sorted(places)
 
@@ -69,7 +81,9 @@ def test_every_goal_is_on_the_page_with_its_bound() -> None:
 
 
 def test_a_goal_is_kept_by_what_is_shown() -> None:
-    """A figure that rounds to the bound keeps it; more may be better or worse; what was not measured misses nothing."""
+    """A figure that rounds to the bound keeps it; more may be better or worse; what was not
+    measured misses nothing.
+    """
     goal = Goal("CPU", "cpu", bound=1.2, aim=1.0)
     assert goal.kept({"cpu": figure([1.204])})
     assert not goal.kept({"cpu": figure([1.206])})

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.policies import CooldownPolicy
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.cooldown_policies import CooldownPolicy
 
 policies = st.builds(
     lambda base, factor, growth, jitter: CooldownPolicy(base, factor, base * growth, jitter),
@@ -26,7 +26,14 @@ policies = st.builds(
 def test_the_default_is_five_minutes_doubling_to_six_hours() -> None:
     """As the options promise it."""
     policy = CooldownPolicy()
-    assert [policy.longest(n) for n in (1, 2, 3, 7, 8, 9)] == [300.0, 600.0, 1200.0, 19200.0, 21600.0, 21600.0]
+    assert [policy.longest(n) for n in (1, 2, 3, 7, 8, 9)] == [
+        300.0,
+        600.0,
+        1200.0,
+        19200.0,
+        21600.0,
+        21600.0,
+    ]
     assert (policy.factor, policy.cap, policy.jitter) == (2.0, 21_600.0, 0.5)
 
 
@@ -48,18 +55,31 @@ def test_before_the_first_failure_the_wait_is_that_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("jitter", "chance", "part"),
-    [(0.5, 0.0, 0.5), (0.5, 0.5, 0.75), (0.5, 1.0, 1.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (1.0, 0.25, 0.25)],
+    ("jitter", "rand", "part"),
+    [
+        (0.5, 0.0, 0.5),
+        (0.5, 0.5, 0.75),
+        (0.5, 1.0, 1.0),
+        (0.0, 0.0, 1.0),
+        (1.0, 0.0, 0.0),
+        (1.0, 0.25, 0.25),
+    ],
 )
-def test_jitter_takes_a_part_of_the_wait_away(jitter: float, chance: float, part: float) -> None:
+def test_jitter_takes_a_part_of_the_wait_away(jitter: float, rand: float, part: float) -> None:
     """A jitter of 0.5 leaves U(0.5, 1) of it, 1 leaves U(0, 1)."""
-    assert CooldownPolicy(300, jitter=jitter).delay(2, chance) == 600 * part
+    assert CooldownPolicy(300, jitter=jitter).delay(2, rand) == 600 * part
 
 
 @given(policies, st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
-def test_a_wait_is_never_above_its_upper_bound_and_never_falls(policy: CooldownPolicy, n: int, chance: float) -> None:
+def test_a_wait_is_never_above_its_upper_bound_and_never_falls(
+    policy: CooldownPolicy, n: int, rand: float
+) -> None:
     """What is shown to people is an upper bound that includes the jitter."""
-    assert policy.longest(n) * (1 - policy.jitter) * 0.999 <= policy.delay(n, chance) <= policy.longest(n)
+    assert (
+        policy.longest(n) * (1 - policy.jitter) * 0.999
+        <= policy.delay(n, rand)
+        <= policy.longest(n)
+    )
     assert policy.base <= policy.longest(n) <= policy.longest(n + 1) <= policy.cap
 
 
@@ -84,7 +104,9 @@ WRONG: list[dict[str, Any]] = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_policy_out_of_range_cannot_be_made(wrong: dict[str, Any]) -> None:
     """The message names the field."""
-    with pytest.raises(LeaseConfigurationError, match=rf"CooldownPolicy: .*({'|'.join(wrong)})=.*; (write|raise)"):
+    with pytest.raises(
+        LeaseConfigurationError, match=rf"CooldownPolicy: .*({'|'.join(wrong)})=.*; (write|raise)"
+    ):
         CooldownPolicy(**wrong)
 
 
@@ -99,7 +121,9 @@ def test_a_number_stands_for_the_base_and_lifts_the_cap_where_it_must() -> None:
 
 def test_what_stands_for_no_policy_is_refused_by_its_name() -> None:
     """The name is the caller's, such as that of the option."""
-    with pytest.raises(LeaseConfigurationError, match="task t: lease_cooldown='soon' is not usable"):
+    with pytest.raises(
+        LeaseConfigurationError, match="task t: lease_cooldown='soon' is not usable"
+    ):
         CooldownPolicy.of("soon", "task t: lease_cooldown")
 
 

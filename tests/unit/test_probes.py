@@ -1,4 +1,6 @@
-"""The probe of a half-open gate: who gets its slot, what its end means for the gate, and that the slot comes back."""
+"""The probe of a half-open gate: who gets its slot, what its end means for the gate, and that the
+slot comes back.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,21 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Returned, Snoozed, Terminated
-from celery_leases.core.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
-from celery_leases.core.events import GateOpened
-from celery_leases.core.records import Ended, Record, State
-from celery_leases.core.replies import Again, Answer, Throw
-from celery_leases.core.rulings import Reason, cooldown, permanent, retry
-from celery_leases.core.verdicts import Call
+from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.protocol.celery_replies import Again, Answer, Throw
+from celery_leases.protocol.endings import (
+    Ending,
+    Interrupted,
+    Lost,
+    Passed,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.protocol.events import GateOpened
+from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.protocol.verdicts import Call
 from tests.unit.bench import DONE, RATE_LIMITED, Bench
 from tests.unit.situations import GROUP, KEY, THEIRS, a_record, probed, raised, waiting
 
@@ -72,9 +82,13 @@ class TestWhoProbes:
 
 
 class TestWhatItsEndMeans:
-    """Success, or a failure of something else, opens; the group's closes; anything else is no finding."""
+    """Success, or a failure of something else, opens; the group's closes; anything else is no
+    finding.
+    """
 
-    def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(self, bench: Bench) -> None:
+    def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(
+        self, bench: Bench
+    ) -> None:
         """Whoever comes next starts, and the next closing is the first again."""
         assert bench.run(bench.call()) == Answer(1)
         assert bench.gate is None
@@ -87,9 +101,13 @@ class TestWhatItsEndMeans:
         assert bench.gate.trips == 1
 
     @pytest.mark.parametrize(
-        "ending", [raised(permanent()), raised(cooldown("60s", jitter=0.0))], ids=["permanent", "key"]
+        "ending",
+        [raised(permanent()), raised(cooldown("60s", jitter=0.0))],
+        ids=["permanent", "key"],
     )
-    def test_a_failure_that_is_clearly_anothers_opens_it_too(self, bench: Bench, ending: Ending) -> None:
+    def test_a_failure_that_is_clearly_anothers_opens_it_too(
+        self, bench: Bench, ending: Ending
+    ) -> None:
         """The dependency has answered."""
         bench.run(bench.call(), ending)
         assert bench.gate is None
@@ -113,7 +131,7 @@ class TestWhatItsEndMeans:
             raised(cooldown("60s", ambiguous=True)),
             raised(retry("1s", ambiguous=True)),
             Snoozed(Snooze(60), 60.0),
-            Lost("the body said so"),
+            Lost("the body raised it"),
             Interrupted(SystemExit()),
             Terminated(SystemExit(), "hard time limit"),
             Passed(Exception(), again=True, delay=9.0),
@@ -123,7 +141,9 @@ class TestWhatItsEndMeans:
         ],
         ids=lambda ending: type(ending).__name__,
     )
-    def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(self, bench: Bench, ending: Ending) -> None:
+    def test_anything_else_leaves_it_half_open_and_gives_the_slot_back(
+        self, bench: Bench, ending: Ending
+    ) -> None:
         """A body that gave up before it had asked the dependency has found nothing out."""
         bench.run(bench.call(), ending)
         assert free(bench)
@@ -138,8 +158,8 @@ class TestWhatItsEndMeans:
     def test_a_lost_lease_leaves_slot_and_gate_alone(self, bench: Bench) -> None:
         """The slot ends by itself, like the lease."""
 
-        def lose(tenure: Any) -> None:
-            tenure.lost = "taken"
+        def lose(held_lease: Any) -> None:
+            held_lease.lost = "taken"
 
         bench.run(bench.call(), DONE, during=lose)
         assert bench.gate is not None
@@ -150,9 +170,9 @@ class TestWhatItsEndMeans:
     def test_a_probe_whose_slot_has_ended_opens_nothing(self, bench: Bench) -> None:
         """Another may be probing by then."""
 
-        def too_long(tenure: Any) -> None:
+        def too_long(held_lease: Any) -> None:
             bench.clock.sleep(15.0)
-            tenure.hard += 15.0
+            held_lease.hard += 15.0
 
         bench.run(bench.call(), DONE, during=too_long)
         assert bench.gate is not None
@@ -163,9 +183,13 @@ class TestAGateClosedOverItsProbe:
     """A body that began long ago fails of the group while the probe is under way."""
 
     @pytest.mark.parametrize("ending", [Returned(1, "1"), raised(permanent()), raised(retry("1s"))])
-    def test_its_end_opens_nothing_and_gives_the_slot_back(self, bench: Bench, ending: Ending) -> None:
-        """The later failure is the better witness; the next probe may come as soon as the gate lets it."""
-        short = replace(RATE_LIMITED, told=2.0)
+    def test_its_end_opens_nothing_and_gives_the_slot_back(
+        self, bench: Bench, ending: Ending
+    ) -> None:
+        """The later failure is the better witness; the next probe may come as soon as the gate lets
+        it.
+        """
+        short = replace(RATE_LIMITED, server_delay=2.0)
         bench.run(bench.call(), ending, during=lambda _: bench.shut(short))
         assert bench.gate is not None
         assert (bench.gate.closed_for, bench.gate.trips, bench.gate.probe) == (2.0, 1, None)
@@ -176,9 +200,17 @@ class TestAGateClosedOverItsProbe:
     @pytest.mark.parametrize("late", [2.0, 600.0])
     def test_its_own_failure_is_no_second_trip(self, bench: Bench, late: float) -> None:
         """One for each closing; and the longer of the two waits counts, for the key as well."""
-        bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.shut(replace(RATE_LIMITED, told=late)))
+        bench.run(
+            bench.call(),
+            OF_THE_GROUP,
+            during=lambda _: bench.shut(replace(RATE_LIMITED, server_delay=late)),
+        )
         assert bench.gate is not None
-        assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (1, max(30.0, late), None)
+        assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (
+            1,
+            max(30.0, late),
+            None,
+        )
         assert bench.row.waits == max(30.0, late)
 
 
@@ -197,8 +229,12 @@ def stores_row(bench: Bench, record: Record) -> None:
 
 
 def late_by(step: str) -> Callable[[Bench], None]:
-    """The answer to a step takes longer than the lease lasts; where rows are leases, both are one step."""
-    return lambda bench: bench.journal.before("acquire" if bench.in_records else step, lambda: bench.clock.sleep(14.0))
+    """The answer to a step takes longer than the lease lasts; where rows are leases, both are one
+    step.
+    """
+    return lambda bench: bench.journal.before(
+        "acquire" if bench.in_records else step, lambda: bench.clock.sleep(14.0)
+    )
 
 
 def mismatched(bench: Bench) -> None:
@@ -212,7 +248,7 @@ def mismatched(bench: Bench) -> None:
 
 def never_answers(bench: Bench) -> None:
     """The claim may or may not have been carried out, and the worker is stopping."""
-    bench.hurried = True
+    bench.stopping = True
     bench.journal.away("acquire" if bench.in_records else "claim", done=True)
 
 
@@ -227,9 +263,13 @@ def cannot_close(crashes: int) -> Callable[[Bench], None]:
 
 
 SITUATIONS: dict[str, Callable[[Bench], None]] = {
-    "refused: cooling, and the lease store forgot": lambda bench: stores_row(bench, waiting(State.COOLING, 60)),
+    "refused: cooling, and the lease store forgot": lambda bench: stores_row(
+        bench, waiting(State.COOLING, 60)
+    ),
     "refused: a countdown": lambda bench: stores_row(bench, waiting(State.PENDING, 60)),
-    "refused: other arguments": lambda bench: stores_row(bench, waiting(State.PENDING, 0, fingerprint="v1:other")),
+    "refused: other arguments": lambda bench: stores_row(
+        bench, waiting(State.PENDING, 0, fingerprint="v1:other")
+    ),
     "refused: failed for good": lambda bench: stores_row(bench, waiting(State.FAILED, 0)),
     "replayed": lambda bench: stores_row(bench, waiting(State.DONE, 0, result="7")),
     "granted too late": late_by("acquire"),
@@ -247,7 +287,9 @@ class TestItsSlotComesBack:
     """From every path that does not run the body."""
 
     @pytest.mark.parametrize("prepare", SITUATIONS.values(), ids=SITUATIONS)
-    def test_where_the_body_does_not_run(self, bench: Bench, prepare: Callable[[Bench], None]) -> None:
+    def test_where_the_body_does_not_run(
+        self, bench: Bench, prepare: Callable[[Bench], None]
+    ) -> None:
         """The gate is half-open for the next one, whatever kept this one from running."""
         prepare(bench)
         bench.run(bench.call())
@@ -273,7 +315,9 @@ class TestItsSlotComesBack:
     def test_a_call_that_waits_in_its_process_does_not_keep_it(self, bench: Bench) -> None:
         """``lease_wait``, for a row that is held although the lease is free."""
         until = bench.records.now + 3_000_000
-        bench.records.rows[KEY.stored] = a_record(State.RUNNING, lease_store=bench.stores.name, lease_until=until)
+        bench.records.rows[KEY.stored] = a_record(
+            State.RUNNING, lease_store=bench.stores.name, lease_until=until
+        )
         taken: list[bool] = []
         call = bench.call(wait=1.0)
         bench.journal.before("release", lambda: taken.append(free(bench)))

@@ -1,4 +1,6 @@
-"""After a failure: quick retries and what comes after them, unknown outcomes, and the last failure allowed."""
+"""After a failure: quick retries and what comes after them, unknown outcomes, and the last failure
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.failures import (
-    CoolDown,
-    Counts,
-    Fail,
-    RetryAfter,
-)
-from celery_leases.core.rulings import Reason, cooldown, permanent, retry
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.protocol.failure_decisions import Counts, EnterCooldown, Fail, RetryAfter
 from tests.unit.situations import FRESH, GROUP, MOST, after, cooled, in_a_row, raised, retried
 
 
@@ -22,7 +19,11 @@ class TestQuickRetries:
     def test_after_the_last_one_the_key_cools_down(self) -> None:
         """``lease_max_retries`` of them; the cooldown is a failure and gives new ones."""
         verdicts = in_a_row(raised(retry("1s")), 7, max_retries=5)
-        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 5, CoolDown, RetryAfter]
+        assert [type(verdict) for verdict in verdicts] == [
+            *[RetryAfter] * 5,
+            EnterCooldown,
+            RetryAfter,
+        ]
         assert [verdict.counts.failures for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 1]
         assert [verdict.counts.quick_retries for verdict in verdicts] == [1, 2, 3, 4, 5, 0, 1]
         assert verdicts[5].failure.reason == Reason.RETRIES_USED_UP
@@ -36,12 +37,12 @@ class TestQuickRetries:
     def test_a_ruling_may_have_a_limit_of_its_own(self) -> None:
         """Which counts instead of the task's."""
         used = replace(FRESH, quick_retries=2)
-        assert isinstance(after(raised(retry("1s", max=2)), used, max_retries=9), CoolDown)
+        assert isinstance(after(raised(retry("1s", max=2)), used, max_retries=9), EnterCooldown)
         assert isinstance(after(raised(retry("1s", max=3)), used, max_retries=0), RetryAfter)
 
     def test_none_are_made_where_none_are_allowed(self) -> None:
         """``lease_max_retries=0``."""
-        assert isinstance(after(raised(retry("1s")), max_retries=0), CoolDown)
+        assert isinstance(after(raised(retry("1s")), max_retries=0), EnterCooldown)
 
     def test_a_ruling_may_say_what_comes_after_them(self) -> None:
         """The reason stays that of the failure: it says more than that the retries are used up."""
@@ -53,11 +54,13 @@ class TestQuickRetries:
     def test_retries_after_retries_come_to_an_end(self) -> None:
         """Three quick ones, then up to ten in all, then a cooldown."""
         verdicts = in_a_row(raised(retry("1s", max=3, then=retry("1m", max=10))), 11)
-        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 10, CoolDown]
+        assert [type(verdict) for verdict in verdicts] == [*[RetryAfter] * 10, EnterCooldown]
 
     def test_a_failure_of_the_group_gives_new_ones(self) -> None:
         """A cooldown is a cooldown; the group's counts for nothing else."""
-        verdict = cooled(raised(cooldown("60s", scope="group")), replace(FRESH, quick_retries=3), group=GROUP)
+        verdict = cooled(
+            raised(cooldown("60s", scope="group")), replace(FRESH, quick_retries=3), group=GROUP
+        )
         assert verdict.counts == Counts(0, 0, 0)
 
 
@@ -70,7 +73,7 @@ class TestUnknownOutcomes:
 
     def test_any_other_cools_down_and_says_so(self) -> None:
         """A minute, unless the rule says otherwise, and not a single quick retry."""
-        verdict = cooled(raised(retry("1s", ambiguous=True)), chance=MOST)
+        verdict = cooled(raised(retry("1s", ambiguous=True)), rand=MOST)
         assert verdict.delay == pytest.approx(60.0)
         assert (verdict.failure.ambiguous, verdict.counts) == (True, Counts(1, 0, 1))
 
@@ -82,7 +85,9 @@ class TestUnknownOutcomes:
 
     def test_used_up_retries_stay_ambiguous(self) -> None:
         """The last of them may have been executed too."""
-        verdict = cooled(raised(retry("1s", ambiguous=True)), replace(FRESH, quick_retries=5), idempotent=True)
+        verdict = cooled(
+            raised(retry("1s", ambiguous=True)), replace(FRESH, quick_retries=5), idempotent=True
+        )
         assert verdict.failure.ambiguous
 
     def test_a_clear_failure_is_retried_without_being_idempotent(self) -> None:
@@ -97,9 +102,12 @@ class TestTheLastStraw:
     def test_after_so_many_failures_the_key_has_failed_for_good(self, limit: int) -> None:
         """``lease_max_failures``; the rule that decided keeps its name."""
         verdicts = in_a_row(raised(cooldown()), limit, max_failures=limit)
-        assert [type(verdict) for verdict in verdicts] == [*[CoolDown] * (limit - 1), Fail]
+        assert [type(verdict) for verdict in verdicts] == [*[EnterCooldown] * (limit - 1), Fail]
         assert verdicts[-1].counts.failures == limit
-        assert (verdicts[-1].failure.reason, verdicts[-1].failure.rule) == (Reason.TOO_MANY_FAILURES, "row")
+        assert (verdicts[-1].failure.reason, verdicts[-1].failure.rule) == (
+            Reason.TOO_MANY_FAILURES,
+            "row",
+        )
 
     def test_used_up_retries_may_be_the_last_straw(self) -> None:
         """They become a cooldown, and that counts."""
@@ -112,19 +120,26 @@ class TestTheLastStraw:
 
     def test_it_keeps_what_is_known_of_the_failure(self) -> None:
         """An operator wants to know whether the call may have been executed."""
-        failure = after(raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)).failure
+        failure = after(
+            raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)
+        ).failure
         assert (failure.ambiguous, failure.operator) == (True, True)
 
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_failures_of_the_group_never_count_towards_it(self, group: str | None) -> None:
-        """A limit is not this input's fault; without a group the key alone waits, and waits longer each time."""
-        assert isinstance(after(raised(cooldown(scope="group")), replace(FRESH, failures=9), group=group), CoolDown)
+        """A limit is not this input's fault; without a group the key alone waits, and waits longer
+        each time.
+        """
+        assert isinstance(
+            after(raised(cooldown(scope="group")), replace(FRESH, failures=9), group=group),
+            EnterCooldown,
+        )
         verdicts = in_a_row(raised(cooldown("30s", scope="group")), 30, max_failures=2, group=group)
-        assert {type(verdict) for verdict in verdicts} == {CoolDown}
+        assert {type(verdict) for verdict in verdicts} == {EnterCooldown}
         assert {verdict.counts.failures for verdict in verdicts} == {0}
 
     def test_without_a_group_its_failures_make_the_key_wait_longer_each_time(self) -> None:
         """The wait falls back to the key, and so does its growth."""
         verdicts = in_a_row(raised(cooldown("30s", scope="group", cap="1h")), 9)
-        waits = [verdict.delay for verdict in verdicts if isinstance(verdict, CoolDown)]
+        waits = [verdict.delay for verdict in verdicts if isinstance(verdict, EnterCooldown)]
         assert waits == pytest.approx([30, 60, 120, 240, 480, 960, 1920, 3600, 3600])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_leases.core.waiting import held_for, may_be_given_back
-from celery_leases.seam.app_settings import settings_of
-from celery_leases.seam.limits import warn_of_consumer_timeout
-from celery_leases.seam.routes import without_brokers_own
+from celery_leases.protocol.waiting import held_for, may_be_given_back
 from celery_leases.settings import read_settings
+from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.rabbitmq_limits import over_consumer_timeout
+from celery_leases.worker.routes import without_brokers_own
 
 DATABASE = {"leases_database_url": "sqlite://"}
 
@@ -33,8 +31,12 @@ def an_app(**conf: object) -> Celery:
         ("redis://redis/0", 30, 600.0),
     ],
 )
-def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(broker: str, timeout: object, hop: float) -> None:
-    """On RabbitMQ a message that waits in a worker is not acknowledged before its body has ended."""
+def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(
+    broker: str, timeout: object, hop: float
+) -> None:
+    """On RabbitMQ a message that waits in a worker is not acknowledged before its body has
+    ended.
+    """
     assert read_settings(DATABASE | {"leases_consumer_timeout": timeout}, broker).longest_hop == hop
 
 
@@ -42,23 +44,29 @@ def test_the_shortest_consumer_timeout_of_a_queue_counts() -> None:
     """It is an argument of the queue, in milliseconds; what the app says itself goes over it."""
     queues = [Queue("a", queue_arguments={"x-consumer-timeout": 60_000}), Queue("b")]
     assert settings_of(an_app(task_queues=queues)).consumer_timeout == 60.0
-    assert settings_of(an_app(task_queues=queues, leases_consumer_timeout="2m")).consumer_timeout == 120.0
+    assert (
+        settings_of(an_app(task_queues=queues, leases_consumer_timeout="2m")).consumer_timeout
+        == 120.0
+    )
     assert settings_of(an_app()).consumer_timeout == 1800.0
 
 
-def test_a_worker_warns_of_a_time_limit_that_is_longer_with_its_wait(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_time_limit_that_is_longer_with_its_wait_is_told() -> None:
     """With native delayed delivery the wait does not count."""
-    caplog.set_level(logging.WARNING)
-    for conf, told in (({}, ["long"]), ({"task_default_queue_type": "quorum"}, [])):
-        caplog.clear()
+    for conf, told in (({}, True), ({"task_default_queue_type": "quorum"}, False)):
         app = an_app(**conf)
-        warn_of_consumer_timeout(app, {"short": 1200.0, "long": 1201.0}, settings_of(app))
-        assert [name for name in ("short", "long") if f"{name} (" in caplog.text] == told
-    assert "leases_consumer_timeout" not in caplog.text
+        over = over_consumer_timeout(app, {"short": 1200.0, "long": 1201.0}, settings_of(app))
+        assert (over is not None) is told
+        if over is not None:
+            assert "long (1201 s)" in over[0]
+            assert "short (" not in over[0]
+            assert over[1].endswith("leases_consumer_timeout = 1802")
 
 
 def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
-    """The last two deliveries that the queue allows are held longest, then nothing is given back."""
+    """The last two deliveries that the queue allows are held longest, then nothing is given
+    back.
+    """
     assert [held_for(before, None, 600.0) for before in (0, 1, 4, 99)] == [5.0, 10.0, 60.0, 60.0]
     assert [held_for(before, 20, 600.0) for before in (18, 19, 20)] == [60.0, 600.0, 600.0]
     assert [may_be_given_back(before, 20) for before in (19, 20)] == [True, False]
@@ -68,5 +76,12 @@ def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
 def test_headers_of_the_broker_are_not_sent_back_to_it() -> None:
     """A user's own are, whatever their name."""
     own = {"x-tenant": "north", "x-request-id": "7", "visit": 1}
-    added = ("x-death", "x-first-death-queue", "x-last-death-reason", "x-delivery-count", "x-acquired-count", "CC")
+    added = (
+        "x-death",
+        "x-first-death-queue",
+        "x-last-death-reason",
+        "x-delivery-count",
+        "x-acquired-count",
+        "CC",
+    )
     assert without_brokers_own(own | dict.fromkeys(added, 1)) == own

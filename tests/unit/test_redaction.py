@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.redaction import REDACTED, redact, shortened
+from celery_leases.common.redaction import REDACTED, redact, shortened
 from tests.unit.ids import steady
 
 SECRET = "Zx9-secretvalue_1"
@@ -216,12 +216,18 @@ def test_the_rest_of_a_text_with_a_secret_stays_readable() -> None:
     assert redact(f"POST https://u:{SECRET}@host/v1?key={SECRET}&page=2 failed: 500") == (
         f"POST https://{REDACTED}@host/v1?key={REDACTED}&page=2 failed: 500"
     )
-    assert redact(f'{{"api_key": "{SECRET}", "model": "m"}}') == f'{{"api_key": "{REDACTED}", "model": "m"}}'
+    assert (
+        redact(f'{{"api_key": "{SECRET}", "model": "m"}}')
+        == f'{{"api_key": "{REDACTED}", "model": "m"}}'
+    )
     for scheme in ("ApiKey", 'Digest username="u", response=', "Negotiate"):
         assert SECRET not in redact(f"Authorization: {scheme} {SECRET}\nnext")
         assert redact(f"Proxy-Authorization: {scheme} {SECRET}\nnext").endswith("\nnext")
     assert SECRET not in redact(f"{{'set-cookie': ['{SECRET}']}}")
-    assert redact(f"Authorization: Bearer {SECRET}, retried") == f"Authorization: Bearer {REDACTED}, retried"
+    assert (
+        redact(f"Authorization: Bearer {SECRET}, retried")
+        == f"Authorization: Bearer {REDACTED}, retried"
+    )
 
 
 ADVERSARIES = [
@@ -237,7 +243,11 @@ ADVERSARIES = [
 ]  # fmt: skip
 
 
-@given(st.lists(st.sampled_from([*"abekyst=:'\"\\/@ .-_[]{}()<>?#,;\n0", *ADVERSARIES]), max_size=60).map("".join))
+@given(
+    st.lists(
+        st.sampled_from([*"abekyst=:'\"\\/@ .-_[]{}()<>?#,;\n0", *ADVERSARIES]), max_size=60
+    ).map("".join)
+)
 def test_redaction_never_fails_and_is_stable(text: str) -> None:
     """A text that went through once has nothing left to hide."""
     once = redact(text)

@@ -15,16 +15,15 @@ from celery import Celery, Task
 from celery.worker.request import Request
 
 from celery_leases import LeaseClient, LeasedMixin, LeasedTask
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import AlreadyDone, CoolingDown, LeaseHeld
-from celery_leases.core.keys import call_key
-from celery_leases.core.results import NOT_JSON, encode
-from celery_leases.core.rulings import permanent
-from celery_leases.errors import LeaseConfigurationError
-from celery_leases.seam import apps, startup
-from celery_leases.seam.app_settings import settings_of
-from celery_leases.seam.request import LeaseRequest, request_class
+from celery_leases.errors import AlreadyDone, CoolingDown, LeaseConfigurationError, LeaseHeld
+from celery_leases.failures.actions import permanent
+from celery_leases.failures.rules import Rules
+from celery_leases.protocol.keys import call_key
+from celery_leases.protocol.results import NOT_JSON, encode
 from celery_leases.settings import is_local
+from celery_leases.worker import apps, setting_checks
+from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.request import LeaseRequest, request_class
 
 
 def an_app(**conf: Any) -> Celery:
@@ -51,9 +50,20 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
 def test_what_is_said_about_failures_is_gathered_from_task_and_app() -> None:
     """The task's word counts, then the app's."""
     rules = Rules.default().on(status=404, to=permanent())
-    app = an_app(leases_cooldown="10m", leases_cooldown_group="billing", leases_max_retries=2, leases_rules=rules)
-    options = registered(app, lease_max_retries=0, lease_resume="never", lease_idempotent=True).lease_options
-    assert (options.cooldown.base, options.cooldown_group, options.rules) == (600.0, "billing", rules)
+    app = an_app(
+        leases_cooldown="10m",
+        leases_cooldown_group="billing",
+        leases_max_retries=2,
+        leases_rules=rules,
+    )
+    options = registered(
+        app, lease_max_retries=0, lease_resume="never", lease_idempotent=True
+    ).lease_options
+    assert (options.cooldown.base, options.cooldown_group, options.rules) == (
+        600.0,
+        "billing",
+        rules,
+    )
     assert (options.max_retries, options.resume, options.idempotent) == (0, "never", True)
 
 
@@ -67,19 +77,21 @@ def test_what_is_said_about_failures_is_gathered_from_task_and_app() -> None:
         ({"lease_on_held": "fail"}, "write 'raise', as it is called now"),
         ({"lease_on_held": "wait"}, 'write lease_wait="30s" instead'),
         ({"lease_on_done": "fail"}, "write 'raise', as it is called now"),
-        ({"lease_on_done": "put_back"}, "'replay' or 'ignore' or 'raise' or 'rerun'"),
+        ({"lease_on_done": "reschedule"}, "'replay' or 'ignore' or 'raise' or 'rerun'"),
         ({"lease_result_max": 10}, "write app.conf.leases_result_max=10"),
         ({"lease_settle_timeout": 5}, "write app.conf.leases_settle_timeout=5"),
         ({"lease_after_cooldown": "resume"}, "write lease_resume='always'"),
         ({"lease_after_cooldown": "stop"}, "write lease_resume='never'"),
         ({"lease_on_cooling": "wait"}, "'raise' or 'reschedule' or 'ignore'"),
-        ({"lease_cooldown_group": "openai:{model}"}, "'model' is none of them"),
+        ({"lease_cooldown_group": "openai:{model}"}, ", not 'model'"),
         ({"lease_cooldown": 0}, "lease_cooldown=0 is not usable"),
         ({"lease_rules": [permanent()]}, "Rules.default().on(...)"),
         ({"lease_max_failure": 3}, "did you mean lease_max_failures?"),
     ],
 )
-def test_what_would_be_done_wrong_about_failures_is_refused(options: dict[str, Any], hint: str) -> None:
+def test_what_would_be_done_wrong_about_failures_is_refused(
+    options: dict[str, Any], hint: str
+) -> None:
     """At registration, by name."""
     assert hint in refusal(**options)
 
@@ -109,8 +121,12 @@ def test_a_call_of_another_class_before_the_lease_is_refused() -> None:
 
 @pytest.mark.parametrize("other", [Traced, Task])
 def test_the_mixin_behind_a_task_class_is_refused(other: type) -> None:
-    """All of Celery's Task would hide the lease: such a task ran twice, and its options were never read."""
-    with pytest.raises(LeaseConfigurationError, match=r"stands before LeasedMixin.*LeasedMixin, OtherTask"):
+    """All of Celery's Task would hide the lease: such a task ran twice, and its options were never
+    read.
+    """
+    with pytest.raises(
+        LeaseConfigurationError, match=r"comes before LeasedMixin.*LeasedMixin, OtherTask"
+    ):
         type("Backwards", (other, LeasedMixin), {})
 
 
@@ -130,7 +146,9 @@ def test_a_plain_mixin_before_the_lease_is_allowed() -> None:
 
 
 def test_a_class_whose_messages_pass_the_lease_is_refused() -> None:
-    """As celery-batches does: its strategy runs many messages in one call of the body, past the tracer."""
+    """As celery-batches does: its strategy runs many messages in one call of the body, past the
+    tracer.
+    """
 
     class Batches(Task):
         """The shape of celery_batches.Batches."""
@@ -142,7 +160,7 @@ def test_a_class_whose_messages_pass_the_lease_is_refused() -> None:
 
     for base in (type("Mine", (LeasedMixin, Batches), {}), LeasedTask):
         options = {} if base is not LeasedTask else {"Strategy": "billing.strategies:collect"}
-        assert "Strategy takes messages past the lease" in refusal(base, **options)
+        assert "Strategy bypasses the lease" in refusal(base, **options)
 
 
 class AuditedRequest(Request):
@@ -171,8 +189,12 @@ class Audited(Task):
     ],
     ids=["behind", "before", "by name"],
 )
-def test_a_request_class_of_another_is_combined_with_that_of_the_lease(base: Any, options: dict[str, Any]) -> None:
-    """Whether it stands behind the mixin or before it; ours comes first, as it frees the key of a dead child."""
+def test_a_request_class_of_another_is_combined_with_that_of_the_lease(
+    base: Any, options: dict[str, Any]
+) -> None:
+    """Whether it stands behind the mixin or before it; ours comes first, as it frees the key of a
+    dead child.
+    """
     made = request_class(registered(an_app(), base, **options))
     assert made.__mro__[1:3] == (LeaseRequest, AuditedRequest)
     assert request_class(registered(an_app())) is LeaseRequest
@@ -204,11 +226,15 @@ def test_options_of_the_task_are_refused_where_a_call_is_made() -> None:
     ]
     app.conf.task_always_eager = True
     for call in calls:
-        with pytest.raises(LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"):
+        with pytest.raises(
+            LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"
+        ):
             call()
     app.conf.task_always_eager = False
     for call in calls:
-        with pytest.raises(LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"):
+        with pytest.raises(
+            LeaseConfigurationError, match=r"lease_ttl=30 .*@app.task\(lease_ttl=30\)"
+        ):
             call()
     assert task.delay(1).id
 
@@ -238,7 +264,9 @@ def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
         ({"lease_scope": "global"}, "lease_scope is replaced by lease_namespace"),
     ],
 )
-def test_what_would_lose_work_or_mean_nothing_is_refused(options: dict[str, Any], hint: str) -> None:
+def test_what_would_lose_work_or_mean_nothing_is_refused(
+    options: dict[str, Any], hint: str
+) -> None:
     assert hint in refusal(**options)
 
 
@@ -250,10 +278,18 @@ class User(pydantic.BaseModel):
 
 
 def test_a_template_may_name_the_fields_of_a_model_that_arrives_as_a_mapping() -> None:
-    """A task with ``pydantic=True`` gets its models as mappings; a field that is missing is named in the error."""
+    """A task with ``pydantic=True`` gets its models as mappings; a field that is missing is named
+    in the error.
+    """
     app = an_app()
 
-    @app.task(base=LeasedTask, name="billing.greet", lease_key="u:{user.id}:{user.items}", pydantic=True, shared=False)
+    @app.task(
+        base=LeasedTask,
+        name="billing.greet",
+        lease_key="u:{user.id}:{user.items}",
+        pydantic=True,
+        shared=False,
+    )
     def greet(user: User) -> str:
         return "greeted"  # Celery 5.5.0 makes no model of an annotation that is text
 
@@ -261,7 +297,10 @@ def test_a_template_may_name_the_fields_of_a_model_that_arrives_as_a_mapping() -
     task: Any = app.tasks["billing.greet"]
     sent = User(id=7, items=["a"]).model_dump()
     assert task.apply((sent,)).get() == task.apply((), {"user": sent}).get() == "greeted"
-    assert call_key(task.name, task.lease_options, task.lease_signature, "", (sent,), {}).key == 'u:7:["a"]'
+    assert (
+        call_key(task.name, task.lease_options, task.lease_signature, "", (sent,), {}).key
+        == 'u:7:["a"]'
+    )
     assert "KeyUnusable" in repr(task.apply(({"id": 7},)).result)
 
 
@@ -282,7 +321,9 @@ def test_settings_may_carry_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_settings_in_capitals_are_read_where_the_app_has_no_namespace() -> None:
-    """Where it has one, a setting that lacks it is refused with what to write; what is no setting of ours is let be."""
+    """Where it has one, a setting that lacks it is refused with what to write; what is no setting
+    of ours is let be.
+    """
 
     class Settings:
         LEASES_URL = "database"
@@ -351,13 +392,17 @@ def test_a_setting_that_is_unknown_or_unusable_is_named(setting: str, value: str
         settings_of(an_app(**{setting: value}))
 
 
-@pytest.mark.parametrize("broker", ["sqs://id:secret@", "kafka://", "amqp://elsewhere//", "redis://a/0;redis://b/0"])
+@pytest.mark.parametrize(
+    "broker", ["sqs://id:secret@", "kafka://", "amqp://elsewhere//", "redis://a/0;redis://b/0"]
+)
 def test_a_broker_elsewhere_asks_for_a_database(broker: str) -> None:
     """A SQLite file in the working directory would be another one on each machine."""
     assert not is_local(broker)
 
 
-@pytest.mark.parametrize("broker", ["", "memory://", "amqp://", "redis://localhost", "redis+socket:///run/r.sock"])
+@pytest.mark.parametrize(
+    "broker", ["", "memory://", "amqp://", "redis://localhost", "redis+socket:///run/r.sock"]
+)
 def test_a_broker_on_this_machine_does_not(broker: str) -> None:
     assert is_local(broker)
 
@@ -395,7 +440,10 @@ def test_a_soft_limit_close_to_the_hard_one_is_noticed(
 ) -> None:
     """The task's own limits count, then the worker's."""
     task = SimpleNamespace(soft_time_limit=soft, time_limit=hard)
-    assert startup._leaves_no_time(task, SimpleNamespace(soft_time_limit=worker[0], time_limit=worker[1])) is tight
+    assert (
+        setting_checks.leaves_no_time(task, setting_checks.TimeLimits(worker[0], worker[1]))
+        is tight
+    )
 
 
 @pytest.mark.parametrize(

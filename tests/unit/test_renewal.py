@@ -1,4 +1,6 @@
-"""The renewer with a store and a clock made up: deadlines, losses, re-assertion, and what ``drop`` waits for."""
+"""The renewer with a store and a clock made up: deadlines, losses, re-assertion, and what ``drop``
+waits for.
+"""
 
 import threading
 import time
@@ -8,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from celery_leases import renewal
-from celery_leases.core.errors import LeaseLost, StoreUnavailable
-from celery_leases.core.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
-from celery_leases.core.ports import Kept, Renewal
-from celery_leases.core.records import Bid, State
-from celery_leases.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer, Stores
-from celery_leases.tenure import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, Tenure
+from celery_leases.attempt import renewal
+from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.attempt.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer, Stores
+from celery_leases.errors import LeaseLost, StoreUnavailable
+from celery_leases.protocol.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
+from celery_leases.protocol.ports import Renewal, RenewalResult
+from celery_leases.protocol.records import ClaimRequest, Record, State
 
 TTL = 6.0
 HARD = TTL - TTL * 0.01 - 0.002
@@ -50,7 +52,7 @@ class RealClock(FakeClock):
 class FakeLeases:
     """Answers renewals as told, and remembers everything it was asked."""
 
-    answer: Callable[[Renewal], Kept | StoreUnavailable] = lambda _: Kept.OURS
+    answer: Callable[[Renewal], RenewalResult | StoreUnavailable] = lambda _: RenewalResult.OURS
     reasserts: bool = True
     in_records: bool = False
     name: str = "fake"
@@ -58,14 +60,14 @@ class FakeLeases:
     released: list[str] = field(default_factory=list)
     reasserted: list[str] = field(default_factory=list)
 
-    def renew(self, renewals: Sequence[Renewal]) -> list[Kept | StoreUnavailable]:
+    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
         """Answer, and remember."""
         self.renewed += renewals
         return [self.answer(renewal) for renewal in renewals]
 
-    def reassert(self, bid: Bid) -> bool:
+    def reassert(self, claim_request: ClaimRequest) -> bool:
         """Remember; whether it is granted."""
-        self.reasserted.append(bid.token)
+        self.reasserted.append(claim_request.token)
         return self.reasserts
 
     def release(self, stored_key: str, token: str) -> bool:
@@ -81,6 +83,8 @@ class Row:
     state: State
     fence: int
     owner: str
+
+    is_attempt = Record.is_attempt
 
 
 THEIRS = Row(State.RUNNING, 8, "other")
@@ -131,18 +135,18 @@ class Bench:
         stores = Stores(self.leases, records)  # type: ignore[arg-type]
         self.renewer = Renewer(stores, stores, self.seen, self.clock, records)
 
-    def tenure(self, token: str = OURS, ttl: float = TTL, **options: Any) -> Tenure:
+    def held_lease(self, token: str = OURS, ttl: float = TTL, **options: Any) -> HeldLease:
         """A lease sent for just now, known to the renewer but not to its threads."""
-        bid = Bid("t:task|key", "task", "key", token, "call", ttl, "host/1")
-        made = Tenure(bid, self.clock.now(), self.clock, **options)
+        claim_request = ClaimRequest("t:task|key", "task", "key", token, "call", ttl, "host/1")
+        made = HeldLease(claim_request, self.clock.now(), self.clock, **options)
         made.fence = 7
-        self.renewer._tenures[token] = made
+        self.renewer._held_leases[token] = made
         self.records.row = Row(State.RUNNING, 7, token)
         return made
 
-    def renew(self, *tenures: Tenure) -> None:
+    def renew(self, *held_leases: HeldLease) -> None:
         """What the keeper does once they are due."""
-        self.renewer._renew(list(tenures))
+        self.renewer._renew(list(held_leases))
 
 
 @pytest.fixture
@@ -159,127 +163,132 @@ def until(seen: Callable[[], Any], what: str) -> None:
         threading.Event().wait(0.001)
 
 
-# -- arithmetic ------------------------------------------------------------------------------------------------
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 def test_a_lease_counts_until_the_stop_deadline_and_not_a_moment_longer(bench: Bench) -> None:
     """Hard: sent + ttl, less 1 % and 2 ms. Stop: a sixth of the ttl before."""
-    tenure = bench.tenure()
-    assert tenure.hard == pytest.approx(1000 + HARD)
-    assert tenure.stop == pytest.approx(1000 + STOP)
-    assert tenure.remaining() == pytest.approx(STOP)
+    held_lease = bench.held_lease()
+    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.stop == pytest.approx(1000 + STOP)
+    assert held_lease.remaining() == pytest.approx(STOP)
     bench.clock.time = 1000 + STOP - 0.001
-    assert tenure.held
-    tenure.check()
+    assert held_lease.held
+    held_lease.check()
     bench.clock.time = 1000 + STOP
-    assert not tenure.held
-    assert tenure.remaining() == 0
+    assert not held_lease.held
+    assert held_lease.remaining() == 0
     with pytest.raises(LeaseLost, match=DEADLINE):
-        tenure.check()
+        held_lease.check()
 
 
 def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
     """The reply comes 2 s later; the deadline is that of the request."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.clock.time = 1002.0
 
-    def slow(_: Renewal) -> Kept:
+    def slow(_: Renewal) -> RenewalResult:
         bench.clock.time = 1004.0
-        return Kept.OURS
+        return RenewalResult.OURS
 
     bench.leases.answer = slow
-    bench.renew(tenure)
-    assert tenure.hard == pytest.approx(1002 + HARD)
-    assert tenure.due == pytest.approx(1002 + TTL / 3)
+    bench.renew(held_lease)
+    assert held_lease.hard == pytest.approx(1002 + HARD)
+    assert held_lease.due == pytest.approx(1002 + TTL / 3)
     assert [event.remaining for event in bench.seen.of(LeaseRenewed)] == [pytest.approx(STOP - 2)]
 
 
 def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
     """``extend(60)``, then the regular renewal of 6 s: the 60 s stay."""
-    tenure = bench.tenure()
-    bench.renewer.extend(tenure, 60)
+    held_lease = bench.held_lease()
+    bench.renewer.extend(held_lease, 60)
     assert bench.leases.renewed[-1].ttl == 60
-    far = tenure.hard
+    far = held_lease.hard
     assert far > 1000 + 59
     bench.clock.time = 1001.0
-    bench.renew(tenure)
-    assert tenure.hard == far
-    assert tenure.due == pytest.approx(1001 + TTL / 3)
+    bench.renew(held_lease)
+    assert held_lease.hard == far
+    assert held_lease.due == pytest.approx(1001 + TTL / 3)
 
 
 def test_extend_of_a_lost_lease_asks_nobody(bench: Bench) -> None:
     """``LeaseLost`` at once, and nothing is sent."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
     with pytest.raises(LeaseLost):
-        bench.renewer.extend(tenure, 60)
+        bench.renewer.extend(held_lease, 60)
     assert not bench.leases.renewed
 
 
 def test_extend_finds_another_owner(bench: Bench) -> None:
     """It raises, and the lease stays lost."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.records.row = THEIRS
-    bench.leases.answer = lambda _: Kept.OTHER
+    bench.leases.answer = lambda _: RenewalResult.OTHER
     with pytest.raises(LeaseLost, match=TAKEN):
-        bench.renewer.extend(tenure, 60)
-    assert tenure.lost == TAKEN
+        bench.renewer.extend(held_lease, 60)
+    assert held_lease.lost == TAKEN
 
 
 @pytest.mark.parametrize("group", [None, "openai:large"])
 def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, group: str | None) -> None:
     """By the keeper and by ``extend`` alike: a gate must not take a long probe for dead."""
-    tenure = bench.tenure()
-    tenure.probe = group
-    bench.renew(tenure)
-    bench.renewer.extend(tenure, 60)
-    assert [(renewal.probe, renewal.ttl) for renewal in bench.leases.renewed] == [(group, TTL), (group, 60)]
+    held_lease = bench.held_lease()
+    held_lease.probe = group
+    bench.renew(held_lease)
+    bench.renewer.extend(held_lease, 60)
+    assert [(renewal.probe, renewal.ttl) for renewal in bench.leases.renewed] == [
+        (group, TTL),
+        (group, 60),
+    ]
 
 
-# -- losing ----------------------------------------------------------------------------------------------------
+# -- losing ----------------------------------------------------------------------------------------
 
 
 def test_another_owner_means_lost_at_once(bench: Bench) -> None:
     """Long before the deadline; the body is nudged, and it is told why."""
-    tenure, nudged = bench.tenure(), []
-    tenure.interrupt = lambda: nudged.append(1)
+    held_lease, nudged = bench.held_lease(), []
+    held_lease.interrupt = lambda: nudged.append(1)
     bench.records.row = THEIRS
-    bench.leases.answer = lambda _: Kept.OTHER
-    bench.renew(tenure)
-    assert (tenure.lost, tenure.held, nudged) == (TAKEN, False, [1])
+    bench.leases.answer = lambda _: RenewalResult.OTHER
+    bench.renew(held_lease)
+    assert (held_lease.lost, held_lease.held, nudged) == (TAKEN, False, [1])
     assert [event.reason for event in bench.seen.of(LeaseGone)] == [TAKEN]
     assert not bench.leases.released
 
 
 def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
     """M15: lost stays lost, whatever a reply says that comes afterwards."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
 
-    def late(_: Renewal) -> Kept:
-        bench.renewer._lose(tenure, DEADLINE)
-        return Kept.OURS
+    def late(_: Renewal) -> RenewalResult:
+        bench.renewer._lose(held_lease, DEADLINE)
+        return RenewalResult.OURS
 
     bench.leases.answer = late
-    bench.renew(tenure)
-    assert tenure.lost == DEADLINE
-    assert not tenure.held
-    assert tenure.hard == pytest.approx(1000 + HARD)
+    bench.renew(held_lease)
+    assert held_lease.lost == DEADLINE
+    assert not held_lease.held
+    assert held_lease.hard == pytest.approx(1000 + HARD)
     assert len(bench.seen.of(LeaseGone)) == 1
 
 
 def test_a_lost_lease_is_not_renewed_any_more(bench: Bench) -> None:
     """I9: nothing is sent for it."""
-    tenure = bench.tenure()
-    assert tenure.renewable(1000.0)
-    bench.renewer._lose(tenure, TAKEN)
-    assert not tenure.renewable(1000.0)
+    held_lease = bench.held_lease()
+    assert held_lease.renewable(1000.0)
+    bench.renewer._lose(held_lease, TAKEN)
+    assert not held_lease.renewable(1000.0)
 
 
 def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
     """One call, a result for each."""
-    mine, theirs = bench.tenure("mine"), bench.tenure("theirs")
+    mine, theirs = bench.held_lease("mine"), bench.held_lease("theirs")
     bench.records.row = THEIRS
-    bench.leases.answer = lambda renewal: Kept.OURS if renewal.token == "mine" else Kept.OTHER
+    bench.leases.answer = lambda renewal: (
+        RenewalResult.OURS if renewal.token == "mine" else RenewalResult.OTHER
+    )
     bench.clock.time = 1001.0
     bench.renew(mine, theirs)
     assert (mine.lost, theirs.lost) == (None, TAKEN)
@@ -287,47 +296,61 @@ def test_one_lost_lease_leaves_the_others_alone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("away", None), ValueError("a bug")])
-def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(bench: Bench, error: Exception) -> None:
+def test_a_store_that_raises_moves_no_deadline_and_is_asked_again_sooner(
+    bench: Bench, error: Exception
+) -> None:
     """A twelfth of the ttl later instead of a third, until the deadline decides."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.clock.time = 1002.0
 
-    def fail(_: Renewal) -> Kept:
+    def fail(_: Renewal) -> RenewalResult:
         raise error
 
     bench.leases.answer = fail
-    bench.renew(tenure)
-    assert tenure.lost is None
-    assert tenure.hard == pytest.approx(1000 + HARD)
-    assert tenure.due == pytest.approx(1002 + TTL / 12)
+    bench.renew(held_lease)
+    assert held_lease.lost is None
+    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.due == pytest.approx(1002 + TTL / 12)
     assert [event.error for event in bench.seen.of(RenewalFailed)] == [str(error)]
 
 
 def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
-    """Its node is down, or its lease cannot be asserted again; those before and after it are renewed."""
-    before, down, forgotten, after = tenures = [bench.tenure(token) for token in ("a", "b", "c", "d")]
+    """Its node is down, or its lease cannot be asserted again; those before and after it are
+    renewed.
+    """
+    before, down, forgotten, after = held_leases = [
+        bench.held_lease(token) for token in ("a", "b", "c", "d")
+    ]
     bench.clock.time = 1002.0
-    answers: dict[str, Kept | StoreUnavailable] = {"b": StoreUnavailable("node away", None), "c": Kept.MISSING}
-    bench.leases.answer = lambda renewal: answers.get(renewal.token, Kept.OURS)
+    answers: dict[str, RenewalResult | StoreUnavailable] = {
+        "b": StoreUnavailable("node away", None),
+        "c": RenewalResult.MISSING,
+    }
+    bench.leases.answer = lambda renewal: answers.get(renewal.token, RenewalResult.OURS)
 
-    def refuse(bid: Bid) -> bool:
+    def refuse(claim_request: ClaimRequest) -> bool:
         raise StoreUnavailable("cannot be asserted", None)
 
     bench.leases.reassert = refuse  # type: ignore[method-assign]
-    bench.renew(*tenures)
+    bench.renew(*held_leases)
     assert before.hard == after.hard == pytest.approx(1002 + HARD)
     assert down.hard == forgotten.hard == pytest.approx(1000 + HARD)
-    assert [tenure.lost for tenure in tenures] == [None] * 4
-    assert [event.error for event in bench.seen.of(RenewalFailed)] == ["node away", "cannot be asserted"]
+    assert [held_lease.lost for held_lease in held_leases] == [None] * 4
+    assert [event.error for event in bench.seen.of(RenewalFailed)] == [
+        "node away",
+        "cannot be asserted",
+    ]
 
 
 def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench: Bench) -> None:
-    """Leases that began within ttl / 30 of each other share their calls from then on; a later one keeps its own."""
-    early = bench.tenure("early")
+    """Leases that began within ttl / 30 of each other share their calls from then on; a later one
+    keeps its own.
+    """
+    early = bench.held_lease("early")
     bench.clock.time += TTL / 30
-    soon = bench.tenure("soon")
+    soon = bench.held_lease("soon")
     bench.clock.time += 0.001
-    later = bench.tenure("later")
+    later = bench.held_lease("later")
     leases = [early, soon, later]
     assert renewal._due(leases, early.due - 0.001) == []
     bench.clock.time = early.due
@@ -338,149 +361,169 @@ def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench
 
 def test_an_event_nobody_hears_is_not_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand leases are renewed every few seconds."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
-    bench.renew(tenure)
+    bench.renew(held_lease)
     assert not bench.seen
-    assert tenure.due == pytest.approx(1000 + TTL / 3)
+    assert held_lease.due == pytest.approx(1000 + TTL / 3)
 
 
 def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
-    """``lease_renew=False``: never due for the keeper, over by the clock, but ``extend`` pushes it out."""
-    tenure = bench.tenure(renew=False)
-    assert not tenure.renewable(1000.0)
-    bench.renewer.extend(tenure, 60)
+    """``lease_renew=False``: never due for the keeper, over by the clock, but ``extend`` pushes it
+    out.
+    """
+    held_lease = bench.held_lease(renew=False)
+    assert not held_lease.renewable(1000.0)
+    bench.renewer.extend(held_lease, 60)
     bench.clock.time = 1050.0
-    assert tenure.held
+    assert held_lease.held
 
 
 def test_max_hold_ends_renewal_and_says_so(bench: Bench) -> None:
-    """Renewed until then, lost when the last renewal has run out, and the reason is not the store's."""
-    tenure = bench.tenure(max_hold=10.0)
+    """Renewed until then, lost when the last renewal has run out, and the reason is not the
+    store's.
+    """
+    held_lease = bench.held_lease(max_hold=10.0)
     bench.clock.time = 1009.0
-    assert tenure.renewable(1009.0)
-    bench.renew(tenure)
+    assert held_lease.renewable(1009.0)
+    bench.renew(held_lease)
     bench.clock.time = 1010.0
-    assert not tenure.renewable(1010.0)
-    assert tenure.held
-    assert tenure.overdue(1009 + STOP - 0.01) is None
-    assert tenure.overdue(1009 + STOP) == HELD_TOO_LONG
+    assert not held_lease.renewable(1010.0)
+    assert held_lease.held
+    assert held_lease.overdue(1009 + STOP - 0.01) is None
+    assert held_lease.overdue(1009 + STOP) == HELD_TOO_LONG
 
 
 def test_a_lease_that_nobody_extended_is_said_to_be_that(bench: Bench) -> None:
     """``lease_max_hold`` has nothing to do with it, and the reason says what to write."""
-    tenure = bench.tenure(renew=False)
+    held_lease = bench.held_lease(renew=False)
     bench.clock.time = 1000 + STOP
-    assert tenure.overdue(bench.clock.time) == NOT_EXTENDED
+    assert held_lease.overdue(bench.clock.time) == NOT_EXTENDED
     with pytest.raises(LeaseLost, match=r"lease_renew=False: call self\.lease\.extend") as caught:
-        tenure.check()
+        held_lease.check()
     assert caught.value.reason == NOT_EXTENDED
-    extended = bench.tenure(renew=False, max_hold=5.0)
+    extended = bench.held_lease(renew=False, max_hold=5.0)
     extended.extended(1000.0, 60.0)
     assert extended.overdue(1000.0 + 60.0) == HELD_TOO_LONG
 
 
 @pytest.mark.parametrize(
     ("reason", "moved"),
-    [(DEADLINE, []), (HELD_TOO_LONG, []), (NOT_EXTENDED, []), (TAKEN, [1000.0]), (RELEASED, [1000.0])],
+    [
+        (DEADLINE, []),
+        (HELD_TOO_LONG, []),
+        (NOT_EXTENDED, []),
+        (TAKEN, [1000.0]),
+        (RELEASED, [1000.0]),
+    ],
 )
 def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
     bench: Bench, reason: str, moved: list[float]
 ) -> None:
     """Otherwise it has until the end of its lease, for which nobody else gets the key."""
-    tenure, told = bench.tenure(), []
-    tenure.put_off = told.append
-    bench.renewer._lose(tenure, reason)
-    assert (tenure.lost, told) == (reason, moved)
+    held_lease, told = bench.held_lease(), []
+    held_lease.put_off = told.append
+    bench.renewer._lose(held_lease, reason)
+    assert (held_lease.lost, told) == (reason, moved)
 
 
-# -- a store that forgot ---------------------------------------------------------------------------------------
+# -- a store that forgot ---------------------------------------------------------------------------
 
 
 def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: Bench) -> None:
     """FLUSHALL: ours by fence and owner, so it goes on."""
-    tenure = bench.tenure()
-    bench.leases.answer = lambda _: Kept.MISSING
+    held_lease = bench.held_lease()
+    bench.leases.answer = lambda _: RenewalResult.MISSING
     bench.clock.time = 1002.0
-    bench.renew(tenure)
+    bench.renew(held_lease)
     assert bench.leases.reasserted == ["token"]
-    assert tenure.held
-    assert tenure.hard == pytest.approx(1002 + HARD)
+    assert held_lease.held
+    assert held_lease.hard == pytest.approx(1002 + HARD)
     assert [event.reasserted for event in bench.seen.of(LeaseRenewed)] == [True]
     assert not bench.leases.released
 
 
 @pytest.mark.parametrize(
     "row",
-    [Row(State.RUNNING, 8, "other"), Row(State.RUNNING, 8, "token"), Row(State.DONE, 7, "token"), None],
+    [
+        Row(State.RUNNING, 8, "other"),
+        Row(State.RUNNING, 8, "token"),
+        Row(State.DONE, 7, "token"),
+        None,
+    ],
     ids=["taken over", "a higher fence", "closed", "gone"],
 )
 def test_a_lease_asserted_again_in_vain_is_taken_away(bench: Bench, row: Row | None) -> None:
     """The record has moved on: lost, and our own key does not stand in the next owner's way."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.records.row = row
-    bench.leases.answer = lambda _: Kept.MISSING
-    bench.renew(tenure)
-    assert tenure.lost == FORGOTTEN
+    bench.leases.answer = lambda _: RenewalResult.MISSING
+    bench.renew(held_lease)
+    assert held_lease.lost == FORGOTTEN
     assert bench.leases.released == ["token"]
 
 
 def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench) -> None:
     """Another attempt was first, and has claimed the record."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.records.row = THEIRS
-    bench.leases.answer = lambda _: Kept.MISSING
+    bench.leases.answer = lambda _: RenewalResult.MISSING
     bench.leases.reasserts = False
-    bench.renew(tenure)
-    assert tenure.lost == TAKEN
+    bench.renew(held_lease)
+    assert held_lease.lost == TAKEN
     assert not bench.leases.released
 
 
-@pytest.mark.parametrize("answer", [Kept.OTHER, Kept.MISSING])
-def test_a_lease_that_another_has_while_it_looks_at_the_record_is_not_lost(bench: Bench, answer: Kept) -> None:
-    """The store had come up empty. The other finds the row running and gives the lease back: then it is ours again.
+@pytest.mark.parametrize("answer", [RenewalResult.OTHER, RenewalResult.MISSING])
+def test_a_lease_that_another_has_while_it_looks_at_the_record_is_not_lost(
+    bench: Bench, answer: RenewalResult
+) -> None:
+    """The store had come up empty. The other finds the row running and gives the lease back: then
+    it is ours again.
 
     No deadline moves meanwhile, and whoever asks for more time is not told that he has it.
     """
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.leases.answer = lambda _: answer
     bench.leases.reasserts = False
     bench.clock.time = 1002.0
-    bench.renew(tenure)
-    assert tenure.lost is None
-    assert tenure.hard == pytest.approx(1000 + HARD)
-    assert tenure.due == pytest.approx(1002 + TTL / 12)
+    bench.renew(held_lease)
+    assert held_lease.lost is None
+    assert held_lease.hard == pytest.approx(1000 + HARD)
+    assert held_lease.due == pytest.approx(1002 + TTL / 12)
     assert len(bench.seen.of(RenewalFailed)) == 1
-    with pytest.raises(StoreUnavailable, match="another call looks at the record"):
-        bench.renewer.extend(tenure, 60)
-    bench.leases.answer, bench.leases.reasserts = (lambda _: Kept.MISSING), True
-    bench.renew(tenure)
-    assert tenure.hard == pytest.approx(1002 + HARD)
+    with pytest.raises(
+        StoreUnavailable, match="another call holds the lease while it reads the record"
+    ):
+        bench.renewer.extend(held_lease, 60)
+    bench.leases.answer, bench.leases.reasserts = (lambda _: RenewalResult.MISSING), True
+    bench.renew(held_lease)
+    assert held_lease.hard == pytest.approx(1002 + HARD)
 
 
 def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> None:
     """The record is not asked: the other may claim it at any moment."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
-    bench.leases.answer = lambda _: Kept.OTHER
-    bench.renew(tenure)
-    assert tenure.lost == TAKEN
+    bench.leases.answer = lambda _: RenewalResult.OTHER
+    bench.renew(held_lease)
+    assert held_lease.lost == TAKEN
 
 
 def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) -> None:
     """It may be anybody's by now."""
-    tenure = bench.tenure()
+    held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
-    bench.leases.answer = lambda _: Kept.MISSING
-    bench.renew(tenure)
+    bench.leases.answer = lambda _: RenewalResult.MISSING
+    bench.renew(held_lease)
     assert not bench.leases.reasserted
-    assert not tenure.held
+    assert not held_lease.held
 
 
 def test_a_lease_asserted_again_without_a_record_to_compare_is_not_believed(bench: Bench) -> None:
     """The database is away just then: no deadline moves until the record has been read."""
-    tenure = bench.tenure()
-    answers = iter([Kept.MISSING, Kept.OURS, Kept.OURS])
+    held_lease = bench.held_lease()
+    answers = iter([RenewalResult.MISSING, RenewalResult.OURS, RenewalResult.OURS])
     bench.leases.answer = lambda _: next(answers)
     reads = iter([True, True, False])
 
@@ -491,81 +534,83 @@ def test_a_lease_asserted_again_without_a_record_to_compare_is_not_believed(benc
 
     bench.records.read = read  # type: ignore[method-assign]
     bench.clock.time = 1001.0
-    bench.renew(tenure)
-    bench.renew(tenure)
-    assert tenure.hard == pytest.approx(1000 + HARD)
-    bench.renew(tenure)
-    assert tenure.lost == FORGOTTEN
+    bench.renew(held_lease)
+    bench.renew(held_lease)
+    assert held_lease.hard == pytest.approx(1000 + HARD)
+    bench.renew(held_lease)
+    assert held_lease.lost == FORGOTTEN
     assert bench.leases.released == ["token"]
 
 
-# -- the threads -----------------------------------------------------------------------------------------------
+# -- the threads -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def running() -> Iterator[Bench]:
     """A renewer with its threads and the real clock; a store that hangs is let go at the end."""
     yield (bench := Bench(clock=RealClock()))
-    bench.leases.answer = lambda _: Kept.OURS
-    for token in list(bench.renewer._tenures):
-        bench.renewer._tenures.pop(token)
+    bench.leases.answer = lambda _: RenewalResult.OURS
+    for token in list(bench.renewer._held_leases):
+        bench.renewer._held_leases.pop(token)
 
 
-def start(bench: Bench, ttl: float, **options: Any) -> Tenure:
-    """A tenure that the threads take care of."""
-    tenure = bench.tenure(ttl=ttl, **options)
-    bench.renewer.add(tenure)
-    return tenure
+def start(bench: Bench, ttl: float, **options: Any) -> HeldLease:
+    """A held lease that the threads take care of."""
+    held_lease = bench.held_lease(ttl=ttl, **options)
+    bench.renewer.add(held_lease)
+    return held_lease
 
 
 def test_the_keeper_renews_every_third_of_the_ttl(running: Bench) -> None:
     """Three renewals in a ttl, no more."""
-    tenure = start(running, 0.3)
+    held_lease = start(running, 0.3)
     began = time.monotonic()
     until(lambda: len(running.leases.renewed) >= 4, "four renewals")
     assert time.monotonic() - began >= 0.39
-    assert tenure.held
+    assert held_lease.held
 
 
 def test_a_store_that_hangs_cannot_keep_the_body_from_being_told(running: Bench) -> None:
-    """The keeper waits for a reply; the watcher interrupts by the stop deadline, and again until the body has ended."""
+    """The keeper waits for a reply; the watcher interrupts by the stop deadline, and again until
+    the body has ended.
+    """
     let_go, nudges = threading.Event(), []
 
-    def hang(_: Renewal) -> Kept:
+    def hang(_: Renewal) -> RenewalResult:
         let_go.wait(SOON)
-        return Kept.OURS
+        return RenewalResult.OURS
 
     running.leases.answer = hang
-    tenure = running.tenure(ttl=0.6)
-    tenure.interrupt = lambda: nudges.append(time.monotonic())
-    running.renewer.add(tenure)
-    stop = tenure.stop
+    held_lease = running.held_lease(ttl=0.6)
+    held_lease.interrupt = lambda: nudges.append(time.monotonic())
+    running.renewer.add(held_lease)
+    stop = held_lease.stop
     until(lambda: nudges, "the interruption")
     assert stop <= nudges[0] < stop + 0.2
-    assert tenure.lost == DEADLINE
+    assert held_lease.lost == DEADLINE
     until(lambda: len(nudges) >= 2, "the second interruption")
     let_go.set()
-    until(lambda: not tenure.in_flight, "the late reply")
-    assert tenure.lost == DEADLINE
-    assert not tenure.held
+    until(lambda: not held_lease.in_flight, "the late reply")
+    assert held_lease.lost == DEADLINE
+    assert not held_lease.held
 
 
 def test_a_store_that_raises_leads_to_loss_at_the_stop_deadline(running: Bench) -> None:
     """Asked more and more urgently, then lost by the clock, once."""
 
-    def fail(_: Renewal) -> Kept:
+    def fail(_: Renewal) -> RenewalResult:
         raise StoreUnavailable("away", None)
 
     running.leases.answer = fail
-    tenure = start(running, 0.6)
-    until(lambda: tenure.lost, "the loss")
-    assert time.monotonic() >= tenure.stop
+    held_lease = start(running, 0.6)
+    until(lambda: held_lease.lost, "the loss")
+    assert time.monotonic() >= held_lease.stop
     assert len(running.seen.of(RenewalFailed)) >= 3
     assert [event.reason for event in running.seen.of(LeaseGone)] == [DEADLINE]
     sent = len(running.leases.renewed)
-    running.renewer.drop(tenure)
+    running.renewer.drop(held_lease)
     other = start(running, 0.3)
-    running.leases.answer = lambda _: Kept.OURS
+    running.leases.answer = lambda _: RenewalResult.OURS
     until(lambda: len(running.leases.renewed) > sent, "another lease's renewal")
     assert all(renewal.ttl == 0.3 for renewal in running.leases.renewed[sent:])
     assert other.held
@@ -575,18 +620,18 @@ def test_drop_waits_for_the_renewal_in_flight(running: Bench) -> None:
     """Else it could set a lease again that has been released meanwhile."""
     let_go, entered = threading.Event(), threading.Event()
 
-    def hang(_: Renewal) -> Kept:
+    def hang(_: Renewal) -> RenewalResult:
         entered.set()
         let_go.wait(SOON)
-        return Kept.OURS
+        return RenewalResult.OURS
 
     running.leases.answer = hang
-    tenure = start(running, 3.0)
-    tenure.due = 0.0
+    held_lease = start(running, 3.0)
+    held_lease.due = 0.0
     running.renewer._keeper_bell.ring()
     assert entered.wait(SOON)
     dropped = threading.Event()
-    thread = threading.Thread(target=lambda: (running.renewer.drop(tenure), dropped.set()))
+    thread = threading.Thread(target=lambda: (running.renewer.drop(held_lease), dropped.set()))
     thread.start()
     assert not dropped.wait(0.1)
     let_go.set()
@@ -596,7 +641,7 @@ def test_drop_waits_for_the_renewal_in_flight(running: Bench) -> None:
 
 def test_max_hold_is_kept_by_the_threads(running: Bench) -> None:
     """A hung body does not hold its key for ever."""
-    tenure = start(running, 0.3, max_hold=0.5)
-    until(lambda: tenure.lost, "the loss")
-    assert tenure.lost == HELD_TOO_LONG
+    held_lease = start(running, 0.3, max_hold=0.5)
+    until(lambda: held_lease.lost, "the loss")
+    assert held_lease.lost == HELD_TOO_LONG
     assert len(running.leases.renewed) >= 3

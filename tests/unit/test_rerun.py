@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.endings import Returned
-from celery_leases.core.errors import CoolingDown, PermanentFailure, ResultMissing
-from celery_leases.core.failures import after_failure
-from celery_leases.core.outcomes import REMEMBERED_CALLS, REMEMBERED_RESULT_MAX, after_run, gave_up
-from celery_leases.core.records import Record, State
-from celery_leases.core.rulings import cooldown, permanent
-from celery_leases.core.verdicts import Drop, GiveUp, PutBack, Refuse, Replay, Run
+from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
+from celery_leases.failures.actions import cooldown, permanent
+from celery_leases.protocol.endings import Returned
+from celery_leases.protocol.failure_decisions import after_failure
+from celery_leases.protocol.outcomes import (
+    REMEMBERED_CALLS,
+    REMEMBERED_RESULT_MAX,
+    after_run,
+    gave_up,
+)
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.verdicts import Drop, GiveUp, Refuse, Replay, Reschedule, Run
 from tests.unit.situations import (
     NOW,
     OURS,
@@ -36,15 +41,25 @@ from tests.unit.situations import (
 class TestRerun:
     def listed(self, state: State, **changes: Any) -> Record:
         return a_record(
-            state, fingerprint=None, finished_calls=(OURS, THEIRS), finished_results={OURS: "1", THEIRS: "2"}, **changes
+            state,
+            fingerprint=None,
+            finished_calls=(OURS, THEIRS),
+            finished_results={OURS: "1", THEIRS: "2"},
+            **changes,
         )
 
     @pytest.mark.parametrize("state", State)
-    def test_a_call_on_the_list_never_runs_again_whatever_became_of_the_key(self, state: State) -> None:
-        assert decide(a_call(on_done="rerun"), self.listed(state, lease_until=NOW + SECOND)) == Replay("1", OURS)
+    def test_a_call_on_the_list_never_runs_again_whatever_became_of_the_key(
+        self, state: State
+    ) -> None:
+        assert decide(
+            a_call(on_done="rerun"), self.listed(state, lease_until=NOW + SECOND)
+        ) == Replay("1", OURS)
 
     def test_a_call_on_the_list_is_dropped_once_its_callbacks_are_out(self) -> None:
-        verdict = decide(a_call(on_done="rerun", canvas=True), self.listed(State.RUNNING), callbacks_out=True)
+        verdict = decide(
+            a_call(on_done="rerun", canvas=True), self.listed(State.RUNNING), callbacks_out=True
+        )
         assert isinstance(verdict, Drop)
 
     def test_a_call_on_the_list_whose_result_was_overwritten_is_told_so_and_not_run(self) -> None:
@@ -59,28 +74,37 @@ class TestRerun:
         assert decide(a_call(on_done="rerun"), a_record(State.FAILED)) == Run()
 
     def test_the_call_that_failed_for_good_is_told_so(self) -> None:
-        assert isinstance(refusal(decide(a_call(on_done="rerun"), a_record(State.FAILED, OURS))), PermanentFailure)
+        assert isinstance(
+            refusal(decide(a_call(on_done="rerun"), a_record(State.FAILED, OURS))), PermanentFailure
+        )
 
     def test_arguments_are_not_compared(self) -> None:
-        assert decide(a_call(on_done="rerun"), a_record(State.DONE, fingerprint="v1:other")) == Run()
+        assert (
+            decide(a_call(on_done="rerun"), a_record(State.DONE, fingerprint="v1:other")) == Run()
+        )
 
     @pytest.mark.parametrize("canvas", [False, True])
     def test_a_live_lease_holds_another_call_back(self, canvas: bool) -> None:
         running = a_record(State.RUNNING, fingerprint=None, lease_until=NOW + 9 * SECOND)
-        assert isinstance(decide(a_call(on_done="rerun", canvas=canvas), running), PutBack)
+        assert isinstance(decide(a_call(on_done="rerun", canvas=canvas), running), Reschedule)
 
     def test_a_lease_taken_by_a_third_call_holds_back_although_the_last_run_is_done(self) -> None:
         done = a_record(State.DONE, fingerprint=None, finished_calls=(THEIRS,))
-        assert isinstance(decide(a_call(on_done="rerun"), done, held_by("call-third")), PutBack)
+        assert isinstance(decide(a_call(on_done="rerun"), done, held_by("call-third")), Reschedule)
 
     def test_a_cooldown_holds_another_call_back(self) -> None:
         cooling = waiting(State.COOLING, 60, fingerprint=None)
         assert isinstance(refusal(decide(a_call(on_done="rerun"), cooling)), CoolingDown)
-        assert isinstance(decide(a_call(on_done="rerun", on_cooling="reschedule"), cooling), PutBack)
+        assert isinstance(
+            decide(a_call(on_done="rerun", on_cooling="reschedule"), cooling), Reschedule
+        )
         assert decide(a_call(on_done="rerun"), waiting(State.COOLING, 0, fingerprint=None)) == Run()
 
     def test_a_countdown_holds_another_call_back(self) -> None:
-        assert isinstance(decide(a_call(on_done="rerun"), waiting(State.PENDING, 60, fingerprint=None)), PutBack)
+        assert isinstance(
+            decide(a_call(on_done="rerun"), waiting(State.PENDING, 60, fingerprint=None)),
+            Reschedule,
+        )
 
     def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_shut_gate(self) -> None:
         cooling = self.listed(State.COOLING, retry_at=NOW + 60 * SECOND)
@@ -89,11 +113,15 @@ class TestRerun:
 
 class TestCrashesUnderRerun:
     def test_a_poisonous_call_is_given_up_although_others_ran_between_its_crashes(self) -> None:
-        record = a_record(State.RUNNING, OURS, crashes=3, crashed_call=OURS, finished_calls=(THEIRS,))
+        record = a_record(
+            State.RUNNING, OURS, crashes=3, crashed_call=OURS, finished_calls=(THEIRS,)
+        )
         assert isinstance(decide(a_call(on_done="rerun"), record, claimed=True), GiveUp)
 
     def test_another_call_does_not_pay_for_it_and_does_not_clear_it(self) -> None:
-        record = a_record(State.RUNNING, OURS, crashes=3, crashed_call=THEIRS, crashed_at=NOW - 9 * SECOND)
+        record = a_record(
+            State.RUNNING, OURS, crashes=3, crashed_call=THEIRS, crashed_at=NOW - 9 * SECOND
+        )
         assert decide(a_call(on_done="rerun"), record, claimed=True) == Run()
         assert after_run(a_call(on_done="rerun"), record, Returned(1, "1")).crashes == 3
 
@@ -107,7 +135,9 @@ class TestCrashesUnderRerun:
 
 class TestRememberedCalls:
     def finished(self, result: str | None, *before: str) -> list[tuple[str, str | None]]:
-        record = replace(RUNNING, finished_calls=before, finished_results={name: f'"{name}"' for name in before})
+        record = replace(
+            RUNNING, finished_calls=before, finished_results={name: f'"{name}"' for name in before}
+        )
         outcome = after_run(a_call(on_done="rerun"), record, Returned(None, result))
         assert outcome.finished is not None
         return list(outcome.finished.items())
@@ -131,24 +161,37 @@ class TestRememberedCalls:
 
     def test_a_failure_that_waits_does_not_join_the_list(self) -> None:
         call, ending = a_call(on_done="rerun"), raised(cooldown("60s"))
-        assert after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0)).finished is None
+        assert (
+            after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0)).finished
+            is None
+        )
 
     def test_a_copy_of_a_call_that_failed_for_good_is_told_so_while_the_row_remembers(self) -> None:
-        """Its process may have died before anybody was told; dropped, a chord would wait for it for ever."""
+        """Its process may have died before anybody was told; dropped, a chord would wait for it for
+        ever.
+        """
         call, ending = a_call(on_done="rerun", canvas=True, repeat=True), raised(permanent())
         outcome = after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0))
         assert outcome.finished is not None
-        listed: dict[str, Any] = {"finished_calls": tuple(outcome.finished), "finished_results": outcome.finished}
+        listed: dict[str, Any] = {
+            "finished_calls": tuple(outcome.finished),
+            "finished_results": outcome.finished,
+        }
         verdict = decide(call, a_record(State.FAILED, OURS, failure=outcome.failure, **listed))
         assert isinstance(verdict, Refuse)
         assert (str(verdict.error), verdict.own) == ("ValueError: boom", True)
         assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
 
     def test_what_it_remembers_is_what_it_answers(self) -> None:
-        """The list written at the end of a run keeps the very next copy of the call from running again."""
+        """The list written at the end of a run keeps the very next copy of the call from running
+        again.
+        """
         outcome = after_run(a_call(on_done="rerun"), RUNNING, Returned(None, "1"))
         assert outcome.finished is not None
         later = a_record(
-            State.RUNNING, finished_calls=tuple(outcome.finished), finished_results=outcome.finished, fingerprint=None
+            State.RUNNING,
+            finished_calls=tuple(outcome.finished),
+            finished_results=outcome.finished,
+            fingerprint=None,
         )
         assert decide(a_call(on_done="rerun"), later) == Replay("1", OURS)

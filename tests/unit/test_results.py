@@ -1,4 +1,6 @@
-"""Results as records keep them: what plain values become without kombu's registry is what it would make of them."""
+"""Results as records keep them: what plain values become without kombu's registry is what it would
+make of them.
+"""
 
 from typing import Any
 
@@ -7,11 +9,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from celery_leases.core.results import CONTENT_TYPE, NOT_JSON, TOO_LARGE, decode, encode, given_back
+from celery_leases.protocol.results import (
+    CONTENT_TYPE,
+    NOT_JSON,
+    TOO_LARGE,
+    decode,
+    encode,
+    given_back,
+)
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters())
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters())
+)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
 NO_LIMIT = 2**62
 
@@ -34,7 +50,9 @@ def test_a_value_is_written_and_read_as_kombu_does(value: Any) -> None:
     assert repr(decode(text)) == repr(by_kombu(text)) == repr(given_back(value, text))
 
 
-@pytest.mark.parametrize("text", ["1", " 1", "-1.5e3", '"a"', "null", "[1]", "{}", '{"__type__": "nonsense"}', "NaN"])
+@pytest.mark.parametrize(
+    "text", ["1", " 1", "-1.5e3", '"a"', "null", "[1]", "{}", '{"__type__": "nonsense"}', "NaN"]
+)
 def test_a_stored_text_is_read_as_kombu_reads_it(text: str) -> None:
     """Also one that somebody has written by hand."""
     assert repr(decode(text)) == repr(by_kombu(text))

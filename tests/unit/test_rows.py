@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.claims import claimed
-from celery_leases.core.records import Attempt, Ended, Failure, Outcome, Record, State
-from celery_leases.core.repairs import settled
-from celery_leases.stores import rows
+from celery_leases.protocol.claims import claimed
+from celery_leases.protocol.records import (
+    Attempt,
+    Ended,
+    Failure,
+    Outcome,
+    PastAttempt,
+    Record,
+    State,
+)
+from celery_leases.protocol.repairs import settled
 from celery_leases.stores.claiming import COMPARED
-from celery_leases.stores.layouts import LAYOUTS, NARROW, WIDE, Layout
-from celery_leases.stores.schema import Tables
+from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.layouts import LAYOUTS, NARROW, WIDE, Layout
+from celery_leases.stores.sql.schema import Tables
 from tests.unit.situations import NOW, OURS, a_record
 from tests.unit.test_claims import a_claim
 
@@ -42,18 +50,35 @@ FULL: dict[str, Any] = {
     "finished_calls": ("a!b c", "!", "ü"),
     "finished_results": {"a!b c": "1", "!": None},
 }
+IN_THE_DOCUMENT: dict[str, Any] = {
+    "history": (PastAttempt(NOW, NOW + 5, Ended.FAILED, "host-b/18", "E: no", "r"),),
+    "unrun": True,
+    "traceback": "  File",
+}
+"""Which version 1 does not keep."""
 
 
-EACH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: f"version-{layout.version}")
+EACH_LAYOUT = pytest.mark.parametrize(
+    "layout", LAYOUTS.values(), ids=lambda layout: f"version-{layout.version}"
+)
 
 
 @EACH_LAYOUT
-@pytest.mark.parametrize("record", [a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)])
+@pytest.mark.parametrize(
+    "record", [a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)]
+)
 def test_a_record_is_the_same_after_it_was_written_and_read(record: Record, layout: Layout) -> None:
     """Each of its fields, in each layout; the table has a column for each value that is written."""
     row = layout.of_record(record)
     assert rows.to_record({**row, "now": record.now}) == record
     assert set(row) == set(Tables().layouts[layout.version].c.keys())
+
+
+def test_version_2_keeps_the_history_too() -> None:
+    """In its document; version 1 has no place for it."""
+    record = a_record(State.FAILED, lease_ttl=2.3, **FULL, **IN_THE_DOCUMENT)
+    assert rows.to_record({**NARROW.of_record(record), "now": record.now}) == record
+    assert rows.to_record({**WIDE.of_record(record), "now": record.now}).history == ()
 
 
 def test_a_running_row_says_when_it_expires_if_it_succeeds_soon() -> None:
@@ -72,10 +97,37 @@ def test_a_record_of_a_first_run_has_no_details() -> None:
 
 def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
     """Or the test above would miss one."""
-    empty, full = a_record(State.PENDING), a_record(State.FAILED, lease_ttl=2.3, **FULL)
-    same = {field.name for field in fields(Record) if getattr(empty, field.name) == getattr(full, field.name)}
-    given = {"stored_key", "task", "key", "fence", "owner", "call_id", "holder", "attempt", "generation", "crashes"}
-    given |= {"retries", "lease_store", "created_at", "started_at", "now", "fingerprint", "digests", "unreadable"}
+    empty, full = (
+        a_record(State.PENDING),
+        a_record(State.FAILED, lease_ttl=2.3, **FULL, **IN_THE_DOCUMENT),
+    )
+    same = {
+        field.name
+        for field in fields(Record)
+        if getattr(empty, field.name) == getattr(full, field.name)
+    }
+    given = {
+        "stored_key",
+        "task",
+        "key",
+        "fence",
+        "owner",
+        "call_id",
+        "holder",
+        "attempt",
+        "generation",
+        "crashes",
+    }
+    given |= {
+        "retries",
+        "lease_store",
+        "created_at",
+        "started_at",
+        "now",
+        "fingerprint",
+        "digests",
+        "unreadable",
+    }
     assert same == given
 
 
@@ -96,12 +148,32 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State, layout: Layout) ->
 def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None:
     """As the pure function says; the moments are those of the write."""
     row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
-    given: dict[str, Any] = {"reason": "r", "result": "1", "failure": Failure("E", "no"), "finished": {"b": "2"}}
-    given |= {"quick_retries": 2, "cooldowns": 3, "resumes": True, "progress": "{}", "crashed_call": "c", "retries": 5}
-    outcome = Outcome(State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given)
+    given: dict[str, Any] = {
+        "reason": "r",
+        "result": "1",
+        "failure": Failure("E", "no"),
+        "finished": {"b": "2"},
+    }
+    given |= {
+        "quick_retries": 2,
+        "cooldowns": 3,
+        "resumes": True,
+        "progress": "{}",
+        "crashed_call": "c",
+        "retries": 5,
+    }
+    outcome = Outcome(
+        State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
+    )
     values = layout.of_outcome(row, outcome)
-    written = {name: values[f"new_{name}"] for name in layout.settled} | {"progress": values["new_progress"]}
-    moments: dict[str, Any] = {"retry_at": NOW + 1_000_000, "expires_at": NOW + 10_000_000, "finished_at": NOW}
+    written = {name: values[f"new_{name}"] for name in layout.settled} | {
+        "progress": values["new_progress"]
+    }
+    moments: dict[str, Any] = {
+        "retry_at": NOW + 1_000_000,
+        "expires_at": NOW + 10_000_000,
+        "finished_at": NOW,
+    }
     moments |= {"lease_until": None}
     if layout.version == 1:
         moments |= {"failed_at": NOW if values["failed"] else values["last_failed"]}
@@ -128,6 +200,12 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
     assert "new_details" not in NARROW.of_outcome(row, done)
-    for change in ({"failures": 1}, {"retries": 1}, {"failed": True}, {"finished": {}}, {"crashed_call": "c"}):
+    for change in (
+        {"failures": 1},
+        {"retries": 1},
+        {"failed": True},
+        {"finished": {}},
+        {"crashed_call": "c"},
+    ):
         given: dict[str, Any] = change
         assert "new_details" in NARROW.of_outcome(row, replace(done, **given))

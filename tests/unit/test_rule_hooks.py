@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.classifier.errorfacts import ErrorFacts, facts_of
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import Cooldown, PermanentFailure, RetryLater, Snooze
-from celery_leases.core.rulings import Classification, Reason, Ruling, cooldown, permanent, retry
+from celery_leases.errors import Cooldown, PermanentFailure, RetryLater, Snooze
+from celery_leases.failures.actions import (
+    Classification,
+    Reason,
+    Ruling,
+    cooldown,
+    permanent,
+    retry,
+)
+from celery_leases.failures.facts import ErrorFacts, facts_of
+from celery_leases.failures.rules import Rules
 from tests.unit.ids import steady
 from tests.unit.lookalikes import caused, http_error, lookalike
 
@@ -24,7 +31,7 @@ def judged(rules: Rules, error: BaseException) -> Classification:
     return rules.judge(error, NOW)
 
 
-# -- hooks ------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,9 @@ def test_a_hook_that_says_nothing_lets_the_next_rule_decide() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["retry", "5 apples", -1, float("nan"), float("inf"), 10**400, [], object(), retry], ids=steady
+    "said",
+    ["retry", "5 apples", -1, float("nan"), float("inf"), 10**400, [], object(), retry],
+    ids=steady,
 )
 def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     said: Any, caplog: pytest.LogCaptureFixture
@@ -73,7 +82,9 @@ def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     """A failure must not grow into another one."""
     judgement = judged(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
     assert judgement.rule == "rate-limited"
-    assert [(entry.name, entry.levelno) for entry in caplog.records] == [("celery_leases", logging.ERROR)]
+    assert [(entry.name, entry.levelno) for entry in caplog.records] == [
+        ("celery_leases", logging.ERROR)
+    ]
     assert "'mine' returned" in caplog.text
 
 
@@ -101,7 +112,9 @@ def test_a_hook_may_say_a_duration_in_any_form(said: Any) -> None:
     assert judged(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
 
 
-def test_a_hook_that_raises_counts_as_silent_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_raises_counts_as_silent_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """With its traceback."""
     judgement = judged(Rules.default().use(lambda *_: 1 // 0, name="mine"), http_error(429))
     assert judgement.rule == "rate-limited"
@@ -125,7 +138,7 @@ def test_hooks_are_not_asked_about_facts_alone() -> None:
     assert rules.judge_facts(ErrorFacts(status=429), NOW).rule == "rate-limited"
 
 
-# -- what the body asked for ------------------------------------------------------------------------------------------
+# -- what the body asked for -----------------------------------------------------------------------
 
 EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
 
@@ -152,7 +165,7 @@ def test_what_the_body_asks_for_comes_before_every_rule(
     judgement = judged(EVERYTHING, error)
     assert (judgement.rule, judgement.ruling.kind, judgement.reason) == (rule, kind_, Reason.ASKED)
     assert (judgement.delay, judgement.clamped) == (delay, False)
-    assert judgement.ruling.told == "instead" or kind_ == "permanent"
+    assert judgement.ruling.server_delay == "instead" or kind_ == "permanent"
 
 
 def test_a_cooldown_of_the_group_is_one() -> None:
@@ -163,7 +176,9 @@ def test_a_cooldown_of_the_group_is_one() -> None:
 
 def test_what_the_body_asks_for_is_found_in_groups_and_causes() -> None:
     """Such as those of a ``TaskGroup``."""
-    assert judged(Rules(), ExceptionGroup("two", [ValueError(), Cooldown(5)])).rule == "asked-cooldown"
+    assert (
+        judged(Rules(), ExceptionGroup("two", [ValueError(), Cooldown(5)])).rule == "asked-cooldown"
+    )
     assert judged(Rules(), caused(RuntimeError(), PermanentFailure("no"))).rule == "asked-permanent"
 
 
@@ -178,7 +193,7 @@ def test_a_subclass_of_the_users_asks_for_the_same() -> None:
 
 def test_facts_alone_tell_what_was_asked_for() -> None:
     """For the command line, which has no exception."""
-    facts = ErrorFacts(names=("celery_leases.core.errors.PermanentFailure",))
+    facts = ErrorFacts(names=("celery_leases.errors.PermanentFailure",))
     assert Rules().judge_facts(facts, NOW).rule == "asked-permanent"
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.errors import LeaseConfigurationError
-from celery_leases.core.rulings import permanent, retry
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.actions import permanent, retry
+from celery_leases.failures.rules import Rules
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, caused, http_error, kind, lookalike
 
@@ -22,7 +22,7 @@ def matches(error: BaseException, **conditions: Any) -> bool:
     return Rules().on(**conditions, to=STOP).judge(error, NOW).ruling is STOP
 
 
-# -- conditions -------------------------------------------------------------------------------------------------------
+# -- conditions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,16 @@ Family = kind("shop.errors.Declined", kind("shop.errors.ShopError", LookupError)
     ids=steady,
 )
 def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
-    """By the class, by its dotted name, with or without the modules in between, or by its bare name."""
+    """By the class, by its dotted name, with or without the modules in between, or by its bare
+    name.
+    """
     assert matches(Family(), exc=name)
     assert matches(caused(RuntimeError(), Family()), exc=name)
 
 
 @pytest.mark.parametrize(
-    "name", ["errors.Declined", "shop.error.Declined", "declined", "shop", KeyError, "builtins.Declined"]
+    "name",
+    ["errors.Declined", "shop.error.Declined", "declined", "shop", KeyError, "builtins.Declined"],
 )
 def test_a_name_that_is_only_similar_is_another_one(name: Any) -> None:
     """The first module and the class must be right."""
@@ -124,14 +127,20 @@ def test_all_that_is_given_must_be_met_by_some_error_of_the_chain() -> None:
     assert not matches(http_error(404), exc="shop.errors.Failed", status=404)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 WRONG: list[dict[str, Any]] = [
     {},
-    *({"status": value} for value in (42, 1000, 99, 600, "6xx", "0xx", "404", "", [], (), range(0), range(90, 110))),
+    *(
+        {"status": value}
+        for value in (42, 1000, 99, 600, "6xx", "0xx", "404", "", [], (), range(0), range(90, 110))
+    ),
     *({"status": value} for value in (True, 4.04, [404, 1000], [404, None], [[404]], object())),
     *({"code": value} for value in ("", " ", "*", [], 5, ["a", ""], ["a", 5], True)),
-    *({"exc": value} for value in ("", "1x", "a b", "a.", ".a", [], 5, int, ["a", 5], ValueError(), [int])),
+    *(
+        {"exc": value}
+        for value in ("", "1x", "a b", "a.", ".a", [], 5, int, ["a", 5], ValueError(), [int])
+    ),
     *({"exc": value} for value in (Exception, BaseException, "Exception", ["Declined", Exception])),
     *({"sqlstate": value} for value in ("", "400011", "4000a", 40001, [], ["40", ""])),
     *({"grpc": value} for value in ("", "not_found", "OK", 5, [], ["NOT_FOUND", "X"])),
@@ -141,7 +150,9 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("conditions", WRONG, ids=steady)
-def test_a_rule_that_can_never_match_is_refused_when_it_is_written(conditions: dict[str, Any]) -> None:
+def test_a_rule_that_can_never_match_is_refused_when_it_is_written(
+    conditions: dict[str, Any],
+) -> None:
     """The message names the argument and the value."""
     with pytest.raises(LeaseConfigurationError, match=r"^Rules\.on: ") as refused:
         Rules.default().on(**conditions, to=permanent())

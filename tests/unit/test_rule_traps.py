@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.classifier.errorfacts import ErrorFacts
-from celery_leases.core.classifier.rules import Rules
-from celery_leases.core.rulings import Classification
+from celery_leases.failures.actions import Classification
+from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.rules import Rules
 from tests.unit.lookalikes import aws, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0
@@ -108,7 +108,9 @@ def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
     refused = lookalike("urllib3.exceptions.NewConnectionError")
     exceeded = lookalike("urllib3.exceptions.MaxRetryError", reason=refused)
     assert judged(RequestsConnection(exceeded)).rule == "connect-phase"
-    aborted = lookalike("urllib3.exceptions.ProtocolError", said=("aborted", ConnectionResetError(104, "reset")))
+    aborted = lookalike(
+        "urllib3.exceptions.ProtocolError", said=("aborted", ConnectionResetError(104, "reset"))
+    )
     assert judged(RequestsConnection(aborted)).rule == "outcome-unknown"
     assert judged(RequestsConnection()).rule == "outcome-unknown"
 
@@ -125,7 +127,9 @@ def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
     """``orig`` knows."""
     unique = lookalike("psycopg.errors.UniqueViolation", sqlstate="23505")
     assert judged(lookalike("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
-    away = lookalike("sqlalchemy.exc.OperationalError", orig=PsycopgOperational("connection failed"))
+    away = lookalike(
+        "sqlalchemy.exc.OperationalError", orig=PsycopgOperational("connection failed")
+    )
     assert judged(away).rule == "infrastructure"
     broker = caused(lookalike("kombu.exceptions.OperationalError"), RedisConnection())
     assert judged(broker).rule == "infrastructure"
@@ -134,7 +138,8 @@ def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
 def test_an_error_of_the_application_lets_its_cause_decide() -> None:
     """What the rules do not know is passed over."""
     error = caused(
-        RuntimeError("the month failed"), caused(lookalike("shop.Failed"), http_error(429, retry_after="20"))
+        RuntimeError("the month failed"),
+        caused(lookalike("shop.Failed"), http_error(429, retry_after="20")),
     )
     judgement = judged(error)
     assert (judgement.rule, judgement.delay) == ("rate-limited", 20.0)
@@ -149,8 +154,13 @@ def test_the_outermost_error_that_is_known_decides() -> None:
 def test_facts_alone_are_judged_like_errors() -> None:
     """As the command line gives them."""
     rules = Rules.default()
-    assert rules.judge_facts(ErrorFacts(status=429, headers={"retry-after": "37"}), NOW).delay == 37.0
-    assert rules.judge_facts(ErrorFacts(names=("openai.APIConnectionError",)), NOW).rule == "outcome-unknown"
+    assert (
+        rules.judge_facts(ErrorFacts(status=429, headers={"retry-after": "37"}), NOW).delay == 37.0
+    )
+    assert (
+        rules.judge_facts(ErrorFacts(names=("openai.APIConnectionError",)), NOW).rule
+        == "outcome-unknown"
+    )
     assert rules.judge_facts(ErrorFacts(names=("stripe.CardError",)), NOW).rule == "declined"
     assert rules.judge_facts(ErrorFacts(sqlstate="40001"), NOW).rule == "infrastructure"
     assert rules.judge_facts(ErrorFacts(grpc="ABORTED"), NOW).rule == "conflict"

@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.classifier.errorfacts import ErrorFacts
-from celery_leases.core.classifier.rules import Rule, Rules
-from celery_leases.core.errors import Cooldown
-from celery_leases.core.rulings import Classification, Reason, Ruling, cooldown, permanent, retry
+from celery_leases.errors import Cooldown
+from celery_leases.failures.actions import (
+    Classification,
+    Reason,
+    Ruling,
+    cooldown,
+    permanent,
+    retry,
+)
+from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.rules import Rule, Rules
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, lookalike
 
 NOW = 1_800_000_000.0
@@ -30,7 +37,7 @@ def a_hook(exc: BaseException, facts: ErrorFacts) -> bool | None:
     return True if "draft" in facts.message else None
 
 
-# -- what is done -----------------------------------------------------------------------------------------------------
+# -- what is done ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,7 +65,11 @@ def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
 def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
     """What it does there is the ruling's business."""
     judgement = judged(Rules().on(status=404, to=retry("10s")), http_error(404, retry_after="60"))
-    assert (judgement.delay, judgement.source, judgement.ruling.told) == (60.0, "retry-after", "at_least")
+    assert (judgement.delay, judgement.source, judgement.ruling.server_delay) == (
+        60.0,
+        "retry-after",
+        "at_least",
+    )
 
 
 def test_a_permanent_failure_has_no_delay() -> None:
@@ -69,7 +80,11 @@ def test_a_permanent_failure_has_no_delay() -> None:
 
 def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
     """In the order in which they were written."""
-    rules = Rules.default().on(status=429, to="permanent", name="first").on(status="4xx", to="retry", name="second")
+    rules = (
+        Rules.default()
+        .on(status=429, to="permanent", name="first")
+        .on(status="4xx", to="retry", name="second")
+    )
     assert judged(rules, http_error(429)).rule == "first"
     assert judged(rules, http_error(404)).rule == "second"
     assert judged(rules, http_error(500)).rule == "outcome-unknown"
@@ -77,7 +92,11 @@ def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
 
 def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() -> None:
     """Each rule looks at the whole chain before the next is asked."""
-    rules = Rules().on(status=404, to="permanent", name="inner").on(exc="shop.Failed", to="retry", name="outer")
+    rules = (
+        Rules()
+        .on(status=404, to="permanent", name="inner")
+        .on(exc="shop.Failed", to="retry", name="outer")
+    )
     assert judged(rules, caused(lookalike("shop.Failed"), http_error(404))).rule == "inner"
 
 
@@ -96,7 +115,7 @@ def test_rules_pickle() -> None:
     assert pickle.loads(pickle.dumps(rules)) == rules  # noqa: S301 - our own bytes
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_a_rule_without_a_name_is_named_after_its_conditions() -> None:
@@ -127,14 +146,17 @@ def test_why_says_what_matched_and_where() -> None:
     rules = Rules.default().on(exc="shop.Failed", status=404, to=5).use(a_hook)
     failed = caused(lookalike("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
     assert judged(rules, failed).why == "status 404 of openai.NotFoundError and shop.Failed"
-    assert judged(rules, http_error(429, dotted="openai.RateLimitError")).why == "status 429 of openai.RateLimitError"
+    assert (
+        judged(rules, http_error(429, dotted="openai.RateLimitError")).why
+        == "status 429 of openai.RateLimitError"
+    )
     assert judged(rules, ConnectionRefusedError()).why == "ConnectionRefusedError"
     assert judged(rules, KeyError()).why == "no rule knows KeyError"
-    assert judged(rules, ValueError("draft")).why == "the function said so"
+    assert judged(rules, ValueError("draft")).why == "the rule function decided"
     assert Rules.default().judge_facts(ErrorFacts(status=429), NOW).why == "status 429"
 
 
-# -- the list itself --------------------------------------------------------------------------------------------------
+# -- the list itself -------------------------------------------------------------------------------
 
 
 def test_rows_are_the_rules_in_the_order_in_which_they_are_asked() -> None:
@@ -157,15 +179,56 @@ def test_rules_without_defaults_know_the_body_the_limits_and_anything_else() -> 
     assert judged(Rules(), MemoryError()).rule == "time-or-memory-limit"
 
 
-# -- never raises -----------------------------------------------------------------------------------------------------
+# -- never raises ----------------------------------------------------------------------------------
 
 PIECES: list[Any] = [
-    *(None, True, -1, 0, 402, 429, 503, 10**30, float("nan"), "", "429", "x", "RESOURCE_EXHAUSTED", b"\xff", [], {}),
-    *({"error": {"code": "insufficient_quota"}}, [("retry-after", "1e400")], {"date": "x", "retry-after": "-"}),
-    *(ValueError("token=abc"), RpcError("UNAVAILABLE"), aws("SlowDown"), http_error(500), object(), range(5), print),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        402,
+        429,
+        503,
+        10**30,
+        float("nan"),
+        "",
+        "429",
+        "x",
+        "RESOURCE_EXHAUSTED",
+        b"\xff",
+        [],
+        {},
+    ),
+    *(
+        {"error": {"code": "insufficient_quota"}},
+        [("retry-after", "1e400")],
+        {"date": "x", "retry-after": "-"},
+    ),
+    *(
+        ValueError("token=abc"),
+        RpcError("UNAVAILABLE"),
+        aws("SlowDown"),
+        http_error(500),
+        object(),
+        range(5),
+        print,
+    ),
 ]
 NAMES = [
-    *("status_code", "status", "code", "type", "response", "headers", "body", "details", "sqlstate", "errno", "reason"),
+    *(
+        "status_code",
+        "status",
+        "code",
+        "type",
+        "response",
+        "headers",
+        "body",
+        "details",
+        "sqlstate",
+        "errno",
+        "reason",
+    ),
     *(
         "retryable",
         "retry_after",
@@ -182,7 +245,13 @@ NAMES = [
 
 @given(
     st.sampled_from(
-        ["shop.Error", "redis.exceptions.ConnectionError", "smtplib.SMTPError", "pymysql.err.Error", "grpc.X"]
+        [
+            "shop.Error",
+            "redis.exceptions.ConnectionError",
+            "smtplib.SMTPError",
+            "pymysql.err.Error",
+            "grpc.X",
+        ]
     ),
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, len(PIECES) - 1)),
 )
@@ -200,7 +269,9 @@ def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
     assert judgement.delay is None or 0 < judgement.delay <= 21_600
 
 
-def test_an_error_that_cannot_be_classified_counts_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_cannot_be_classified_counts_as_any_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """And the log says so, since that is a mistake of ours."""
 
     class Broken(Cooldown):

@@ -8,21 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.endings import Ending, Interrupted, Lost, Passed, Returned, Snoozed, Terminated
-from celery_leases.core.errors import Snooze
-from celery_leases.core.options import OnDone
-from celery_leases.core.records import Ended, Record, State
-from celery_leases.core.replies import Over
-from celery_leases.core.rulings import Reason, cooldown, exactly, permanent, retry
-from celery_leases.core.verdicts import Call
-from celery_leases.core.waiting import grace_of
+from celery_leases.errors import Snooze
+from celery_leases.failures.actions import Reason, cooldown, exactly, permanent, retry
+from celery_leases.protocol.celery_replies import Over
+from celery_leases.protocol.endings import (
+    Ending,
+    Interrupted,
+    Lost,
+    Passed,
+    Returned,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.protocol.options import OnDone
+from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.waiting import grace_of
 from tests.unit.bench import Bench
 from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
 
 HARMLESS: dict[str, Ending] = {
     "cooldown": raised(cooldown("60s")),
     "group": raised(cooldown("30s", scope="group"), reason=Reason.RATE_LIMITED),
-    "told": raised(replace(cooldown("30s", scope="group"), told="instead"), 20.0, Reason.RATE_LIMITED),
+    "told": raised(
+        replace(cooldown("30s", scope="group"), server_delay="instead"), 20.0, Reason.RATE_LIMITED
+    ),
     "retry": raised(retry("1s")),
     "retry at once": raised(exactly(0)),
     "ambiguous": raised(retry("1s", ambiguous=True)),
@@ -43,7 +53,9 @@ KILLED, RESET = "killed", "reset"
 WAITS = st.sampled_from([0.0, 0.5, 20.0, 70.0, 4_000.0, 100_000.0])
 CALLS = st.sampled_from([OURS, THEIRS])
 EITHER: st.SearchStrategy[OnDone] = st.sampled_from(["replay", "rerun"])
-FAMILIES = pytest.mark.parametrize("in_records", [False, True], ids=["leases apart", "rows are leases"])
+FAMILIES = pytest.mark.parametrize(
+    "in_records", [False, True], ids=["leases apart", "rows are leases"]
+)
 
 
 class Killed(BaseException):
@@ -71,7 +83,9 @@ def runs(bench: Bench, call: Call, what: str) -> None:
     if len(bench.ran) > bodies:
         assert gate is None or gate.half_open, "a body has started behind a closed gate"
         assert before is None or before.expired or may_start(before, call)
-    finished = before is not None and (call.call_id in before.finished_calls or before.state is State.DONE)
+    finished = before is not None and (
+        call.call_id in before.finished_calls or before.state is State.DONE
+    )
     assert not isinstance(reply, Over) or finished, "a call was dropped unanswered"
 
 
@@ -110,7 +124,14 @@ def test_what_ends_in_our_hands_is_never_a_crash(
     """Failures, retries, losses, shutdowns, snoozes and cooldowns, in any order, by two calls."""
     bench = Bench(in_records)
     for call_id, what, wait in steps:
-        call = bench.call(call_id=call_id, on_done=on_done, repeat=True, started=True, max_retries=2, max_failures=4)
+        call = bench.call(
+            call_id=call_id,
+            on_done=on_done,
+            repeat=True,
+            started=True,
+            max_retries=2,
+            max_failures=4,
+        )
         runs(bench, call, what)
         is_sound(bench)
         assert all(row.crashes == 0 for row in bench.records.rows.values())
@@ -120,16 +141,27 @@ def test_what_ends_in_our_hands_is_never_a_crash(
 
 @FAMILIES
 @given(
-    st.lists(st.tuples(CALLS, st.sampled_from([*ALL, KILLED, RESET]), WAITS, st.booleans()), max_size=25),
+    st.lists(
+        st.tuples(CALLS, st.sampled_from([*ALL, KILLED, RESET]), WAITS, st.booleans()), max_size=25
+    ),
     EITHER,
 )
 def test_crashes_are_those_of_processes_that_died_and_end_the_key(
     in_records: bool, steps: list[tuple[str, str, float, bool]], on_done: OnDone
 ) -> None:
-    """At most so many as died since the last time somebody ended in our hands, and no more than are allowed."""
+    """At most so many as died since the last time somebody ended in our hands, and no more than are
+    allowed.
+    """
     bench, died = Bench(in_records), 0
     for call_id, what, wait, repeat in steps:
-        call = bench.call(call_id=call_id, on_done=on_done, repeat=repeat, max_retries=2, max_failures=4, max_crashes=3)
+        call = bench.call(
+            call_id=call_id,
+            on_done=on_done,
+            repeat=repeat,
+            max_retries=2,
+            max_failures=4,
+            max_crashes=3,
+        )
         bodies = len(bench.ran)
         runs(bench, call, what)
         died += (what == KILLED or what in TERMINATED) and len(bench.ran) > bodies
@@ -140,11 +172,17 @@ def test_crashes_are_those_of_processes_that_died_and_end_the_key(
 
 
 @FAMILIES
-@given(st.sampled_from(["cooldown", "retry", "ambiguous", "retry at once"]), st.integers(0, 3), st.integers(1, 4))
+@given(
+    st.sampled_from(["cooldown", "retry", "ambiguous", "retry at once"]),
+    st.integers(0, 3),
+    st.integers(1, 4),
+)
 def test_a_failure_that_repeats_itself_comes_to_an_end(
     in_records: bool, what: str, max_retries: int, max_failures: int
 ) -> None:
-    """After so many failures, each with its quick retries before it; and no body runs again after that."""
+    """After so many failures, each with its quick retries before it; and no body runs again after
+    that.
+    """
     bench = Bench(in_records)
     call = bench.call(max_retries=max_retries, max_failures=max_failures, retention=60.0)
     for _ in range(30):
@@ -158,7 +196,7 @@ def test_a_failure_that_repeats_itself_comes_to_an_end(
 
 @FAMILIES
 def test_a_group_that_never_comes_back_is_asked_once_for_each_closing(in_records: bool) -> None:
-    """Whoever asks: two keys, each put back until the gate lets one of them try."""
+    """Whoever asks: two keys, each rescheduled until the gate lets one of them try."""
     bench = Bench(in_records)
     other = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
     calls = [bench.call(), bench.call(key=other, call_id=THEIRS)]

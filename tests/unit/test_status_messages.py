@@ -1,4 +1,6 @@
-"""What a person who waits is told: one line in every state, without any text of an exception, and a code for it."""
+"""What a person who waits is told: one line in every state, without any text of an exception, and a
+code for it.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +11,72 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errors import Cooldown, RetryLater
-from celery_leases.core.outcomes import Death
-from celery_leases.core.ports import Holder
-from celery_leases.core.records import Ended, Failure, Record, State
-from celery_leases.core.results import failure_of
-from celery_leases.core.rulings import Reason
-from celery_leases.core.status import LeaseStatus, MessageCode, status_of
+from celery_leases.errors import Cooldown, RetryLater
+from celery_leases.failures.actions import Reason
+from celery_leases.protocol.outcomes import Death
+from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.protocol.results import failure_of
+from celery_leases.protocol.status import LeaseStatus, MessageCode, status_of
 
 SECRET_TEXT = "Server error '500' for url 'http://127.0.0.1:18099/a'\nFor more information check http://127.0.0.1"
 HOLDER = Holder("token", "call-1", "host/1", 15.0, 10.0)
 ROW = Record(
-    "t:shop.work|k", "shop.work", "k", State.PENDING, 1, "o", "call-1", "h/1", 1, 0, 0, 0, 0, "s", 15.0, 1, 1, 1
+    "t:shop.work|k",
+    "shop.work",
+    "k",
+    State.PENDING,
+    1,
+    "o",
+    "call-1",
+    "h/1",
+    1,
+    0,
+    0,
+    0,
+    0,
+    "s",
+    15.0,
+    1,
+    1,
+    1,
 )
 
 
 def situations() -> Iterator[tuple[Record | None, Holder | None]]:
-    """Every state with and without an error, a wait, a holder, a copy that comes back, and doubt."""
+    """Every state with and without an error, a wait, a holder, a copy that comes back, and
+    doubt.
+    """
     yield from ((None, None), (None, HOLDER))
     flags = [*product((False, True), repeat=3)]
-    for state, wait, holder, (resumes, failed, unsure) in product(State, (None, 300_000_001), (None, HOLDER), flags):
-        failure = Failure("httpx.HTTPError", SECRET_TEXT, "r", "error", ambiguous=unsure) if failed else None
+    for state, wait, holder, (resumes, failed, unsure) in product(
+        State, (None, 300_000_001), (None, HOLDER), flags
+    ):
+        failure = (
+            Failure("httpx.HTTPError", SECRET_TEXT, "r", "error", ambiguous=unsure)
+            if failed
+            else None
+        )
         ended = Ended.FAILED if failed else Ended.INTERRUPTED
-        row = replace(ROW, state=state, retry_at=wait, resumes=resumes, failure=failure, ended=ended)
+        row = replace(
+            ROW, state=state, retry_at=wait, resumes=resumes, failure=failure, ended=ended
+        )
         yield row, holder
     revoked = replace(ROW, ended=Ended.TERMINATED, reason=Death.REVOKED.value)
     yield from ((revoked, None), (replace(revoked, retry_at=300_000_001), None))
     yield replace(ROW, unreadable="progress"), None
+    yield replace(ROW, state=State.PENDING, call_id="call-1", ended=None), None
 
 
 def told(record: Record | None, holder: Holder | None = None) -> LeaseStatus:
     """The status of these."""
-    return status_of("k", "shop.work", record, holder, today=1e9)
+    return status_of("k", "shop.work", record, holder, wall_time=1e9)
 
 
 def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() -> None:
-    """The text of the exception is in ``error`` alone; every code is used, and each has one text."""
+    """The text of the exception is in ``error`` alone; every code is used, and each has one
+    text.
+    """
     texts: dict[MessageCode, set[str]] = {}
     for record, holder in situations():
         status = told(record, holder)
@@ -53,7 +85,10 @@ def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() ->
         assert "Server" not in message
         assert "http" not in message
         assert "attempt 0" not in message
-        assert (status.as_json()["message"], status.as_json()["message_code"]) == (message, status.message_code)
+        assert (status.as_json()["message"], status.as_json()["message_code"]) == (
+            message,
+            status.message_code,
+        )
         texts.setdefault(status.message_code, set()).add(message)
     assert set(texts) == set(MessageCode)
     assert all(len(found) == 1 for found in texts.values())
@@ -64,7 +99,10 @@ def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() ->
     [
         ({"state": State.FAILED}, "Failed for good; it may have been executed"),
         ({"state": State.COOLING}, "It failed and may have been executed. Retry available now"),
-        ({"retry_at": 300_000_001}, "It failed and may have been executed. Retry available in 5 minutes"),
+        (
+            {"retry_at": 300_000_001},
+            "It failed and may have been executed. Retry available in 5 minutes",
+        ),
         ({"resumes": True}, "It failed and may have been executed. It runs again any moment"),
         (
             {"resumes": True, "retry_at": 300_000_001},

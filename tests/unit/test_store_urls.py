@@ -1,4 +1,6 @@
-"""The URLs of the two stores: which driver they mean, and that no password in them is ever shown."""
+"""The URLs of the two stores: which driver they mean, and that no password in them is ever
+shown.
+"""
 
 import re
 from typing import Any
@@ -7,13 +9,13 @@ import pytest
 from sqlalchemy import create_engine, make_url
 
 from celery_leases import LeaseClient
-from celery_leases.core.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.settings import read_settings
-from celery_leases.stores import database
-from celery_leases.stores.database import engine_for
-from celery_leases.stores.joining import _another
-from celery_leases.stores.redis_url import without_password
-from celery_leases.stores.sql import SqlRecordStore
+from celery_leases.stores.redis.url import without_password
+from celery_leases.stores.sql import database
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.joining import _another
+from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.urls import shown
 
 SECRET = "s3cret"
@@ -57,8 +59,12 @@ def test_a_database_url_that_is_refused_keeps_its_password(url: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["postgresql+psycopg", "postgresql+psycopg2", "mysql+pymysql"])
-@pytest.mark.parametrize("where", [f"u:{SECRET}@127.0.0.1:1/x?", f"127.0.0.1:1/x?password={SECRET}&"])
-def test_a_database_that_is_away_is_named_without_the_passwords_of_its_url(scheme: str, where: str) -> None:
+@pytest.mark.parametrize(
+    "where", [f"u:{SECRET}@127.0.0.1:1/x?", f"127.0.0.1:1/x?password={SECRET}&"]
+)
+def test_a_database_that_is_away_is_named_without_the_passwords_of_its_url(
+    scheme: str, where: str
+) -> None:
     """One of them may stand in the query."""
     more = f"sslpassword={SECRET}&" if scheme.startswith("postgresql") else ""
     records = SqlRecordStore(engine_for(f"{scheme}://{where}{more}connect_timeout=2"))
@@ -119,7 +125,9 @@ def test_a_url_without_a_driver_takes_one_that_is_installed(
     assert engine.url.host == make_url(url).host
 
 
-@pytest.mark.parametrize(("url", "extra"), [("postgres://h/d", "postgresql"), ("mysql://h/d", "mysql")])
+@pytest.mark.parametrize(
+    ("url", "extra"), [("postgres://h/d", "postgresql"), ("mysql://h/d", "mysql")]
+)
 def test_a_url_without_any_driver_installed_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, url: str, extra: str
 ) -> None:
@@ -130,7 +138,9 @@ def test_a_url_without_any_driver_installed_names_the_extra(
 
     monkeypatch.setattr(database, "_is_installed", lambda _: False)
     monkeypatch.setattr(database, "create_engine", missing)
-    with pytest.raises(LeaseConfigurationError, match=re.escape(f"pip install 'celery-leases[{extra}]'")):
+    with pytest.raises(
+        LeaseConfigurationError, match=re.escape(f"pip install 'celery-leases[{extra}]'")
+    ):
         engine_for(url)
 
 

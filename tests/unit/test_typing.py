@@ -46,6 +46,14 @@ def test_a_project_with_celery_types_is_checked_without_errors(tmp_path: Path) -
         except PackageNotFoundError:
             pytest.skip(f"{name} is not installed: it is in the dependency group lint")
     (tmp_path / "project.py").write_text(PROJECT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "project.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "project.py",
+    ]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert checked.stdout.startswith("Success"), checked.stdout + checked.stderr

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_leases.core.durations import in_words
-from celery_leases.core.errors import CoolingDown
-from celery_leases.core.gates import Gate
-from celery_leases.core.options import OnCooling, OnHeld
-from celery_leases.core.records import Ended, Failure, Record, State
-from celery_leases.core.verdicts import Drop, PutBack, Refuse, Replay, Run, Verdict
-from celery_leases.core.waiting import RETRY_GRACE
+from celery_leases.common.durations import in_words
+from celery_leases.errors import CoolingDown
+from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.options import OnCooling, OnHeld
+from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.protocol.verdicts import Drop, Refuse, Replay, Reschedule, Run, Verdict
+from celery_leases.protocol.waiting import RETRY_GRACE
 from tests.unit.situations import (
     GROUP,
     KEY,
@@ -31,8 +31,8 @@ from tests.unit.situations import (
     a_record,
     decide,
     probed,
-    put_back,
     refusal,
+    reschedule,
     shut,
     waiting,
 )
@@ -42,7 +42,9 @@ LIMITED = Failure("openai.RateLimitError", "slow down", "status:429", "rate_limi
 COOLING = waiting(State.COOLING, 300, ended=Ended.FAILED, resumes=True, failure=LIMITED)
 ITS_OWN = replace(COOLING, call_id=OURS)
 CLOSED: list[dict[str, Any]] = [{"record": COOLING}, {"gate": shut(300)}, {"gate": probed(14)}]
-"""What keeps another call from running: the key's own cooldown, its group's, and its group's probe."""
+"""What keeps another call from running: the key's own cooldown, its group's, and its group's
+probe.
+"""
 NAMES = ["cooling", "shut", "probed"]
 
 
@@ -54,13 +56,13 @@ def cooling_down(verdict: Verdict) -> CoolingDown:
 
 class TestWaitingForItsRetryTime:
     def test_another_call_waits_until_then(self) -> None:
-        verdict = put_back(decide(a_call(), waiting(State.PENDING, 30), chance=0.0))
+        verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30), rand=0.0))
         assert verdict.delay == pytest.approx(30.1)
         assert not verdict.started
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_the_call_that_waits_is_put_back_until_then(self, state: State) -> None:
-        verdict = put_back(decide(a_call(), waiting(state, 30, OURS), chance=0.0))
+        verdict = reschedule(decide(a_call(), waiting(state, 30, OURS), rand=0.0))
         assert verdict.delay == pytest.approx(30.1)
         assert verdict.started
 
@@ -70,25 +72,33 @@ class TestWaitingForItsRetryTime:
         assert decide(a_call(), a_record(state, retry_at=retry_at)) == Run()
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
-    def test_the_call_that_waits_is_granted_the_travel_time_of_its_message(self, state: State) -> None:
+    def test_the_call_that_waits_is_granted_the_travel_time_of_its_message(
+        self, state: State
+    ) -> None:
         """Celery sends its retry before the row is closed; nothing else may come early."""
         grace = int(RETRY_GRACE * SECOND)
         early = a_record(state, OURS, retry_at=NOW + grace, ended=Ended.RETRIED)
         for ended in set(Ended) - {Ended.RETRIED}:
             assert not isinstance(decide(a_call(), replace(early, ended=ended, resumes=True)), Run)
         assert decide(a_call(), early) == Run()
-        assert isinstance(decide(a_call(), replace(early, retry_at=NOW + grace + 1)), PutBack)
+        assert isinstance(decide(a_call(), replace(early, retry_at=NOW + grace + 1)), Reschedule)
         assert not isinstance(decide(a_call(), replace(early, call_id=THEIRS)), Run)
 
     @pytest.mark.parametrize("on_held", ON_HELD)
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
-    def test_a_countdown_is_no_cooldown_and_no_holder(self, on_held: OnHeld, on_cooling: OnCooling) -> None:
-        """A quick retry or a snooze is over soon: whatever the options say, another call waits for it."""
-        verdict = put_back(decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30)))
+    def test_a_countdown_is_no_cooldown_and_no_holder(
+        self, on_held: OnHeld, on_cooling: OnCooling
+    ) -> None:
+        """A quick retry or a snooze is over soon: whatever the options say, another call waits for
+        it.
+        """
+        verdict = reschedule(
+            decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30))
+        )
         assert verdict.what == "backoff"
 
     def test_an_eager_call_is_told_of_a_countdown_when_it_is_over(self) -> None:
-        verdict = put_back(decide(a_call(), waiting(State.PENDING, 30)))
+        verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30)))
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.refusal.retry_after == 30.0
 
@@ -99,7 +109,9 @@ class TestWaitingForItsRetryTime:
 
 
 class TestAnotherCallMeetsACooldown:
-    @pytest.mark.parametrize("facts", [{}, {"gate": shut(60)}, {"gate": shut(600)}, {"gate": probed(14)}], ids=str)
+    @pytest.mark.parametrize(
+        "facts", [{}, {"gate": shut(60)}, {"gate": shut(600)}, {"gate": probed(14)}], ids=str
+    )
     def test_by_default_it_is_told_when_to_ask_again(self, facts: dict[str, Any]) -> None:
         """The key's own cooldown counts, whatever its group waits for."""
         assert isinstance(refusal(decide(a_call(), COOLING, **facts)), CoolingDown)
@@ -110,15 +122,21 @@ class TestAnotherCallMeetsACooldown:
         [None, waiting(State.COOLING, 0, failure=LIMITED), waiting(State.PENDING, 600)],
         ids=["fresh", "cooled", "pending"],
     )
-    def test_by_default_it_waits_at_the_gate_of_its_group(self, record: Record | None, gate: Gate) -> None:
-        """A limit that another key has met is no failure of this call, which would leave no record."""
-        verdict = put_back(decide(a_call(), record, gate=gate))
+    def test_by_default_it_waits_at_the_gate_of_its_group(
+        self, record: Record | None, gate: Gate
+    ) -> None:
+        """A limit that another key has met is no failure of this call, which would leave no
+        record.
+        """
+        verdict = reschedule(decide(a_call(), record, gate=gate))
         assert (verdict.what, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
-    def test_by_default_it_is_put_back_where_others_wait_for_it(self, facts: dict[str, Any]) -> None:
+    def test_by_default_it_is_put_back_where_others_wait_for_it(
+        self, facts: dict[str, Any]
+    ) -> None:
         """A chain, chord or group would end with the error."""
-        verdict = put_back(decide(a_call(canvas=True), **facts))
+        verdict = reschedule(decide(a_call(canvas=True), **facts))
         assert (verdict.what, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
@@ -128,8 +146,10 @@ class TestAnotherCallMeetsACooldown:
         back = decide(a_call(on_cooling="reschedule", canvas=canvas), **facts)
         dropped = decide(a_call(on_cooling="ignore", canvas=canvas), **facts)
         assert isinstance(told, Refuse)
-        assert isinstance(back, PutBack)
-        assert isinstance(dropped, PutBack if canvas else Drop), "a dropped member would hang the chord"
+        assert isinstance(back, Reschedule)
+        assert isinstance(dropped, Reschedule if canvas else Drop), (
+            "a dropped member would hang the chord"
+        )
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
@@ -138,7 +158,7 @@ class TestAnotherCallMeetsACooldown:
         self, facts: dict[str, Any], on_cooling: OnCooling, canvas: bool
     ) -> None:
         call = a_call(started=True, on_cooling=on_cooling, canvas=canvas)
-        assert isinstance(decide(call, **facts), PutBack)
+        assert isinstance(decide(call, **facts), Reschedule)
 
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
     def test_it_may_run_once_the_time_is_over(self, on_cooling: OnCooling) -> None:
@@ -155,8 +175,13 @@ class TestItsOwnCooldown:
     def test_the_same_call_is_put_back_whatever_the_options_say(
         self, on_cooling: OnCooling, canvas: bool, repeat: bool, gate: Gate | None
     ) -> None:
-        verdict = put_back(
-            decide(a_call(on_cooling=on_cooling, canvas=canvas, repeat=repeat), ITS_OWN, gate=gate, chance=0.0)
+        verdict = reschedule(
+            decide(
+                a_call(on_cooling=on_cooling, canvas=canvas, repeat=repeat),
+                ITS_OWN,
+                gate=gate,
+                rand=0.0,
+            )
         )
         assert verdict.started
         assert verdict.delay == pytest.approx(300.1)
@@ -173,23 +198,31 @@ class TestItsOwnCooldown:
         ],
         ids=["cooled", "nearly cooled", "snoozed", "lost", "crashed"],
     )
-    def test_a_copy_without_a_memory_of_its_run_is_put_back_from_a_shut_gate(self, record: Record, gate: Gate) -> None:
-        """Its process died before it could publish a copy that knows: the row still tells that the call has begun."""
-        verdict = put_back(decide(a_call(repeat=True), record, gate=gate, chance=0.0))
+    def test_a_copy_without_a_memory_of_its_run_is_put_back_from_a_shut_gate(
+        self, record: Record, gate: Gate
+    ) -> None:
+        """Its process died before it could publish a copy that knows: the row still tells that the
+        call has begun.
+        """
+        verdict = reschedule(decide(a_call(repeat=True), record, gate=gate, rand=0.0))
         assert verdict.started
         assert verdict.delay <= gate.shut_for + 0.1
 
     def test_a_row_past_its_retention_tells_nothing(self) -> None:
         gone = replace(ITS_OWN, expires_at=NOW)
         assert decide(a_call(), gone) == Run()
-        assert isinstance(refusal(decide(a_call(on_cooling="raise"), gone, gate=shut(60))), CoolingDown)
+        assert isinstance(
+            refusal(decide(a_call(on_cooling="raise"), gone, gate=shut(60))), CoolingDown
+        )
 
 
 class TestAShutGateStopsBodiesOnly:
     @pytest.mark.parametrize("gate", [shut(60), probed(14)], ids=["shut", "probed"])
     @pytest.mark.parametrize("call_id", [OURS, THEIRS])
     def test_finished_work_is_replayed(self, gate: Gate, call_id: str) -> None:
-        assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Replay("7", call_id)
+        assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Replay(
+            "7", call_id
+        )
 
     def test_what_has_failed_for_good_is_told_so(self) -> None:
         failed = a_record(State.FAILED, failure=Failure("ValueError", "boom"))
@@ -200,43 +233,67 @@ class TestAShutGateStopsBodiesOnly:
         assert "other arguments" in str(refusal(decide(a_call(), record, gate=shut(60))))
 
     def test_a_call_whose_callbacks_are_out_is_dropped(self) -> None:
-        assert isinstance(decide(a_call(canvas=True), None, gate=shut(60), callbacks_out=True), Drop)
+        assert isinstance(
+            decide(a_call(canvas=True), None, gate=shut(60), callbacks_out=True), Drop
+        )
 
     def test_a_running_key_is_held_by_its_holder(self) -> None:
         running = a_record(State.RUNNING, lease_until=NOW + 9 * SECOND)
-        assert put_back(decide(a_call(), running, gate=shut(60))).what == "held"
+        assert reschedule(decide(a_call(), running, gate=shut(60))).what == "held"
 
 
 class TestHowLong:
-    @pytest.mark.parametrize(("own", "gate", "waits"), [(300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60)])
-    def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(self, own: int, gate: int, waits: int) -> None:
+    @pytest.mark.parametrize(
+        ("own", "gate", "waits"), [(300, 60, 300), (60, 300, 300), (0, 60, 60), (60, 0, 60)]
+    )
+    def test_a_body_starts_at_the_later_of_its_own_time_and_its_groups(
+        self, own: int, gate: int, waits: int
+    ) -> None:
         record = waiting(State.COOLING, own, failure=LIMITED)
-        error = cooling_down(decide(a_call(on_cooling="raise"), record, gate=shut(gate) if gate else None))
+        error = cooling_down(
+            decide(a_call(on_cooling="raise"), record, gate=shut(gate) if gate else None)
+        )
         assert error.retry_after == waits
-        verdict = put_back(
-            decide(a_call(on_cooling="reschedule"), record, gate=shut(gate) if gate else None, chance=0.0)
+        verdict = reschedule(
+            decide(
+                a_call(on_cooling="reschedule"),
+                record,
+                gate=shut(gate) if gate else None,
+                rand=0.0,
+            )
         )
         assert verdict.delay == pytest.approx(waits + 0.1)
 
     def test_who_waits_for_a_probe_comes_back_sooner_than_its_slot_lasts(self) -> None:
-        """The probe may end at any moment; the slot's length only says when a dead one is given up."""
-        delays = [put_back(decide(a_call(canvas=True, tries=n), gate=probed(14), chance=0.0)).delay for n in range(5)]
+        """The probe may end at any moment; the slot's length only says when a dead one is given
+        up.
+        """
+        delays = [
+            reschedule(decide(a_call(canvas=True, tries=n), gate=probed(14), rand=0.0)).delay
+            for n in range(5)
+        ]
         assert delays == pytest.approx([1.1, 2.1, 4.1, 8.1, 14.1])
 
     def test_who_waits_for_its_own_time_does_not_come_before_it_for_a_probe(self) -> None:
-        verdict = put_back(decide(a_call(canvas=True), COOLING, gate=probed(14), chance=0.0))
+        verdict = reschedule(decide(a_call(canvas=True), COOLING, gate=probed(14), rand=0.0))
         assert verdict.delay == pytest.approx(300.1)
 
     @given(st.floats(0, 1, exclude_max=True))
-    def test_nobody_comes_before_the_time_and_all_keys_of_a_group_come_apart(self, chance: float) -> None:
-        by_key = put_back(decide(a_call(canvas=True), COOLING, chance=chance)).delay
-        by_gate = put_back(decide(a_call(canvas=True), gate=shut(300), chance=chance)).delay
+    def test_nobody_comes_before_the_time_and_all_keys_of_a_group_come_apart(
+        self, rand: float
+    ) -> None:
+        by_key = reschedule(decide(a_call(canvas=True), COOLING, rand=rand)).delay
+        by_gate = reschedule(decide(a_call(canvas=True), gate=shut(300), rand=rand)).delay
         assert 300.1 <= by_key <= 300.5
         assert 300.1 <= by_gate <= 302.0
 
     @pytest.mark.parametrize("gate", [None, shut(7_200)], ids=["key", "gate"])
     def test_a_long_wait_goes_in_hops(self, gate: Gate | None) -> None:
-        verdict = put_back(decide(a_call(longest_hop=30.0), replace(ITS_OWN, retry_at=NOW + 7_200 * SECOND), gate=gate))
+        verdict = reschedule(
+            decide(
+                a_call(longest_hop=30.0), replace(ITS_OWN, retry_at=NOW + 7_200 * SECOND), gate=gate
+            )
+        )
         assert verdict.delay == 30.0
 
 
@@ -245,27 +302,61 @@ class TestWhatIsTold:
         error = cooling_down(decide(a_call(), COOLING))
         assert (error.key, error.retry_at, error.retry_after) == (KEY.key, TODAY + 300.0, 300.0)
         assert (error.reason, error.rule) == ("rate_limited", "status:429")
-        assert str(error) == "Retry available in 5 minutes: invoice:1842 is waiting for its time (rate_limited)"
+        assert (
+            str(error)
+            == "Retry available in 5 minutes: invoice:1842 is cooling down (rate_limited)"
+        )
+
+    @pytest.mark.parametrize(
+        ("record", "gate", "scope"),
+        [
+            (COOLING, None, "key"),
+            (replace(COOLING, failure=replace(LIMITED, group="g")), None, "group"),
+            (None, shut(300), "group"),
+            (COOLING, shut(2), "key"),
+            (COOLING, shut(900), "group"),
+        ],
+    )
+    def test_it_says_whose_wait_that_is(
+        self, record: Record | None, gate: Gate | None, scope: str
+    ) -> None:
+        """The longer one; a failure of the group is the group's."""
+        assert cooling_down(decide(a_call(on_cooling="raise"), record, gate=gate)).scope == scope
 
     def test_a_shut_gate_speaks_for_its_group(self) -> None:
-        error = cooling_down(decide(a_call(on_cooling="raise"), gate=shut(300, reason="out_of_quota", rule="quota")))
-        assert (error.key, error.retry_after, error.reason, error.rule) == (KEY.key, 300.0, "out_of_quota", "quota")
+        error = cooling_down(
+            decide(a_call(on_cooling="raise"), gate=shut(300, reason="out_of_quota", rule="quota"))
+        )
+        assert (error.key, error.retry_after, error.reason, error.rule) == (
+            KEY.key,
+            300.0,
+            "out_of_quota",
+            "quota",
+        )
         assert f"cooldown group {GROUP}" in str(error)
 
-    @pytest.mark.parametrize(("own", "gate", "by"), [(300, 60, "row"), (60, 300, "gate"), (60, 60, "gate")])
+    @pytest.mark.parametrize(
+        ("own", "gate", "by"), [(300, 60, "row"), (60, 300, "gate"), (60, 60, "gate")]
+    )
     def test_whoever_keeps_it_longer_says_why(self, own: int, gate: int, by: str) -> None:
         record = waiting(State.COOLING, own, failure=replace(LIMITED, rule="row"))
         assert cooling_down(decide(a_call(), record, gate=shut(gate, rule="gate"))).rule == by
 
     def test_an_ambiguous_failure_is_told_as_such(self) -> None:
         """Who asks again may ask for the second time of two."""
-        record = waiting(State.COOLING, 60, failure=Failure("TimeoutError", "", "u", "outcome_unknown", ambiguous=True))
-        assert "(outcome_unknown; the call may have been executed)" in str(cooling_down(decide(a_call(), record)))
+        record = waiting(
+            State.COOLING,
+            60,
+            failure=Failure("TimeoutError", "", "u", "outcome_unknown", ambiguous=True),
+        )
+        assert "(outcome_unknown; the call may have been executed)" in str(
+            cooling_down(decide(a_call(), record))
+        )
 
     def test_a_row_without_a_failure_still_says_when(self) -> None:
         error = cooling_down(decide(a_call(), waiting(State.COOLING, 300)))
         assert (error.reason, error.rule) == (None, None)
-        assert str(error) == "Retry available in 5 minutes: invoice:1842 is waiting for its time"
+        assert str(error) == "Retry available in 5 minutes: invoice:1842 is cooling down"
 
     @given(st.floats(0.001, 30_000))
     def test_nobody_is_shown_a_time_that_is_too_short(self, seconds: float) -> None:
@@ -295,7 +386,7 @@ class TestWhatIsTold:
         assert str(error).startswith(f"Retry available in {words}: ")
 
     def test_what_is_put_back_says_the_same_to_those_who_watch_and_to_eager_callers(self) -> None:
-        verdict = put_back(decide(a_call(on_cooling="reschedule"), COOLING))
+        verdict = reschedule(decide(a_call(on_cooling="reschedule"), COOLING))
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.reason == str(verdict.refusal)
         assert verdict.refusal.retry_after == 300.0

@@ -9,7 +9,9 @@ from benchmarks.peers.stage import BRIEF, PATIENCE, Stage, until
 
 @case("M3", "a duplicate is called by name, as `send_task` and other programs do")
 def a_call_by_name(stage: Stage) -> Observed:
-    """The first was called by ``delay()``; afterwards, while it still runs, somebody calls ``delay()`` once more."""
+    """The first was called by ``delay()``; afterwards, while it still runs, somebody calls
+    ``delay()`` once more.
+    """
     stage.another()
     first = stage.begin()
     named = stage.app.send_task(stage.tasks.work.name, args=["a", stage.gate])
@@ -26,7 +28,9 @@ def a_call_by_name(stage: Stage) -> Observed:
     if told == "SUCCESS":
         return wrong("SUCCESS with `None`")
     value = stage.value(first)
-    return right("one runs") if value is not None else wrong(f"the first call ends as {first.state}")
+    return (
+        right("one runs") if value is not None else wrong(f"the first call ends as {first.state}")
+    )
 
 
 @case("M5", "publishing fails: the broker is down", unfit=KEYLESS)
@@ -70,12 +74,22 @@ def a_lock_store_that_is_away(stage: Stage) -> Observed:
     runs = stage.seen(1, patience=PATIENCE if not error else BRIEF)
     if error and error != "None":
         return right("the caller gets an error")
-    return right("runs when it is back") if runs else wrong("silently dropped: `delay()` returns `None`")
+    return (
+        right("runs when it is back")
+        if runs
+        else wrong("silently dropped: `delay()` returns `None`")
+    )
 
 
-@case("M14", "a task asks for a duplicate, and the error crosses processes", unfit={**KEYLESS, "once_task": SILENT})
+@case(
+    "M14",
+    "a task asks for a duplicate, and the error crosses processes",
+    unfit={**KEYLESS, "once_task": SILENT},
+)
 def an_error_on_its_way(stage: Stage) -> Observed:
-    """The error leaves a body, or is made in the worker; it must arrive as what it was, and no worker may die of it."""
+    """The error leaves a body, or is made in the worker; it must arrive as what it was, and no
+    worker may die of it.
+    """
     stage.another()
     first = stage.begin(task="refuses")
     asking: Any = stage.tasks.asks.delay("a", stage.gate)

@@ -8,7 +8,9 @@ from benchmarks.peers.stage import BRIEF, Stage, until
 
 @case("M10", "the next step of a chain is held by another call")
 def a_held_step(stage: Stage) -> Observed:
-    """A step that is done, a step that somebody else is at, and a step that waits for its result."""
+    """A step that is done, a step that somebody else is at, and a step that waits for its
+    result.
+    """
     stage.another()
     stage.begin()
     tasks = stage.tasks
@@ -42,7 +44,11 @@ def a_duplicate_member(stage: Stage) -> Observed:
     return wrong("both run") if both else right("completes with the result of the one that runs")
 
 
-@case("C1", "a chord member was done before, and is skipped", unfit=dict.fromkeys(EVERYBODY, NO_MEMORY))
+@case(
+    "C1",
+    "a chord member was done before, and is skipped",
+    unfit=dict.fromkeys(EVERYBODY, NO_MEMORY),
+)
 def a_member_that_is_done(stage: Stage) -> Observed:
     """A task that ends without a result, by ``Ignore``, is never counted by its chord."""
     stage.another()

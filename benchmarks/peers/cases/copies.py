@@ -1,4 +1,6 @@
-"""One message arrives twice: what brokers do after a visibility timeout, a lost connection, a failover."""
+"""One message arrives twice: what brokers do after a visibility timeout, a lost connection, a
+failover.
+"""
 
 import time
 
@@ -21,12 +23,18 @@ def a_second_copy(stage: Stage) -> Observed:
         return wrong("both run")
     if during not in ("PENDING", "STARTED"):
         return wrong(f"one runs, and meanwhile its caller gets {during}")
-    return right("one runs") if stage.value(result) is not None else wrong(f"one runs, then {result.state}")
+    return (
+        right("one runs")
+        if stage.value(result) is not None
+        else wrong(f"one runs, then {result.state}")
+    )
 
 
 @case("C2", "the message of a chord member arrives twice while its first copy runs")
 def a_second_copy_of_a_member(stage: Stage) -> Observed:
-    """As before, and others wait for the member; a copy that is refused by ``Reject`` may be stored as a failure."""
+    """As before, and others wait for the member; a copy that is refused by ``Reject`` may be stored
+    as a failure.
+    """
     stage.another()
     member = stage.tasks.skips.s("a", stage.gate).set(queue="side")
     result = chord([member, stage.tasks.plain.s(1)], stage.tasks.gather.s())()
@@ -40,8 +48,14 @@ def a_second_copy_of_a_member(stage: Stage) -> Observed:
     if bodies > 1:
         return wrong("both run")
     if during not in ("PENDING", "STARTED"):
-        return wrong(f"{during} is stored while it runs" + ("" if gathered else ", the chord fails"))
-    return right("one runs, the chord completes") if gathered and stage.value(result) else wrong("the chord hangs")
+        return wrong(
+            f"{during} is stored while it runs" + ("" if gathered else ", the chord fails")
+        )
+    return (
+        right("one runs, the chord completes")
+        if gathered and stage.value(result)
+        else wrong("the chord hangs")
+    )
 
 
 @case("C3", "8 s of work, Redis delivers again after a `visibility_timeout` of 2 s", visibility=2)
@@ -55,12 +69,22 @@ def longer_than_the_visibility_timeout(stage: Stage) -> Observed:
     value = stage.value(result)
     if bodies > 1:
         return wrong("more than one at once")
-    return right("one runs") if value is not None else wrong(f"one runs, and its caller gets {result.state}")
+    return (
+        right("one runs")
+        if value is not None
+        else wrong(f"one runs, and its caller gets {result.state}")
+    )
 
 
-@case("C6", "a second worker meets a copy of the running call, then the first worker is killed", visibility=2)
+@case(
+    "C6",
+    "a second worker meets a copy of the running call, then the first worker is killed",
+    visibility=2,
+)
 def the_last_copy(stage: Stage) -> Observed:
-    """The copy is not the holder's to keep: if it was thrown away, nobody will run the call again."""
+    """The copy is not the holder's to keep: if it was thrown away, nobody will run the call
+    again.
+    """
     first = stage.another(1)
     result, _ = stage.call(stage.tasks.work, "a", stage.gate)
     stage.seen(1)
@@ -73,4 +97,8 @@ def the_last_copy(stage: Stage) -> Observed:
     value = stage.value(result, 60)
     if both:
         return wrong("both run")
-    return right("runs again") if value is not None and len(stage.begun()) == 2 else wrong("the task is gone")
+    return (
+        right("runs again")
+        if value is not None and len(stage.begun()) == 2
+        else wrong("the task is gone")
+    )

@@ -9,7 +9,9 @@ from benchmarks.peers.observations import KEYLESS, Observed, case, right, wrong
 from benchmarks.peers.stage import PATIENCE, Stage, until
 
 GRACE = 2.0
-"""How long after the end of a call the next one comes, in seconds: whoever has to clean up may do so first."""
+"""How long after the end of a call the next one comes, in seconds: whoever has to clean up may do
+so first.
+"""
 
 
 def next_call(stage: Stage, task: Any, *args: object) -> Observed:
@@ -75,7 +77,9 @@ def a_hard_time_limit(stage: Stage) -> Observed:
 
 @case("M9", "the lock ran out, a second run took over, the first ends", unfit=KEYLESS, locks=6)
 def an_end_that_comes_too_late(stage: Stage) -> Observed:
-    """The first run is frozen for longer than its lock lasts; when it ends, the second is still at work."""
+    """The first run is frozen for longer than its lock lasts; when it ends, the second is still at
+    work.
+    """
     stage.another()
     stage.begin()
     frozen = stage.begun()[0]["pid"]
@@ -110,4 +114,8 @@ def a_crash_loop(stage: Stage) -> Observed:
     runs = len(stage.begun())
     if result.state == "FAILURE":
         return right(f"FAILURE after {runs} {'run' if runs == 1 else 'runs'}")
-    return wrong("again and again, no end") if runs >= 7 else wrong(f"{runs} of its runs, then {result.state} for ever")
+    return (
+        wrong("again and again, no end")
+        if runs >= 7
+        else wrong(f"{runs} of its runs, then {result.state} for ever")
+    )

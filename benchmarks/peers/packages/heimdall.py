@@ -1,4 +1,6 @@
-"""celery-heimdall, as in its README: ``HeimdallTask`` with ``unique``, and ``setup_redis`` to name a Redis."""
+"""celery-heimdall, as in its README: ``HeimdallTask`` with ``unique``, and ``setup_redis`` to name
+a Redis.
+"""
 
 from typing import Any
 

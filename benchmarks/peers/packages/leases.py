@@ -1,4 +1,6 @@
-"""celery_leases, with Redis leases and its records in a SQLite file; all options but the key are the defaults."""
+"""celery_leases, with Redis leases and its records in a SQLite file; all options but the key are
+the defaults.
+"""
 
 import os
 from typing import Any

@@ -1,4 +1,6 @@
-"""celery-once-task, as in its README: ``OnceTask``, ``configure()``, its signals and its boot step."""
+"""celery-once-task, as in its README: ``OnceTask``, ``configure()``, its signals and its boot
+step.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""celery-singleton, as in its README: ``Singleton`` with ``unique_on``; its locks do not expire unless told to."""
+"""celery-singleton, as in its README: ``Singleton`` with ``unique_on``; its locks do not expire
+unless told to.
+"""
 
 from typing import Any
 

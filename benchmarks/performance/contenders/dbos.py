@@ -1,4 +1,6 @@
-"""DBOS: a queue in PostgreSQL, where each job is a workflow of one step. Run as a program, this is one executor."""
+"""DBOS: a queue in PostgreSQL, where each job is a workflow of one step. Run as a program, this is
+one executor.
+"""
 
 import sys
 import threading
@@ -40,7 +42,9 @@ def launch(executor: str) -> None:
         return step(key, seconds)
 
     DBOS.launch()
-    DBOS.register_queue(QUEUE, worker_concurrency=AT_ONCE, polling_interval_sec=POLL, on_conflict="always_update")
+    DBOS.register_queue(
+        QUEUE, worker_concurrency=AT_ONCE, polling_interval_sec=POLL, on_conflict="always_update"
+    )
 
 
 def prepare() -> None:
@@ -53,12 +57,19 @@ class Publisher:
     """The caller's side."""
 
     def __init__(self) -> None:
-        self._client = DBOSClient(system_database_url=settings.postgres_url(), application_name="bench")
+        self._client = DBOSClient(
+            system_database_url=settings.postgres_url(), application_name="bench"
+        )
         self._database = psycopg.connect(settings.postgres_url(), autocommit=True)
 
     def publish(self, task: str, key: str, seconds: float) -> None:
         """Enqueue one job."""
-        options: Any = {"workflow_name": task, "queue_name": QUEUE, "workflow_id": key, "app_version": VERSION}
+        options: Any = {
+            "workflow_name": task,
+            "queue_name": QUEUE,
+            "workflow_id": key,
+            "app_version": VERSION,
+        }
         self._client.enqueue(options, key, seconds)
 
     def settle(self) -> None:

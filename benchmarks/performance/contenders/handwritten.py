@@ -1,4 +1,6 @@
-"""What the two contenders that are written by hand have in common: one table, and one connection for each process."""
+"""What the two contenders that are written by hand have in common: one table, and one connection
+for each process.
+"""
 
 import psycopg
 

@@ -1,4 +1,6 @@
-"""celery_leases with Redis leases and PostgreSQL records; all options but the key are the defaults."""
+"""celery_leases with Redis leases and PostgreSQL records; all options but the key are the
+defaults.
+"""
 
 from typing import Any
 from uuid import uuid4
@@ -9,7 +11,7 @@ from benchmarks.performance import body, settings
 from benchmarks.performance.contenders.plain import run
 from benchmarks.performance.journal import PUT_BACK
 from celery_leases import LeasedTask, signals
-from celery_leases.seam.pin import TOKEN, WATCHED
+from celery_leases.worker.headers import TOKEN, WATCHED
 
 __all__ = ["OPTIONS", "configure", "in_request", "prepare", "run"]
 
@@ -24,12 +26,14 @@ def prepare() -> None:
 
 
 def configure(app: Celery, leases_url: str = "") -> None:
-    """Name the two stores, and add a mutex: a task that each call runs once, one after the other."""
+    """Name the two stores, and add a mutex: a task that each call runs once, one after the
+    other.
+    """
     app.conf.leases_url = leases_url or settings.given(settings.LOCKS)
     app.conf.leases_database_url = settings.given(settings.DATABASE)
     app.task(name="mutex", base=LeasedTask, lease_key="{key}", lease_on_done="rerun")(_mutex)
     if PUT_BACK in body.writer.wanted:
-        signals.call_put_back.connect(_put_back, weak=False)
+        signals.call_rescheduled.connect(_reschedule, weak=False)
 
 
 def in_request() -> dict[str, object]:
@@ -41,5 +45,5 @@ def _mutex(key: str, seconds: float) -> int:
     return body.work(key, seconds)
 
 
-def _put_back(event: Any, **_: object) -> None:
+def _reschedule(event: Any, **_: object) -> None:
     body.writer.note(PUT_BACK, event.call_id)

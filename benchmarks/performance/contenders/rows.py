@@ -1,4 +1,6 @@
-"""A lease in the row of its PostgreSQL record, written by hand and as tight as Python allows; it is never renewed."""
+"""A lease in the row of its PostgreSQL record, written by hand and as tight as Python allows; it is
+never renewed.
+"""
 
 import os
 from typing import Any
@@ -14,7 +16,9 @@ from benchmarks.performance.contenders.handwritten import SETTLE, prepare
 __all__ = ["OPTIONS", "configure", "prepare", "run"]
 
 OPTIONS: dict[str, Any] = {}
-CLAIM = handwritten.CLAIM.format(free=f"AND job_record.claimed_at < now() - interval '{settings.LOCK_SECONDS} s'")
+CLAIM = handwritten.CLAIM.format(
+    free=f"AND job_record.claimed_at < now() - interval '{settings.LOCK_SECONDS} s'"
+)
 
 
 class Process:

@@ -1,7 +1,8 @@
-"""A Redis lease with an owner token and a PostgreSQL record, written by hand and as tight as Python allows.
+"""A Redis lease with an owner token and a PostgreSQL record, written by hand and as tight as Python
+allows.
 
-One thread renews all leases of a process. Nothing is classified, counted, logged, or put back: a key that is held is
-a retry of Celery's a second later.
+One thread renews all leases of a process. Nothing is classified, counted, logged, or rescheduled: a
+key that is held is a retry of Celery's a second later.
 """
 
 import os
@@ -20,7 +21,9 @@ from benchmarks.performance.contenders.handwritten import SETTLE, prepare
 __all__ = ["OPTIONS", "configure", "prepare", "run"]
 
 OPTIONS: dict[str, Any] = {}
-RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+RELEASE = (
+    "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+)
 RENEW = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end return 0"
 CLAIM = handwritten.CLAIM.format(free="")
 MILLISECONDS = settings.LOCK_SECONDS * 1000
@@ -34,7 +37,9 @@ class Process:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.held: dict[str, str] = {}
-        self.redis = redis.Redis.from_url(settings.given(settings.LOCKS), single_connection_client=True)
+        self.redis = redis.Redis.from_url(
+            settings.given(settings.LOCKS), single_connection_client=True
+        )
         self.renewing = redis.Redis.from_url(settings.given(settings.LOCKS))
         self.release = str(self.redis.script_load(RELEASE))
         self.cursor = handwritten.connected().cursor()

@@ -1,1 +1,3 @@
-"""One module for each kind of measurement; each has ``measure(bench, quick)``, which gives a finding."""
+"""One module for each kind of measurement; each has ``measure(bench, quick)``, which gives a
+finding.
+"""

@@ -8,17 +8,28 @@ from benchmarks.performance.journal import ENDED
 
 POOLS = (("prefork", 2), ("threads", 20), ("gevent", 100))
 ENOUGH = 0.98
-"""A share of the tasks: with gevent, Celery itself loses a message now and then as its first connection breaks."""
+"""A share of the tasks: with gevent, Celery itself loses a message now and then as its first
+connection breaks.
+"""
 FULL = (POOLS, 1500)
 QUICK = (POOLS[-1:], 300)
 """Pools with their concurrency, and tasks."""
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """The most connections that were seen while the tasks ran, and as many bodies at once as the pool allows."""
+    """The most connections that were seen while the tasks ran, and as many bodies at once as the
+    pool allows.
+    """
     pools, tasks = QUICK if quick else FULL
     rows = [
-        ["pool", *(f"{contender.title}: {where}" for contender in roster.OURS for where in ("PostgreSQL", "Redis"))]
+        [
+            "pool",
+            *(
+                f"{contender.title}: {where}"
+                for contender in roster.OURS
+                for where in ("PostgreSQL", "Redis")
+            ),
+        ]
     ]
     facts = {}
     for pool, concurrency in pools:
@@ -51,7 +62,9 @@ def _most(stage: Stage, pool: str, concurrency: int, tasks: int) -> tuple[int, i
 
 def _backends(stage: Stage) -> list[tuple[object, ...]]:
     others = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
-    return stage.sql(f"SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND {others}")  # noqa: S608
+    return stage.sql(
+        f"SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND {others}"  # noqa: S608
+    )
 
 
 def _clients(stage: Stage) -> int:

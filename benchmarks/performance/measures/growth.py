@@ -23,14 +23,19 @@ UNIQUE = {
 
 
 def measure(bench: Bench, quick: bool) -> Finding:
-    """First runs and replays in turns, in an empty database and in one that holds copies of a finished row."""
+    """First runs and replays in turns, in an empty database and in one that holds copies of a
+    finished row.
+    """
     number, rounds, tasks = QUICK if quick else FULL
     stage = bench.stage(CONTENDER)
     databases = {rows: bench.postgres.new_database() for rows in (0, number)}
     wall: dict[tuple[str, int], list[float]] = defaultdict(list)
     server: dict[tuple[str, int], list[float]] = defaultdict(list)
     with ExitStack() as stack:
-        callers = {rows: stack.enter_context(stage.caller(database)) for rows, database in databases.items()}
+        callers = {
+            rows: stack.enter_context(stage.caller(database))
+            for rows, database in databases.items()
+        }
         for rows, caller in callers.items():
             caller.trace(keys(WARM_UP))
             if rows:
@@ -44,10 +49,18 @@ def measure(bench: Bench, quick: bool) -> Finding:
                 for run in ("first run", "replay"):
                     before = machine.cpu(pids)
                     traced = caller.trace(names[1:])
-                    server[run, rows].append(1e6 * machine.used(before, machine.cpu(pids)) / (tasks - 1))
+                    server[run, rows].append(
+                        1e6 * machine.used(before, machine.cpu(pids)) / (tasks - 1)
+                    )
                     wall[run, rows].append(1e6 * traced["wall"])
     size, indexes, width = _sizes(stage, databases[number])
-    head = ["", "time, empty, µs", f"time, {number:,} rows, µs", "ratio", "PostgreSQL's CPU, empty, µs"]
+    head = [
+        "",
+        "time, empty, µs",
+        f"time, {number:,} rows, µs",
+        "ratio",
+        "PostgreSQL's CPU, empty, µs",
+    ]
     table = [[*head, f"with {number:,} rows, µs", "ratio"]]
     facts: dict[str, Figure] = {}
     for run in ("first run", "replay"):
@@ -67,19 +80,26 @@ def measure(bench: Bench, quick: bool) -> Finding:
 def _fill(stage: Stage, database: str, rows: int) -> None:
     """Copy a finished row so many times, each under a key of its own."""
     table = CONTENDER.records
-    ((template,),) = stage.sql(f"SELECT stored_key FROM {table} WHERE state = 'done' LIMIT 1", database)  # noqa: S608
-    found = stage.sql(f"SELECT column_name FROM information_schema.columns WHERE table_name = '{table}'", database)  # noqa: S608
+    finished = f"SELECT stored_key FROM {table} WHERE state = 'done' LIMIT 1"  # noqa: S608
+    ((template,),) = stage.sql(finished, database)
+    of_table = f"information_schema.columns WHERE table_name = '{table}'"
+    found = stage.sql(f"SELECT column_name FROM {of_table}", database)  # noqa: S608
     columns = [str(name) for (name,) in found]
     values = ", ".join(UNIQUE.get(name, f'template."{name}"') for name in columns)
     quoted = ", ".join(f'"{name}"' for name in columns)
-    stage.sql(COPIED.format(table=table, columns=quoted, values=values, rows=rows, template=template), database)
+    stage.sql(
+        COPIED.format(table=table, columns=quoted, values=values, rows=rows, template=template),
+        database,
+    )
     stage.sql(f"VACUUM ANALYZE {table}", database)
     stage.sql("CHECKPOINT", database)
 
 
 def _sizes(stage: Stage, database: str) -> tuple[int, int, float]:
     table = CONTENDER.records
-    sizes = f"pg_total_relation_size('{table}'), pg_indexes_size('{table}'), pg_table_size('{table}')"
+    sizes = (
+        f"pg_total_relation_size('{table}'), pg_indexes_size('{table}'), pg_table_size('{table}')"
+    )
     (row,) = stage.sql(f"SELECT {sizes}, (SELECT count(*) FROM {table})", database)  # noqa: S608
     total, indexes, heap, rows = (int(each) for each in row)
     return total, indexes, heap / rows

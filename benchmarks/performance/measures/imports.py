@@ -1,4 +1,6 @@
-"""What ``import celery_leases`` costs, beside what a process that uses Celery on Redis imports anyway."""
+"""What ``import celery_leases`` costs, beside what a process that uses Celery on Redis imports
+anyway.
+"""
 
 import subprocess
 from collections import defaultdict

@@ -23,7 +23,9 @@ def measure(bench: Bench, quick: bool) -> Finding:
     with bench.running(roster.ALL, notes=ANSWERED) as running:
         for one in turns(running, rounds):
             made[one.stage.contender].append(_turn(one, tasks))
-    medians = {contender: [figure(turn).median for turn in mine] for contender, mine in made.items()}
+    medians = {
+        contender: [figure(turn).median for turn in mine] for contender, mine in made.items()
+    }
     head = ["idle system, no-op body", "publish to done, ms", "times plain's", "99 % below, ms"]
     rows = [head]
     for contender, mine in medians.items():
@@ -34,7 +36,10 @@ def measure(bench: Bench, quick: bool) -> Finding:
     for ours, mine in medians.items():
         added = (each - plain for each, plain in zip(mine, medians[roster.PLAIN], strict=True))
         facts[f"latency added {ours.name}"] = figure(added)
-        facts |= {f"latency {ours.name} / {other.name}": ratio(mine, theirs) for other, theirs in medians.items()}
+        facts |= {
+            f"latency {ours.name} / {other.name}": ratio(mine, theirs)
+            for other, theirs in medians.items()
+        }
     text = f"{rounds} rounds of {tasks} tasks; medians and quartiles of the rounds' medians."
     return Finding("latency", [rows], text, facts)
 

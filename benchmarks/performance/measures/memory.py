@@ -31,11 +31,17 @@ def measure(bench: Bench, quick: bool) -> Finding:
         above = figure(
             (main + WORKERS * child - plain_main - WORKERS * plain_child) / (1 + WORKERS)
             for main, child, plain_main, plain_child in zip(
-                *(mains[contender], children[contender]), *(mains[roster.PLAIN], children[roster.PLAIN]), strict=True
+                *(mains[contender], children[contender]),
+                *(mains[roster.PLAIN], children[roster.PLAIN]),
+                strict=True,
             )
         )
         facts[f"memory above plain {contender.name}"] = above
-        shown = [figure(mains[contender]).shown(1), figure(children[contender]).shown(1), above.shown(1)]
+        shown = [
+            figure(mains[contender]).shown(1),
+            figure(children[contender]).shown(1),
+            above.shown(1),
+        ]
         rows.append([contender.heading, *shown])
     text = f"Workers of each contender: {workers}, each after {tasks} tasks."
     return Finding("memory", [rows], text, facts)

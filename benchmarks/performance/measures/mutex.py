@@ -1,11 +1,13 @@
-"""Calls that run one after the other: how long all of them take, and how long the key is free while others wait."""
+"""Calls that run one after the other: how long all of them take, and how long the key is free while
+others wait.
+"""
 
 from benchmarks.performance import roster
 from benchmarks.performance.bench import Bench, NotDone, Running
 from benchmarks.performance.figures import Figure, figure, quantile
 from benchmarks.performance.findings import Finding
 from benchmarks.performance.journal import BEGUN, ENDED, PUT_BACK
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 
 FULL = (50, 0.2)
 QUICK = (15, 0.1)
@@ -17,8 +19,14 @@ KEY = "mutex"
 def measure(bench: Bench, quick: bool) -> Finding:
     """Both modes, one after the other."""
     calls, seconds = QUICK if quick else FULL
-    head = ['`lease_on_done="rerun"`', "ran", "all done after, s", "half of them after, s", "free while others wait, s"]
-    rows = [[*head, "bodies at once", "put back"]]
+    head = [
+        '`lease_on_done="rerun"`',
+        "ran",
+        "all done after, s",
+        "half of them after, s",
+        "free while others wait, s",
+    ]
+    rows = [[*head, "bodies at once", "rescheduled"]]
     facts: dict[str, Figure] = {}
     for contender in roster.OURS:
         with bench.running([contender], notes=BEGUN + ENDED + PUT_BACK) as (one,):
@@ -28,16 +36,31 @@ def measure(bench: Bench, quick: bool) -> Finding:
             entries = one.journal.entries(start)
         begun = sorted(entry.time for entry in entries if entry.what == BEGUN)
         ended = sorted(entry.time for entry in entries if entry.what == ENDED)
-        free = max((later - earlier for earlier, later in zip(ended, begun[1:], strict=False)), default=0.0)
-        at_once = 1 + max(sum(one < two for one in begun) - sum(one < two for one in ended) for two in begun)
+        free = max(
+            (later - earlier for earlier, later in zip(ended, begun[1:], strict=False)), default=0.0
+        )
+        at_once = 1 + max(
+            sum(one < two for one in begun) - sum(one < two for one in ended) for two in begun
+        )
         total = ended[-1] - began if len(ended) == calls else PATIENCE
-        put_back = sum(entry.what == PUT_BACK for entry in entries)
+        reschedule = sum(entry.what == PUT_BACK for entry in entries)
         shown = f"{total:.1f}" if len(ended) == calls else f"> {PATIENCE:.0f}"
         middle = f"{quantile(ended, 0.5) - began:.1f}"
         rows.append(
-            [contender.title, f"{len(ended)} of {calls}", shown, middle, f"{free:.2f}", str(at_once), str(put_back)]
+            [
+                contender.title,
+                f"{len(ended)} of {calls}",
+                shown,
+                middle,
+                f"{free:.2f}",
+                str(at_once),
+                str(reschedule),
+            ]
         )
-        facts |= {f"mutex total {contender.name}": figure([total]), f"mutex free {contender.name}": figure([free])}
+        facts |= {
+            f"mutex total {contender.name}": figure([total]),
+            f"mutex free {contender.name}": figure([free]),
+        }
     text = f"{calls} calls of one key with a body of {seconds:g} s, once; {calls * seconds:g} s is ideal."
     return Finding("mutex", [rows], text, facts)
 

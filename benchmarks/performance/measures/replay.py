@@ -28,12 +28,24 @@ def measure(bench: Bench, quick: bool) -> Finding:
                 turn = drained(one, tasks, published["cpu"])
             made[one.stage.contender].append(turn)
     plain = made[roster.PLAIN]
-    rows = [["each key called again", "answers/s", "of plain's", "worker CPU, µs", "times plain's", "PostgreSQL, µs"]]
+    rows = [
+        [
+            "each key called again",
+            "answers/s",
+            "of plain's",
+            "worker CPU, µs",
+            "times plain's",
+            "PostgreSQL, µs",
+        ]
+    ]
     facts: dict[str, Figure] = {}
     for contender, mine in made.items():
         rate = ratio([turn.rate for turn in mine], [turn.rate for turn in plain])
         cpu = ratio([turn.worker for turn in mine], [turn.worker for turn in plain])
-        facts |= {f"replay rate {contender.name} / plain": rate, f"replay cpu {contender.name} / plain": cpu}
+        facts |= {
+            f"replay rate {contender.name} / plain": rate,
+            f"replay cpu {contender.name} / plain": cpu,
+        }
         rows.append(
             [
                 f"{contender.heading}: {'runs again' if contender is roster.PLAIN else 'replay'}",

@@ -1,4 +1,6 @@
-"""What a task costs a pool child: processes that take turns every few tasks, without workers and a broker."""
+"""What a task costs a pool child: processes that take turns every few tasks, without workers and a
+broker.
+"""
 
 from collections import defaultdict
 from contextlib import ExitStack
@@ -46,7 +48,10 @@ def measure(bench: Bench, quick: bool) -> Finding:
     wall: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
         ring = [_runner(bench, contender, stack) for contender in roster.ON_CELERY]
-        ring += [_runner(bench, contender, stack, replay=True) for contender in (roster.TIGHT, *roster.OURS)]
+        ring += [
+            _runner(bench, contender, stack, replay=True)
+            for contender in (roster.TIGHT, *roster.OURS)
+        ]
         for number in range(rounds):
             first = number % len(ring)
             for runner in [*ring[first:], *ring[:first]]:
@@ -54,7 +59,10 @@ def measure(bench: Bench, quick: bool) -> Finding:
                 traced = runner.caller.trace(runner.keys(tasks))
                 cpu[runner.name].append(1e6 * traced["cpu"])
                 wall[runner.name].append(1e6 * traced["wall"])
-        calls = {runner.name: float(runner.caller.ask("calls", keys=runner.keys(tasks))) for runner in ring}
+        calls = {
+            runner.name: float(runner.caller.ask("calls", keys=runner.keys(tasks)))
+            for runner in ring
+        }
     head = ["one process, no-op body", "CPU, µs", "times that by hand", "time, µs"]
     rows = [[*head, "Python calls"]]
     facts: dict[str, Figure] = {}
@@ -75,7 +83,9 @@ def measure(bench: Bench, quick: bool) -> Finding:
     return Finding("ring", [rows], text, facts)
 
 
-def _runner(bench: Bench, contender: Contender, stack: ExitStack, *, replay: bool = False) -> Runner:
+def _runner(
+    bench: Bench, contender: Contender, stack: ExitStack, *, replay: bool = False
+) -> Runner:
     """A process that has run some tasks."""
     stage = bench.stage(contender)
     caller = stack.enter_context(stage.caller())

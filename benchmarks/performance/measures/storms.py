@@ -1,4 +1,6 @@
-"""Many calls of one key that is held: when they are answered, and whether other tasks of the queue run meanwhile."""
+"""Many calls of one key that is held: when they are answered, and whether other tasks of the queue
+run meanwhile.
+"""
 
 import time
 
@@ -8,12 +10,14 @@ from benchmarks.performance.figures import Figure, figure
 from benchmarks.performance.findings import Finding, Table
 from benchmarks.performance.journal import ANSWERED, BEGUN, ENDED, PUT_BACK
 from benchmarks.performance.settings import FOR_EVER
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 
 COPIES = 50
 FULL = (12.0, 5000, 20)
 QUICK = (2.0, 300, 3)
-"""Seconds of the body that many copies wait for; calls of a held key, and calls of another task meanwhile."""
+"""Seconds of the body that many copies wait for; calls of a held key, and calls of another task
+meanwhile.
+"""
 PATIENCE = 90.0
 EVERY = 1.0
 """Seconds between two calls of another task, while a key is held."""
@@ -23,19 +27,29 @@ def measure(bench: Bench, quick: bool) -> Finding:
     """Both modes, one after the other."""
     body, crowd, others = QUICK if quick else FULL
     facts: dict[str, Figure] = {}
-    copies: list[list[str]] = [[f"{COPIES} calls, one body of {body:g} s", "last answer after its end, s"]]
-    copies[0] += ["put back", "messages published meanwhile", "worker's CPU, s"]
-    waiting = [[f"{crowd:,} calls of a held key", "another task of the queue waits at most, s", "half of them, s"]]
+    copies: list[list[str]] = [
+        [f"{COPIES} calls, one body of {body:g} s", "last answer after its end, s"]
+    ]
+    copies[0] += ["rescheduled", "messages published meanwhile", "worker's CPU, s"]
+    waiting = [
+        [
+            f"{crowd:,} calls of a held key",
+            "another task of the queue waits at most, s",
+            "half of them, s",
+        ]
+    ]
     for contender in roster.OURS:
         with bench.running([contender], notes=BEGUN + ENDED + ANSWERED + PUT_BACK) as (one,):
-            last, put_back, messages, cpu = _storm(one, body)
-        copies.append([contender.title, f"{last:.2f}", str(put_back), str(messages), f"{cpu:.2f}"])
+            last, reschedule, messages, cpu = _storm(one, body)
+        copies.append(
+            [contender.title, f"{last:.2f}", str(reschedule), str(messages), f"{cpu:.2f}"]
+        )
         with bench.running([contender], notes=BEGUN + ENDED) as (one,):
             waits = sorted(_crowd(one, crowd, others))
         waiting.append([contender.title, f"{waits[-1]:.2f}", f"{waits[len(waits) // 2]:.2f}"])
         facts |= {
             f"storm last {contender.name}": figure([last]),
-            f"storm put back {contender.name}": figure([put_back]),
+            f"storm rescheduled {contender.name}": figure([reschedule]),
         }
         facts[f"crowd {contender.name}"] = figure([waits[-1]])
     tables: list[Table] = [copies, waiting]
@@ -44,7 +58,9 @@ def measure(bench: Bench, quick: bool) -> Finding:
 
 
 def _storm(one: Running, body: float) -> tuple[float, int, int, float]:
-    """Seconds from the end of the body to the last answer, what was put back, messages, and CPU in seconds."""
+    """Seconds from the end of the body to the last answer, what was rescheduled, messages, and CPU
+    in seconds.
+    """
     (key,) = keys(1)
     start, pids = len(one.journal), one.worker.pids()
     cpu, published = machine.cpu(pids), one.stage.bench.messages()
@@ -57,12 +73,14 @@ def _storm(one: Running, body: float) -> tuple[float, int, int, float]:
     entries = one.journal.entries(start)
     (end,) = [entry.time for entry in entries if entry.what == ENDED]
     messages = one.stage.bench.messages() - published - COPIES
-    put_back = sum(entry.what == PUT_BACK for entry in entries)
-    return max(answered()) - end, put_back, messages, machine.used(cpu, machine.cpu(pids))
+    reschedule = sum(entry.what == PUT_BACK for entry in entries)
+    return max(answered()) - end, reschedule, messages, machine.used(cpu, machine.cpu(pids))
 
 
 def _crowd(one: Running, calls: int, others: int) -> list[float]:
-    """For how many seconds each call of another task waited, while a key was held that *calls* others want."""
+    """For how many seconds each call of another task waited, while a key was held that *calls*
+    others want.
+    """
     (key,) = keys(1)
     start = len(one.journal)
     one.caller.publish([key], seconds=FOR_EVER)
@@ -74,7 +92,9 @@ def _crowd(one: Running, calls: int, others: int) -> list[float]:
         time.sleep(EVERY)
 
     def ran() -> dict[str, float]:
-        return {entry.key: entry.time for entry in one.journal.entries(start) if entry.what == ENDED}
+        return {
+            entry.key: entry.time for entry in one.journal.entries(start) if entry.what == ENDED
+        }
 
     one.worker.until(lambda: asked.keys() <= ran().keys(), "the end of the other tasks", PATIENCE)
     return [ran()[name] - moment for name, moment in asked.items()]

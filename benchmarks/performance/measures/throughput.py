@@ -1,4 +1,6 @@
-"""How many tasks a worker runs in a second while messages wait, and what they cost, for bodies of three lengths."""
+"""How many tasks a worker runs in a second while messages wait, and what they cost, for bodies of
+three lengths.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -58,17 +60,31 @@ def _facts(body: str, made: Turns) -> dict[str, Figure]:
             facts[f"{body} {name} {ours.name}"] = figure(getattr(turn, name) for turn in mine)
         for other, theirs in made.items():
             pair = f"{ours.name} / {other.name}"
-            facts[f"{body} rate {pair}"] = ratio([turn.rate for turn in mine], [turn.rate for turn in theirs])
-            facts[f"{body} cpu {pair}"] = ratio([turn.worker for turn in mine], [turn.worker for turn in theirs])
+            facts[f"{body} rate {pair}"] = ratio(
+                [turn.rate for turn in mine], [turn.rate for turn in theirs]
+            )
+            facts[f"{body} cpu {pair}"] = ratio(
+                [turn.worker for turn in mine], [turn.worker for turn in theirs]
+            )
     added = {
-        ours: figure(turn.worker - other.worker for turn, other in zip(made[ours], made[roster.PLAIN], strict=True))
+        ours: figure(
+            turn.worker - other.worker
+            for turn, other in zip(made[ours], made[roster.PLAIN], strict=True)
+        )
         for ours in roster.OURS
     }
     return facts | {f"{body} added cpu {ours.name}": more for ours, more in added.items()}
 
 
 def _costs(made: Turns) -> Table:
-    head = ["no-op body", "tasks/s", "of plain's", "worker CPU, µs", "times plain's", "in the children, µs"]
+    head = [
+        "no-op body",
+        "tasks/s",
+        "of plain's",
+        "worker CPU, µs",
+        "times plain's",
+        "in the children, µs",
+    ]
     rows = [[*head, "Redis, µs", "PostgreSQL, µs", "publishing, µs"]]
     plain = made[roster.PLAIN]
     for contender, mine in made.items():
@@ -79,7 +95,10 @@ def _costs(made: Turns) -> Table:
                 ratio([turn.rate for turn in mine], [turn.rate for turn in plain]).shown(),
                 figure(turn.worker for turn in mine).shown(0),
                 ratio([turn.worker for turn in mine], [turn.worker for turn in plain]).shown(),
-                *(figure(getattr(turn, name) for turn in mine).shown(0) for name in ("children", "redis", "postgres")),
+                *(
+                    figure(getattr(turn, name) for turn in mine).shown(0)
+                    for name in ("children", "redis", "postgres")
+                ),
                 figure(turn.publisher for turn in mine).shown(0),
             ]
         )
@@ -87,17 +106,23 @@ def _costs(made: Turns) -> Table:
 
 
 def _rates(measured: Sequence[tuple[Load, Turns]]) -> Table:
-    rows = [["throughput as a share of plain Celery's", *(f"{load.title} body" for load, _ in measured)]]
+    rows = [
+        ["throughput as a share of plain Celery's", *(f"{load.title} body" for load, _ in measured)]
+    ]
     for contender in roster.ALL:
         shares = []
         for _, made in measured:
             mine, plain = made[contender], made[roster.PLAIN]
-            shares.append(ratio([turn.rate for turn in mine], [turn.rate for turn in plain]).shown())
+            shares.append(
+                ratio([turn.rate for turn in mine], [turn.rate for turn in plain]).shown()
+            )
         rows.append([contender.heading, *shares])
     return rows
 
 
 def _text(measured: Sequence[tuple[Load, Turns]]) -> str:
-    sizes = ", ".join(f"{load.rounds} of {load.tasks} tasks with a {load.title} body" for load, _ in measured)
+    sizes = ", ".join(
+        f"{load.rounds} of {load.tasks} tasks with a {load.title} body" for load, _ in measured
+    )
     others = figure(turn.others for _, made in measured for mine in made.values() for turn in mine)
     return f"Rounds: {sizes}. Other processes of the machine used {100 * others.median:.0f} % of it meanwhile."

@@ -1,4 +1,6 @@
-"""What a first run and a replay write and ask: WAL, transaction ids, row locks, and round trips to Redis."""
+"""What a first run and a replay write and ask: WAL, transaction ids, row locks, and round trips to
+Redis.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -34,9 +36,19 @@ def measure(bench: Bench, quick: bool) -> Finding:
         with bench.stage(contender).caller() as caller, bench.without_autovacuum():
             for run, each in _runs(bench.stage(contender), caller, tasks).items():
                 title = f"{contender.heading}: {'a first run' if run == 'run' else 'a replay'}"
-                rows.append([title, f"{each.wal:,.0f}", f"{each.xids:.2f}", f"{each.locks:.2f}", f"{each.trips:.2f}"])
+                rows.append(
+                    [
+                        title,
+                        f"{each.wal:,.0f}",
+                        f"{each.xids:.2f}",
+                        f"{each.locks:.2f}",
+                        f"{each.trips:.2f}",
+                    ]
+                )
                 for field in fields(each):
-                    facts[f"{field.name} {run} {contender.name}"] = figure([getattr(each, field.name)])
+                    facts[f"{field.name} {run} {contender.name}"] = figure(
+                        [getattr(each, field.name)]
+                    )
     for ours, other in ((roster.LEASES, roster.TIGHT), (roster.LEASES_DATABASE, roster.ROWS)):
         wal, by_hand = (facts[f"wal run {contender.name}"].median for contender in (ours, other))
         facts[f"wal run {ours.name} / {other.name}"] = figure([wal / by_hand])

@@ -9,23 +9,33 @@ To test a store of your own, subclass in a test module and give the store as a f
         def store(self):
             return MyLeaseStore(...)
 
-``GateStoreContract`` asks for the fixture ``store`` too, ``MarkStoreContract`` for ``marks``, ``RecordStoreContract``
-for ``records``, ``EffectStoreContract`` for ``records`` and ``effects``.
+``GateStoreContract`` asks for the fixture ``store`` too, ``MarkStoreContract`` for ``marks``,
+``RecordStoreContract`` for ``records``, ``EffectStoreContract`` for ``records`` and ``effects``.
 
-A store may be shared with other tests: every test makes keys of its own. Times are real; raise the class attributes
-``ttl`` and ``short`` where a store is slow.
+A store may be shared with other tests: every test makes keys of its own. Times are real; raise the
+class attributes ``ttl`` and ``short`` where a store is slow.
 """
 
 import pytest
 
 # Before the suites are imported, as pytest explains only the assertions it has rewritten.
-_LEASES = ("leases", "separate_leases", "fuzz", "marks", "gate_case", "gate_closing", "gate_probes")
+_LEASES = (
+    "leases",
+    "separate_leases",
+    "fuzz",
+    "marks",
+    "group_case",
+    "group_closing",
+    "group_probes",
+)
 _RECORDS = ("record_case", "claims", "settling", "failures", "repair")
 _EFFECTS = ("effect_case", "intents", "replies", "progress")
-pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS, *_EFFECTS)))
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS, *_EFFECTS))
+)
 
 from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
-from celery_leases.testing.contracts.gates import GateStoreContract  # noqa: E402
+from celery_leases.testing.contracts.groups import GateStoreContract  # noqa: E402
 from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
 from celery_leases.testing.contracts.records import RecordStoreContract  # noqa: E402

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.errors import LeaseStoreMismatch, StoreUnavailable
-from celery_leases.core.ports import RecordStore
-from celery_leases.core.records import Ended, Failure, Record, Refusal, Refused, State, Won
-from celery_leases.core.waiting import RETRY_GRACE
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.errors import LeaseStoreMismatch, StoreUnavailable
+from celery_leases.protocol.ports import RecordStore
+from celery_leases.protocol.records import Ended, Failure, Record, Refusal, Refused, State, Won
+from celery_leases.protocol.waiting import RETRY_GRACE
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import (
     STORE,
     PassTime,
@@ -35,40 +35,68 @@ class ClaimContract(RecordCase):
 
     def test_a_claim_of_an_absent_row_makes_it(self, records: RecordStore, key: str) -> None:
         """Running, under our token, with everything the bid says."""
-        bid = make_bid(key, ttl=15.0, fingerprint="v1:f", digests={"a": "1"})
+        claim_request = make_claim_request(key, ttl=15.0, fingerprint="v1:f", digests={"a": "1"})
         assert records.read(key) is None
-        record = won(records, bid)
-        named = (record.stored_key, record.task, record.key, record.owner, record.call_id, record.holder)
-        assert named == (key, bid.task, bid.key, bid.token, bid.call_id, bid.holder)
-        assert (record.state, record.attempt, record.failures, record.crashes) == (State.RUNNING, 1, 0, 0)
+        record = won(records, claim_request)
+        named = (
+            record.stored_key,
+            record.task,
+            record.key,
+            record.owner,
+            record.call_id,
+            record.holder,
+        )
+        assert named == (
+            key,
+            claim_request.task,
+            claim_request.key,
+            claim_request.token,
+            claim_request.call_id,
+            claim_request.holder,
+        )
+        assert (record.state, record.attempt, record.failures, record.crashes) == (
+            State.RUNNING,
+            1,
+            0,
+            0,
+        )
         assert (record.fingerprint, record.digests) == ("v1:f", {"a": "1"})
         assert (record.lease_store, record.lease_ttl, record.lease_until) == (STORE, 15.0, None)
         assert record.created_at == record.started_at
         assert abs(record.now - record.started_at) < 60e6
         assert record.fence > 0
-        assert (record.previous, record.result, record.expires_at, record.finished_calls) == (None, None, None, ())
+        assert (record.previous, record.result, record.expires_at, record.finished_calls) == (
+            None,
+            None,
+            None,
+            (),
+        )
         assert not record.just_crashed
         assert timeless(record) == row(records, key)
 
     def test_a_repeated_claim_counts_nothing(self, records: RecordStore, key: str) -> None:
         """The reply to the first try may have been lost."""
-        bid = make_bid(key)
-        first = won(records, bid)
-        assert timeless(won(records, bid)) == timeless(first)
+        claim_request = make_claim_request(key)
+        first = won(records, claim_request)
+        assert timeless(won(records, claim_request)) == timeless(first)
 
-    def test_a_repeated_claim_after_a_crash_still_tells_of_the_crash(self, records: RecordStore, key: str) -> None:
+    def test_a_repeated_claim_after_a_crash_still_tells_of_the_crash(
+        self, records: RecordStore, key: str
+    ) -> None:
         """The reply that was lost may have been the one that said so."""
-        won(records, make_bid(key))
-        bid = make_bid(key)
-        first = won(records, bid)
+        won(records, make_claim_request(key))
+        claim_request = make_claim_request(key)
+        first = won(records, claim_request)
         assert first.just_crashed
-        assert timeless(won(records, bid)) == timeless(first)
+        assert timeless(won(records, claim_request)) == timeless(first)
 
-    def test_a_running_row_whose_lease_is_gone_is_a_crash(self, records: RecordStore, key: str) -> None:
+    def test_a_running_row_whose_lease_is_gone_is_a_crash(
+        self, records: RecordStore, key: str
+    ) -> None:
         """It is taken over, with the crash counted and the dead one's host kept."""
-        dead = won(records, make_bid(key))
+        dead = won(records, make_claim_request(key))
         for crashes in (1, 2):
-            record = won(records, make_bid(key))
+            record = won(records, make_claim_request(key))
             assert (record.attempt, record.crashes, record.failures) == (1 + crashes, crashes, 0)
             assert record.just_crashed
             assert record.previous is not None
@@ -79,34 +107,40 @@ class ClaimContract(RecordCase):
     def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
         self, records: RecordStore, key: str
     ) -> None:
-        """However short the bidder's own ttl is: the holder may be about to assert its lease again."""
-        first = make_bid(key, ttl=15.0)
+        """However short the bidder's own ttl is: the holder may be about to assert its lease
+        again.
+        """
+        first = make_claim_request(key, ttl=15.0)
         running = won(records, first)
-        answer = records.claim(make_bid(key, ttl=0.1), STORE, age=lambda: 14.9)
+        answer = records.claim(make_claim_request(key, ttl=0.1), STORE, age=lambda: 14.9)
         assert isinstance(answer, Refused)
         assert answer.why is Refusal.EMPTIED
         assert answer.record is not None
         assert answer.record.owner == running.owner
         assert answer.age == 14.9
-        second = records.claim(make_bid(key), STORE, age=lambda: 15.0)
+        second = records.claim(make_claim_request(key), STORE, age=lambda: 15.0)
         assert isinstance(second, Won)
         assert second.record.crashes == 1
 
-    def test_the_age_of_the_lease_store_is_asked_only_before_a_takeover(self, records: RecordStore, key: str) -> None:
-        """A key without a row, what an earlier attempt of the call has left open, and what is not running need none."""
+    def test_the_age_of_the_lease_store_is_asked_only_before_a_takeover(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """A key without a row, what an earlier attempt of the call has left open, and what is not
+        running need none.
+        """
 
         def asked() -> float:
             raise StoreUnavailable("the lease store is away", False)
 
-        first = make_bid(key, ttl=15.0)
+        first = make_claim_request(key, ttl=15.0)
         assert isinstance(records.claim(first, STORE, age=asked), Won)
         second = records.claim(again(first, prior=(first.token,)), STORE, age=asked)
         assert isinstance(second, Won)
         assert second.record.crashes == 0
         with pytest.raises(StoreUnavailable, match="the lease store is away"):
-            records.claim(make_bid(key), STORE, age=asked)
+            records.claim(make_claim_request(key), STORE, age=asked)
         closed(records, second.record, State.PENDING, ended=Ended.LOST)
-        third = make_bid(key)
+        third = make_claim_request(key)
         assert isinstance(records.claim(third, STORE, age=asked), Won)
         assert isinstance(records.claim(third, STORE, age=asked), Won)
 
@@ -119,9 +153,9 @@ class ClaimContract(RecordCase):
     def test_an_attempt_that_was_closed_is_no_crash(self, records: RecordStore, key: str) -> None:
         """The next attempt sees how it ended, with its error and host."""
         failure = Failure("shop.errors.Declined", "no", "rule")
-        first = won(records, make_bid(key))
+        first = won(records, make_claim_request(key))
         closed(records, first, State.PENDING, ended=Ended.LOST, failure=failure, failures=1)
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert (record.attempt, record.failures, record.crashes) == (2, 1, 0)
         assert not record.just_crashed
         assert record.previous is not None
@@ -131,63 +165,73 @@ class ClaimContract(RecordCase):
 
     def test_a_crash_is_told_once(self, records: RecordStore, key: str) -> None:
         """The claim after an attempt that was closed says nothing of the crash before it."""
-        won(records, make_bid(key))
-        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.LOST)
-        record = won(records, make_bid(key))
+        won(records, make_claim_request(key))
+        closed(records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.LOST)
+        record = won(records, make_claim_request(key))
         assert not record.just_crashed
         assert record.crashes == 1
 
     def test_our_own_earlier_attempt_is_no_crash(self, records: RecordStore, key: str) -> None:
         """A call that may have left its row open says so with ``prior``."""
-        first = make_bid(key)
+        first = make_claim_request(key)
         won(records, first)
         record = won(records, again(first, prior=(first.token,)))
         assert record.crashes == 0
         assert not record.just_crashed
-        other = won(records, make_bid(key, prior=(first.token,)))
+        other = won(records, make_claim_request(key, prior=(first.token,)))
         assert other.crashes == 1
 
     def test_the_fence_grows_with_every_claim(self, records: RecordStore, key: str) -> None:
         """After crashes, failures and repeats alike."""
         fences = []
         for number in range(6):
-            record = won(records, make_bid(key))
+            record = won(records, make_claim_request(key))
             fences.append(record.fence)
             if number % 2:
                 closed(records, record, State.PENDING, ended=Ended.LOST)
         assert fences == sorted(set(fences))
 
-    def test_of_claims_at_the_same_time_one_can_settle(self, records: RecordStore, key: str) -> None:
+    def test_of_claims_at_the_same_time_one_can_settle(
+        self, records: RecordStore, key: str
+    ) -> None:
         """Every winner has a fence of its own, and only the last one's outcome counts."""
         together = Barrier(THREADS)
 
         def claim(_: int) -> Record | None:
             together.wait(10)
-            answer = records.claim(make_bid(key), STORE)
+            answer = records.claim(make_claim_request(key), STORE)
             return answer.record if isinstance(answer, Won) else None
 
         with ThreadPoolExecutor(THREADS) as threads:
-            winners = [record for record in threads.map(claim, range(THREADS)) if record is not None]
+            winners = [
+                record for record in threads.map(claim, range(THREADS)) if record is not None
+            ]
         assert len({record.fence for record in winners}) == len(winners) > 0
         assert [records.settle(record, outcome(record)) for record in winners].count(True) == 1
 
-    # -- refusals ------------------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------
 
     def test_finished_work_is_replayed(self, records: RecordStore, key: str) -> None:
-        """A claim of a row that is done, by its own call or another, gets the row with its result."""
-        bid = make_bid(key)
-        closed(records, won(records, bid), result='{"a": 1}')
-        for later in (make_bid(key), again(bid), bid):
+        """A claim of a row that is done, by its own call or another, gets the row with its
+        result.
+        """
+        claim_request = make_claim_request(key)
+        closed(records, won(records, claim_request), result='{"a": 1}')
+        for later in (make_claim_request(key), again(claim_request), claim_request):
             record = refused(records, later)
-            assert (record.state, record.result, record.call_id) == (State.DONE, '{"a": 1}', bid.call_id)
+            assert (record.state, record.result, record.call_id) == (
+                State.DONE,
+                '{"a": 1}',
+                claim_request.call_id,
+            )
 
     @pytest.mark.parametrize("state", [State.FAILED, State.UNCERTAIN])
     def test_failed_work_stays_failed(self, records: RecordStore, key: str, state: State) -> None:
         """Until an operator says otherwise."""
         failure = Failure("builtins.ValueError", "bad", None)
-        bid = make_bid(key)
-        closed(records, won(records, bid), state, ended=Ended.LOST, failure=failure)
-        for later in (make_bid(key), again(bid)):
+        claim_request = make_claim_request(key)
+        closed(records, won(records, claim_request), state, ended=Ended.LOST, failure=failure)
+        for later in (make_claim_request(key), again(claim_request)):
             record = refused(records, later)
             assert (record.state, record.failure) == (state, failure)
 
@@ -196,103 +240,132 @@ class ClaimContract(RecordCase):
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """Also to the call that waits, when it comes much too early."""
-        bid = make_bid(key)
-        waiting(records, bid, self.short, state)
-        record = refused(records, make_bid(key))
+        claim_request = make_claim_request(key)
+        waiting(records, claim_request, self.short, state)
+        record = refused(records, make_claim_request(key))
         assert 0 < record.waits <= self.short
         pass_time(1.2 * self.short)
-        assert won(records, make_bid(key)).attempt == 2
-        other = make_bid(fresh_key())
+        assert won(records, make_claim_request(key)).attempt == 2
+        other = make_claim_request(fresh_key())
         waiting(records, other, RETRY_GRACE + 60, state)
-        refused(records, make_bid(other.stored_key))
+        refused(records, make_claim_request(other.stored_key))
         refused(records, again(other))
 
-    def test_the_call_that_waits_is_granted_its_travel_time(self, records: RecordStore, key: str) -> None:
-        """And nobody else: another call would overtake the message that was sent for that moment."""
-        bid = make_bid(key)
-        waiting(records, bid, 0.9 * RETRY_GRACE)
-        refused(records, make_bid(key))
-        assert won(records, again(bid)).attempt == 2
+    def test_the_call_that_waits_is_granted_its_travel_time(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """And nobody else: another call would overtake the message that was sent for that
+        moment.
+        """
+        claim_request = make_claim_request(key)
+        waiting(records, claim_request, 0.9 * RETRY_GRACE)
+        refused(records, make_claim_request(key))
+        assert won(records, again(claim_request)).attempt == 2
 
     @pytest.mark.parametrize("state", [State.RUNNING, State.PENDING, State.DONE])
-    def test_another_fingerprint_is_refused(self, records: RecordStore, key: str, state: State) -> None:
-        """The key stands for other arguments; nothing is counted, and the row says which arguments it has."""
-        bid = make_bid(key, fingerprint="v1:a", digests={"x": "1"})
-        record = won(records, bid)
+    def test_another_fingerprint_is_refused(
+        self, records: RecordStore, key: str, state: State
+    ) -> None:
+        """The key stands for other arguments; nothing is counted, and the row says which arguments
+        it has.
+        """
+        claim_request = make_claim_request(key, fingerprint="v1:a", digests={"x": "1"})
+        record = won(records, claim_request)
         if state is not State.RUNNING:
             closed(records, record, state)
-        found = refused(records, make_bid(key, fingerprint="v1:b", digests={"x": "2"}))
+        found = refused(records, make_claim_request(key, fingerprint="v1:b", digests={"x": "2"}))
         assert (found.fingerprint, found.digests, found.state) == ("v1:a", {"x": "1"}, state)
 
-    def test_the_same_call_is_never_asked_for_its_fingerprint(self, records: RecordStore, key: str) -> None:
+    def test_the_same_call_is_never_asked_for_its_fingerprint(
+        self, records: RecordStore, key: str
+    ) -> None:
         """A deploy may have changed how it is made; the row keeps the first."""
-        bid = make_bid(key, fingerprint="v1:a")
-        closed(records, won(records, bid), State.PENDING, ended=Ended.LOST)
-        assert won(records, again(bid, fingerprint="v2:z")).fingerprint == "v1:a"
+        claim_request = make_claim_request(key, fingerprint="v1:a")
+        closed(records, won(records, claim_request), State.PENDING, ended=Ended.LOST)
+        assert won(records, again(claim_request, fingerprint="v2:z")).fingerprint == "v1:a"
 
     @pytest.mark.parametrize("given", [{"fingerprint": "v1:a"}, {"fingerprint": None}])
-    def test_an_agreeing_fingerprint_is_let_in(self, records: RecordStore, key: str, given: Any) -> None:
+    def test_an_agreeing_fingerprint_is_let_in(
+        self, records: RecordStore, key: str, given: Any
+    ) -> None:
         """So is a bid that asks for no comparison."""
-        closed(records, won(records, make_bid(key, fingerprint="v1:a")), State.PENDING, ended=Ended.LOST)
-        assert won(records, make_bid(key, **given)).attempt == 2
+        closed(
+            records,
+            won(records, make_claim_request(key, fingerprint="v1:a")),
+            State.PENDING,
+            ended=Ended.LOST,
+        )
+        assert won(records, make_claim_request(key, **given)).attempt == 2
 
-    # -- lease stores --------------------------------------------------------------------------------------
+    # -- lease stores ------------------------------------------------------------------------------
 
-    def test_two_lease_stores_over_one_database_are_noticed(self, records: RecordStore, key: str) -> None:
-        """A row running under another lease store may well be alive: an error that names both, never a crash."""
-        won(records, make_bid(key))
+    def test_two_lease_stores_over_one_database_are_noticed(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """A row running under another lease store may well be alive: an error that names both,
+        never a crash.
+        """
+        won(records, make_claim_request(key))
         before = row(records, key)
         with pytest.raises(LeaseStoreMismatch) as caught:
-            records.claim(make_bid(key), "redis:two")
+            records.claim(make_claim_request(key), "redis:two")
         assert (caught.value.ours, caught.value.theirs) == ("redis:two", STORE)
         assert "redis:two" in str(caught.value)
         assert STORE in str(caught.value)
         assert row(records, key) == before
 
-    def test_a_row_that_does_not_run_may_change_its_lease_store(self, records: RecordStore, key: str) -> None:
+    def test_a_row_that_does_not_run_may_change_its_lease_store(
+        self, records: RecordStore, key: str
+    ) -> None:
         """That is how a system moves to another one."""
-        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.LOST)
-        assert won(records, make_bid(key), "redis:two").lease_store == "redis:two"
-        closed(records, won(records, make_bid(key), "redis:two"))
-        assert refused(records, make_bid(key)).state is State.DONE
+        closed(records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.LOST)
+        assert won(records, make_claim_request(key), "redis:two").lease_store == "redis:two"
+        closed(records, won(records, make_claim_request(key), "redis:two"))
+        assert refused(records, make_claim_request(key)).state is State.DONE
 
-    # -- rerun ---------------------------------------------------------------------------------------------
+    # -- rerun -------------------------------------------------------------------------------------
 
     def test_rerun_gives_every_call_a_generation(self, records: RecordStore, key: str) -> None:
         """With counters anew; what has finished is remembered."""
         finished: dict[str, str | None] = {}
         for generation in range(3):
-            bid = make_bid(key, rerun=True)
-            closed(records, won(records, bid), State.PENDING, ended=Ended.LOST, failures=1)
-            record = won(records, again(bid, rerun=True))
+            claim_request = make_claim_request(key, rerun=True)
+            closed(
+                records, won(records, claim_request), State.PENDING, ended=Ended.LOST, failures=1
+            )
+            record = won(records, again(claim_request, rerun=True))
             assert (record.generation, record.attempt, record.failures) == (generation, 2, 1)
             assert tuple(finished) == record.finished_calls
-            finished[bid.call_id] = f'"{generation}"'
+            finished[claim_request.call_id] = f'"{generation}"'
             closed(records, record, failures=0, result=f'"{generation}"', finished=finished)
-        fresh = won(records, make_bid(key, rerun=True))
+        fresh = won(records, make_claim_request(key, rerun=True))
         assert (fresh.generation, fresh.attempt, fresh.failures, fresh.crashes) == (3, 1, 0, 0)
         assert (fresh.result, fresh.previous, fresh.just_crashed) == (None, None, False)
         assert fresh.finished_results == finished
 
-    def test_rerun_never_repeats_a_call_that_has_finished(self, records: RecordStore, key: str) -> None:
+    def test_rerun_never_repeats_a_call_that_has_finished(
+        self, records: RecordStore, key: str
+    ) -> None:
         """A copy of it that comes late is refused, in whatever state the key is by then."""
-        bid = make_bid(key, rerun=True)
-        closed(records, won(records, bid), finished={bid.call_id: '"a"'})
-        refused(records, again(bid, rerun=True))
-        second = won(records, make_bid(key, rerun=True))
-        refused(records, again(bid, rerun=True))
+        claim_request = make_claim_request(key, rerun=True)
+        closed(records, won(records, claim_request), finished={claim_request.call_id: '"a"'})
+        refused(records, again(claim_request, rerun=True))
+        second = won(records, make_claim_request(key, rerun=True))
+        refused(records, again(claim_request, rerun=True))
         closed(records, second, State.PENDING, ended=Ended.LOST)
-        refused(records, again(bid, rerun=True))
-        assert row(records, key).finished_results == {bid.call_id: '"a"'}
+        refused(records, again(claim_request, rerun=True))
+        assert row(records, key).finished_results == {claim_request.call_id: '"a"'}
 
     def test_rerun_waits_like_any_other(self, records: RecordStore, key: str) -> None:
         """A retry time holds other calls back; the failed one keeps its generation."""
-        waiting(records, make_bid(key, rerun=True), 60.0)
-        refused(records, make_bid(key, rerun=True))
+        waiting(records, make_claim_request(key, rerun=True), 60.0)
+        refused(records, make_claim_request(key, rerun=True))
 
-    def test_rerun_starts_anew_after_a_crash_of_another_call(self, records: RecordStore, key: str) -> None:
+    def test_rerun_starts_anew_after_a_crash_of_another_call(
+        self, records: RecordStore, key: str
+    ) -> None:
         """A dead call's row is taken over by the next call as its own work, with a higher fence."""
-        dead = won(records, make_bid(key, rerun=True))
-        record = won(records, make_bid(key, rerun=True))
+        dead = won(records, make_claim_request(key, rerun=True))
+        record = won(records, make_claim_request(key, rerun=True))
         assert record.fence > dead.fence
         assert not records.settle(dead, outcome(dead))

@@ -1,4 +1,6 @@
-"""What the suites of effects share: the fixtures, and short words for beginning and finishing them."""
+"""What the suites of effects share: the fixtures, and short words for beginning and finishing
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.effects import Begun, Effect, Found, scope_of
-from celery_leases.core.ports import EffectStore, RecordStore
-from celery_leases.core.records import Record
+from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
+from celery_leases.protocol.ports import EffectStore, RecordStore
+from celery_leases.protocol.records import Record
 from celery_leases.testing.contracts.record_case import RecordCase
 
 CHARGE = "charge"
@@ -26,15 +28,25 @@ class EffectCase(RecordCase):
 
 
 def begin(
-    effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None, keep: float | None = None
+    effects: EffectStore,
+    record: Record,
+    name: str = CHARGE,
+    taken: int | None = None,
+    keep: float | None = None,
 ) -> Begun | Found | None:
-    """What the store says to an intent of the attempt on *record*; with *keep* it is one of its call alone."""
+    """What the store says to an intent of the attempt on *record*; with *keep* it is one of its
+    call alone.
+    """
     scope = scope_of(record, rerun=keep is not None, retention=keep or 0.0)
     return effects.begin(record, name, f"{record.stored_key}/{name}"[:64], scope, taken)
 
 
 def sent(
-    effects: EffectStore, record: Record, name: str = CHARGE, taken: int | None = None, keep: float | None = None
+    effects: EffectStore,
+    record: Record,
+    name: str = CHARGE,
+    taken: int | None = None,
+    keep: float | None = None,
 ) -> Effect:
     """The effect, whose intent must be accepted."""
     begun = begin(effects, record, name, taken, keep)
@@ -42,13 +54,17 @@ def sent(
     return begun.effect
 
 
-def finished(effects: EffectStore, effect: Effect, result: str = '"ok"', reference: str | None = None) -> bool:
+def finished(
+    effects: EffectStore, effect: Effect, result: str = '"ok"', reference: str | None = None
+) -> bool:
     """Whether the reply was accepted."""
     return effects.finish(effect, result, reference)
 
 
 def found_of(effects: EffectStore, record: Record) -> list[Effect]:
-    """The effects of the record's generation and of its call, without the moment they were read at."""
+    """The effects of the record's generation and of its call, without the moment they were read
+    at.
+    """
     return [replace(effect, now=0) for effect in effects.of_key(record)]
 
 

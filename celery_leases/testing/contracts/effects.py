@@ -1,4 +1,6 @@
-"""What every store of effects and progress must do: subclass, and give it as the fixture ``effects``."""
+"""What every store of effects and progress must do: subclass, and give it as the fixture
+``effects``.
+"""
 
 from __future__ import annotations
 
@@ -11,5 +13,6 @@ from celery_leases.testing.contracts.scopes import ScopeContract
 class EffectStoreContract(IntentContract, ReplyContract, ScopeContract, ProgressContract):
     """For every ``EffectStore``, beside the record store it belongs to.
 
-    Override the fixtures ``records`` and ``effects``; and ``pass_time`` where the store's clock can be turned.
+    Override the fixtures ``records`` and ``effects``; and ``pass_time`` where the store's clock can
+    be turned.
     """

@@ -1,4 +1,6 @@
-"""What every record store must do with failures: remember them, count them, and know whether the call comes back."""
+"""What every record store must do with failures: remember them, count them, and know whether the
+call comes back.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.ports import RecordStore
-from celery_leases.core.records import Ended, Failure, Record, State
-from celery_leases.testing.contracts.bids import make_bid
+from celery_leases.protocol.ports import RecordStore
+from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import (
     PassTime,
     RecordCase,
@@ -21,14 +23,18 @@ from celery_leases.testing.contracts.record_case import (
     won,
 )
 
-FAILURE = Failure("shop.errors.Declined", "ü \u2028 '\"", "status:429", "rate_limited", "openai:{x}", True, True)
+FAILURE = Failure(
+    "shop.errors.Declined", "ü \u2028 '\"", "status:429", "rate_limited", "openai:{x}", True, True
+)
 COUNTED: dict[str, Any] = {"failures": 4, "quick_retries": 3, "cooldowns": 2, "failed": True}
 MARGIN = 30e6
 """How far apart the store's clock may read within one test, in microseconds."""
 
 
 class FailureContract(RecordCase):
-    """Counts belong to a generation; a call that raised to its caller is not run again, one that resumes is."""
+    """Counts belong to a generation; a call that raised to its caller is not run again, one that
+    resumes is.
+    """
 
     @pytest.mark.parametrize(
         "failure",
@@ -42,48 +48,81 @@ class FailureContract(RecordCase):
             replace(FAILURE, operator=False),
         ],
     )
-    def test_a_failure_is_remembered_as_it_was_given(self, records: RecordStore, key: str, failure: Failure) -> None:
+    def test_a_failure_is_remembered_as_it_was_given(
+        self, records: RecordStore, key: str, failure: Failure
+    ) -> None:
         """All of it, also as the failure of the attempt before."""
-        closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.FAILED, failure=failure)
+        closed(
+            records,
+            won(records, make_claim_request(key)),
+            State.PENDING,
+            ended=Ended.FAILED,
+            failure=failure,
+        )
         assert row(records, key).failure == failure
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert record.failure is None
         assert record.previous is not None
         assert record.previous.error == failure
         closed(records, record, State.PENDING, ended=Ended.LOST)
         assert row(records, key).failure is None
 
-    def test_counts_are_written_and_outlive_the_next_claim(self, records: RecordStore, key: str) -> None:
+    def test_counts_are_written_and_outlive_the_next_claim(
+        self, records: RecordStore, key: str
+    ) -> None:
         """Failures, quick retries, cooldowns, and when the last failure was."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert counts(record) == (0, 0, 0, False)
         found = closed(records, record, State.COOLING, ended=Ended.FAILED, resumes=True, **COUNTED)
         assert counts(found) == (4, 3, 2, True)
         assert found.resumes
         assert found.failed_at == found.finished_at
         assert abs((found.failed_at or 0) - record.started_at) < MARGIN
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert counts(record) == (4, 3, 2, True)
         assert record.failed_at == found.failed_at
 
-    def test_only_a_failure_moves_the_moment_of_the_last_one(self, records: RecordStore, key: str) -> None:
+    def test_only_a_failure_moves_the_moment_of_the_last_one(
+        self, records: RecordStore, key: str
+    ) -> None:
         """An attempt that ends otherwise keeps it; one that never failed has none."""
-        assert closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.SNOOZED).failed_at is None
-        failed = closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.FAILED, failed=True)
-        kept = closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.SNOOZED)
+        assert (
+            closed(
+                records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.SNOOZED
+            ).failed_at
+            is None
+        )
+        failed = closed(
+            records,
+            won(records, make_claim_request(key)),
+            State.PENDING,
+            ended=Ended.FAILED,
+            failed=True,
+        )
+        kept = closed(
+            records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.SNOOZED
+        )
         assert kept.failed_at == failed.failed_at
         assert kept.ended is Ended.SNOOZED
-        moved = closed(records, won(records, make_bid(key)), State.PENDING, ended=Ended.FAILED, failed=True)
+        moved = closed(
+            records,
+            won(records, make_claim_request(key)),
+            State.PENDING,
+            ended=Ended.FAILED,
+            failed=True,
+        )
         assert moved.failed_at is not None
         assert failed.failed_at is not None
         assert moved.failed_at > failed.failed_at
 
     def test_counts_end_with_their_generation(self, records: RecordStore, key: str) -> None:
-        """The next call of a ``rerun`` task begins at 0, also where its own first attempt dies; crashes go on."""
-        bid = make_bid(key, rerun=True)
-        closed(records, won(records, bid), State.PENDING, ended=Ended.FAILED, **COUNTED)
-        assert counts(won(records, again(bid, rerun=True))) == (4, 3, 2, True)
-        other = make_bid(key, rerun=True)
+        """The next call of a ``rerun`` task begins at 0, also where its own first attempt dies;
+        crashes go on.
+        """
+        claim_request = make_claim_request(key, rerun=True)
+        closed(records, won(records, claim_request), State.PENDING, ended=Ended.FAILED, **COUNTED)
+        assert counts(won(records, again(claim_request, rerun=True))) == (4, 3, 2, True)
+        other = make_claim_request(key, rerun=True)
         for _ in range(2):
             assert counts(won(records, other)) == (0, 0, 0, False)
             assert counts(row(records, key)) == (0, 0, 0, False)
@@ -94,69 +133,105 @@ class FailureContract(RecordCase):
         assert counts(found) == (1, 0, 0, True)
         assert counts(won(records, again(other, rerun=True))) == (1, 0, 0, True)
 
-    def test_counts_end_with_the_retention(self, records: RecordStore, key: str, pass_time: PassTime) -> None:
+    def test_counts_end_with_the_retention(
+        self, records: RecordStore, key: str, pass_time: PassTime
+    ) -> None:
         """A row whose retention is over counts as absent, and so do its failures."""
         more: dict[str, Any] = {"retention": self.short, "resumes": True, **COUNTED}
-        closed(records, won(records, make_bid(key)), State.COOLING, ended=Ended.FAILED, **more)
+        closed(
+            records,
+            won(records, make_claim_request(key)),
+            State.COOLING,
+            ended=Ended.FAILED,
+            **more,
+        )
         pass_time(1.2 * self.short)
-        assert counts(won(records, make_bid(key))) == (0, 0, 0, False)
+        assert counts(won(records, make_claim_request(key))) == (0, 0, 0, False)
 
-    # -- does the call come back? ----------------------------------------------------------------------------
+    # -- does the call come back? ------------------------------------------------------------------
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
-    def test_a_copy_of_a_call_that_raised_is_refused(self, records: RecordStore, key: str, state: State) -> None:
+    def test_a_copy_of_a_call_that_raised_is_refused(
+        self, records: RecordStore, key: str, state: State
+    ) -> None:
         """Its caller has been told; a fresh message with its id, and any other call, may run."""
-        bid = make_bid(key)
-        closed(records, won(records, bid), state, ended=Ended.FAILED, failure=FAILURE, failed=True)
-        assert refused(records, again(bid, repeat=True)).failure == FAILURE
-        assert won(records, again(bid)).attempt == 2
+        claim_request = make_claim_request(key)
+        closed(
+            records,
+            won(records, claim_request),
+            state,
+            ended=Ended.FAILED,
+            failure=FAILURE,
+            failed=True,
+        )
+        assert refused(records, again(claim_request, repeat=True)).failure == FAILURE
+        assert won(records, again(claim_request)).attempt == 2
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_fresh_message_that_waits_for_a_failure_runs_once(
         self, records: RecordStore, key: str, state: State
     ) -> None:
-        """A copy of it that comes after that run is refused: it waits for a failure that is not the last one."""
-        bid = make_bid(key)
+        """A copy of it that comes after that run is refused: it waits for a failure that is not the
+        last one.
+        """
+        claim_request = make_claim_request(key)
         ended: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "failed": True}
-        first = won(records, bid)
+        first = won(records, claim_request)
         closed(records, first, state, **ended)
-        second = won(records, again(bid, repeat=True, met=first.fence))
+        second = won(records, again(claim_request, repeat=True, met=first.fence))
         closed(records, second, state, **ended)
         assert second.attempt == 2
-        assert refused(records, again(bid, repeat=True, met=first.fence)).fence == second.fence
-        assert won(records, again(bid, repeat=True, met=second.fence)).attempt == 3
+        assert (
+            refused(records, again(claim_request, repeat=True, met=first.fence)).fence
+            == second.fence
+        )
+        assert won(records, again(claim_request, repeat=True, met=second.fence)).attempt == 3
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_resumes_runs_at_its_time(
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
         """And not before; after it any other call may run as well."""
-        bid = make_bid(key)
+        claim_request = make_claim_request(key)
         wait = 1.0 + 2 * self.short
-        given: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "resumes": True, "retry_after": wait}
-        closed(records, won(records, bid), state, **given)
-        for rival in (again(bid, repeat=True), make_bid(key)):
+        given: dict[str, Any] = {
+            "ended": Ended.FAILED,
+            "failure": FAILURE,
+            "resumes": True,
+            "retry_after": wait,
+        }
+        closed(records, won(records, claim_request), state, **given)
+        for rival in (again(claim_request, repeat=True), make_claim_request(key)):
             assert refused(records, rival).resumes
         pass_time(1.2 * wait)
-        record = won(records, again(bid, repeat=True))
+        record = won(records, again(claim_request, repeat=True))
         closed(records, record, state, **given | {"retry_after": None})
-        assert won(records, make_bid(key)).attempt == 3
+        assert won(records, make_claim_request(key)).attempt == 3
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     @pytest.mark.parametrize("resumes", [True, False])
     def test_a_call_that_comes_back_keeps_its_arguments(
         self, records: RecordStore, key: str, state: State, resumes: bool
     ) -> None:
-        """Another call with other arguments may have the key of a call that raised, never that of one that resumes."""
-        bid = make_bid(key, fingerprint="v1:a")
-        closed(records, won(records, bid), state, ended=Ended.FAILED, failed=True, resumes=resumes)
-        other = make_bid(key, fingerprint="v1:b")
+        """Another call with other arguments may have the key of a call that raised, never that of
+        one that resumes.
+        """
+        claim_request = make_claim_request(key, fingerprint="v1:a")
+        closed(
+            records,
+            won(records, claim_request),
+            state,
+            ended=Ended.FAILED,
+            failed=True,
+            resumes=resumes,
+        )
+        other = make_claim_request(key, fingerprint="v1:b")
         if resumes:
             assert refused(records, other).fingerprint == "v1:a"
         else:
             assert won(records, other).fingerprint == "v1:b"
 
-    # -- a lost reply ----------------------------------------------------------------------------------------
+    # -- a lost reply ------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
         "more",
@@ -175,8 +250,13 @@ class FailureContract(RecordCase):
         self, records: RecordStore, key: str, more: dict[str, Any]
     ) -> None:
         """The same one again is, as the reply to the first try may have been lost."""
-        record = won(records, make_bid(key))
-        given: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "resumes": True, "reason": "r" * 300}
+        record = won(records, make_claim_request(key))
+        given: dict[str, Any] = {
+            "ended": Ended.FAILED,
+            "failure": FAILURE,
+            "resumes": True,
+            "reason": "r" * 300,
+        }
         given |= {"retry_after": 60.0, **COUNTED}
         written = closed(records, record, State.COOLING, **given)
         assert records.settle(record, outcome(record, State.COOLING, **given))

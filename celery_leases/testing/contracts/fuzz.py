@@ -6,19 +6,20 @@ import random
 import time
 from uuid import uuid4
 
-from celery_leases.core.ports import LeaseStore, Renewal
-from celery_leases.core.validity import hard_deadline
-from celery_leases.testing.contracts.bids import acquired, make_bid
+from celery_leases.protocol.deadlines import hard_deadline
+from celery_leases.protocol.ports import LeaseStore, Renewal
+from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
 
 TURNS = 12
 PATIENCE = 90.0
 
 
 class LeaseFuzz:
-    """Turns taken by threads at one key. ``counter`` is read and written without any lock but the lease.
+    """Turns taken by threads at one key. ``counter`` is read and written without any lock but the
+    lease.
 
-    A thread writes only while it believes in its lease by its own clock, with half of it to spare, so that on a busy
-    machine a turn is skipped rather than counted wrongly.
+    A thread writes only while it believes in its lease by its own clock, with half of it to spare,
+    so that on a busy machine a turn is skipped rather than counted wrongly.
     """
 
     def __init__(self, store: LeaseStore, key: str, *, ttl: float, short: float) -> None:
@@ -30,50 +31,54 @@ class LeaseFuzz:
         self._until = time.monotonic() + PATIENCE
 
     def take_turns(self, seed: int) -> int:
-        """Take a dozen turns; how many writes were made. The first failure ends the turns of all threads."""
-        chance = random.Random(seed)
+        """Take a dozen turns; how many writes were made. The first failure ends the turns of all
+        threads.
+        """
+        rand = random.Random(seed)
         former: list[str] = []
         try:
-            return sum(self._turn(former, chance) for _ in range(TURNS))
+            return sum(self._turn(former, rand) for _ in range(TURNS))
         except BaseException:
             self._until = 0.0
             raise
 
-    def _turn(self, former: list[str], chance: random.Random) -> int:
-        expires = chance.random() < 0.1
+    def _turn(self, former: list[str], rand: random.Random) -> int:
+        expires = rand.random() < 0.1
         token, ttl = uuid4().hex, self.short if expires else self.ttl
-        written = self._increment(token, self._acquire(token, ttl, chance), ttl, chance)
+        written = self._increment(token, self._acquire(token, ttl, rand), ttl, rand)
         if not expires:
             assert self.store.release(self.key, token)
         former.append(token)
-        self._act_late(former, chance)
+        self._act_late(former, rand)
         return written
 
-    def _acquire(self, token: str, ttl: float, chance: random.Random) -> float:
-        bid = make_bid(self.key, token, ttl=ttl)
+    def _acquire(self, token: str, ttl: float, rand: random.Random) -> float:
+        claim_request = make_claim_request(self.key, token, ttl=ttl)
         while time.monotonic() < self._until:
             sent = time.monotonic()
-            if acquired(self.store.acquire(bid)):
+            if acquired(self.store.acquire(claim_request)):
                 return sent
-            time.sleep(chance.uniform(0.001, 0.01))
+            time.sleep(rand.uniform(0.001, 0.01))
         raise AssertionError(f"another thread failed, or the key was not free for {PATIENCE:g} s")
 
-    def _increment(self, token: str, sent: float, ttl: float, chance: random.Random) -> int:
+    def _increment(self, token: str, sent: float, ttl: float, rand: random.Random) -> int:
         seen = self.counter
-        time.sleep(chance.uniform(0, 0.003))
-        if chance.random() < 0.3:
+        time.sleep(rand.uniform(0, 0.003))
+        if rand.random() < 0.3:
             self.store.renew([Renewal(self.key, token, ttl)])
-        if chance.random() < 0.1:
-            assert acquired(self.store.acquire(make_bid(self.key, token, ttl=ttl)))
+        if rand.random() < 0.1:
+            assert acquired(self.store.acquire(make_claim_request(self.key, token, ttl=ttl)))
         if time.monotonic() > hard_deadline(sent, ttl) - ttl / 2:
             return 0
         self.counter = seen + 1
         return 1
 
-    def _act_late(self, former: list[str], chance: random.Random) -> None:
-        """What a zombie does: renew and release with a token whose time is over, or soon will be."""
-        token = chance.choice(former)
-        if chance.random() < 0.3:
+    def _act_late(self, former: list[str], rand: random.Random) -> None:
+        """What a zombie does: renew and release with a token whose time is over, or soon will
+        be.
+        """
+        token = rand.choice(former)
+        if rand.random() < 0.3:
             self.store.renew([Renewal(self.key, token, self.short)])
-        if chance.random() < 0.5:
+        if rand.random() < 0.5:
             self.store.release(self.key, token)

@@ -1,4 +1,6 @@
-"""What every store of effects must do when one is begun: by its attempt, by a stale one, by a later one."""
+"""What every store of effects must do when one is begun: by its attempt, by a stale one, by a later
+one.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.effects import Begun, Effect, EffectState, Found
-from celery_leases.core.ports import EffectStore, RecordStore
-from celery_leases.core.records import Record, State
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.effects import Begun, Effect, EffectState, Found
+from celery_leases.protocol.ports import EffectStore, RecordStore
+from celery_leases.protocol.records import Record, State
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import (
     CHARGE,
     MARGIN,
@@ -27,16 +29,20 @@ from celery_leases.testing.contracts.record_case import PassTime, closed, row, w
 class IntentContract(EffectCase):
     """The intent is fenced by the record, and begun by one attempt only."""
 
-    # -- the intent ----------------------------------------------------------------------------------------
+    # -- the intent --------------------------------------------------------------------------------
 
     def test_an_intent_is_noted_under_the_fence_of_its_attempt(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """It is sent now, and has no reply."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         assert (begun.stored_key, begun.name, begun.state) == (key, CHARGE, EffectState.SENT)
-        assert (begun.fence, begun.scope, begun.idempotency_key) == (record.fence, "#0", f"{key}/{CHARGE}")
+        assert (begun.fence, begun.scope, begun.idempotency_key) == (
+            record.fence,
+            "#0",
+            f"{key}/{CHARGE}",
+        )
         assert (begun.result, begun.reference, begun.done_at) == (None, None, None)
         assert abs(begun.sent_at - record.started_at) < MARGIN
         assert begun.age() < 1.0
@@ -46,7 +52,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The reply to the commit may have been lost; the time of the intent stays."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         first, again = sent(effects, record), sent(effects, record)
         assert replace(again, now=0) == replace(first, now=0)
         assert len(found_of(effects, record)) == 1
@@ -56,8 +62,12 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, wrong: str
     ) -> None:
         """And writes nothing."""
-        record = won(records, make_bid(key))
-        stale = replace(record, fence=record.fence - 1) if wrong == "fence" else replace(record, owner="stranger")
+        record = won(records, make_claim_request(key))
+        stale = (
+            replace(record, fence=record.fence - 1)
+            if wrong == "fence"
+            else replace(record, owner="stranger")
+        )
         assert begin(effects, stale) is None
         assert found_of(effects, record) == []
 
@@ -65,8 +75,8 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Neither anew nor by taking over, whether its successor has begun or not."""
-        zombie = won(records, make_bid(key))
-        successor = won(records, make_bid(key))
+        zombie = won(records, make_claim_request(key))
+        successor = won(records, make_claim_request(key))
         assert begin(effects, zombie) is None
         assert found_of(effects, successor) == []
         begun = sent(effects, successor)
@@ -74,12 +84,14 @@ class IntentContract(EffectCase):
         assert begin(effects, zombie, taken=begun.fence) is None
         assert found_of(effects, successor) == [replace(begun, now=0)]
 
-    @pytest.mark.parametrize("state", [State.DONE, State.PENDING, State.FAILED, State.UNCERTAIN, State.COOLING])
+    @pytest.mark.parametrize(
+        "state", [State.DONE, State.PENDING, State.FAILED, State.UNCERTAIN, State.COOLING]
+    )
     def test_an_attempt_that_was_closed_begins_nothing(
         self, records: RecordStore, effects: EffectStore, key: str, state: State
     ) -> None:
         """Its body may still be running somewhere."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         closed(records, record, state)
         assert begin(effects, record) is None
         assert found_of(effects, record) == []
@@ -88,7 +100,7 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """It may have been purged."""
-        record = replace(won(records, make_bid(key)), stored_key=fresh_key())
+        record = replace(won(records, make_claim_request(key)), stored_key=fresh_key())
         assert begin(effects, record) is None
         assert found_of(effects, record) == []
 
@@ -96,7 +108,10 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Listed in the order in which they were sent."""
-        record, other = won(records, make_bid(key)), won(records, make_bid(fresh_key()))
+        record, other = (
+            won(records, make_claim_request(key)),
+            won(records, make_claim_request(fresh_key())),
+        )
         names = ["zulu", "alpha", "naïve ✓ " + "n" * 200, "Alpha"]
         for name in names:
             sent(effects, record, name)
@@ -105,48 +120,55 @@ class IntentContract(EffectCase):
         assert finished(effects, sent(effects, other, "alpha"))
         assert {effect.state for effect in effects.of_key(record)} == {EffectState.SENT}
 
-    def test_the_longest_names_are_told_apart(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+    def test_the_longest_names_are_told_apart(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
         """255 characters, of which the last may be the difference."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         for last in "ab":
             sent(effects, record, "é" * 254 + last)
         assert len(effects.of_key(record)) == 2
 
-    # -- found by a later attempt --------------------------------------------------------------------------
+    # -- found by a later attempt ------------------------------------------------------------------
 
     @pytest.mark.parametrize("done", [False, True])
     def test_a_later_attempt_finds_it_as_it_is(
         self, records: RecordStore, effects: EffectStore, key: str, done: bool
     ) -> None:
         """However the earlier one ended."""
-        bid = make_bid(key)
-        first = sent(effects, won(records, bid))
+        claim_request = make_claim_request(key)
+        first = sent(effects, won(records, claim_request))
         if done:
             assert finished(effects, first, '{"id": "ch_1", "ü": [1]}', "ch_1")
         before = found_of(effects, row(records, key))
-        later = begin(effects, won(records, make_bid(key, call_id=bid.call_id)))
+        later = begin(effects, won(records, make_claim_request(key, call_id=claim_request.call_id)))
         assert isinstance(later, Found)
         assert [replace(later.effect, now=0)] == before == found_of(effects, row(records, key))
         assert (later.effect.state is EffectState.DONE) is done
         if done:
-            assert (later.effect.result, later.effect.reference) == ('{"id": "ch_1", "ü": [1]}', "ch_1")
+            assert (later.effect.result, later.effect.reference) == (
+                '{"id": "ch_1", "ü": [1]}',
+                "ch_1",
+            )
 
     def test_its_age_is_counted_by_the_stores_clock(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """From the intent to the moment it is found."""
-        sent(effects, won(records, make_bid(key)))
+        sent(effects, won(records, make_claim_request(key)))
         pass_time(self.short)
-        later = begin(effects, won(records, make_bid(key)))
+        later = begin(effects, won(records, make_claim_request(key)))
         assert isinstance(later, Found)
         assert self.short <= later.effect.age() < self.short + 10.0
 
     def test_a_later_attempt_takes_an_intent_in_doubt_over(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It is sent anew under its fence and the same idempotency key; asked twice, it is the same."""
-        first = sent(effects, won(records, make_bid(key)))
-        record = won(records, make_bid(key))
+        """It is sent anew under its fence and the same idempotency key; asked twice, it is the
+        same.
+        """
+        first = sent(effects, won(records, make_claim_request(key)))
+        record = won(records, make_claim_request(key))
         taken = sent(effects, record, taken=first.fence)
         assert (taken.fence, taken.idempotency_key) == (record.fence, first.idempotency_key)
         assert taken.sent_at >= first.sent_at
@@ -158,22 +180,26 @@ class IntentContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, case: str
     ) -> None:
         """It may have been noted, or taken over, since."""
-        first = sent(effects, won(records, make_bid(key)))
+        first = sent(effects, won(records, make_claim_request(key)))
         if case == "done":
             assert finished(effects, first)
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         taken = first.fence - (case != "done")
         assert isinstance(begin(effects, record, taken=taken), Found)
         assert found_of(effects, record)[0].fence == first.fence
 
-    # -- races ---------------------------------------------------------------------------------------------
+    # -- races -------------------------------------------------------------------------------------
 
-    def test_of_two_attempts_at_once_one_begins(self, records: RecordStore, effects: EffectStore) -> None:
-        """Either the first did so before the second claimed, which finds it then; or it is refused."""
+    def test_of_two_attempts_at_once_one_begins(
+        self, records: RecordStore, effects: EffectStore
+    ) -> None:
+        """Either the first did so before the second claimed, which finds it then; or it is
+        refused.
+        """
         seen = set()
         for number in range(40):
             key = fresh_key()
-            zombie = won(records, make_bid(key))
+            zombie = won(records, make_claim_request(key))
             together = threading.Barrier(2)
 
             def first(zombie: Record = zombie, together: threading.Barrier = together) -> object:
@@ -186,7 +212,7 @@ class IntentContract(EffectCase):
                 together.wait(10)
                 if number % 2:
                     threading.Event().wait(0.0005)
-                record = won(records, make_bid(key))
+                record = won(records, make_claim_request(key))
                 return record, begin(effects, record)
 
             with ThreadPoolExecutor(2) as threads:
@@ -209,8 +235,8 @@ class IntentContract(EffectCase):
         """Never both: a reply that was accepted is not called for again."""
         for _ in range(40):
             key = fresh_key()
-            old = sent(effects, won(records, make_bid(key)))
-            record = won(records, make_bid(key))
+            old = sent(effects, won(records, make_claim_request(key)))
+            record = won(records, make_claim_request(key))
             together = threading.Barrier(2)
 
             def late(old: Effect = old, together: threading.Barrier = together) -> bool:

@@ -9,10 +9,15 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.core.ports import Kept, LeaseStore, Renewal
-from celery_leases.testing.contracts.bids import acquired, fresh_key, held, make_bid
+from celery_leases.protocol.ports import LeaseStore, Renewal, RenewalResult
+from celery_leases.testing.contracts.claim_requests import (
+    acquired,
+    fresh_key,
+    held,
+    make_claim_request,
+)
 from celery_leases.testing.contracts.fuzz import LeaseFuzz
-from celery_leases.testing.process import wait_until
+from celery_leases.testing.waits import wait_until
 
 THREADS = 8
 BATCH = 50
@@ -20,10 +25,11 @@ PATIENCE = 10.0
 
 
 class LeaseStoreContract:
-    """For every ``LeaseStore``, the records' own database included (``in_records``), where a claimed row is a lease.
+    """For every ``LeaseStore``, the records' own database included (``in_records``), where a
+    claimed row is a lease.
 
-    ``ttl`` must be long enough that no lease of that length ends during a test, ``short`` is what a test waits for;
-    both are seconds.
+    ``ttl`` must be long enough that no lease of that length ends during a test, ``short`` is what a
+    test waits for; both are seconds.
     """
 
     ttl = 15.0
@@ -41,86 +47,112 @@ class LeaseStoreContract:
 
     def test_a_free_key_is_granted_and_shows_its_holder(self, store: LeaseStore, key: str) -> None:
         """A stranger sees token, call, host, ttl and the time left."""
-        bid = make_bid(key, ttl=self.ttl)
+        claim_request = make_claim_request(key, ttl=self.ttl)
         assert store.holder(key) is None
-        assert acquired(store.acquire(bid))
+        assert acquired(store.acquire(claim_request))
         holder = store.holder(key)
         assert holder is not None
-        assert (holder.token, holder.call_id, holder.host) == (bid.token, bid.call_id, bid.holder)
+        assert (holder.token, holder.call_id, holder.host) == (
+            claim_request.token,
+            claim_request.call_id,
+            claim_request.holder,
+        )
         assert holder.ttl == pytest.approx(self.ttl, abs=0.001)
         assert 0 < holder.remaining <= self.ttl
 
     def test_a_held_key_is_refused_and_names_its_holder(self, store: LeaseStore, key: str) -> None:
-        """The refusal carries what the loser needs to know when to come back, and changes nothing."""
-        bid = make_bid(key, ttl=self.ttl)
-        assert acquired(store.acquire(bid))
+        """The refusal carries what the loser needs to know when to come back, and changes
+        nothing.
+        """
+        claim_request = make_claim_request(key, ttl=self.ttl)
+        assert acquired(store.acquire(claim_request))
         for _ in range(2):
-            answer = store.acquire(make_bid(key, ttl=self.ttl))
+            answer = store.acquire(make_claim_request(key, ttl=self.ttl))
             assert not acquired(answer)
             holder = held(answer)
             assert holder is not None
-            assert (holder.token, holder.call_id, holder.host) == (bid.token, bid.call_id, bid.holder)
+            assert (holder.token, holder.call_id, holder.host) == (
+                claim_request.token,
+                claim_request.call_id,
+                claim_request.holder,
+            )
             assert 0 < holder.remaining <= self.ttl
 
     def test_one_of_many_at_once_is_granted(self, store: LeaseStore, key: str) -> None:
         """Eight threads start together, one gets it."""
         together = Barrier(THREADS)
 
-        def bid(_: int) -> bool:
+        def claim_request(_: int) -> bool:
             together.wait(PATIENCE)
-            return acquired(store.acquire(make_bid(key, ttl=self.ttl)))
+            return acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
         with ThreadPoolExecutor(THREADS) as threads:
-            assert sum(threads.map(bid, range(THREADS))) == 1
+            assert sum(threads.map(claim_request, range(THREADS))) == 1
 
     def test_a_lease_under_our_own_token_is_ours(self, store: LeaseStore, key: str) -> None:
         """The reply to an earlier try may have been lost; its ghost must not keep us out."""
-        bid = make_bid(key, ttl=self.ttl)
-        assert acquired(store.acquire(bid))
-        assert acquired(store.acquire(bid))
-        assert held(store.acquire(make_bid(key, ttl=self.ttl)))
+        claim_request = make_claim_request(key, ttl=self.ttl)
+        assert acquired(store.acquire(claim_request))
+        assert acquired(store.acquire(claim_request))
+        assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
     def test_keys_do_not_touch_each_other(self, store: LeaseStore) -> None:
         """Whatever characters they are made of."""
         stem = fresh_key()
-        odd = ["", "{x}", "}:lease", "}:mark:a", ":lease", " ", "*", "[a-z]?", "%", "'\"\\", "ключ", "a\nb", "x" * 180]
-        bids = [make_bid(stem + tail, ttl=self.ttl) for tail in odd]
-        assert all(acquired(store.acquire(bid)) for bid in bids)
-        for bid in bids:
-            holder = store.holder(bid.stored_key)
+        odd = [
+            "",
+            "{x}",
+            "}:lease",
+            "}:mark:a",
+            ":lease",
+            " ",
+            "*",
+            "[a-z]?",
+            "%",
+            "'\"\\",
+            "ключ",
+            "a\nb",
+            "x" * 180,
+        ]
+        claim_requests = [make_claim_request(stem + tail, ttl=self.ttl) for tail in odd]
+        assert all(acquired(store.acquire(claim_request)) for claim_request in claim_requests)
+        for claim_request in claim_requests:
+            holder = store.holder(claim_request.stored_key)
             assert holder is not None
-            assert holder.token == bid.token
+            assert holder.token == claim_request.token
 
     def test_a_lease_ends_by_itself_and_not_before(self, store: LeaseStore, key: str) -> None:
         """A dead worker's key is free after its ttl."""
         sent = time.monotonic()
-        assert acquired(store.acquire(make_bid(key, ttl=self.short)))
-        successor = make_bid(key, ttl=self.ttl)
-        wait_until(lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end")
+        assert acquired(store.acquire(make_claim_request(key, ttl=self.short)))
+        successor = make_claim_request(key, ttl=self.ttl)
+        wait_until(
+            lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end"
+        )
         assert time.monotonic() - sent >= self.short * 0.99
 
-    # -- renewal -------------------------------------------------------------------------------------------
+    # -- renewal -----------------------------------------------------------------------------------
 
     def test_each_lease_of_a_batch_gets_its_own_result(self, store: LeaseStore) -> None:
         """Ours, another's and missing ones, mixed, in the order they were asked for."""
         renewals: list[Renewal] = []
-        expected: list[Kept] = []
+        expected: list[RenewalResult] = []
         for number in range(BATCH):
-            bid = make_bid(fresh_key(), ttl=self.ttl)
-            kept = (Kept.OURS, Kept.OTHER, Kept.MISSING)[number % 3]
-            if kept is not Kept.MISSING:
-                assert acquired(store.acquire(bid))
-            token = uuid4().hex if kept is Kept.OTHER else bid.token
-            renewals.append(Renewal(bid.stored_key, token, 4 * self.ttl))
+            claim_request = make_claim_request(fresh_key(), ttl=self.ttl)
+            kept = (RenewalResult.OURS, RenewalResult.OTHER, RenewalResult.MISSING)[number % 3]
+            if kept is not RenewalResult.MISSING:
+                assert acquired(store.acquire(claim_request))
+            token = uuid4().hex if kept is RenewalResult.OTHER else claim_request.token
+            renewals.append(Renewal(claim_request.stored_key, token, 4 * self.ttl))
             expected.append(kept)
         assert store.renew(renewals) == expected
         for renewal, kept in zip(renewals, expected, strict=True):
             holder = store.holder(renewal.stored_key)
-            if kept is Kept.MISSING:
+            if kept is RenewalResult.MISSING:
                 assert holder is None
             else:
                 assert holder is not None
-                assert (holder.remaining > self.ttl) is (kept is Kept.OURS)
+                assert (holder.remaining > self.ttl) is (kept is RenewalResult.OURS)
 
     def test_renewing_nothing_is_nothing(self, store: LeaseStore) -> None:
         """An empty batch has no results."""
@@ -128,93 +160,94 @@ class LeaseStoreContract:
 
     def test_a_renewed_lease_outlives_its_first_ttl(self, store: LeaseStore, key: str) -> None:
         """The new length counts from the renewal."""
-        bid = make_bid(key, ttl=self.short)
-        assert acquired(store.acquire(bid))
-        assert store.renew([Renewal(key, bid.token, self.ttl)]) == [Kept.OURS]
+        claim_request = make_claim_request(key, ttl=self.short)
+        assert acquired(store.acquire(claim_request))
+        assert store.renew([Renewal(key, claim_request.token, self.ttl)]) == [RenewalResult.OURS]
         time.sleep(1.5 * self.short)
-        assert held(store.acquire(make_bid(key, ttl=self.ttl)))
+        assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
     def test_renewal_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
         """A body that has extended its lease for an hour keeps the hour."""
-        bid = make_bid(key, ttl=self.ttl)
-        assert acquired(store.acquire(bid))
+        claim_request = make_claim_request(key, ttl=self.ttl)
+        assert acquired(store.acquire(claim_request))
         for ttl in (60 * self.ttl, self.ttl, self.short):
-            assert store.renew([Renewal(key, bid.token, ttl)]) == [Kept.OURS]
+            assert store.renew([Renewal(key, claim_request.token, ttl)]) == [RenewalResult.OURS]
         holder = store.holder(key)
         assert holder is not None
         assert holder.remaining > 50 * self.ttl
 
     def test_a_lost_lease_is_not_renewed(self, store: LeaseStore, key: str) -> None:
         """Once another holds the key the old holder is told so, and its renewal adds nothing."""
-        lost = make_bid(key, ttl=self.short)
+        lost = make_claim_request(key, ttl=self.short)
         assert acquired(store.acquire(lost))
-        successor = make_bid(key, ttl=self.ttl)
-        wait_until(lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end")
-        assert store.renew([Renewal(key, lost.token, 9 * self.ttl)]) == [Kept.OTHER]
+        successor = make_claim_request(key, ttl=self.ttl)
+        wait_until(
+            lambda: acquired(store.acquire(successor)), self.short + PATIENCE, "the lease to end"
+        )
+        assert store.renew([Renewal(key, lost.token, 9 * self.ttl)]) == [RenewalResult.OTHER]
         holder = store.holder(key)
         assert holder is not None
         assert holder.token == successor.token
         assert holder.remaining <= self.ttl
 
-    # -- release -------------------------------------------------------------------------------------------
+    # -- release -----------------------------------------------------------------------------------
 
     def test_release_frees_the_key_at_once_and_once(self, store: LeaseStore, key: str) -> None:
         """The next bid wins; releasing again finds nothing."""
-        bid = make_bid(key, ttl=self.ttl)
-        assert acquired(store.acquire(bid))
-        assert store.release(key, bid.token)
+        claim_request = make_claim_request(key, ttl=self.ttl)
+        assert acquired(store.acquire(claim_request))
+        assert store.release(key, claim_request.token)
         assert store.holder(key) is None
-        assert not store.release(key, bid.token)
-        assert store.renew([Renewal(key, bid.token, self.ttl)]) != [Kept.OURS]
-        assert acquired(store.acquire(make_bid(key, ttl=self.ttl)))
+        assert not store.release(key, claim_request.token)
+        assert store.renew([Renewal(key, claim_request.token, self.ttl)]) != [RenewalResult.OURS]
+        assert acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
     def test_a_stranger_cannot_release(self, store: LeaseStore, key: str) -> None:
         """Not even one whose token begins or ends like the holder's."""
-        bid = make_bid(key, ttl=self.ttl)
-        assert acquired(store.acquire(bid))
-        for token in (uuid4().hex, bid.token[:-1], bid.token[1:], bid.token + "0"):
+        claim_request = make_claim_request(key, ttl=self.ttl)
+        assert acquired(store.acquire(claim_request))
+        for token in (
+            uuid4().hex,
+            claim_request.token[:-1],
+            claim_request.token[1:],
+            claim_request.token + "0",
+        ):
             assert not store.release(key, token)
-            assert store.renew([Renewal(key, token, 9 * self.ttl)]) == [Kept.OTHER]
-            assert held(store.acquire(make_bid(key, token, ttl=self.ttl)))
+            assert store.renew([Renewal(key, token, 9 * self.ttl)]) == [RenewalResult.OTHER]
+            assert held(store.acquire(make_claim_request(key, token, ttl=self.ttl)))
         holder = store.holder(key)
         assert holder is not None
-        assert holder.token == bid.token
+        assert holder.token == claim_request.token
         assert holder.remaining <= self.ttl
 
     def test_releasing_an_unknown_key_is_no_error(self, store: LeaseStore, key: str) -> None:
         """There was nothing to free."""
         assert not store.release(key, uuid4().hex)
 
-    # -- looking -------------------------------------------------------------------------------------------
-
-    def test_live_leases_are_listed_and_ended_ones_are_not(self, store: LeaseStore) -> None:
-        """With their holders, under the keys they were asked for."""
-        live = [make_bid(fresh_key() + tail, ttl=self.ttl) for tail in ("", "{x}", "}:lease")]
-        freed = make_bid(fresh_key(), ttl=self.ttl)
-        assert all(acquired(store.acquire(bid)) for bid in (*live, freed))
-        assert store.release(freed.stored_key, freed.token)
-        listed = {key: holder.token for key, holder in store.holders(100_000)}
-        assert {bid.stored_key: bid.token for bid in live}.items() <= listed.items()
-        assert freed.stored_key not in listed
-        assert len(list(store.holders(2))) == 2
-
-    # -- all of it -----------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def test_of_many_keys_those_that_are_held_are_told(self, store: LeaseStore) -> None:
         """Not those that are free, unknown or over; and the look changes nothing."""
         running, ending, freed, unknown = (fresh_key() for _ in range(4))
-        bids = {key: make_bid(key, ttl=self.short if key == ending else self.ttl) for key in (running, ending, freed)}
-        for bid in bids.values():
-            assert acquired(store.acquire(bid))
-        assert store.release(freed, bids[freed].token)
+        claim_requests = {
+            key: make_claim_request(key, ttl=self.short if key == ending else self.ttl)
+            for key in (running, ending, freed)
+        }
+        for claim_request in claim_requests.values():
+            assert acquired(store.acquire(claim_request))
+        assert store.release(freed, claim_requests[freed].token)
         keys = [unknown, freed, running, ending]
         wait_until(lambda: store.held(keys) == {running}, PATIENCE, "only one key to be held")
         assert store.held([]) == set()
-        assert store.release(running, bids[running].token)
+        assert store.release(running, claim_requests[running].token)
         assert store.held(keys) == set()
 
+    # -- all of it ---------------------------------------------------------------------------------
+
     def test_an_unprotected_counter_is_exact(self, store: LeaseStore, key: str) -> None:
-        """Eight threads read, yield and write under leases that are renewed, released, let expire, and tried late."""
+        """Eight threads read, yield and write under leases that are renewed, released, let expire,
+        and tried late.
+        """
         fuzz = LeaseFuzz(store, key, ttl=self.ttl, short=self.short)
         with ThreadPoolExecutor(THREADS) as threads:
             written = sum(threads.map(fuzz.take_turns, range(THREADS)))

@@ -7,16 +7,18 @@ from threading import Barrier
 
 import pytest
 
-from celery_leases.core.ports import MarkStore
-from celery_leases.testing.contracts.bids import fresh_key
-from celery_leases.testing.process import wait_until
+from celery_leases.protocol.ports import MarkStore
+from celery_leases.testing.contracts.claim_requests import fresh_key
+from celery_leases.testing.waits import wait_until
 
 THREADS = 8
 PATIENCE = 10.0
 
 
 class MarkStoreContract:
-    """For every ``MarkStore``. ``ttl`` outlasts a test, ``short`` is what a test waits for; both are seconds."""
+    """For every ``MarkStore``. ``ttl`` outlasts a test, ``short`` is what a test waits for; both
+    are seconds.
+    """
 
     ttl = 15.0
     short = 0.4
@@ -38,7 +40,9 @@ class MarkStoreContract:
         assert marks.swap_mark(key, "waiter", None, value, self.ttl)
         assert marks.mark(key, "waiter") == value
 
-    def test_a_mark_is_changed_only_from_the_expected_value(self, marks: MarkStore, key: str) -> None:
+    def test_a_mark_is_changed_only_from_the_expected_value(
+        self, marks: MarkStore, key: str
+    ) -> None:
         """Neither from nothing nor from another value."""
         assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
         for expected in (None, "b", "", "A", "a "):
@@ -66,7 +70,9 @@ class MarkStoreContract:
     def test_marks_end_by_themselves(self, marks: MarkStore, key: str) -> None:
         """Then the next one is set as if there had been none."""
         assert marks.swap_mark(key, "waiter", None, "a", self.short)
-        wait_until(lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end")
+        wait_until(
+            lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end"
+        )
         assert marks.swap_mark(key, "waiter", None, "b", self.ttl)
         assert marks.mark(key, "waiter") == "b"
 
@@ -74,16 +80,22 @@ class MarkStoreContract:
         """A mark that is swapped again and again lives on; one swapped to a short time ends."""
         assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
         assert marks.swap_mark(key, "waiter", "a", "b", self.short)
-        wait_until(lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end")
+        wait_until(
+            lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end"
+        )
 
     def test_names_and_keys_do_not_touch_each_other(self, marks: MarkStore, key: str) -> None:
         """Whatever characters they are made of."""
         names = [
-            (f"{key}{tail}", name) for tail in ("", "}:mark:a", "%7D") for name in ("a", "a}:mark:a", "a%7D:mark:a", "")
+            (f"{key}{tail}", name)
+            for tail in ("", "}:mark:a", "%7D")
+            for name in ("a", "a}:mark:a", "a%7D:mark:a", "")
         ]
         for number, (stored_key, name) in enumerate(names):
             assert marks.swap_mark(stored_key, name, None, str(number), self.ttl)
-        assert [marks.mark(*name) for name in names] == [str(number) for number in range(len(names))]
+        assert [marks.mark(*name) for name in names] == [
+            str(number) for number in range(len(names))
+        ]
 
     def test_one_of_many_at_once_sets_it(self, marks: MarkStore, key: str) -> None:
         """Eight threads expect the same value, one of them finds it."""

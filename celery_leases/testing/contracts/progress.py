@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.effects import Begun
-from celery_leases.core.ports import EffectStore, RecordStore
-from celery_leases.core.records import Ended, State
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.effects import Begun
+from celery_leases.protocol.ports import EffectStore, RecordStore
+from celery_leases.protocol.records import Ended, State
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import (
     EffectCase,
     begin,
@@ -25,28 +25,30 @@ from celery_leases.testing.contracts.record_case import PassTime, closed, outcom
 class ProgressContract(EffectCase):
     """Progress is fenced by the record, and so are the crashes it ends."""
 
-    # -- progress ------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------
 
-    def test_progress_is_saved_for_the_next_attempt(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+    def test_progress_is_saved_for_the_next_attempt(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
         """The last one counts, and nothing else of the row changes."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         before = row(records, key)
         assert effects.save_progress(record, '{"n": 1}')
         text = '{"ü": "' + "x" * 100_000 + '"}'
         assert effects.save_progress(record, text)
         assert row(records, key) == replace(before, progress=text)
-        assert won(records, make_bid(key)).progress == text
+        assert won(records, make_claim_request(key)).progress == text
 
     @pytest.mark.parametrize("how", ["overtaken", "done", "wrong owner", "forgotten"])
     def test_progress_of_a_stale_attempt_is_refused(
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
         """It changes nothing."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert effects.save_progress(record, '{"n": 1}')
         match how:
             case "overtaken":
-                won(records, make_bid(key))
+                won(records, make_claim_request(key))
             case "done":
                 closed(records, record)
             case "wrong owner":
@@ -64,56 +66,58 @@ class ProgressContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
         """The next crash is the first."""
-        won(records, make_bid(key))
-        record = won(records, make_bid(key))
+        won(records, make_claim_request(key))
+        record = won(records, make_claim_request(key))
         assert record.crashes == 1
         if how == "progress":
             assert effects.save_progress(record, '{"n": 1}')
         else:
             effects.clear_crashes(record)
         assert row(records, key).crashes == 0
-        assert won(records, make_bid(key)).crashes == 1
+        assert won(records, make_claim_request(key)).crashes == 1
 
     def test_an_outcome_saves_progress_along_or_leaves_it(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """What an attempt has not saved before it ends is saved with that."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert effects.save_progress(record, '{"n": 1}')
-        assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED, progress='{"n": 2}'))
+        assert records.settle(
+            record, outcome(record, State.PENDING, Ended.FAILED, progress='{"n": 2}')
+        )
         assert row(records, key).progress == '{"n": 2}'
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED))
-        assert won(records, make_bid(key)).progress == '{"n": 2}'
+        assert won(records, make_claim_request(key)).progress == '{"n": 2}'
 
     def test_the_row_tells_whether_the_attempt_still_runs(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """By state, fence and owner."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert effects.is_running(record)
         assert not effects.is_running(replace(record, owner="stranger"))
-        successor = won(records, make_bid(key))
+        successor = won(records, make_claim_request(key))
         assert (effects.is_running(record), effects.is_running(successor)) == (False, True)
         closed(records, successor)
         assert not effects.is_running(successor)
 
-    # -- purging -------------------------------------------------------------------------------------------
+    # -- purging -----------------------------------------------------------------------------------
 
     def test_effects_go_with_their_record(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """A key that is as good as new begins anew; the effects of others stay."""
-        lasting = won(records, make_bid(fresh_key()))
+        lasting = won(records, make_claim_request(fresh_key()))
         assert finished(effects, sent(effects, lasting))
-        old = won(records, make_bid(key))
+        old = won(records, make_claim_request(key))
         assert finished(effects, sent(effects, old))
         sent(effects, old, "mail")
         closed(records, old, retention=self.short)
         pass_time(1.2 * self.short)
         purge(records)
         assert records.read(key) is None
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert record.generation == 0
         assert effects.of_key(record) == []
         assert isinstance(begin(effects, record), Begun)
@@ -122,10 +126,12 @@ class ProgressContract(EffectCase):
     def test_many_may_purge_at_once_and_leave_nothing(
         self, records: RecordStore, effects: EffectStore, pass_time: PassTime
     ) -> None:
-        """An effect left behind would count for the next record of its key, which is of the same generation."""
+        """An effect left behind would count for the next record of its key, which is of the same
+        generation.
+        """
         keys = [fresh_key() for _ in range(60)]
         for key in keys:
-            record = won(records, make_bid(key))
+            record = won(records, make_claim_request(key))
             assert finished(effects, sent(effects, record))
             closed(records, record, retention=self.short)
         pass_time(1.2 * self.short)
@@ -138,4 +144,4 @@ class ProgressContract(EffectCase):
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(purging, range(4)))
         for key in keys:
-            assert isinstance(begin(effects, won(records, make_bid(key))), Begun)
+            assert isinstance(begin(effects, won(records, make_claim_request(key))), Begun)

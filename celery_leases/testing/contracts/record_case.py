@@ -1,4 +1,6 @@
-"""What the record suites share: the fixtures, and short words for claiming, closing and comparing rows."""
+"""What the record suites share: the fixtures, and short words for claiming, closing and comparing
+rows.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from celery_leases.core.ports import RecordStore
-from celery_leases.core.records import Bid, Ended, Outcome, Record, Refused, State, Won
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.ports import RecordStore
+from celery_leases.protocol.records import ClaimRequest, Ended, Outcome, Record, Refused, State, Won
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 
 STORE = "redis:one"
 """The lease store the claims name: one outside the records, so that every lease counts as gone."""
@@ -40,21 +42,21 @@ class RecordCase:
         return fresh_key()
 
 
-def won(records: RecordStore, bid: Bid, lease_store: str = STORE) -> Record:
+def won(records: RecordStore, claim_request: ClaimRequest, lease_store: str = STORE) -> Record:
     """The row, which the claim must win."""
-    claim = records.claim(bid, lease_store)
+    claim = records.claim(claim_request, lease_store)
     assert isinstance(claim, Won), claim
     return claim.record
 
 
-def refused(records: RecordStore, bid: Bid, lease_store: str = STORE) -> Record:
+def refused(records: RecordStore, claim_request: ClaimRequest, lease_store: str = STORE) -> Record:
     """The row that refuses the claim, which must not have been written to."""
-    before = row(records, bid.stored_key)
-    claim = records.claim(bid, lease_store)
+    before = row(records, claim_request.stored_key)
+    claim = records.claim(claim_request, lease_store)
     assert isinstance(claim, Refused), claim
     assert claim.record is not None
     assert timeless(claim.record) == before
-    assert row(records, bid.stored_key) == before
+    assert row(records, claim_request.stored_key) == before
     return claim.record
 
 
@@ -70,8 +72,12 @@ def timeless(record: Record) -> Record:
     return replace(record, now=0)
 
 
-def outcome(record: Record, state: State = State.DONE, ended: Ended = Ended.RETURNED, **more: Any) -> Outcome:
-    """An outcome that keeps the row's counts and counts for an hour, unless *more* says otherwise."""
+def outcome(
+    record: Record, state: State = State.DONE, ended: Ended = Ended.RETURNED, **more: Any
+) -> Outcome:
+    """An outcome that keeps the row's counts and counts for an hour, unless *more* says
+    otherwise.
+    """
     given: dict[str, Any] = {
         "attempt": record.attempt,
         "failures": record.failures,
@@ -87,12 +93,23 @@ def closed(records: RecordStore, record: Record, state: State = State.DONE, **mo
     return row(records, record.stored_key)
 
 
-def waiting(records: RecordStore, bid: Bid, retry_after: float, state: State = State.PENDING) -> Record:
+def waiting(
+    records: RecordStore,
+    claim_request: ClaimRequest,
+    retry_after: float,
+    state: State = State.PENDING,
+) -> Record:
     """The row after a failed attempt that may be repeated in *retry_after* seconds."""
-    return closed(records, won(records, bid), state, ended=Ended.RETRIED, retry_after=retry_after)
+    return closed(
+        records, won(records, claim_request), state, ended=Ended.RETRIED, retry_after=retry_after
+    )
 
 
-def again(bid: Bid, **more: Any) -> Bid:
+def again(claim_request: ClaimRequest, **more: Any) -> ClaimRequest:
     """Another attempt of the same call."""
-    given: dict[str, Any] = {"call_id": bid.call_id, "ttl": bid.ttl, "fingerprint": bid.fingerprint}
-    return make_bid(bid.stored_key, **(given | more))
+    given: dict[str, Any] = {
+        "call_id": claim_request.call_id,
+        "ttl": claim_request.ttl,
+        "fingerprint": claim_request.fingerprint,
+    }
+    return make_claim_request(claim_request.stored_key, **(given | more))

@@ -11,6 +11,7 @@ from celery_leases.testing.contracts.settling import SettleContract
 class RecordStoreContract(ClaimContract, SettleContract, FailureContract, RepairContract):
     """For every ``RecordStore``.
 
-    Override the fixture ``records``; and ``pass_time``, a callable of seconds, where the store's clock can be turned,
-    else the tests wait. ``short`` is how long, in seconds. The store may be shared, but not purged by others meanwhile.
+    Override the fixture ``records``; and ``pass_time``, a callable of seconds, where the store's
+    clock can be turned, else the tests wait. ``short`` is how long, in seconds. The store may be
+    shared, but not purged by others meanwhile.
     """

@@ -7,9 +7,9 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.core.ports import RecordStore
-from celery_leases.core.records import Ended, Failure, State
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.ports import RecordStore
+from celery_leases.protocol.records import Ended, Failure, State
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import RecordCase, again, closed, outcome, row, won
 
 
@@ -19,13 +19,16 @@ class RepairContract(RecordCase):
     def test_rows_are_found_by_state_and_task_latest_first(self, records: RecordStore) -> None:
         """At most as many as asked for."""
         task = f"task-{uuid4().hex}"
-        rows = [won(records, make_bid(fresh_key(), task=task)) for _ in range(4)]
+        rows = [won(records, make_claim_request(fresh_key(), task=task)) for _ in range(4)]
         keys = [record.stored_key for record in rows]
         closed(records, rows[1])
         closed(records, rows[2], State.FAILED, ended=Ended.FAILED)
 
         def found(limit: int = 100, *states: State) -> list[str]:
-            return [record.stored_key for record in records.search(states=states, task=task, limit=limit)]
+            return [
+                record.stored_key
+                for record in records.search(states=states, task=task, limit=limit)
+            ]
 
         assert found() == keys[::-1]
         assert found(2) == keys[:1:-1]
@@ -33,12 +36,18 @@ class RepairContract(RecordCase):
         assert found(100, State.DONE, State.FAILED) == [keys[2], keys[1]]
         assert found(100, State.UNCERTAIN) == []
         assert records.search(task=f"task-{uuid4().hex}") == []
-        assert keys[3] in [record.stored_key for record in records.search(states=[State.RUNNING], limit=100_000)]
+        assert keys[3] in [
+            record.stored_key for record in records.search(states=[State.RUNNING], limit=100_000)
+        ]
 
     @pytest.mark.parametrize("keep", [True, False])
-    def test_a_reset_takes_the_row_from_its_owner(self, records: RecordStore, key: str, keep: bool) -> None:
-        """With a new fence: what the owner still says is not believed, and its attempt is no crash."""
-        owner = won(records, make_bid(key))
+    def test_a_reset_takes_the_row_from_its_owner(
+        self, records: RecordStore, key: str, keep: bool
+    ) -> None:
+        """With a new fence: what the owner still says is not believed, and its attempt is no
+        crash.
+        """
+        owner = won(records, make_claim_request(key))
         after = records.reset(key, keep=keep)
         assert after is not None
         assert after.state is State.PENDING
@@ -46,13 +55,15 @@ class RepairContract(RecordCase):
         assert after.owner != owner.owner
         assert not records.settle(owner, outcome(owner, result='"late"'))
         assert row(records, key).result is None
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert record.fence > after.fence
         assert record.crashes == 0
         assert not record.just_crashed
 
     @pytest.mark.parametrize("state", [State.PENDING, State.FAILED, State.UNCERTAIN, State.COOLING])
-    def test_a_reset_frees_a_row_that_waits_or_has_failed(self, records: RecordStore, key: str, state: State) -> None:
+    def test_a_reset_frees_a_row_that_waits_or_has_failed(
+        self, records: RecordStore, key: str, state: State
+    ) -> None:
         """It may be claimed at once, with its history."""
         failure = Failure("builtins.ValueError", "bad", "rule")
         given: dict[str, Any] = {
@@ -62,47 +73,86 @@ class RepairContract(RecordCase):
             "attempt": 3,
             "retry_after": 600.0,
         }
-        closed(records, won(records, make_bid(key)), state, **given)
+        closed(records, won(records, make_claim_request(key)), state, **given)
         assert records.reset(key, keep=True) is not None
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert (record.attempt, record.failures, record.generation) == (4, 2, 0)
 
     @pytest.mark.parametrize("forgive", [True, False])
-    def test_a_forgiven_row_has_no_counts_but_its_history(self, records: RecordStore, key: str, forgive: bool) -> None:
-        """Failures, cooldowns and crashes; the error stays, and so does the call that may still be on its way."""
+    def test_a_forgiven_row_has_no_counts_but_its_history(
+        self, records: RecordStore, key: str, forgive: bool
+    ) -> None:
+        """Failures, cooldowns and crashes; the error stays, and so does the call that may still be
+        on its way.
+        """
         failure = Failure("builtins.ValueError", "bad", "rule", "busy", group="g")
-        given: dict[str, Any] = {"failures": 4, "quick_retries": 3, "cooldowns": 2, "crashes": 1, "failed": True}
+        given: dict[str, Any] = {
+            "failures": 4,
+            "quick_retries": 3,
+            "cooldowns": 2,
+            "crashes": 1,
+            "failed": True,
+        }
         given |= {"ended": Ended.FAILED, "failure": failure, "retry_after": 600.0, "resumes": True}
-        closed(records, won(records, make_bid(key)), State.COOLING, **given)
+        closed(records, won(records, make_claim_request(key)), State.COOLING, **given)
         after = records.reset(key, keep=True, forgive=forgive)
         assert after is not None
-        counts = (after.failures, after.quick_retries, after.cooldowns, after.crashes, after.failed_at is not None)
+        counts = (
+            after.failures,
+            after.quick_retries,
+            after.cooldowns,
+            after.crashes,
+            after.failed_at is not None,
+        )
         assert counts == ((0, 0, 0, 0, False) if forgive else (4, 3, 2, 1, True))
-        assert (after.state, after.retry_at, after.failure, after.resumes) == (State.PENDING, None, failure, True)
-        record = won(records, make_bid(key))
+        assert (after.state, after.retry_at, after.failure, after.resumes) == (
+            State.PENDING,
+            None,
+            failure,
+            True,
+        )
+        record = won(records, make_claim_request(key))
         assert (record.attempt, record.generation, record.failures) == (2, 0, 0 if forgive else 4)
         assert record.previous is not None
         assert record.previous.error == failure
 
-    def test_a_forgotten_row_is_empty_and_of_the_next_generation(self, records: RecordStore, key: str) -> None:
-        """Neither its result nor its arguments bind the next call, and the same call may run again."""
-        bid = make_bid(key, fingerprint="v1:a")
-        given: dict[str, Any] = {"result": '"old"', "failures": 2, "attempt": 3, "finished": {bid.call_id: '"old"'}}
-        closed(records, won(records, bid), **given)
+    def test_a_forgotten_row_is_empty_and_of_the_next_generation(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """Neither its result nor its arguments bind the next call, and the same call may run
+        again.
+        """
+        claim_request = make_claim_request(key, fingerprint="v1:a")
+        given: dict[str, Any] = {
+            "result": '"old"',
+            "failures": 2,
+            "attempt": 3,
+            "finished": {claim_request.call_id: '"old"'},
+        }
+        closed(records, won(records, claim_request), **given)
         after = records.reset(key, keep=False)
         assert after is not None
         assert (after.generation, after.attempt, after.failures, after.crashes) == (1, 0, 0, 0)
         assert (after.result, after.failure, after.fingerprint) == (None, None, None)
         assert after.finished_calls == ()
         assert after.finished_results is None
-        record = won(records, again(bid, fingerprint="v1:b"))
-        assert (record.attempt, record.generation, record.fingerprint, record.previous) == (1, 1, "v1:b", None)
+        record = won(records, again(claim_request, fingerprint="v1:b"))
+        assert (record.attempt, record.generation, record.fingerprint, record.previous) == (
+            1,
+            1,
+            "v1:b",
+            None,
+        )
 
     @pytest.mark.parametrize("keep", [True, False])
-    def test_a_reset_of_a_row_that_has_moved_on_takes_nothing(self, records: RecordStore, key: str, keep: bool) -> None:
-        """Somebody has claimed it, or it was closed, since it was looked at; as it was seen it is taken."""
-        seen = won(records, make_bid(key))
-        record = won(records, make_bid(key))
+    def test_a_reset_of_a_row_that_has_moved_on_takes_nothing(
+        self, records: RecordStore, key: str, keep: bool
+    ) -> None:
+        """Somebody has claimed it, or it was closed, since it was looked at; as it was seen it is
+        taken.
+        """
+        seen = won(records, make_claim_request(key))
+        record = won(records, make_claim_request(key))
         assert records.reset(key, keep=keep, seen=seen) is None
         after = closed(records, record)
         assert records.reset(key, keep=keep, seen=record) is None
@@ -111,13 +161,15 @@ class RepairContract(RecordCase):
         assert taken is not None
         assert taken.state is State.PENDING
 
-    @pytest.mark.parametrize(("own", "given", "days"), [(30.0, None, 30), (30.0, 2.0, 2), (None, None, 7)])
+    @pytest.mark.parametrize(
+        ("own", "given", "days"), [(30.0, None, 30), (30.0, 2.0, 2), (None, None, 7)]
+    )
     def test_a_row_that_was_reset_counts_for_the_retention_of_its_task(
         self, records: RecordStore, key: str, own: float | None, given: float | None, days: int
     ) -> None:
         """As the claim wrote it down; unless something else is said, or nothing is known."""
         day = 86_400.0
-        won(records, make_bid(key, retention=own * day if own else None))
+        won(records, make_claim_request(key, retention=own * day if own else None))
         after = records.reset(key, keep=True, retention=given * day if given else None)
         assert after is not None
         assert after.expires_at is not None

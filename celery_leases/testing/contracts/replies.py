@@ -1,4 +1,6 @@
-"""What every store of effects must do with replies, withdrawals, new generations, and an operator's word."""
+"""What every store of effects must do with replies, withdrawals, new generations, and an operator's
+word.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.effects import EffectState, Found
-from celery_leases.core.ports import EffectStore, RecordStore
-from celery_leases.core.records import Bid, Ended, State
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.effects import EffectState, Found
+from celery_leases.protocol.ports import EffectStore, RecordStore
+from celery_leases.protocol.records import ClaimRequest, Ended, State
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import (
     MARGIN,
     EffectCase,
@@ -24,23 +26,29 @@ from celery_leases.testing.contracts.record_case import PassTime, closed, row, w
 class ReplyContract(EffectCase):
     """A reply is a fact: accepted from the attempt whose fence the intent carries, and kept."""
 
-    # -- the reply -----------------------------------------------------------------------------------------
+    # -- the reply ---------------------------------------------------------------------------------
 
     def test_a_reply_is_noted(self, records: RecordStore, effects: EffectStore, key: str) -> None:
         """With its reference, and when."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         text = '{"long": "' + "x" * 300_000 + '", "ü": "✓"}'
         assert effects.finish(begun, text, "réf-1")
         (done,) = effects.of_key(record)
         assert (done.state, done.result, done.reference) == (EffectState.DONE, text, "réf-1")
-        assert (done.fence, done.sent_at, done.idempotency_key) == (begun.fence, begun.sent_at, begun.idempotency_key)
+        assert (done.fence, done.sent_at, done.idempotency_key) == (
+            begun.fence,
+            begun.sent_at,
+            begun.idempotency_key,
+        )
         assert done.done_at is not None
         assert done.sent_at <= done.done_at < done.sent_at + MARGIN
 
-    def test_a_reply_may_be_nothing(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+    def test_a_reply_may_be_nothing(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
         """It has happened all the same."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert effects.finish(sent(effects, record), None, None)
         (done,) = effects.of_key(record)
         assert (done.state, done.result, done.reference) == (EffectState.DONE, None, None)
@@ -49,23 +57,25 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """The answer to the commit may have been lost; what was noted stays."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         assert finished(effects, begun, '"one"', "1")
         assert finished(effects, begun, '"one"', "1")
         assert not finished(effects, begun, '"two"', "1")
         assert not finished(effects, begun, '"one"', "2")
-        assert [(effect.result, effect.reference) for effect in effects.of_key(record)] == [('"one"', "1")]
+        assert [(effect.result, effect.reference) for effect in effects.of_key(record)] == [
+            ('"one"', "1")
+        ]
 
     @pytest.mark.parametrize("since", ["nothing", "claimed", "found", "given back", "done"])
     def test_a_late_reply_is_a_fact_while_nobody_has_taken_its_intent_over(
         self, records: RecordStore, effects: EffectStore, key: str, since: str
     ) -> None:
         """Lease or no lease: the next attempt uses it."""
-        zombie = won(records, make_bid(key))
+        zombie = won(records, make_claim_request(key))
         begun = sent(effects, zombie)
         if since in ("claimed", "found"):
-            successor = won(records, make_bid(key))
+            successor = won(records, make_claim_request(key))
             if since == "found":
                 assert isinstance(begin(effects, successor), Found)
         elif since == "given back":
@@ -74,16 +84,18 @@ class ReplyContract(EffectCase):
             closed(records, zombie)
         assert finished(effects, begun, '"late"')
         if since != "done":
-            later = begin(effects, won(records, make_bid(key)))
+            later = begin(effects, won(records, make_claim_request(key)))
             assert isinstance(later, Found)
             assert (later.effect.state, later.effect.result) == (EffectState.DONE, '"late"')
 
     def test_an_intent_that_was_taken_over_refuses_the_old_reply(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """Neither that, nor its withdrawal, changes anything, before the new one has its reply and after."""
-        old = sent(effects, won(records, make_bid(key)))
-        record = won(records, make_bid(key))
+        """Neither that, nor its withdrawal, changes anything, before the new one has its reply and
+        after.
+        """
+        old = sent(effects, won(records, make_claim_request(key)))
+        record = won(records, make_claim_request(key))
         taken = sent(effects, record, taken=old.fence)
         for _ in range(2):
             before = found_of(effects, record)
@@ -93,55 +105,67 @@ class ReplyContract(EffectCase):
             assert finished(effects, taken, '"new"')
         assert effects.of_key(record)[0].result == '"new"'
 
-    # -- withdrawn -----------------------------------------------------------------------------------------
+    # -- withdrawn ---------------------------------------------------------------------------------
 
-    def test_a_withdrawn_intent_has_never_been(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+    def test_a_withdrawn_intent_has_never_been(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
         """The next attempt begins anew; the reply to a call that was not made is not noted."""
-        begun = sent(effects, won(records, make_bid(key)))
+        begun = sent(effects, won(records, make_claim_request(key)))
         other = sent(effects, row(records, key), "mail")
         assert effects.withdraw(begun)
         assert found_of(effects, row(records, key)) == [replace(other, now=0)]
         assert not finished(effects, begun)
         assert not effects.withdraw(begun)
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert sent(effects, record).fence == record.fence
 
-    def test_what_is_done_cannot_be_withdrawn(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+    def test_what_is_done_cannot_be_withdrawn(
+        self, records: RecordStore, effects: EffectStore, key: str
+    ) -> None:
         """It has happened."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         assert finished(effects, begun)
         assert not effects.withdraw(begun)
         assert effects.of_key(record)[0].state is EffectState.DONE
 
-    # -- generations ---------------------------------------------------------------------------------------
+    # -- generations -------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("how", ["crash", "failure", "operator's retry"])
-    def test_effects_outlast_attempts(self, records: RecordStore, effects: EffectStore, key: str, how: str) -> None:
+    def test_effects_outlast_attempts(
+        self, records: RecordStore, effects: EffectStore, key: str, how: str
+    ) -> None:
         """They belong to the work, not to one attempt of it."""
-        bid = make_bid(key)
-        record = won(records, bid)
+        claim_request = make_claim_request(key)
+        record = won(records, claim_request)
         assert finished(effects, sent(effects, record), '"kept"')
         if how == "failure":
             closed(records, record, State.PENDING, ended=Ended.FAILED, failures=1, resumes=True)
         elif how == "operator's retry":
             closed(records, record, State.FAILED, ended=Ended.FAILED)
             assert records.reset(key, keep=True, forgive=True) is not None
-        later = begin(effects, won(records, make_bid(key, call_id=bid.call_id)))
+        later = begin(effects, won(records, make_claim_request(key, call_id=claim_request.call_id)))
         assert isinstance(later, Found)
         assert later.effect.result == '"kept"'
 
     @pytest.mark.parametrize("done", [False, True])
     @pytest.mark.parametrize("how", ["forgotten", "another call of a rerun task", "retention over"])
     def test_a_new_generation_has_effects_of_its_own(
-        self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime, how: str, done: bool
+        self,
+        records: RecordStore,
+        effects: EffectStore,
+        key: str,
+        pass_time: PassTime,
+        how: str,
+        done: bool,
     ) -> None:
         """Nothing of the old one counts, nor does its late reply."""
-        old = won(records, make_bid(key))
+        old = won(records, make_claim_request(key))
         before = sent(effects, old)
         if done:
             assert finished(effects, before, '"old"', "ref")
-        bid: Bid = make_bid(key)
+        claim_request: ClaimRequest = make_claim_request(key)
         if how == "forgotten":
             assert records.reset(key, keep=False) is not None
         elif how == "retention over":
@@ -149,26 +173,31 @@ class ReplyContract(EffectCase):
             pass_time(1.2 * self.short)
         else:
             closed(records, old)
-            bid = make_bid(key, rerun=True)
-        record = won(records, bid)
+            claim_request = make_claim_request(key, rerun=True)
+        record = won(records, claim_request)
         assert record.generation == 1
         assert effects.of_key(record) == []
         begun = sent(effects, record)
-        assert (begun.scope, begun.result, begun.reference, begun.done_at) == ("#1", None, None, None)
+        assert (begun.scope, begun.result, begun.reference, begun.done_at) == (
+            "#1",
+            None,
+            None,
+            None,
+        )
         finished(effects, before, '"late"')
         effects.withdraw(before)
         assert found_of(effects, record) == [replace(begun, now=0)]
 
-    # -- an operator's word --------------------------------------------------------------------------------
+    # -- an operator's word ------------------------------------------------------------------------
 
     def test_intents_in_doubt_are_forgotten_by_an_operators_word(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """Those with a reply stay."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         assert finished(effects, sent(effects, record, "mail"))
         sent(effects, record)
-        other = sent(effects, won(records, make_bid(fresh_key())))
+        other = sent(effects, won(records, make_claim_request(fresh_key())))
         assert effects.forget_sent(record) == 1
         assert [effect.name for effect in effects.of_key(record)] == ["mail"]
         assert finished(effects, other)
@@ -177,10 +206,10 @@ class ReplyContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """It may have begun while he was looking, or have taken over what he looked for."""
-        seen = won(records, make_bid(key))
+        seen = won(records, make_claim_request(key))
         sent(effects, seen)
         begun = sent(effects, seen, "mail")
-        later = won(records, make_bid(key))
+        later = won(records, make_claim_request(key))
         sent(effects, later, "parcel")
         sent(effects, later, "mail", taken=begun.fence)
         assert effects.forget_sent(seen) == 1

@@ -1,29 +1,42 @@
-"""What every store of effects must do where calls have effects of their own, beside those of a generation."""
+"""What every store of effects must do where calls have effects of their own, beside those of a
+generation.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from celery_leases.core.effects import EffectState, Found
-from celery_leases.core.ports import EffectStore, RecordStore
-from celery_leases.core.records import Bid, Record
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
-from celery_leases.testing.contracts.effect_case import CHARGE, EffectCase, begin, finished, purge, sent
+from celery_leases.protocol.effects import EffectState, Found
+from celery_leases.protocol.ports import EffectStore, RecordStore
+from celery_leases.protocol.records import ClaimRequest, Record
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.effect_case import (
+    CHARGE,
+    EffectCase,
+    begin,
+    finished,
+    purge,
+    sent,
+)
 from celery_leases.testing.contracts.record_case import PassTime, again, closed, row, won
 
 HOUR = 3600.0
 
 
 class ScopeContract(EffectCase):
-    """Another call that takes the record over meanwhile neither sees, nor changes, the effects of the first."""
+    """Another call that takes the record over meanwhile neither sees, nor changes, the effects of
+    the first.
+    """
 
     def test_a_call_finds_its_effect_after_another_has_had_the_record(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It crashed inside the effect, the other one took the key over and finished; it is in doubt as it was."""
-        first = make_bid(key, rerun=True)
+        """It crashed inside the effect, the other one took the key over and finished; it is in
+        doubt as it was.
+        """
+        first = make_claim_request(key, rerun=True)
         begun = sent(effects, won(records, first), keep=HOUR)
-        between = won(records, make_bid(key, rerun=True))
+        between = won(records, make_claim_request(key, rerun=True))
         assert effects.of_key(between) == []
         assert finished(effects, sent(effects, between, keep=HOUR), '"of the other"')
         closed(records, between)
@@ -32,7 +45,10 @@ class ScopeContract(EffectCase):
         found = begin(effects, record, keep=HOUR)
         assert isinstance(found, Found)
         assert (found.effect.state, found.effect.scope) == (EffectState.SENT, first.call_id)
-        assert (found.effect.fence, found.effect.idempotency_key) == (begun.fence, begun.idempotency_key)
+        assert (found.effect.fence, found.effect.idempotency_key) == (
+            begun.fence,
+            begun.idempotency_key,
+        )
         taken = sent(effects, record, taken=begun.fence, keep=HOUR)
         assert finished(effects, taken, '"of the first"')
         assert [effect.result for effect in effects.of_key(record)] == ['"of the first"']
@@ -41,7 +57,7 @@ class ScopeContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """A deploy may have changed what the task says."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         sent(effects, record)
         sent(effects, record, keep=HOUR)
         assert [(effect.name, effect.scope) for effect in effects.of_key(record)] == [
@@ -55,9 +71,9 @@ class ScopeContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """He has looked for what the record shows, which is of the call it is at."""
-        first = make_bid(key, rerun=True)
+        first = make_claim_request(key, rerun=True)
         sent(effects, won(records, first), keep=HOUR)
-        other = won(records, make_bid(key, rerun=True))
+        other = won(records, make_claim_request(key, rerun=True))
         sent(effects, other, keep=HOUR)
         assert effects.forget_sent(other) == 1
         closed(records, other)
@@ -67,28 +83,32 @@ class ScopeContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """They are not shown any more; the same call, should it come again, finds them."""
-        bid = make_bid(key, rerun=True)
-        assert finished(effects, sent(effects, won(records, bid), keep=HOUR))
+        claim_request = make_claim_request(key, rerun=True)
+        assert finished(effects, sent(effects, won(records, claim_request), keep=HOUR))
         forgotten = records.reset(key, keep=False)
         assert forgotten is not None
         assert effects.of_key(forgotten) == []
-        assert isinstance(begin(effects, won(records, again(bid, rerun=True)), keep=HOUR), Found)
+        assert isinstance(
+            begin(effects, won(records, again(claim_request, rerun=True)), keep=HOUR), Found
+        )
 
-    # -- purging -------------------------------------------------------------------------------------------
+    # -- purging -----------------------------------------------------------------------------------
 
     def test_effects_of_calls_go_when_they_are_over(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
-        """However often other calls of the key run meanwhile; younger ones and those of the present call stay."""
-        short, long, present = (make_bid(key, rerun=True) for _ in range(3))
+        """However often other calls of the key run meanwhile; younger ones and those of the present
+        call stay.
+        """
+        short, long, present = (make_claim_request(key, rerun=True) for _ in range(3))
         self.ran(records, effects, short, self.short)
         self.ran(records, effects, long, HOUR)
         record = self.ran(records, effects, present, self.short)
         pass_time(1.2 * self.short)
         purge(records)
         assert len(effects.of_key(record)) == 1
-        for bid, kept in ((long, 1), (short, 0), (present, 0)):
-            record = won(records, again(bid, rerun=True))
+        for claim_request, kept in ((long, 1), (short, 0), (present, 0)):
+            record = won(records, again(claim_request, rerun=True))
             purge(records)  # by now another call is the present one
             assert len(effects.of_key(record)) == kept
             closed(records, record)
@@ -98,45 +118,47 @@ class ScopeContract(EffectCase):
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime, keep: float
     ) -> None:
         """Purged with the record if they are over, else kept for the call, should it come again."""
-        bid = make_bid(key, rerun=True)
-        record = won(records, bid)
+        claim_request = make_claim_request(key, rerun=True)
+        record = won(records, claim_request)
         assert finished(effects, sent(effects, record, keep=keep))
         closed(records, record, retention=0.1)
         pass_time(0.2)
         purge(records)
         purge(records)
         assert records.read(key) is None
-        assert len(effects.of_key(won(records, again(bid, rerun=True)))) == (keep == HOUR)
+        assert len(effects.of_key(won(records, again(claim_request, rerun=True)))) == (keep == HOUR)
 
     def test_an_effect_taken_over_is_kept_from_then_on(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """As from the first intent."""
-        bid = make_bid(key, rerun=True)
-        begun = sent(effects, won(records, bid), keep=self.short)
-        sent(effects, won(records, again(bid, rerun=True)), taken=begun.fence, keep=HOUR)
+        claim_request = make_claim_request(key, rerun=True)
+        begun = sent(effects, won(records, claim_request), keep=self.short)
+        sent(effects, won(records, again(claim_request, rerun=True)), taken=begun.fence, keep=HOUR)
         closed(records, row(records, key))
-        closed(records, won(records, make_bid(key, rerun=True)))
+        closed(records, won(records, make_claim_request(key, rerun=True)))
         pass_time(1.2 * self.short)
         purge(records)
-        assert len(effects.of_key(won(records, again(bid, rerun=True)))) == 1
+        assert len(effects.of_key(won(records, again(claim_request, rerun=True)))) == 1
 
     def test_many_effects_are_purged_in_batches(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
         """A full batch says that there may be more."""
-        record = won(records, make_bid(key, rerun=True))
+        record = won(records, make_claim_request(key, rerun=True))
         for number in range(5):
             sent(effects, record, f"mail {number}", keep=0.1)
-        won(records, make_bid(key, rerun=True))
-        lasting = sent(effects, won(records, make_bid(fresh_key())))
+        won(records, make_claim_request(key, rerun=True))
+        lasting = sent(effects, won(records, make_claim_request(fresh_key())))
         pass_time(0.2)
         assert [records.purge(2) for _ in range(3)][:2] == [2, 2]
         assert effects.of_key(record) == []
         assert finished(effects, lasting)
 
-    def ran(self, records: RecordStore, effects: EffectStore, bid: Bid, keep: float) -> Record:
+    def ran(
+        self, records: RecordStore, effects: EffectStore, claim_request: ClaimRequest, keep: float
+    ) -> Record:
         """The row after a run with one effect, kept so long."""
-        record = won(records, bid)
+        record = won(records, claim_request)
         assert finished(effects, sent(effects, record, keep=keep))
         return closed(records, record)

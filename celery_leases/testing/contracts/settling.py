@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from celery_leases.core.ports import RecordStore
-from celery_leases.core.records import Ended, Failure, State
-from celery_leases.testing.contracts.bids import fresh_key, make_bid
+from celery_leases.protocol.ports import RecordStore
+from celery_leases.protocol.records import Ended, Failure, State
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.record_case import (
     PassTime,
     RecordCase,
@@ -29,7 +29,7 @@ class SettleContract(RecordCase):
 
     def test_success_is_written_with_its_result(self, records: RecordStore, key: str) -> None:
         """Done, finished now, and to be kept for the retention."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         done = closed(records, record, result='{"b": [1, "ü"]}', retention=3600.0, reason="why")
         assert (done.state, done.result, done.reason) == (State.DONE, '{"b": [1, "ü"]}', "why")
         assert (done.fence, done.owner, done.attempt) == (record.fence, record.owner, 1)
@@ -39,10 +39,12 @@ class SettleContract(RecordCase):
         assert abs(done.expires_at - done.finished_at - 3600e6) < 1e6
         assert done.retry_at is None
 
-    def test_failure_is_written_with_its_error_and_retry_time(self, records: RecordStore, key: str) -> None:
+    def test_failure_is_written_with_its_error_and_retry_time(
+        self, records: RecordStore, key: str
+    ) -> None:
         """And with the counts the outcome gives, whatever they were."""
         failure = Failure("shop.errors.Declined", "declined: ü", "rule-7")
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         found = closed(
             records,
             record,
@@ -54,57 +56,76 @@ class SettleContract(RecordCase):
             failure=failure,
             retry_after=120.0,
         )
-        assert (found.state, found.attempt, found.failures, found.crashes) == (State.PENDING, 4, 3, 2)
+        assert (found.state, found.attempt, found.failures, found.crashes) == (
+            State.PENDING,
+            4,
+            3,
+            2,
+        )
         assert found.failure == failure
         assert found.retry_at is not None
         assert found.finished_at is not None
         assert abs(found.retry_at - found.finished_at - 120e6) < 1e6
 
-    def test_a_waiting_row_does_not_expire_before_its_time(self, records: RecordStore, key: str) -> None:
+    def test_a_waiting_row_does_not_expire_before_its_time(
+        self, records: RecordStore, key: str
+    ) -> None:
         """However short the retention is."""
-        found = waiting(records, make_bid(key), 120.0)
+        found = waiting(records, make_claim_request(key), 120.0)
         assert found.retry_at is not None
         assert found.expires_at is None or found.expires_at >= found.retry_at
 
     @pytest.mark.parametrize("wrong", ["fence", "owner"])
     def test_only_fence_and_owner_settle(self, records: RecordStore, key: str, wrong: str) -> None:
         """A stale attempt changes nothing."""
-        record = won(records, make_bid(key))
+        record = won(records, make_claim_request(key))
         before = row(records, key)
-        stale = replace(record, fence=record.fence - 1) if wrong == "fence" else replace(record, owner="stranger")
+        stale = (
+            replace(record, fence=record.fence - 1)
+            if wrong == "fence"
+            else replace(record, owner="stranger")
+        )
         assert not records.settle(stale, outcome(stale, result='"stale"'))
         assert row(records, key) == before
 
-    def test_an_attempt_that_was_overtaken_cannot_settle(self, records: RecordStore, key: str) -> None:
+    def test_an_attempt_that_was_overtaken_cannot_settle(
+        self, records: RecordStore, key: str
+    ) -> None:
         """Neither while its successor runs nor after it has finished."""
-        zombie = won(records, make_bid(key))
-        successor = won(records, make_bid(key))
+        zombie = won(records, make_claim_request(key))
+        successor = won(records, make_claim_request(key))
         assert not records.settle(zombie, outcome(zombie, result='"zombie"'))
         closed(records, successor, result='"right"')
         assert not records.settle(zombie, outcome(zombie, result='"zombie"'))
         assert row(records, key).result == '"right"'
 
     def test_a_repeated_settlement_is_harmless(self, records: RecordStore, key: str) -> None:
-        """The reply to the commit may have been lost: the same outcome again is a success, and writes nothing."""
-        record = won(records, make_bid(key))
+        """The reply to the commit may have been lost: the same outcome again is a success, and
+        writes nothing.
+        """
+        record = won(records, make_claim_request(key))
         done = closed(records, record, result='"a"')
         assert records.settle(record, outcome(record, result='"a"'))
         assert row(records, key) == done
 
-    def test_an_attempt_closed_by_another_is_not_settled(self, records: RecordStore, key: str) -> None:
-        """Somebody gave the row back for us: a success that was not written must not be taken for written."""
-        record = won(records, make_bid(key))
+    def test_an_attempt_closed_by_another_is_not_settled(
+        self, records: RecordStore, key: str
+    ) -> None:
+        """Somebody gave the row back for us: a success that was not written must not be taken for
+        written.
+        """
+        record = won(records, make_claim_request(key))
         given_back = closed(records, record, State.PENDING, ended=Ended.TERMINATED, crashes=1)
         assert not records.settle(record, outcome(record, result='"late"'))
         assert row(records, key) == given_back
 
     def test_an_unknown_row_cannot_be_settled(self, records: RecordStore, key: str) -> None:
         """It may have been purged or forgotten."""
-        record = replace(won(records, make_bid(key)), stored_key=fresh_key())
+        record = replace(won(records, make_claim_request(key)), stored_key=fresh_key())
         assert not records.settle(record, outcome(record))
         assert records.read(record.stored_key) is None
 
-    # -- retention -----------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING])
     def test_a_row_counts_as_absent_after_its_retention(
@@ -113,7 +134,7 @@ class SettleContract(RecordCase):
         """The next claim is a first attempt, with nothing of the old one but a higher fence."""
         old = closed(
             records,
-            won(records, make_bid(key, fingerprint="v1:a")),
+            won(records, make_claim_request(key, fingerprint="v1:a")),
             state,
             ended=Ended.FAILED,
             retention=self.short,
@@ -124,7 +145,7 @@ class SettleContract(RecordCase):
             finished={"some-call": None},
         )
         pass_time(1.2 * self.short)
-        record = won(records, make_bid(key, fingerprint="v1:b"))
+        record = won(records, make_claim_request(key, fingerprint="v1:b"))
         assert (record.attempt, record.failures, record.crashes) == (1, 0, 0)
         assert (record.fingerprint, record.result, record.previous) == ("v1:b", None, None)
         assert record.finished_calls == ()
@@ -133,19 +154,28 @@ class SettleContract(RecordCase):
         assert record.expires_at is None
         assert record.fence > old.fence
 
-    def test_a_done_row_is_refused_until_its_retention_is_over(self, records: RecordStore, key: str) -> None:
+    def test_a_done_row_is_refused_until_its_retention_is_over(
+        self, records: RecordStore, key: str
+    ) -> None:
         """Not a moment less."""
-        closed(records, won(records, make_bid(key)), retention=60.0)
-        refused(records, make_bid(key))
+        closed(records, won(records, make_claim_request(key)), retention=60.0)
+        refused(records, make_claim_request(key))
 
-    def test_old_rows_are_purged_in_batches(self, records: RecordStore, pass_time: PassTime) -> None:
+    def test_old_rows_are_purged_in_batches(
+        self, records: RecordStore, pass_time: PassTime
+    ) -> None:
         """Others stay: the running, and those whose retention lasts."""
         old = [fresh_key() for _ in range(5)]
-        running, lasting = won(records, make_bid(fresh_key())), won(records, make_bid(fresh_key()))
+        running, lasting = (
+            won(records, make_claim_request(fresh_key())),
+            won(records, make_claim_request(fresh_key())),
+        )
         closed(records, lasting, retention=3600.0)
         fences = {}
         for key in old:
-            fences[key] = closed(records, won(records, make_bid(key)), retention=self.short).fence
+            fences[key] = closed(
+                records, won(records, make_claim_request(key)), retention=self.short
+            ).fence
         pass_time(1.2 * self.short)
         purged: list[int] = []
         while not purged or purged[-1]:
@@ -156,4 +186,4 @@ class SettleContract(RecordCase):
         assert row(records, running.stored_key).state is State.RUNNING
         assert row(records, lasting.stored_key).state is State.DONE
         for key in old:
-            assert won(records, make_bid(key)).fence > fences[key]
+            assert won(records, make_claim_request(key)).fence > fences[key]

@@ -1,0 +1,113 @@
+"""Alembic and Flask-Migrate: keep autogenerate off our tables, and make and convert them in
+revisions of one's own.
+
+Nothing here imports Alembic: it gives what is called here. ``docs/alembic.md`` shows both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import text
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.stores.sql.layouts import NEWEST, OLDEST
+from celery_leases.stores.sql.migrations import migrating_on, migration
+from celery_leases.stores.sql.schema import Tables
+
+if TYPE_CHECKING:
+    from sqlalchemy.schema import SchemaItem
+
+__all__ = ["NEWEST", "downgrade", "include_object", "upgrade"]
+
+_TABLES: Final = frozenset(table.name for table in Tables().metadata.tables.values())
+
+
+def include_object(
+    object: SchemaItem,  # noqa: A002 - Alembic's name for it
+    name: str | None,
+    type_: str,
+    reflected: bool,  # noqa: ARG001 - Alembic gives it
+    compare_to: SchemaItem | None,  # noqa: ARG001 - as above
+) -> bool:
+    """Whether autogenerate is to look at *object*: not at our tables, nor their columns, indexes
+    and constraints.
+
+    Give it to ``context.configure(include_object=…)``, or to Flask-Migrate's ``Migrate(app, db,
+    include_object=…)``.
+    """
+    if type_ == "table":
+        return name not in _TABLES
+    table = getattr(object, "table", None)
+    return getattr(table, "name", None) not in _TABLES
+
+
+def upgrade(op: Any, to: int = NEWEST, *, schema: str | None = None) -> None:
+    """Bring our tables to version *to*, in a revision of your own; make them where there are none.
+
+    *op* is Alembic's ``op``, *schema* what ``leases_database_schema`` says; it is made too. Tables
+    of a later version stay as they are. Rows are converted while workers run. What the migration
+    has done before is committed first, as some of this cannot be part of a transaction; running it
+    again is harmless. With ``--sql`` it prints what makes new tables.
+
+    Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a version that this release
+    does not know, and inside a transaction that Alembic has not begun;
+    :class:`~celery_leases.errors.SchemaOutdated` and
+    :class:`~celery_leases.errors.StoreUnavailable` as ``leases migrate`` does.
+    """
+    _check_version("upgrade", to, OLDEST)
+    tables = Tables(schema)
+    if _prints(op):
+        if to != NEWEST:
+            raise LeaseConfigurationError(
+                f"upgrade(op, to={to}) with --sql: only version {NEWEST}, for new tables, can be printed, as rows are "
+                "read to be converted; run it on the database"
+            )
+        for statement in tables.ddl_statements(op.get_context().dialect):
+            op.execute(text(statement.replace(":", "\\:")))
+        return
+    with _block(op, "upgrade"), migrating_on(op.get_bind()) as engine:
+        migration(engine, tables).upgrade(to)
+
+
+def downgrade(op: Any, to: int, *, schema: str | None = None) -> None:
+    """Bring our tables back to version *to*, or with ``to=0`` drop them, with all records.
+
+    Tables of an earlier version stay as they are. Otherwise as :func:`upgrade`.
+    """
+    _check_version("downgrade", to, 0)
+    tables = Tables(schema)
+    if _prints(op):
+        if to != 0:
+            raise LeaseConfigurationError(
+                f"downgrade(op, to={to}) with --sql: rows are read to be converted, which cannot be printed; run it on "
+                "the database"
+            )
+        for statement in tables.dropping():
+            op.execute(statement)
+        return
+    with _block(op, "downgrade"), migrating_on(op.get_bind()) as engine:
+        migration(engine, tables).downgrade(to)
+
+
+def _check_version(what: str, to: object, least: int) -> None:
+    if isinstance(to, bool) or not isinstance(to, int) or not least <= to <= NEWEST:
+        raise LeaseConfigurationError(
+            f"{what}(op, to={to!r}): this release knows the versions {least} to {NEWEST} of its tables; write one of "
+            "them, or install a later release of celery_leases"
+        )
+
+
+def _prints(op: Any) -> bool:
+    return bool(op.get_context().as_sql)
+
+
+def _block(op: Any, what: str) -> Any:
+    """Alembic's block without a transaction; it must be Alembic that has begun the one before."""
+    context = op.get_context()
+    if getattr(context, "_in_external_transaction", False):  # it tells in no other way
+        raise LeaseConfigurationError(
+            f"{what}(op): the connection was in a transaction before Alembic began its own, and some of this cannot be "
+            "part of one; give context.configure() a connection without"
+        )
+    return context.autocommit_block()

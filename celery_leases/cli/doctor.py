@@ -1,0 +1,51 @@
+"""``celery leases doctor``: examine the set-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases.cli.output import as_json as printing_json
+from celery_leases.cli.output import echo_json, echo_line, echo_table
+from celery_leases.cli.root import app_of, leases
+from celery_leases.protocol.findings import Examination, ServerFacts
+from celery_leases.worker.doctor import examine
+
+
+@leases.command(cls=CeleryCommand)
+@printing_json
+@click.pass_context
+@handle_preload_options
+def doctor(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
+    """Examine settings, tasks, broker and stores: what is wrong, what happens, what to write.
+
+    Changes nothing. Exits with 1 if something was found that is more than a note.
+    """
+    found = examine(app_of(ctx))
+    if as_json:
+        echo_json(found.as_json())
+    else:
+        _tell(found)
+    if not found.healthy:
+        ctx.exit(1)
+
+
+def _tell(found: Examination) -> None:
+    if found.servers:
+        head = ("PART", "VERSION", "ROUND TRIP", "CLOCK", "ADDRESS")
+        echo_table([head, *map(_row, found.servers)])
+    for finding in found.findings:
+        click.echo()
+        echo_line(f"{finding.severity}: {finding.code}")
+        echo_line(f"  what happens   {finding.problem}")
+        if finding.advice:
+            echo_line(f"  what to write  {finding.advice}")
+
+
+def _row(facts: ServerFacts) -> tuple[str, ...]:
+    latency = f"{facts.latency * 1000:.1f} ms" if facts.latency is not None else ""
+    ahead = f"{facts.clock_ahead:+.2f} s" if facts.clock_ahead is not None else ""
+    version = facts.version or ("does not answer" if facts.trouble else "")
+    return facts.part, version, latency, ahead, facts.address

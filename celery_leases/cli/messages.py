@@ -1,0 +1,81 @@
+"""``celery leases relay | rescue``: publish what a crash left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases.cli.output import AT_MOST, echo_table
+from celery_leases.cli.root import app_of, leases
+from celery_leases.common.durations import seconds
+from celery_leases.protocol.records import Record
+from celery_leases.worker import outbox
+
+
+@leases.command(cls=CeleryCommand)
+@click.option(
+    "--limit",
+    type=AT_MOST,
+    default=outbox.RELAY_AT_ONCE,
+    show_default=True,
+    help="At most so many messages.",
+)
+@click.pass_context
+@handle_preload_options
+def relay(ctx: click.Context, limit: int, **_: Any) -> None:
+    """Publish enqueued messages whose own process died after its commit. Exits with 1 if one could
+    not be.
+    """
+    _tell(ctx, outbox.relay(app_of(ctx), limit))
+
+
+@leases.command(cls=CeleryCommand)
+@click.option(
+    "--older", default="15m", show_default=True, help="Only records without a change for so long."
+)
+@click.option(
+    "--limit",
+    type=AT_MOST,
+    default=outbox.RELAY_AT_ONCE,
+    show_default=True,
+    help="At most so many records.",
+)
+@click.option("--dry-run", is_flag=True, help="Only tell which.")
+@click.pass_context
+@handle_preload_options
+def rescue(ctx: click.Context, older: str, limit: int, dry_run: bool, **_: Any) -> None:
+    """Publish the kept messages of records whose work has stopped:
+    abandoned, pending, or cooling with the cooldown over.
+
+    So it does with enqueued messages that are due, as `leases relay`. Exits with 1 if one could not
+    be published.
+    """
+    app, span = app_of(ctx), seconds(older, "--older")
+    if dry_run:
+        found = outbox.stranded(app, older=span, limit=limit)
+        _list(found)
+        click.echo(f"{len(found)} would be published")
+        return
+    done = outbox.rescue(app, older=span, limit=limit)
+    _list(done.published)
+    _tell(ctx, done)
+
+
+def _list(records: Sequence[Record]) -> None:
+    if records:
+        rows = [(record.state.value, record.key, record.task, record.call_id) for record in records]
+        echo_table([("STATE", "KEY", "TASK", "CALL"), *rows])
+
+
+def _tell(ctx: click.Context, done: outbox.Round) -> None:
+    """Say how many were published; what could not be makes the command fail."""
+    click.echo(f"{len(done.published)} published")
+    if done.refused:
+        click.echo(
+            f"{len(done.refused)} could not be published, the next relay or rescue tries again",
+            err=True,
+        )
+        ctx.exit(1)

@@ -1,0 +1,47 @@
+"""``celery leases migrate``: make the tables, and bring them from one version to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases.cli.root import leases
+from celery_leases.composition import open_records
+from celery_leases.stores.sql.layouts import NEWEST, Migrated
+from celery_leases.stores.urls import shown_database
+from celery_leases.worker.app_settings import settings_of
+
+
+@leases.command(cls=CeleryCommand)
+@click.option("--sql", is_flag=True, help="Print the SQL of new tables and change nothing.")
+@click.option(
+    "--downgrade",
+    is_flag=True,
+    help="Go back to the version before, for workers of the release before.",
+)
+@click.pass_context
+@handle_preload_options
+def migrate(ctx: click.Context, sql: bool, downgrade: bool, **_: Any) -> None:
+    """Create the tables in the records database, or convert those of an older release while workers
+    run.
+
+    Running it again is harmless.
+    """
+    if sql and downgrade:
+        raise click.UsageError("--sql prints the SQL of new tables: leave out --downgrade")
+    records = open_records(settings_of(ctx.obj.app))
+    if sql:
+        click.echo(records.tables.ddl(records.database.engine), nl=False)
+        return
+    done = records.migrate(NEWEST - 1 if downgrade else NEWEST)
+    click.echo(f"{_said(done)}: {shown_database(records.database.engine.url)}")
+
+
+def _said(done: Migrated) -> str:
+    if done.before is None:
+        return f"the tables were created in version {done.after}"
+    if done.before == done.after and not done.rows:
+        return f"the tables have version {done.after} already"
+    return f"the tables were converted from version {done.before} to {done.after}, with {done.rows} records"

@@ -1,0 +1,253 @@
+"""``celery leases tune``: which ``lease_ttl`` fits, from the run times in the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line, echo_table
+from celery_leases.cli.parameters import SPAN
+from celery_leases.cli.root import app_of, check_task, client_of, leases
+from celery_leases.common.durations import in_short, seconds
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.tuning import (
+    Delivery,
+    RunTimes,
+    advised,
+    shortest_ttl,
+    unrenewed_ttl,
+)
+from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.setting_checks import redelivery_of
+
+FEW: Final = 100
+"""With fewer runs than these the slowest of a hundred is not known."""
+HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNRENEWED", "LIMIT")
+
+
+@leases.command(cls=CeleryCommand)
+@click.option("--task", help="Only this task.")
+@click.option(
+    "--takeover-slo",
+    type=SPAN,
+    help="How soon after a worker was killed its key must be free, and its own call run again.",
+)
+@click.option(
+    "--lateness",
+    type=SPAN,
+    default="1s",
+    show_default=True,
+    help="How long a worker process may stand still: swapping, a pause of its machine.",
+)
+@click.option(
+    "--guard",
+    type=SPAN,
+    default="2s",
+    show_default=True,
+    help="What a ttl without renewal has on top of p99 and jitter.",
+)
+@click.option(
+    "--jitter",
+    type=SPAN,
+    help="How much longer than p99 a run may take; by default the longest run seen less p99.",
+)
+@click.option(
+    "--runs", type=AT_MOST, default=5000, show_default=True, help="The latest so many of each task."
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write a histogram of the run times to this .svg or .png; needs celery-leases[tune].",
+)
+@as_json
+@click.pass_context
+@handle_preload_options
+def tune(
+    ctx: click.Context,
+    task: str | None,
+    takeover_slo: str | None,
+    lateness: str,
+    guard: str,
+    jitter: str | None,
+    runs: int,
+    picture: Path | None,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    """Advise on lease_ttl: from the run times in the records, and from how long the stores take to
+    answer this machine.
+
+    Exit code 1: the takeover SLO cannot be met with these settings; the last lines say why.
+    """
+    draw = _drawing(picture) if picture is not None else None
+    app, client = app_of(ctx), client_of(ctx)
+    check_task(ctx, client, task)
+    times = client.run_times(task=task, limit=runs)
+    slowest = [RunTimes.of(asked) for asked in client.latencies()]
+    in_store, in_database = (each.p99 for each in slowest if each is not None)
+    shortest = shortest_ttl(in_store, seconds(lateness))
+    slo = _span(takeover_slo)
+    known = leased_tasks(app)
+    delivery = redelivery_of(app, settings_of(app).leases_url == DATABASE)
+    advice = {
+        "store_p99": in_store,
+        "database_p99": in_database,
+        "lateness": seconds(lateness),
+        "ttl": advised(shortest),
+        "renewed_every": advised(shortest) / 3,
+        "takeover_slo": slo,
+        "key_free_within": delivery.key_free(advised(shortest)),
+        "work_resumed_within": delivery.work_resumed(advised(shortest)),
+        "longest_ttl_for_slo": delivery.longest_ttl(slo) if slo is not None else None,
+    }
+    names = sorted({*times, *((task,) if task else known)})
+    tasks = [
+        _of_task(name, times.get(name, ()), known, delivery, seconds(guard), _span(jitter))
+        for name in names
+    ]
+    missed = _missed(tasks, advice, delivery, slo) if slo is not None else []
+    if as_json:
+        for each in tasks:
+            echo_json(each)
+        echo_json({**advice, "missed": missed})
+    else:
+        echo_table([HEAD, *map(_row, tasks)])
+        _echo_advice(tasks, advice, missed)
+    if draw is not None:
+        draw(times, tasks, advised(shortest))
+    if missed:
+        ctx.exit(1)
+
+
+def _of_task(
+    name: str,
+    took: Any,
+    known: Mapping[str, Any],
+    delivery: Delivery,
+    guard: float,
+    jitter: float | None,
+) -> dict[str, Any]:
+    found = RunTimes.of(took)
+    task = known.get(name)
+    ttl = task.lease_options.ttl if task is not None else None
+    return {
+        "task": name,
+        "runs": found.count if found else 0,
+        "p50": found.p50 if found else None,
+        "p95": found.p95 if found else None,
+        "p99": found.p99 if found else None,
+        "longest": found.longest if found else None,
+        "ttl": ttl,
+        "key_free_within": delivery.key_free(ttl) if ttl is not None else None,
+        "work_resumed_within": delivery.work_resumed(ttl) if ttl is not None else None,
+        "unrenewed_ttl": unrenewed_ttl(found, guard, jitter) if found else None,
+        "time_limit": getattr(task, "time_limit", None),
+    }
+
+
+def _row(task: Mapping[str, Any]) -> Row:
+    spans = ("p50", "p95", "p99", "longest", "ttl", "unrenewed_ttl", "time_limit")
+    shown = [_precise(task[name]) if task[name] is not None else "" for name in spans]
+    return (task["task"], str(task["runs"]), *shown)
+
+
+def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed: list[str]) -> None:
+    echo_line("")
+    echo_line(
+        f"The lease store answers in {_precise(advice['store_p99'])}, "
+        f"the database in {_precise(advice['database_p99'])} (p99 from this machine)."
+    )
+    echo_line(
+        f"Shortest safe lease_ttl, however long a body runs: {in_short(advice['ttl'])}. It is "
+        f"renewed every {_precise(advice['renewed_every'])} and outlasts a failed renewal and "
+        f"{in_short(advice['lateness'])} of standstill."
+    )
+    echo_line(
+        f"With it, after a worker was killed another call of its key runs within "
+        f"{in_short(advice['key_free_within'])}, and its own call within "
+        f"{in_short(advice['work_resumed_within'])}."
+    )
+    echo_line("TTL UNRENEWED is what a lock without renewal would need: p99 + jitter + guard.")
+    few = [task["task"] for task in tasks if task["runs"] < FEW]
+    if few:
+        echo_line(f"Fewer than {FEW} finished runs, so p99 is a guess: {', '.join(few)}.")
+    for line in missed:
+        echo_line(line)
+
+
+def _missed(
+    tasks: list[dict[str, Any]], advice: Mapping[str, Any], delivery: Delivery, slo: float
+) -> list[str]:
+    """Why the SLO is not met, a line for each reason."""
+    found = []
+    longest = advice["longest_ttl_for_slo"]
+    if longest is None or longest < advice["ttl"]:
+        found.append(
+            f"No lease_ttl meets a takeover within {in_short(slo)}: the shortest safe one needs "
+            f"{in_short(advice['key_free_within'])}."
+        )
+    elif slow := [task for task in tasks if (task["key_free_within"] or 0.0) > slo]:
+        found.extend(
+            f"{task['task']}: with lease_ttl={task['ttl']:g} its key is free after up to "
+            f"{in_short(task['key_free_within'])}, later than {in_short(slo)}; write at most "
+            f"lease_ttl={int(longest)}."
+            for task in slow
+        )
+    if delivery.redelivery > slo:
+        found.append(
+            f"The broker delivers the message of a dead worker again after up to "
+            f"{in_short(delivery.redelivery)}, so its own call resumes later than "
+            f"{in_short(slo)}: lower visibility_timeout and unacked_restore_interval in "
+            "broker_transport_options. Other calls of the key do not wait for that."
+        )
+    return found
+
+
+def _precise(span: float) -> str:
+    """*span* seconds with its milliseconds, where they matter."""
+    if span < 0.0995:
+        return f"{1000 * span:.3g}ms"
+    return f"{span:.3g}s" if span < 120 else in_short(span)
+
+
+def _span(value: str | None) -> float | None:
+    return None if value is None else seconds(value, zero=True)
+
+
+def _drawing(path: Path) -> Any:
+    """What draws the histogram into *path*; refuses a kind of file that it cannot write."""
+    if path.suffix not in (".svg", ".png"):
+        raise click.BadParameter(f"{path.name}: write a .svg or a .png", param_hint="--picture")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.UsageError(
+            "--picture needs matplotlib: pip install 'celery-leases[tune]'"
+        ) from None
+
+    def draw(times: Mapping[str, Any], tasks: list[dict[str, Any]], advised_ttl: float) -> None:
+        shown = [task for task in tasks if times.get(task["task"])]
+        figure = Figure(figsize=(9, 2.4 * max(1, len(shown))), layout="constrained")
+        all_axes = figure.subplots(max(1, len(shown)), 1, squeeze=False)[:, 0]
+        for axes, task in zip(all_axes, shown, strict=False):
+            axes.hist(times[task["task"]], bins=60, color="#7a9cc6")
+            axes.axvline(task["p99"], color="#222222", linestyle=":", label="p99")
+            axes.axvline(advised_ttl, color="#2e7d32", label="shortest safe ttl")
+            if task["ttl"] is not None:
+                axes.axvline(task["ttl"], color="#1565c0", linestyle="--", label="ttl now")
+            if task["time_limit"] is not None:
+                axes.axvline(task["time_limit"], color="#c62828", label="time limit")
+            axes.set_title(f"{task['task']} ({task['runs']} runs)", fontsize=10)
+            axes.set_xlabel("run time in seconds")
+            axes.set_ylabel("runs")
+            axes.legend(fontsize=8)
+        if not shown:
+            all_axes[0].set_title("no finished runs")
+        figure.savefig(path)
+        echo_line(f"written: {path}", err=True)
+
+    return draw

@@ -1,0 +1,3 @@
+"""Durations, texts from outside, and the redaction of secrets: pure functions that every room
+uses.
+"""

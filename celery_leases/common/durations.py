@@ -1,0 +1,103 @@
+"""Spans of time: read as people write them, and said as people say them."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from typing import Final
+
+from celery_leases.errors import LeaseConfigurationError
+
+Duration = float | str | timedelta
+"""What may be written where a span of time is asked for: seconds, ``"5m"``, or a timedelta."""
+
+LONGEST: Final = 10 * 365 * 86_400.0
+"""Seconds; a longer span is a slip, and would overflow a timestamp somewhere."""
+
+UNITS: Final = {
+    "d": 86_400.0,
+    "h": 3_600.0,
+    "m": 60.0,
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ns": 1e-9,
+}
+"""Seconds per unit; those of Go's durations, which HTTP headers use too, and days."""
+
+LET_PASS: Final = 5.0
+
+_NUMBER: Final = re.compile(r"\d{1,18}(?:\.\d{0,18})?|\.\d{1,18}", re.ASCII)
+_PART: Final = re.compile(rf"({_NUMBER.pattern})(ms|us|µs|ns|d|h|m|s)", re.ASCII)
+
+
+def seconds(value: object, what: str = "a duration", *, zero: bool = False) -> float:
+    """The seconds *value* stands for: a number, a timedelta, or text such as ``"1h30m"``,
+    ``"250ms"``, ``"300"``.
+
+    Above 0 and below ten years; ``zero=True`` allows 0 too. Anything else raises
+    :class:`LeaseConfigurationError`, which calls the value *what*.
+    """
+    span = _span(value)
+    if span is None or not (0 < span < LONGEST or (zero and span == 0)):
+        least = "0 or more seconds" if zero else "seconds above 0"
+        raise LeaseConfigurationError(
+            f"{what}={value!r} is not usable; write {least} (below ten years) as a number, "
+            'as text such as "30s", "5m" or "1h30m", or as a timedelta'
+        )
+    return span
+
+
+def parsed(text: str) -> float | None:
+    """The seconds a text such as ``"6m0s"`` or ``"12ms"`` or ``"300"`` stands for; ``None`` for any
+    other text.
+    """
+    text = text.strip()
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    total, position = 0.0, 0
+    while part := _PART.match(text, position):
+        total += float(part[1]) * UNITS[part[2]]
+        position = part.end()
+    return total if text and position == len(text) else None
+
+
+def in_words(span: float) -> str:
+    """*span* seconds for a person, rounded up: ``"45 seconds"``, ``"5 minutes"``, ``"2 hours"``.
+
+    Above a minute five seconds are let pass: a wait of five minutes with a little jitter is one of
+    five minutes.
+    """
+    for unit, size in (("hour", 3600), ("minute", 60)):
+        if span - LET_PASS > size:
+            return _counted(math.ceil((span - LET_PASS) / size), unit)
+    return _counted(max(1, math.ceil(span)), "second")
+
+
+def in_short(span: float) -> str:
+    """*span* seconds in few characters, as in a table: ``"0.3s"``, ``"45s"``, ``"12m"``, ``"3h"``,
+    ``"2d"``.
+    """
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if span >= 2 * size:
+            return f"{int(span // size)}{unit}"
+    return f"{span:.0f}s" if span >= 9.95 else f"{span:.1f}s"
+
+
+def _counted(count: int, unit: str) -> str:
+    return f"{count} {unit}{'s' if count > 1 else ''}"
+
+
+def _span(value: object) -> float | None:
+    if isinstance(value, str):
+        return parsed(value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None

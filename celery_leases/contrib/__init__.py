@@ -1,0 +1,1 @@
+"""At home in web frameworks: a module for each, imported by whoever uses that framework."""

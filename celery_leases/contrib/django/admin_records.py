@@ -1,0 +1,488 @@
+"""Records in Django's admin: a list without counts, a key's history, actions that ask first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Final
+
+from celery import _state
+from django.contrib import admin, messages
+from django.contrib.admin import helpers
+from django.contrib.admin.views.main import PAGE_VAR, ChangeList
+from django.core.exceptions import PermissionDenied
+from django.db.models import Q
+from django.http import HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.utils import timezone
+
+from celery_leases.client import LeaseClient
+from celery_leases.common.durations import in_words
+from celery_leases.common.redaction import redact, shortened
+from celery_leases.contrib.django.admin_access import STYLES, Operated, client
+from celery_leases.errors import LeasesError, StoreUnavailable
+from celery_leases.protocol.records import State
+from celery_leases.protocol.status import ABANDONED, LeaseStatus
+from celery_leases.worker.app_settings import leased_tasks
+
+MICROSECONDS: Final = 1_000_000
+LAST_PAGE: Final = 200
+"""Later pages would make the database sort ever more rows; a filter finds what is there."""
+TOLD: Final = 10
+"""So many keys that were left alone are told of one by one."""
+LONGEST_TEXT: Final = 20_000
+_LISTED: Final = (
+    *("stored_key", "key", "task", "state", "started_at", "finished_at", "retry_at"),
+    *("attempt", "crashes", "fence", "reason", "resumes"),
+)
+_PERIODS: Final = {"hour": 3600, "day": 86_400, "week": 7 * 86_400}
+
+ACTIONS: Final[dict[str, tuple[str, str, str]]] = {
+    "retry": (
+        "retry",
+        "Retry",
+        "Their cooldown or countdown ends, and failed keys run again: failures and crashes are forgiven.",
+    ),
+    "release": (
+        "release",
+        "Release",
+        "They are taken away from whoever holds them: what the holder still says about the outcome is refused.",
+    ),
+    "forget": (
+        "forget",
+        "Forget",
+        "They become as good as new: results, failures and counts are gone.",
+    ),
+    "resolve_done": (
+        "resolve",
+        "Resolve: the work is done",
+        "Nobody runs them again; later callers get the result that is written here.",
+    ),
+    "resolve_retry": (
+        "resolve",
+        "Resolve: it has not happened",
+        "The effects in doubt have not happened: they may run again.",
+    ),
+}
+"""By name: the permission, what the page calls it, and what it does."""
+
+
+class _Choice(admin.SimpleListFilter):
+    """A filter that does not ask the database for what there is."""
+
+    def queryset(self, request: Any, queryset: Any) -> Any:
+        """The rows that are wanted."""
+        value = self.value()
+        return queryset if value is None else queryset.filter(**self.wanted(value))
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """The lookup for one choice."""
+        raise NotImplementedError
+
+
+class StateFilter(_Choice):
+    """By state."""
+
+    title = parameter_name = "state"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """All states of a record."""
+        return [(state.value, state.value) for state in State]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """Those in this state."""
+        return {"state": value}
+
+
+class TaskFilter(_Choice):
+    """By task: those that the project has."""
+
+    title = parameter_name = "task"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """The leased tasks of the app, and the one that is asked for."""
+        app = _state.get_current_app() if _state.default_app is not None else None
+        names = {
+            *(leased_tasks(app) if app is not None else ()),
+            *filter(None, [request.GET.get("task")]),
+        }
+        return [(name, name) for name in sorted(names)]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """Those of this task."""
+        return {"task": value}
+
+
+class StartedFilter(_Choice):
+    """By the start of the latest attempt."""
+
+    title, parameter_name = "started", "started"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """Until now."""
+        return [(name, f"past {name}") for name in _PERIODS]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """Those that were started since."""
+        return {"started_at__gte": int((time.time() - _PERIODS.get(value, 0)) * MICROSECONDS)}
+
+
+class CrashedFilter(_Choice):
+    """Those whose process has died."""
+
+    title = parameter_name = "crashed"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        """Only these."""
+        return [("yes", "in the latest attempts")]
+
+    def wanted(self, value: str) -> dict[str, Any]:
+        """Those with a crash after their last progress."""
+        return {"crashes__gt": 0}
+
+
+class RecordList(ChangeList):
+    """One page, and whether there is another one: rows are never counted."""
+
+    page_num: int
+
+    def get_results(self, request: Any) -> None:
+        """Read the keys first, one more than are shown: the sort need not carry whole rows."""
+        self.page_num = max(1, min(self.page_num, LAST_PAGE))
+        first = (self.page_num - 1) * self.list_per_page
+        keys = self.queryset.values_list("pk", flat=True)
+        found = [*keys[first : first + self.list_per_page + 1]]
+        shown = found[: self.list_per_page]
+        rows = self.queryset.in_bulk(shown)
+        self.result_list = [rows[key] for key in shown if key in rows]
+        self.result_count = len(self.result_list)
+        self.full_result_count = None
+        self.show_full_result_count = False
+        self.show_admin_actions = bool(rows)
+        self.can_show_all = self.multi_page = False
+        more = len(found) > self.list_per_page and self.page_num < LAST_PAGE
+        self.next_page = self.get_query_string({PAGE_VAR: self.page_num + 1}) if more else None
+        self.previous_page = (
+            self.get_query_string({PAGE_VAR: self.page_num - 1}) if self.page_num > 1 else None
+        )
+        self.paginator = self.model_admin.get_paginator(
+            request, self.result_list, self.list_per_page
+        )
+
+
+class LeaseRecordAdmin(Operated):
+    """Records: the latest started first."""
+
+    list_display = ("key", "state", "task", "started", "retry_in", "runtime", "attempt", "reason")
+    list_filter = (StateFilter, TaskFilter, StartedFilter, CrashedFilter)
+    list_per_page = 50
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER  # they are counts
+    search_fields = ("key",)
+    search_help_text = "The beginning of a key"
+    ordering = ("-started_at",)
+    sortable_by = ()
+    actions: ClassVar[list[str]] = [*ACTIONS]
+    change_form_template = "admin/celery_leases/leaserecord/record.html"
+
+    class Media:
+        """Sizes and colours, as a content security policy allows no styles in the page."""
+
+        css = STYLES
+
+    # -- the list ----------------------------------------------------------------------------------
+
+    def get_changelist(self, request: Any, **_: Any) -> type[ChangeList]:
+        """The list without counts."""
+        return RecordList
+
+    def get_queryset(self, request: Any) -> Any:
+        """Without forgotten keys, and without the columns that the list does not show, some of
+        which are large.
+        """
+        forgotten = {"state": State.PENDING.value, "call_id": "", "ended": None, "message": None}
+        return super().get_queryset(request).exclude(**forgotten).only(*_LISTED)
+
+    def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
+        """The filters of the list and nothing else: a lookup such as ``?message__contains=`` would
+        tell, guess by guess, what the pages leave out because it looks secret.
+        """
+        own = {getattr(choice, "parameter_name", choice) for choice in self.list_filter}
+        return lookup.partition("__")[0] in own
+
+    def get_search_results(self, request: Any, queryset: Any, search_term: str) -> tuple[Any, bool]:
+        """The keys that begin with the words."""
+        if not search_term:
+            return queryset, False
+        return queryset.filter(Q(key__startswith=search_term) | Q(stored_key=search_term)), False
+
+    @admin.display(description="started")
+    def started(self, row: Any) -> str:
+        """How long ago the latest attempt began."""
+        return f"{_ago(row.started_at)} ago"
+
+    @admin.display(description="retry in")
+    def retry_in(self, row: Any) -> str:
+        """How long the key still waits."""
+        if row.state not in (State.PENDING, State.COOLING) or row.retry_at is None:
+            return "-"
+        left = row.retry_at / MICROSECONDS - time.time()
+        return in_words(left) if left > 0 else "due"
+
+    @admin.display(description="runtime")
+    def runtime(self, row: Any) -> str:
+        """From the start of the latest attempt to its end, or until now."""
+        if row.finished_at is not None:
+            return f"{max(0, row.finished_at - row.started_at) / MICROSECONDS:.3f} s"
+        return f"{_ago(row.started_at)} so far" if row.state == State.RUNNING else "-"
+
+    # -- one record --------------------------------------------------------------------------------
+
+    def change_view(
+        self,
+        request: Any,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> Any:
+        """The page of one record."""
+        context = {**(extra_context or {}), "leases_actions": self._permitted(request)}
+        row = self.get_object(request, object_id)
+        if row is not None and self.has_view_permission(request, row):
+            context |= _shown(row)
+        return super().change_view(request, object_id, form_url, context)
+
+    # -- actions -----------------------------------------------------------------------------------
+
+    def changelist_view(self, request: Any, extra_context: dict[str, Any] | None = None) -> Any:
+        """The list; an action that the user may not take is refused."""
+        name = request.POST.get("action") if request.method == "POST" else None
+        if name in ACTIONS and not self.may(request, ACTIONS[name][0]):
+            raise PermissionDenied
+        return super().changelist_view(request, extra_context)
+
+    def get_actions(self, request: Any) -> dict[str, Any]:
+        """The actions that the user may take."""
+        return {
+            name: (_action(name), name, label)
+            for name, (permission, label, _) in ACTIONS.items()
+            if self.may(request, permission)
+        }
+
+    def _permitted(self, request: Any) -> list[tuple[str, str]]:
+        return [(name, label) for name, (_, _, label) in self.get_actions(request).items()]
+
+    def act(self, request: Any, queryset: Any, what: str) -> Any:
+        """Ask, and once that was answered do *what* to the selected keys that are still as they
+        were shown.
+        """
+        rows = [*queryset]
+        if not rows or request.POST.get("select_across") == "1":
+            self.message_user(request, "Select keys on one page.", messages.WARNING)
+            return None
+        problem, result = _result(request) if what == "resolve_done" else (None, None)
+        if request.POST.get("confirmed") != "yes" or problem:
+            return self._asked(request, rows, what, problem)
+        as_shown = dict(
+            seen.split(" ", 1)[::-1] for seen in request.POST.getlist("seen") if " " in seen
+        )
+        self._do(request, rows, what, as_shown, result)
+        return HttpResponseRedirect(request.get_full_path())
+
+    def _asked(self, request: Any, rows: Sequence[Any], what: str, problem: str | None) -> Any:
+        _, label, means = ACTIONS[what]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": f"{label}: {_keys(len(rows))}?",
+            "opts": self.opts,
+            "what": what,
+            "label": label,
+            "means": means,
+            "count": _keys(len(rows)),
+            "rows": [(row, f"{row.fence}:{row.state} {row.stored_key}") for row in rows],
+            "checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+            "problem": problem,
+            "result": request.POST.get("result", ""),
+            "media": self.media,
+        }
+        return TemplateResponse(request, "admin/celery_leases/leaserecord/confirm.html", context)
+
+    def _do(
+        self, request: Any, rows: Iterable[Any], what: str, as_shown: dict[str, str], result: Any
+    ) -> None:
+        leases, changed, left = client(), 0, []
+        for row in rows:
+            try:
+                if as_shown.get(row.stored_key) != f"{row.fence}:{row.state}":
+                    left.append(f"{row.key} has changed meanwhile: look again")
+                    continue
+                why = _changed(
+                    leases, row, what, result, publish=request.POST.get("publish") == "yes"
+                )
+            except StoreUnavailable as error:
+                self.message_user(request, f"{row.key}: {error}", messages.ERROR)
+                break
+            if why is not None:
+                left.append(why)
+                continue
+            changed += 1
+            self.log_change(
+                request, row, f"{ACTIONS[what][1]}, at fence {row.fence}; it was {row.state}."
+            )
+        if changed:
+            self.message_user(request, f"{ACTIONS[what][1]}: {_keys(changed)}.", messages.SUCCESS)
+        for text in left[:TOLD]:
+            self.message_user(request, f"Left alone: {text}", messages.WARNING)
+        if len(left) > TOLD:
+            self.message_user(
+                request, f"{_keys(len(left) - TOLD)} more were left alone.", messages.WARNING
+            )
+
+
+def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
+    def act(model_admin: LeaseRecordAdmin, request: Any, queryset: Any) -> Any:
+        return model_admin.act(request, queryset, what)
+
+    return act
+
+
+def _changed(leases: LeaseClient, row: Any, what: str, result: Any, *, publish: bool) -> str | None:
+    """Change one key, unless somebody has meanwhile; ``None``, or why it was left alone."""
+    seen = leases.status(row.stored_key)
+    state = State.RUNNING.value if seen.state == ABANDONED else seen.state
+    if seen.fence != row.fence or state not in (row.state, "unreadable"):
+        return f"{row.key} has changed meanwhile: look again"
+    if what in ("retry", "release", "forget"):
+        (change,) = leases.change(what, [seen], publish=publish)  # type: ignore[arg-type]
+        return None if change.done else f"{row.key}: {change.why}"
+    try:
+        leases.resolve(row.stored_key, "done" if what == "resolve_done" else "retry", result=result)
+    except StoreUnavailable:
+        raise
+    except (LeasesError, ValueError) as error:
+        return f"{row.key}: {error}"
+    return None
+
+
+def _result(request: Any) -> tuple[str | None, Any]:
+    """What is wrong with the result that was written, or the result."""
+    text = request.POST.get("result", "").strip()
+    if not text:
+        return None, None
+    try:
+        return None, json.loads(text)
+    except ValueError as error:
+        return f"The result is no JSON: {error}", None
+
+
+# -- how things are shown --------------------------------------------------------------------------
+
+
+def _shown(row: Any) -> dict[str, Any]:
+    """What the page of one record shows of it."""
+    try:
+        status = client().status(row.stored_key)
+    except LeasesError as error:
+        return {"leases_trouble": str(error)}
+    return {
+        "status": status,
+        "leases_facts": [
+            (name, text) for name, text in _facts(status) if text not in (None, "", "-")
+        ],
+        "attempts": [
+            {
+                "began": _at(attempt.started_at),
+                "took": f"{attempt.runtime:.3f} s" if attempt.runtime is not None else "-",
+                "ended": attempt.ended,
+                "host": attempt.host,
+                "error": attempt.error or "-",
+                "rule": attempt.rule or "-",
+            }
+            for attempt in status.attempts
+        ],
+        "effects": [
+            (
+                effect.name,
+                effect.state,
+                effect.reference or "-",
+                _at(effect.sent_at),
+                _at(effect.done_at),
+            )
+            for effect in status.effects
+        ],
+        "leases_error": _error(status),
+        "leases_arguments": _arguments(row.message),
+        "leases_progress": _json(status.progress),
+        "leases_result": _json(status.result),
+    }
+
+
+def _facts(status: LeaseStatus) -> list[tuple[str, str | None]]:
+    return [
+        ("Key", status.key),
+        ("Task", status.task),
+        ("State", status.state),
+        ("What happens next", status.what_next()),
+        ("Retry at", _at(status.retry_at)),
+        ("Wait of", f"group {status.group}" if status.scope == "group" else status.scope),
+        ("Reason", status.reason),
+        ("Detail", status.detail),
+        ("Rule", status.rule),
+        ("Attempt", str(status.attempt)),
+        ("Failures", str(status.failures)),
+        ("Crashes in a row", str(status.crashes)),
+        ("Call id", status.call_id),
+        ("Fence", str(status.fence)),
+        ("Holder", status.holder),
+        ("Lease ends in", f"{status.lease_remaining:.1f} s" if status.lease_remaining else None),
+        ("Reference", status.reference),
+        ("Created", _at(status.created_at)),
+        ("Started", _at(status.started_at)),
+        ("Finished", _at(status.finished_at)),
+        ("Stored key", status.stored_key),
+    ]
+
+
+def _error(status: LeaseStatus) -> str | None:
+    failure = status.error
+    if failure is None:
+        return None
+    unsure = "It may have been executed.\n" if failure.ambiguous else ""
+    return f"{unsure}{failure.type}: {failure.message}\n\n{status.traceback or ''}".strip()
+
+
+def _arguments(message: str | None) -> str | None:
+    """The arguments in a kept message, without what looks secret."""
+    if message is None:
+        return None
+    try:
+        kept = json.loads(message)
+        return _json({"args": kept.get("args"), "kwargs": kept.get("kwargs")})
+    except (ValueError, AttributeError):
+        return "The message cannot be read."
+
+
+def _json(value: Any) -> str | None:
+    if value is None:
+        return None
+    return shortened(
+        redact(json.dumps(value, indent=2, default=str, ensure_ascii=False)), LONGEST_TEXT
+    )
+
+
+def _at(moment: datetime | None) -> str:
+    if moment is None:
+        return "-"
+    shown = timezone.localtime(moment) if timezone.is_aware(moment) else moment
+    return shown.strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _ago(microseconds: int) -> str:
+    then = datetime.fromtimestamp(microseconds / MICROSECONDS, UTC)
+    return in_words(max(0.0, (datetime.now(UTC) - then).total_seconds()))
+
+
+def _keys(count: int) -> str:
+    return f"{count} key{'' if count == 1 else 's'}"

@@ -1,0 +1,139 @@
+"""The settings of a Django project: the dict ``CELERY_LEASES``, and the database that the records
+live in.
+
+``CELERY_LEASES = {"database": "default"}`` names an alias of ``DATABASES``. Its other entries are
+the settings ``leases_*`` without their prefix, such as ``{"url": "redis://localhost/2", "ttl":
+"30s"}``. Each setting is written once: there, or as a setting of the Celery app such as
+``CELERY_LEASES_URL``.
+
+Under Django's test runner the records are in the test database. Where there is none, or it is in
+memory, they are in the memory of the process. So a test never meets the records of the configured
+database.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from django.conf import settings
+from django.db import DEFAULT_DB_ALIAS, connections
+
+from celery_leases.contrib.django.databases import IN_MEMORY, url_of
+from celery_leases.errors import LeaseConfigurationError
+
+SETTING: Final = "CELERY_LEASES"
+DATABASE: Final = "database"
+_ELSEWHERE: Final = {
+    "database_url": 'write the alias of a database, {"database": "<alias>"}, or CELERY_LEASES_DATABASE_URL for a '
+    "database that Django does not know",
+    "database_schema": "the models are read through Django's own connection; write the schema into the OPTIONS of the "
+    'alias, {"options": "-c search_path=<schema>"}',
+}
+
+_configured: dict[str, str] = {}
+"""The names of the databases as the project's settings have them; Django's test runner puts others
+in their place.
+"""
+
+
+def remember_names() -> None:
+    """Remember the configured name of each database, before a test runner changes it."""
+    _configured.update(
+        {alias: str(given.get("NAME")) for alias, given in connections.settings.items()}
+    )
+
+
+def given_settings() -> Mapping[str, Any]:
+    """The dict ``CELERY_LEASES``; raises :class:`~celery_leases.errors.LeaseConfigurationError` for
+    a wrong one.
+    """
+    given = getattr(settings, SETTING, None)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise LeaseConfigurationError(
+            f'{SETTING} is of type {type(given).__name__}: write a dict, such as {{"database": "default"}}'
+        )
+    for name, advice in _ELSEWHERE.items():
+        if name in given:
+            raise LeaseConfigurationError(f"{SETTING}[{name!r}]: {advice}")
+    wrong = next(
+        (
+            name
+            for name in given
+            if not isinstance(name, str) or name.startswith(("leases_", "lease_"))
+        ),
+        None,
+    )
+    if wrong is not None:
+        raise LeaseConfigurationError(
+            f"{SETTING}[{wrong!r}]: write the name of a setting without its prefix"
+        )
+    return given
+
+
+def alias_of_records() -> str:
+    """The alias in ``DATABASES`` that the records live in."""
+    alias = given_settings().get(DATABASE, DEFAULT_DB_ALIAS)
+    if not isinstance(alias, str) or alias not in connections.settings:
+        known = ", ".join(sorted(connections.settings))
+        raise LeaseConfigurationError(
+            f"{SETTING}[{DATABASE!r}]={alias!r} is no alias of DATABASES; known are {known}"
+        )
+    return alias
+
+
+def url_of_alias(alias: str) -> str:
+    """The URL of the database that Django's connection of *alias* is on; under a test runner, of
+    the test database.
+    """
+    connection = connections[alias]
+    return url_of(alias, connection.vendor, connection.settings_dict)
+
+
+def url_of_records() -> str:
+    """The URL of the database that the records live in; in a test without a database of its own, of
+    the memory.
+    """
+    alias = alias_of_records()
+    name = str(connections[alias].settings_dict.get("NAME"))
+    if under_test() and name == _configured.get(alias, name):
+        return IN_MEMORY
+    return url_of_alias(alias)
+
+
+def under_test() -> bool:
+    """Whether Django's test environment is set up, by what its set-up keeps until it is torn down.
+
+    ``django.core.mail.outbox`` is no sign of it: the ``locmem`` backend of mail makes one anywhere.
+    """
+    utils = sys.modules.get("django.test.utils")
+    return hasattr(getattr(utils, "_TestState", None), "saved_data")
+
+
+def complete(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings ``leases_*`` of an app whose own configuration has those in *written*.
+
+    Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a setting that is written
+    twice.
+    """
+    given = {
+        f"leases_{name}": value for name, value in given_settings().items() if name != DATABASE
+    }
+    for name, value in given.items():
+        if name in written and written[name] != value:
+            raise LeaseConfigurationError(
+                f"{SETTING}[{name.removeprefix('leases_')!r}] and a setting {name.upper()} of the Celery app differ; "
+                "leave one of them out"
+            )
+    if DATABASE in given_settings() and written.get("leases_database_url") and not under_test():
+        raise LeaseConfigurationError(
+            f"{SETTING}[{DATABASE!r}] and a setting LEASES_DATABASE_URL of the Celery app both name the records' "
+            "database; leave one of them out"
+        )
+    found = {**written, **given}
+    if under_test() or not found.get("leases_database_url"):
+        found["leases_database_url"] = url_of_records()
+    return found

@@ -1,0 +1,1 @@
+"""Migrations that make the tables as ``leases migrate`` does."""

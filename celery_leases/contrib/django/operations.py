@@ -1,0 +1,76 @@
+"""What the migrations of the Django app do: they make the tables as ``leases migrate`` makes
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import router
+from django.db.migrations.operations.base import Operation
+
+from celery_leases.contrib.django import configuration, tables
+
+
+class MigrateTables(Operation):
+    """Make the tables of the records, or convert those of an older release while workers run.
+
+    The models learn of it by *state_operations*. Nothing is done in other databases than that of
+    the records.
+    """
+
+    reversible = True
+    atomic = False
+
+    def __init__(self, state_operations: Sequence[Operation]) -> None:
+        self.state_operations = state_operations
+
+    def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
+        """What a migration file says of it."""
+        return self.__class__.__qualname__, [], {"state_operations": self.state_operations}
+
+    def state_forwards(self, app_label: str, state: Any) -> None:
+        """Tell the models."""
+        for operation in self.state_operations:
+            operation.state_forwards(app_label, state)
+
+    def database_forwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        """Make or convert the tables; for ``sqlmigrate``, give the SQL of new ones."""
+        if not _is_for(schema_editor.connection, app_label):
+            return
+        if schema_editor.collect_sql:
+            _collect(schema_editor, tables.sql(schema_editor.connection))
+            return
+        tables.migrate(schema_editor.connection)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        """Drop the tables, as Django does when the first migration of an app is taken back."""
+        if not _is_for(schema_editor.connection, app_label):
+            return
+        if schema_editor.collect_sql:
+            _collect(schema_editor, tables.sql_to_drop())
+            return
+        tables.drop(schema_editor.connection)
+
+    def describe(self) -> str:
+        """What ``migrate --plan`` shows."""
+        return "Make or convert the tables of celery_leases"
+
+
+def _is_for(connection: Any, app_label: str) -> bool:
+    """Whether the tables belong into the database of *connection*."""
+    alias = connection.alias
+    return alias == configuration.alias_of_records() and bool(
+        router.allow_migrate(alias, app_label)
+    )
+
+
+def _collect(schema_editor: Any, text: str) -> None:
+    schema_editor.collected_sql.extend(
+        f"{statement.strip()};" for statement in text.split(";\n") if statement.strip()
+    )

@@ -1,0 +1,82 @@
+"""The tables of the records in a database that Django is connected to: made, converted and
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery_leases.contrib.django.configuration import url_of_alias
+from celery_leases.contrib.django.databases import IN_MEMORY
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.layouts import NEWEST, Migrated
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.schema import Tables
+
+
+def migrate(connection: Any) -> Migrated:
+    """Make the tables in the database of Django's *connection*, or convert those of an older
+    release.
+
+    Workers may run meanwhile. Raises as
+    :meth:`~celery_leases.stores.sql.records.SqlRecordStore.migrate` does.
+    """
+    if _is_in_memory(connection):
+        _execute(connection, sql(connection).split(";\n"))
+        return Migrated(None, NEWEST)
+    with _records_of(connection) as records:
+        return records.migrate()
+
+
+def drop(connection: Any) -> None:
+    """Drop the tables with all records in them."""
+    if _is_in_memory(connection):
+        _execute(connection, sql_to_drop().split(";\n"))
+        return
+    with _records_of(connection) as records, records.database.errors():
+        records.tables.drop(records.database.engine)
+
+
+def sql(connection: Any) -> str:
+    """The SQL of new tables for the database of Django's *connection*; nothing is changed."""
+    with _records_of(connection) as records:
+        return records.tables.ddl(records.database.engine)
+
+
+def sql_to_drop() -> str:
+    """The SQL that drops the tables, the same for each kind of server."""
+    return "".join(f"DROP TABLE IF EXISTS {table};\n" for table in Tables().metadata.tables)
+
+
+def found(connection: Any) -> int | None:
+    """The version of the tables, ``None`` where there are none; raises for those of a later
+    release.
+    """
+    if _is_in_memory(connection):
+        return NEWEST if Tables().version.name in connection.introspection.table_names() else None
+    with _records_of(connection) as records, records.database.errors():
+        return records.tables.found(records.database.engine)
+
+
+def _is_in_memory(connection: Any) -> bool:
+    """Whether nobody but *connection* reaches its database; such a one is always new."""
+    return url_of_alias(connection.alias) == IN_MEMORY
+
+
+def _execute(connection: Any, statements: Iterable[str]) -> None:
+    with connection.cursor() as cursor:
+        for statement in statements:
+            if statement.strip():
+                cursor.execute(statement)
+
+
+@contextmanager
+def _records_of(connection: Any) -> Iterator[SqlRecordStore]:
+    """The records, over a connection of their own."""
+    records = SqlRecordStore(engine_for(url_of_alias(connection.alias), 1))
+    try:
+        yield records
+    finally:
+        records.database.close()

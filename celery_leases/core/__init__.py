@@ -1,1 +1,0 @@
-"""The rules and the words: pure values and functions, without I/O, clock, randomness or framework."""

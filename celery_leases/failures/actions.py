@@ -1,0 +1,189 @@
+"""Actions for failures, in the terms that rules are written in, and the classification of one
+failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from celery_leases.common.durations import Duration, seconds
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.cooldown_policies import SIX_HOURS, CooldownPolicy
+
+Kind = Literal["retry", "cooldown", "permanent"]
+Scope = Literal["key", "group"]
+DelayUse = Literal["instead", "at_least", "ignore"]
+
+RETRY_CAP = 300.0
+
+
+class Reason(StrEnum):
+    """Why a key cools down, is retried or has failed: stable codes for programs, stored with the
+    record.
+    """
+
+    ASKED = "asked"
+    REFUSED = "refused"
+    OUT_OF_QUOTA = "out_of_quota"
+    DECLINED = "declined"
+    UNAUTHORIZED = "unauthorized"
+    RATE_LIMITED = "rate_limited"
+    CONFLICT = "conflict"
+    INFRASTRUCTURE = "infrastructure"
+    UNREACHABLE = "unreachable"
+    OUTCOME_UNKNOWN = "outcome_unknown"
+    RETRIES_USED_UP = "retries_used_up"
+    LIMIT_HIT = "limit_hit"
+    ERROR = "error"
+    TOO_MANY_FAILURES = "too_many_failures"
+    CRASH_LOOP = "crash_loop"
+    UNCERTAIN = "uncertain"
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The action for one kind of failure. Written with :func:`retry`, :func:`cooldown` or
+    :func:`permanent`.
+    """
+
+    kind: Kind
+    #: How the wait grows; ``None``: the task's ``lease_cooldown``.
+    policy: CooldownPolicy | None = None
+    #: How many quick retries; ``None``: the task's ``lease_max_retries``.
+    max: int | None = None
+    #: What a cooldown applies to. Without a ``lease_cooldown_group``, *group* falls back to the
+    #: key.
+    scope: Scope = "key"
+    #: The call may have been executed.
+    ambiguous: bool = False
+    #: Waiting alone does not help: notify a person.
+    operator: bool = False
+    #: How a delay from the response is combined with the policy's.
+    server_delay: DelayUse = "at_least"
+    #: The least seconds of the policy's delay.
+    at_least: float = 0.0
+    #: The action for an ambiguous retry unless the task is ``lease_idempotent``; ``None``: a
+    #: cooldown of the key.
+    otherwise: Ruling | None = None
+    #: The action when a retry has no tries left; ``None``: a cooldown of the key by the task's
+    #: policy.
+    then: Ruling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The classification of one failure by the rules."""
+
+    #: The name of the rule that matched.
+    rule: str
+    ruling: Ruling
+    reason: Reason
+    #: Seconds from the response or the exception, at most 6 h; ``None``: the policy decides alone.
+    delay: float | None = None
+    #: Where the delay comes from, such as ``"retry-after"``.
+    source: str | None = None
+    #: The response asked for more than 6 h.
+    clamped: bool = False
+    #: One short sentence for people: what matched.
+    why: str = ""
+
+
+def retry(
+    delay: Duration = 1.0,
+    *,
+    max: int | None = None,  # noqa: A002 - the word for it, as in lease_max_retries
+    factor: float = 2.0,
+    cap: Duration | None = None,
+    jitter: float = 0.5,
+    ambiguous: bool = False,
+    then: Ruling | None = None,
+) -> Ruling:
+    """Try again soon: *delay*, times *factor* at each try, up to *cap* (5 minutes, or *delay* if
+    that is longer).
+
+    At most *max* times, then as *then* says. *ambiguous*: the call may have been executed, so that
+    only a ``lease_idempotent`` task is retried. A wrong value raises
+    :class:`LeaseConfigurationError`.
+    """
+    _check_retry(max, then)
+    policy = _policy("retry", delay, factor, cap, RETRY_CAP, jitter)
+    return Ruling("retry", policy, max, ambiguous=ambiguous, then=then)
+
+
+def cooldown(
+    delay: Duration | None = None,
+    *,
+    scope: Scope = "key",
+    factor: float | None = None,
+    cap: Duration | None = None,
+    jitter: float | None = None,
+    ambiguous: bool = False,
+    operator: bool = False,
+) -> Ruling:
+    """Do not run the key, or with ``scope="group"`` its whole cooldown group, for a while.
+
+    *delay*, times *factor* (2) at each failure, up to *cap* (6 hours, or *delay* if that is
+    longer), and *jitter* (0.5); without a delay, the task's ``lease_cooldown``. A wrong value
+    raises :class:`LeaseConfigurationError`.
+    """
+    if scope not in ("key", "group"):
+        raise LeaseConfigurationError(
+            f"cooldown: scope={scope!r} is not usable; write 'key' or 'group'"
+        )
+    if delay is None:
+        for name, value in (("factor", factor), ("cap", cap), ("jitter", jitter)):
+            if value is not None:
+                raise LeaseConfigurationError(
+                    f"cooldown: {name}={value!r} needs a delay; add a delay"
+                )
+        policy = None
+    else:
+        factor, jitter = 2.0 if factor is None else factor, 0.5 if jitter is None else jitter
+        policy = _policy("cooldown", delay, factor, cap, SIX_HOURS, jitter)
+    return Ruling("cooldown", policy, scope=scope, ambiguous=ambiguous, operator=operator)
+
+
+def permanent(*, operator: bool = False) -> Ruling:
+    """Never try again, until an operator says so."""
+    return Ruling("permanent", operator=operator)
+
+
+def exactly(span: Duration, what: str = "a retry") -> Ruling:
+    """A retry after exactly *span*: no growth, no jitter, whatever the response says.
+
+    Zero is allowed. A wrong value raises :class:`LeaseConfigurationError`, which calls it *what*.
+    """
+    delay = max(seconds(span, what, zero=True), 1e-3)
+    return Ruling("retry", CooldownPolicy(delay, 1.0, delay, 0.0), server_delay="ignore")
+
+
+def exact_delay(ruling: Ruling) -> float | None:
+    """The seconds of a ruling made by :func:`exactly`; ``None`` for any other."""
+    exact = ruling.kind == "retry" and ruling.server_delay == "ignore" and ruling.policy is not None
+    return ruling.policy.base if exact and ruling.policy else None
+
+
+def reason_of(ruling: Ruling) -> Reason:
+    """The reason given for a ruling that a user's rule has made."""
+    return Reason.REFUSED if ruling.kind == "permanent" else Reason.ERROR
+
+
+def _check_retry(tries: object, then: object) -> None:
+    if tries is not None and (isinstance(tries, bool) or not isinstance(tries, int) or tries < 0):
+        raise LeaseConfigurationError(
+            f"retry: max={tries!r} is not usable; write a whole number of at least 0"
+        )
+    if then is not None and not isinstance(then, Ruling):
+        raise LeaseConfigurationError(
+            f"retry: then={then!r} is not usable; write cooldown(...) or permanent()"
+        )
+
+
+def _policy(
+    word: str, delay: Duration, factor: float, cap: Duration | None, usual_cap: float, jitter: float
+) -> CooldownPolicy:
+    base = seconds(delay, f"{word}: delay")
+    top = max(base, usual_cap) if cap is None else seconds(cap, f"{word}: cap")
+    return CooldownPolicy(base, factor, top, jitter)

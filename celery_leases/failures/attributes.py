@@ -1,0 +1,108 @@
+"""Read attributes of unknown objects: once each, without raising, and only values of the expected
+types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from itertools import islice
+from typing import Any, Final
+
+from celery_leases.common.durations import parsed
+
+MEMBERS = 300
+"""As many members of a foreign collection are looked at."""
+
+
+READING_TIME: Final = 1.0
+"""Seconds after which no further attribute is read."""
+
+
+class Reader:
+    """Reads what one error holds: each attribute once, and none any more when :data:`READING_TIME`
+    is over.
+
+    Whatever an attribute raises stands for ``None``, ``SystemExit`` and ``KeyboardInterrupt`` too.
+    None of it is an interrupt of the task: an error is read after its body has ended, and until the
+    outcome is written ``LeaseLost``, the soft time limit and SIGTERM are held back. One attribute
+    may still take as long as it takes. *clock* gives seconds; without it there is no limit.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._until = clock() + READING_TIME if clock is not None else math.inf
+        # With the object itself: an id may be given again once its object is gone.
+        self._seen: dict[tuple[int, str], tuple[object, Any]] = {}
+
+    @property
+    def late(self) -> bool:
+        """Whether nothing more is to be read."""
+        return self._clock is not None and self._clock() >= self._until
+
+    def attribute(self, thing: object, name: str) -> Any:
+        """The attribute, or ``None`` when it is missing or raises."""
+        return self._once(thing, name, lambda: getattr(thing, name, None))
+
+    def own(self, thing: object, name: str) -> Any:
+        """What the instance itself holds under *name*, so that no property is run; else
+        ``None``.
+        """
+        held = self.attribute(thing, "__dict__")
+        return held.get(name) if type(held) is dict else None
+
+    def called(self, thing: object, name: str) -> Any:
+        """What the method returns without arguments; ``None`` if the method is missing or
+        raises.
+        """
+        method = self.attribute(thing, name)
+        return self._once(thing, f"{name}()", lambda: method() if callable(method) else None)
+
+    def _once(self, thing: object, name: str, read: Callable[[], Any]) -> Any:
+        known = self._seen.get((id(thing), name))
+        if known is not None:
+            return known[1]
+        if self.late:
+            return None
+        try:
+            value = read()
+        except BaseException:  # noqa: BLE001 - a property may raise anything
+            value = None
+        self._seen[id(thing), name] = thing, value
+        return value
+
+
+def members(thing: object) -> list[Any]:
+    """The first members of a collection; none when it cannot be iterated."""
+    try:
+        return (
+            list(islice(thing, MEMBERS))
+            if isinstance(thing, Iterable) and not isinstance(thing, str | bytes)
+            else []
+        )
+    except BaseException:  # noqa: BLE001 - it is not ours
+        return []
+
+
+def whole(value: object) -> int | None:
+    """*value* as a plain int, if it is one (an enum of ints is) and not a bool."""
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def word(value: object) -> str | None:
+    """*value* as a plain str, if it is one with something in it."""
+    return str.__str__(value) or None if isinstance(value, str) else None
+
+
+def span(value: object) -> float | None:
+    """Seconds above 0: a number, a timedelta, or text such as ``"20"`` or ``"1.5s"``."""
+    if isinstance(value, timedelta):
+        found: float | None = value.total_seconds()
+    elif isinstance(value, str):
+        found = parsed(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        found = float(value) if abs(value) < 1e15 else None
+    else:
+        return None
+    return found if found is not None and 0 < found < math.inf else None

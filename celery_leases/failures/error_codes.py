@@ -1,0 +1,92 @@
+"""The codes that errors carry besides those of HTTP: SQLSTATE, errno, gRPC, SMTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from celery_leases.failures.attributes import Reader, members, whole, word
+from celery_leases.failures.responses import is_grpc
+
+GRPC_CODES: Final = frozenset(
+    {
+        "ABORTED",
+        "ALREADY_EXISTS",
+        "CANCELLED",
+        "DATA_LOSS",
+        "DEADLINE_EXCEEDED",
+        "FAILED_PRECONDITION",
+        "INTERNAL",
+        "INVALID_ARGUMENT",
+        "NOT_FOUND",
+        "OUT_OF_RANGE",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "UNAUTHENTICATED",
+        "UNAVAILABLE",
+        "UNIMPLEMENTED",
+        "UNKNOWN",
+    }
+)
+"""Source: google/rpc/code.proto, without OK."""
+
+_SQLSTATE: Final = re.compile(r"[0-9A-Z]{5}", re.ASCII)
+_MYSQL: Final = frozenset({"pymysql", "MySQLdb", "mysql", "mariadb", "asyncmy", "aiomysql"})
+
+
+def sqlstate_of(read: Reader, error: BaseException) -> str | None:
+    """The SQLSTATE of a database driver's error."""
+    for name in ("sqlstate", "pgcode"):
+        if (state := word(read.attribute(error, name))) and _SQLSTATE.fullmatch(state):
+            return state
+    if (
+        type(error).__module__ == "pyodbc"
+        and (state := word(_first(read, error)))
+        and _SQLSTATE.fullmatch(state)
+    ):
+        return state
+    return None
+
+
+def errno_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | None:
+    """The number of an OSError, of name resolution, or of MySQL, whose drivers put it first among
+    the arguments.
+    """
+    number = whole(read.attribute(error, "errno"))
+    if number is None and any(name.partition(".")[0] in _MYSQL for name in names):
+        return whole(_first(read, error))
+    return number
+
+
+def _first(read: Reader, error: BaseException) -> Any:
+    return next(iter(members(read.attribute(error, "args"))), None)
+
+
+def grpc_of(read: Reader, error: BaseException) -> str | None:
+    """The name of the gRPC status code, which Google's REST clients use too."""
+    code = (
+        read.called(error, "code") if is_grpc(error) else read.attribute(error, "grpc_status_code")
+    )
+    for found in (word(read.attribute(code, "name")), word(read.attribute(error, "status"))):
+        if found in GRPC_CODES:
+            return found
+    return None
+
+
+def smtp_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | None:
+    """The reply code of a mail server; the mildest one where every recipient has its own."""
+    if not any(name.rpartition(".")[2].startswith("SMTP") for name in names):
+        return None
+    refused = read.attribute(error, "recipients")
+    if isinstance(refused, dict):
+        return min(
+            (
+                code
+                for reply in refused.values()
+                if (code := whole(next(iter(members(reply)), None)))
+            ),
+            default=None,
+        )
+    code = whole(read.attribute(error, "smtp_code"))
+    return code if code is not None else whole(read.attribute(error, "code"))

@@ -1,0 +1,43 @@
+"""Calls a rule function of the user; classification continues whatever the function does."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Final
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.failures.actions import Ruling, exactly, permanent, retry
+from celery_leases.failures.facts import ErrorFacts
+from celery_leases.failures.rule import Asking
+
+_log: Final = logging.getLogger("celery_leases")
+
+
+def answer(asking: Asking, error: BaseException, facts: ErrorFacts) -> Ruling | None:
+    """The action that the hook returns for *error*; ``None``: nothing, an unusable value, or an
+    exception (logged).
+    """
+    try:
+        said = asking.hook(error, facts)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - it is the user's, and there is a failure to deal with already
+        _log.exception("the failure rule %r raised; the next rule decides", asking.name)
+        return None
+    if said is None or isinstance(said, Ruling):
+        return said
+    if isinstance(said, bool):
+        return retry() if said else permanent()
+    if isinstance(said, int | float | str | timedelta):
+        try:
+            return exactly(said)
+        except LeaseConfigurationError:
+            pass
+    kind = type(said).__name__  # its arguments may be secret
+    _log.error(
+        "the failure rule %r returned a %s, which is no action; the next rule decides",
+        asking.name,
+        kind,
+    )
+    return None

@@ -1,0 +1,50 @@
+"""The codes by which servers and client libraries call what has happened, where a status does not
+tell.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Final
+
+MYSQL_AGAIN: Final = frozenset({1205, 1213})  # lock wait timeout, deadlock
+MYSQL_AWAY: Final = frozenset({1040, 1053, 2002, 2003, 2006, 2013, 2055, 4031})
+NO_WAY_THERE: Final = frozenset(
+    {
+        errno.EADDRNOTAVAIL,
+        errno.ECONNREFUSED,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+    }
+)
+THROTTLING: Final = (  # botocore/retries/standard.py: ThrottledRetryableChecker
+    "Throttling",
+    "ThrottlingException",
+    "ThrottledException",
+    "RequestThrottledException",
+    "TooManyRequestsException",
+    "ProvisionedThroughputExceededException",
+    "TransactionInProgressException",
+    "RequestLimitExceeded",
+    "BandwidthLimitExceeded",
+    "LimitExceededException",
+    "RequestThrottled",
+    "SlowDown",
+    "PriorRequestNotComplete",
+    "EC2ThrottledException",
+)
+# Errors inside a stream come after a status of 200: only their code says what they are.
+GOOGLE_LIMITS: Final = ("rateLimitExceeded", "userRateLimitExceeded")  # with 403
+LIMITS_IN_STREAMS: Final = (
+    "rate_limit_exceeded",
+    "rate_limit_error",
+    "overloaded_error",
+    "server_overloaded",
+)
+FAULTS_IN_STREAMS: Final = ("api_error", "server_error", "timeout_error", "internal_error")
+WRONG_KEYS: Final = (  # Google's comes with a status of 400
+    *("ExpiredToken*", "UnrecognizedClient*", "InvalidClientTokenId", "InvalidAccessKeyId"),
+    "API_KEY_INVALID",
+)

@@ -1,0 +1,193 @@
+"""The answer an error carries, from whichever client library: its status, its headers, and the
+codes in its body.
+
+Nothing is fetched: of a response only the attributes that are set and a body that was read already.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterator
+from itertools import islice
+from typing import Any, Final
+
+from celery_leases.failures.attributes import Reader, members, whole, word
+
+VALUE_MAX: Final = 200
+BODY_MAX: Final = 20_000
+CODES_MAX: Final = 16
+BODY_DEPTH: Final = 5
+
+HEADERS: Final = frozenset(
+    {
+        "date",
+        "ratelimit",
+        "retry-after",
+        "retry-after-ms",
+        "stripe-should-retry",
+        "x-amz-retry-after",
+        "x-ratelimit-remaining",
+        "x-ratelimit-remaining-requests",
+        "x-ratelimit-remaining-tokens",
+        "x-ratelimit-reset",
+        "x-ratelimit-reset-requests",
+        "x-ratelimit-reset-tokens",
+        "x-should-retry",
+    }
+)
+"""What the rules and the delays look at, besides Anthropic's windows."""
+
+_ANTHROPIC_WINDOW: Final = re.compile(r"anthropic-ratelimit-[a-z-]+-(?:remaining|reset)")
+_CODE: Final = re.compile(r"[\w.:/#*-]{1,100}", re.ASCII)
+_CODE_KEYS: Final = (
+    "code",
+    "error_code",
+    "errorcode",
+    "type",
+    "__type",
+    "status",
+    "reason",
+    "error",
+)
+_BODY_PLACES: Final = ("body", "json_body", "http_body", "details", "content", "response_data")
+
+
+def status_of(read: Reader, error: BaseException) -> int | None:
+    """The HTTP status of the answer behind *error*."""
+    response = read.attribute(error, "response")
+    for thing, names in (
+        (error, ("status_code", "status", "http_status")),
+        (response, ("status_code", "status")),
+        (read.attribute(error, "resp"), ("status",)),  # googleapiclient
+    ):
+        for name in names:
+            if (status := _status(read.attribute(thing, name))) is not None:
+                return status
+    if isinstance(response, dict) and isinstance(
+        metadata := response.get("ResponseMetadata"), dict
+    ):  # botocore
+        return _status(metadata.get("HTTPStatusCode"))
+    return _status(code_of(read, error))
+
+
+def code_of(read: Reader, error: BaseException) -> Any:
+    """The attribute ``code``; not asked of classes whose ``status`` says it, since aiohttp's
+    property warns.
+    """
+    held = read.own(error, "code")
+    said = held is not None or whole(read.attribute(error, "status")) is not None
+    return held if said else read.attribute(error, "code")
+
+
+def headers_of(read: Reader, error: BaseException, wanted: Container[str]) -> dict[str, str]:
+    """The answer's headers in *wanted* or looked at by the rules, by lower-case name, values cut to
+    200 characters.
+    """
+    response = read.attribute(error, "response")
+    places = [
+        read.attribute(error, "headers"),
+        read.attribute(response, "headers"),
+        read.attribute(error, "resp"),
+    ]
+    if isinstance(response, dict) and isinstance(
+        metadata := response.get("ResponseMetadata"), dict
+    ):
+        places.append(metadata.get("HTTPHeaders"))
+    places.append(grpc_metadata(read, error))
+    for place in places:
+        if place is not None and (found := _headers(read, place, wanted)):
+            return found
+    return {}
+
+
+def grpc_metadata(read: Reader, error: BaseException) -> Any:
+    """The trailing metadata of a failed gRPC call, which has ended and so does not block."""
+    return read.called(error, "trailing_metadata") if is_grpc(error) else None
+
+
+def is_grpc(error: BaseException) -> bool:
+    """Whether it is an error of grpcio, whose facts are methods."""
+    return any(
+        kind.__module__ == "grpc" and kind.__name__ == "RpcError" for kind in type(error).__mro__
+    )
+
+
+def bodies_of(read: Reader, error: BaseException) -> list[Any]:
+    """What the answer's body says, as parsed JSON: every place that has any."""
+    response = read.attribute(error, "response")
+    places = [read.attribute(error, name) for name in _BODY_PLACES]
+    places += [read.own(response, "_content"), read.own(response, "data")]
+    if isinstance(response, dict):
+        places.append(response.get("Error"))
+    return [body for body in map(_parsed, places) if body]
+
+
+def codes_in(body: Any) -> Iterator[str]:
+    """The error codes and types in a parsed body, as written, the shallow ones first."""
+    level, depth = [body], 0
+    while level and depth < BODY_DEPTH:
+        deeper: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                lowered = {str(name).lower(): value for name, value in islice(part.items(), 50)}
+                yield from (code for name in _CODE_KEYS if (code := as_code(lowered.get(name))))
+                deeper += [value for value in lowered.values() if isinstance(value, dict | list)]
+            elif isinstance(part, list):
+                deeper += [value for value in part[:20] if isinstance(value, dict | list)]
+        level, depth = deeper[:50], depth + 1
+
+
+def as_code(value: object) -> str | None:
+    """*value* as an error code: one word, or a number that is no HTTP status."""
+    number = whole(value)
+    if number is not None:
+        return str(number) if _status(number) is None and number else None
+    text = word(value)
+    return text if text and _CODE.fullmatch(text) and text != "error" else None
+
+
+def _status(value: object) -> int | None:
+    text = word(value)
+    number = int(text) if text and re.fullmatch("[1-5][0-9][0-9]", text, re.ASCII) else whole(value)
+    return number if number is not None and 100 <= number <= 599 else None
+
+
+def _parsed(body: Any) -> Any:
+    if isinstance(body, dict | list):
+        return body
+    if (
+        isinstance(body, bytes | str)
+        and 1 < len(body) <= BODY_MAX
+        and body[:1] in (b"{", b"[", "{", "[")
+    ):
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+    return None
+
+
+def _headers(read: Reader, headers: Any, wanted: Container[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in members(
+        read.called(headers, "items") if hasattr(type(headers), "items") else headers
+    ):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            continue
+        name = (_text(pair[0]) or "").lower()
+        if name in HEADERS or name in wanted or _ANTHROPIC_WINDOW.fullmatch(name):
+            value = _text(pair[1])
+            if value is not None:
+                found.setdefault(name, value[:VALUE_MAX].strip())
+    return found
+
+
+def _text(value: object) -> str | None:
+    if type(value) is str:
+        return value
+    if isinstance(value, bytes):
+        return value[:1000].decode("latin-1")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value}"
+    return str.__str__(value) if isinstance(value, str) else None

@@ -1,0 +1,206 @@
+"""The classifier: an ordered, immutable list of rules, and the classification of an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from celery_leases.common.redaction import message_of
+from celery_leases.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
+from celery_leases.failures import rule_syntax
+from celery_leases.failures.actions import Classification, Reason, exact_delay, reason_of
+from celery_leases.failures.attributes import Reader
+from celery_leases.failures.chains import linked
+from celery_leases.failures.conditions import HasHeader
+from celery_leases.failures.default_rules import (
+    ANYTHING_ELSE,
+    ASKED_COOLDOWN,
+    ASKED_RETRY,
+    ASKED_SNOOZE,
+    CONTROL_FLOW,
+    DEFAULTS,
+    LIMITS,
+)
+from celery_leases.failures.delays import server_delay
+from celery_leases.failures.facts import MESSAGE_MAX, ErrorFacts, facts_from
+from celery_leases.failures.hooks import answer
+from celery_leases.failures.rule import Asking, Hook, Rule, Turn, matching
+
+__all__ = ["Asking", "Hook", "Rule", "Rules"]
+
+_log: Final = logging.getLogger("celery_leases")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to do about failures; the first rule that matches decides. Immutable: ``on`` and ``use``
+    return new objects.
+
+    The order: the requests of the body itself (``Cooldown``, ``RetryLater``, ``PermanentFailure``),
+    the rules of the user as written, the default rules (of ``Rules.default()``), and last the rule
+    that cools the key down.
+    """
+
+    #: The user's, in the order written.
+    written: tuple[Rule | Asking, ...] = ()
+    #: Whether the default rules follow.
+    defaults: bool = False
+
+    @classmethod
+    def default(cls) -> Rules:
+        """The default rules, before which you can add your own."""
+        return cls(defaults=True)
+
+    def on(
+        self,
+        *,
+        status: rule_syntax.Statuses | None = None,
+        code: rule_syntax.Words | None = None,
+        exc: rule_syntax.Kinds | None = None,
+        sqlstate: rule_syntax.Words | None = None,
+        grpc: rule_syntax.Words | None = None,
+        header: str | None = None,
+        message: str | None = None,
+        name: str | None = None,
+        to: rule_syntax.To,
+    ) -> Rules:
+        """These rules and one more: if all conditions hold for the error or for one that it wraps,
+        *to* applies.
+
+        *to* is :func:`~celery_leases.failures.actions.retry`, ``cooldown`` or ``permanent`` (or one
+        of these words), or a duration after which exactly it is retried. *header* must be present,
+        *message* is a regular expression, *exc* also finds subclasses. A wrong value raises
+        :class:`LeaseConfigurationError`.
+        """
+        case = rule_syntax.conditions(
+            status=status,
+            code=code,
+            exc=exc,
+            sqlstate=sqlstate,
+            grpc=grpc,
+            header=header,
+            message=message,
+        )
+        ruling = rule_syntax.ruling(to)
+        rule = Rule(
+            _named(name, f"user: {' '.join(map(str, case))}"), (case,), ruling, reason_of(ruling)
+        )
+        return replace(self, written=(*self.written, rule))
+
+    def use(self, hook: Hook, *, name: str | None = None) -> Rules:
+        """These rules and one more, which calls ``hook(exception, facts)``.
+
+        The hook returns an action, a number of seconds (retry after exactly that), ``True``
+        (retry), ``False`` (permanent), or ``None`` (apply the next rule). Any other value, or an
+        exception, is logged and counts as ``None``.
+        """
+        if not callable(hook):
+            raise LeaseConfigurationError(
+                f"Rules.use: {hook!r} is not usable; write a function of (exception, facts)"
+            )
+        called = getattr(hook, "__qualname__", type(hook).__qualname__)
+        asking = Asking(_named(name, f"user: {called}"), hook)
+        return replace(self, written=(*self.written, asking))
+
+    def rows(self) -> tuple[Rule | Asking, ...]:
+        """Every rule in the order of application; for rules about wrappers, see :class:`Turn`."""
+        defaults = (
+            [rule for turn in Turn for rule in DEFAULTS if rule.turn is turn]
+            if self.defaults
+            else []
+        )
+        return (*CONTROL_FLOW, *self.written, LIMITS, *defaults, ANYTHING_ELSE)
+
+    def judge(
+        self, error: BaseException, now: float, clock: Callable[[], float] | None = None
+    ) -> Classification:
+        """The classification of *error*; *now* is the wall clock in seconds since the epoch. Never
+        raises, except for the KeyboardInterrupt of a hook. *clock* gives seconds, for the time
+        limit of :class:`~celery_leases.failures.attributes.Reader`.
+
+        Celery's own control flow and ``LeaseLost`` are not failures and must not be passed;
+        ``Snooze`` is not a failure either, and gives a retry after its delay.
+        """
+        try:
+            read = Reader(clock)
+            errors = linked(error, read)
+            for one in errors:
+                if isinstance(one, Cooldown | RetryLater | Snooze):
+                    return _asked(one, now)
+            return self._judged(facts_from(errors, read, _headers(self.written)), now, error)
+        except Exception:  # noqa: BLE001 - a failure must not grow into another one
+            _log.exception("could not classify %s; it is handled as an unknown error", type(error))
+            return _of_anything_else("it could not be classified")
+
+    def judge_facts(self, facts: ErrorFacts, now: float) -> Classification:
+        """The classification of an error of which only the facts are known; hooks are not called.
+        Never raises.
+        """
+        try:
+            return self._judged(facts, now, None)
+        except Exception:  # noqa: BLE001 - as above
+            _log.exception("could not classify %r; it is handled as an unknown error", facts)
+            return _of_anything_else("it could not be classified")
+
+    def _judged(self, facts: ErrorFacts, now: float, error: BaseException | None) -> Classification:
+        found = self._found(facts, error)
+        delay = server_delay(facts, now)
+        if (exact := exact_delay(found.ruling)) is not None:
+            return replace(found, delay=exact, source="rule")
+        if found.ruling.kind == "permanent" or delay is None:
+            return found
+        return replace(found, delay=delay.seconds, source=delay.source, clamped=delay.clamped)
+
+    def _found(self, facts: ErrorFacts, error: BaseException | None) -> Classification:
+        chain = facts.chain or (facts,)
+        for rule in (*CONTROL_FLOW, *self.written):
+            if isinstance(rule, Rule):
+                if (why := rule.match(chain)) is not None:
+                    return Classification(rule.name, rule.ruling, rule.reason, why=why)
+            elif error is not None and (ruling := answer(rule, error, facts)) is not None:
+                return Classification(
+                    rule.name, ruling, reason_of(ruling), why="the rule function decided"
+                )
+        matched = matching((LIMITS, *DEFAULTS) if self.defaults else (LIMITS,), chain)
+        if matched is not None:
+            rule, why = matched
+            return Classification(rule.name, rule.ruling, rule.reason, why=why)
+        name = f" {facts.names[0]}" if facts.names else ""
+        return _of_anything_else(f"no rule knows{name}")
+
+
+def _asked(error: Cooldown | RetryLater | Snooze, now: float) -> Classification:
+    """The request of the body, exactly: it may be longer than the limit for responses."""
+    name, ruling, delay = "asked-snooze", ASKED_SNOOZE, error.delay
+    if isinstance(error, RetryLater):
+        name, ruling = "asked-retry", ASKED_RETRY
+    elif isinstance(error, Cooldown):
+        name, ruling = "asked-cooldown", replace(ASKED_COOLDOWN, scope=error.scope)
+        if error.until is not None:
+            delay = max(0.0, error.until - now)
+    source = None if delay is None else "exception"
+    return Classification(
+        name, ruling, Reason.ASKED, delay, source, why=message_of(error, MESSAGE_MAX)
+    )
+
+
+def _of_anything_else(why: str) -> Classification:
+    return Classification(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
+
+
+def _headers(rules: Sequence[Rule | Asking]) -> frozenset[str]:
+    """The headers that the user's rules look at."""
+    cases = (case for rule in rules if isinstance(rule, Rule) for case in rule.cases)
+    return frozenset(part.name for case in cases for part in case if isinstance(part, HasHeader))
+
+
+def _named(name: object, otherwise: str) -> str:
+    if name is None:
+        return otherwise
+    if not isinstance(name, str) or not name.strip():
+        raise LeaseConfigurationError(
+            f"Rules: name={name!r} is not usable; write a few words for operators"
+        )
+    return name

@@ -1,0 +1,380 @@
+"""One mapping from a status, or an error, to an HTTP answer: code, headers and a JSON body, for
+every web framework.
+
+Nothing here does I/O or knows a framework. ``docs/http.md`` has the table. Problems are described
+as RFC 9457 (``application/problem+json``) has it. What a person reads is
+:meth:`~celery_leases.LeaseStatus.message`, never the text of an exception; what was raised, where
+it ran and how effects are named stay inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any, Final, Literal
+from urllib.parse import quote
+
+from celery_leases.common.durations import in_words
+from celery_leases.errors import (
+    AlreadyDone,
+    AlreadyQueued,
+    BrokerUnavailable,
+    CoolingDown,
+    KeyReused,
+    KeyUnusable,
+    LeaseHeld,
+    LeaseIsLive,
+    LeaseMisuse,
+    LeasesError,
+    PermanentFailure,
+    RecordUnreadable,
+    RescheduleFailed,
+    ResultMissing,
+    StoreUnavailable,
+    Uncertain,
+    UnknownKey,
+)
+from celery_leases.failures.actions import Reason
+from celery_leases.protocol.records import Ended, State
+from celery_leases.protocol.status import (
+    ABANDONED,
+    LEASE_STORE_UNAVAILABLE,
+    MESSAGES,
+    RECORD_UNREADABLE,
+    UNREADABLE,
+    WORKER_LOST,
+    LeaseStatus,
+    MessageCode,
+)
+
+__all__ = [
+    "HttpAnswer",
+    "IdempotencyKeyRefused",
+    "answer",
+    "forbidden",
+    "idempotency_key",
+    "public",
+]
+
+Asked = Literal["status", "work"]
+"""What a request asks for: where a key stands, or that its work be done."""
+
+POLL_AFTER: Final = 2.0
+"""Seconds after which a client may look again at a key that is queued or running."""
+AWAY_AFTER: Final = 5.0
+"""Seconds after which a client may try again when a store does not answer."""
+LONGEST_HEADER: Final = 255
+"""Characters of an ``Idempotency-Key``."""
+
+JSON: Final = "application/json"
+PROBLEM: Final = "application/problem+json"
+
+_PUBLIC: Final = (
+    *(
+        "key",
+        "state",
+        "message",
+        "message_code",
+        "attempt",
+        "retry_at",
+        "scope",
+        "resumes",
+        "progress",
+        "result",
+    ),
+    *("reference", "created_at", "started_at", "finished_at"),
+)
+_CODES: Final = frozenset(
+    {*Reason, *Ended, WORKER_LOST, RECORD_UNREADABLE, LEASE_STORE_UNAVAILABLE}
+)
+_OUTSTANDING: Final = frozenset({State.PENDING, State.RUNNING, ABANDONED})
+_ENDED: Final = frozenset({State.DONE, State.FAILED, State.UNCERTAIN, UNREADABLE})
+_VISIBLE: Final = re.compile(r"[\x21-\x7e]+", re.ASCII)
+_STRING: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"', re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """What to send: the *status* code, the *headers* (``Content-Type`` among them), and the *body*
+    as plain values.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: Mapping[str, Any]
+
+    def content(self) -> bytes:
+        """The body as JSON in UTF-8."""
+        return json.dumps(self.body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the work is to be done, and its call may be published: 202."""
+        return self.status == HTTPStatus.ACCEPTED
+
+
+class IdempotencyKeyRefused(KeyUnusable):
+    """The ``Idempotency-Key`` of a request is missing, or is none; the message is fit for the
+    client, as it is.
+    """
+
+
+def answer(
+    subject: LeaseStatus | LeasesError,
+    *,
+    asked: Asked = "status",
+    idempotent: bool = False,
+    location: str | None = None,
+    poll_after: float = POLL_AFTER,
+    now: float | None = None,
+) -> HttpAnswer:
+    """What to answer where a key stands as *subject* says, or where that error was raised.
+
+    *asked*: ``"status"`` for a request that only looks, which gets 200 for every status; ``"work"``
+    for one that asks for the work, with the status as it was before anything was published: 202
+    says that it may be. *idempotent*: that request bears an ``Idempotency-Key``, so one that is not
+    finished is a conflict. *location*: the URL of the status. *poll_after*: seconds until a client
+    should look again. *now*, in seconds since the epoch, is for an error that has come from
+    elsewhere: what is left of its wait is counted from then.
+    """
+    if isinstance(subject, LeaseStatus):
+        return _of_status(subject, asked, idempotent, location, poll_after)
+    return _of_error(subject, location, poll_after, now)
+
+
+def forbidden() -> HttpAnswer:
+    """What to answer where the authoriser of a status view says no, whether there is such a key or
+    not.
+    """
+    return _problem(HTTPStatus.FORBIDDEN, "forbidden", "You may not see this", None, None)
+
+
+def public(status: LeaseStatus) -> dict[str, Any]:
+    """What a client may see of *status*, as plain values; ``retry_after`` in whole seconds, rounded
+    up.
+
+    Without ``error``, ``detail``, ``rule``, ``group``, ``holder``, ``effects`` and what else is for
+    operators. ``reason`` is a stable code, or ``None``.
+    """
+    values = status.as_json()
+    body = {name: values[name] for name in _PUBLIC}
+    body["retry_after"] = _whole(status.retry_after)
+    body["reason"] = status.reason if status.reason in _CODES else None
+    return body
+
+
+def idempotency_key(header: str | None, caller: object) -> str:
+    """The value of a request's ``Idempotency-Key`` *header*, made the key of a call.
+
+    *caller* is who asks (a user's or an account's id): the same header of two callers is two keys.
+    A quoted string is read as structured field values are (RFC 8941), other text as it is, as most
+    clients send it. Raises :class:`IdempotencyKeyRefused` for a header that is missing, empty,
+    longer than 255 characters or malformed, and
+    :class:`~celery_leases.errors.LeaseMisuse` for a blank *caller*.
+    """
+    who = str(caller) if caller is not None else ""
+    if not who.strip():
+        raise LeaseMisuse(
+            f"caller={caller!r}: write the id of who asks, or everybody's keys would be the same"
+        )
+    text = (header or "").strip()
+    if not text:
+        raise IdempotencyKeyRefused("The request needs an Idempotency-Key header.")
+    if text.startswith('"'):
+        read = _STRING.fullmatch(text)
+        text = re.sub(r"\\(.)", r"\1", read[1]) if read else ""
+    elif not _VISIBLE.fullmatch(text) or "," in text:
+        text = ""
+    if not text.strip() or len(text) > LONGEST_HEADER:
+        raise IdempotencyKeyRefused(
+            f"The Idempotency-Key header must be one string of 1 to {LONGEST_HEADER} visible ASCII characters."
+        )
+    # What stands before the first colon is the caller, whatever either of them contains.
+    return f"{quote(who, safe='')}:{text}"
+
+
+def _of_status(
+    status: LeaseStatus, asked: Asked, idempotent: bool, location: str | None, poll_after: float
+) -> HttpAnswer:
+    wait = status.retry_after or (None if status.state in _ENDED else poll_after)
+    if asked == "status" or status.state == State.DONE:
+        return _plain(HTTPStatus.OK, public(status), wait)
+    refused = _refusal(status, idempotent)
+    if refused is None:
+        return _plain(HTTPStatus.ACCEPTED, public(status), wait, location)
+    code, name = refused
+    told = {
+        name: value
+        for name, value in public(status).items()
+        if name in ("state", "retry_at", "scope", "reason")
+    }
+    return _problem(code, name, status.message(), wait, location, **told)
+
+
+def _refusal(status: LeaseStatus, idempotent: bool) -> tuple[HTTPStatus, str] | None:
+    """Why the work of a key is not to be done now, if it is not: the status code, and the code of
+    the problem.
+    """
+    if status.state == UNREADABLE:
+        return HTTPStatus.INTERNAL_SERVER_ERROR, "unreadable"
+    if status.state in (State.FAILED, State.UNCERTAIN):
+        return HTTPStatus.CONFLICT, str(status.state)
+    if status.retry_after and status.scope == "group":
+        return HTTPStatus.SERVICE_UNAVAILABLE, "group_cooling_down"
+    if status.retry_after and status.state == State.COOLING:
+        return HTTPStatus.TOO_MANY_REQUESTS, "cooling_down"
+    queued = status.state in _OUTSTANDING or (status.state == State.COOLING and status.resumes)
+    if idempotent and queued and not _is_with_nobody(status):
+        return HTTPStatus.CONFLICT, "outstanding"
+    return None
+
+
+def _is_with_nobody(status: LeaseStatus) -> bool:
+    """Whether the last attempt has failed, and its call does not come back: to ask again is what
+    its caller should.
+    """
+    return status.state == State.PENDING and status.error is not None and not status.resumes
+
+
+def _of_error(
+    error: LeasesError, location: str | None, poll_after: float, now: float | None
+) -> HttpAnswer:
+    match error:
+        case CoolingDown():
+            return _of_cooldown(error, location, now)
+        case AlreadyDone() | ResultMissing():
+            done = LeaseStatus(error.key, None, State.DONE.value)
+            return _plain(HTTPStatus.OK, public(done), None)
+        case AlreadyQueued():
+            return _of_queued(error, location, poll_after)
+        case LeaseHeld() | LeaseIsLive():
+            return _problem(
+                HTTPStatus.CONFLICT, "held", _HELD, error.remaining or poll_after, location
+            )
+        case IdempotencyKeyRefused():
+            return _problem(
+                HTTPStatus.BAD_REQUEST, "idempotency_key_refused", str(error), None, location
+            )
+    code, name, text, wait = next(row for kind, row in _ERRORS.items() if isinstance(error, kind))
+    state = {"state": name} if name in (State.FAILED, State.UNCERTAIN) else {}
+    return _problem(code, name, text, wait, location, **state)
+
+
+def _of_queued(error: AlreadyQueued, location: str | None, poll_after: float) -> HttpAnswer:
+    """By where the record stood that kept a call from being published."""
+    status = LeaseStatus(error.key, None, error.state or State.PENDING.value, attempt=1)
+    if status.state == State.DONE:
+        return _plain(HTTPStatus.OK, public(status), None)
+    ended = status.state in _ENDED
+    name = status.state if ended else "outstanding"
+    wait = None if ended else poll_after
+    text = status.message() if ended else _HELD
+    return _problem(HTTPStatus.CONFLICT, name, text, wait, location, state=status.state)
+
+
+def _of_cooldown(error: CoolingDown, location: str | None, now: float | None) -> HttpAnswer:
+    at: float | None = error.retry_at  # an error that was made without details has none
+    left = error.retry_after if now is None or at is None else at - now
+    wait = max(1.0, left or 0.0)
+    scope = error.scope or "key"
+    known = (
+        (HTTPStatus.SERVICE_UNAVAILABLE, "group_cooling_down")
+        if scope == "group"
+        else (HTTPStatus.TOO_MANY_REQUESTS, "cooling_down")
+    )
+    then = datetime.fromtimestamp(at, UTC).isoformat() if at is not None else None
+    reason = error.reason if error.reason in _CODES else None
+    text = MESSAGES[MessageCode.RETRY_IN].format(wait=in_words(wait))
+    return _problem(
+        *known, text, wait, location, state="cooling", retry_at=then, scope=scope, reason=reason
+    )
+
+
+_HELD: Final = "The same work is queued or running"
+_ERRORS: Final[Mapping[type[LeasesError], tuple[HTTPStatus, str, str, float | None]]] = {
+    KeyReused: (
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+        "key_reused",
+        "The same key was used for a request with other content",
+        None,
+    ),
+    KeyUnusable: (
+        HTTPStatus.BAD_REQUEST,
+        "key_unusable",
+        "The content of the request makes no key",
+        None,
+    ),
+    UnknownKey: (HTTPStatus.NOT_FOUND, "unknown_key", "Nothing is known of this key", None),
+    PermanentFailure: (HTTPStatus.CONFLICT, "failed", MESSAGES[MessageCode.FAILED], None),
+    Uncertain: (HTTPStatus.CONFLICT, "uncertain", MESSAGES[MessageCode.UNCERTAIN], None),
+    RecordUnreadable: (
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "unreadable",
+        MESSAGES[MessageCode.UNREADABLE],
+        None,
+    ),
+    StoreUnavailable: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "unavailable",
+        "The service does not answer now",
+        AWAY_AFTER,
+    ),
+    BrokerUnavailable: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "unavailable",
+        "The service does not answer now",
+        AWAY_AFTER,
+    ),
+    RescheduleFailed: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "unavailable",
+        "The service does not answer now",
+        AWAY_AFTER,
+    ),
+    LeasesError: (HTTPStatus.INTERNAL_SERVER_ERROR, "error", "The server met an error", None),
+}
+"""By class, in the order in which they are asked: status code, code of the problem, what a person
+reads, and a wait.
+"""
+
+
+def _plain(
+    code: HTTPStatus, body: Mapping[str, Any], wait: float | None, location: str | None = None
+) -> HttpAnswer:
+    return HttpAnswer(code.value, _headers(JSON, wait, location), body)
+
+
+def _problem(
+    code: HTTPStatus, name: str, text: str, wait: float | None, instance: str | None, **known: Any
+) -> HttpAnswer:
+    """An answer as RFC 9457 has it; the type ``about:blank`` wants the title to be that of the
+    status code.
+    """
+    body: dict[str, Any] = {
+        "type": "about:blank",
+        "title": code.phrase,
+        "status": code.value,
+        "detail": text,
+    }
+    body |= {"instance": instance} if instance is not None else {}
+    body |= {"code": name, "retry_after": _whole(wait), **known}
+    return HttpAnswer(code.value, _headers(PROBLEM, wait, None), body)
+
+
+def _headers(content_type: str, wait: float | None, location: str | None) -> dict[str, str]:
+    headers = {"Content-Type": content_type, "Cache-Control": "no-store"}
+    if location is not None:
+        headers["Location"] = location
+    if wait is not None:
+        headers["Retry-After"] = str(_whole(wait))
+    return headers
+
+
+def _whole(wait: float | None) -> int | None:
+    """Seconds as HTTP writes them: whole ones, rounded up."""
+    return max(1, math.ceil(wait)) if wait is not None else None

@@ -1,0 +1,428 @@
+"""``self.lease`` and ``current_lease``: the lease of the running attempt, as a task body
+uses it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from celery_leases.attempt.effect_calls import EffectReply, calls_of
+from celery_leases.attempt.effects import MOVED_ON
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.steps import Steps, UserTransaction
+from celery_leases.attempt.unleased import Unleased
+from celery_leases.common import durations
+from celery_leases.errors import (
+    AlreadyCompleted,
+    EffectMisused,
+    ForkedLease,
+    GuardOpen,
+    LeaseLost,
+    LeaseMisuse,
+)
+from celery_leases.protocol import progress as saved
+from celery_leases.protocol.effects import VERIFY_AFTER, OnUncertain
+from celery_leases.protocol.records import Attempt, Record
+from celery_leases.protocol.results import decode
+
+T = TypeVar("T")
+FORKED: Final = (
+    "this process was forked by the body, and the lease belongs to the process of the body"
+)
+SAVE_EVERY: Final = 1.0
+"""Seconds between two saves of a loop's position."""
+
+
+class Lease:
+    """The lease of the running attempt. All times are seconds by the local clock.
+
+    ``key``: the stable key of the business action. ``token``: random, made for this attempt alone.
+    ``fence``: an integer per key that only grows; pass it to any store that can compare it.
+    ``attempt``: 1 for the first run of the key. ``previous``: how the last attempt ended, with
+    error and host.
+
+    A process that the body has forked (``os.fork``, ``multiprocessing``) does not hold the lease:
+    only the process of the body renews it. Methods that write raise
+    :class:`~celery_leases.errors.ForkedLease` there.
+    """
+
+    def __init__(
+        self, held_lease: HeldLease, record: Record, steps: Callable[[], Steps], process: int
+    ) -> None:
+        self._held_lease = held_lease
+        self._record = record
+        self._make_steps = steps
+        self._progress = (
+            saved.load(record.progress, record.generation)
+            if record.progress is not None
+            else saved.NONE
+        )
+        self._saved_at = -math.inf
+        self._loops: set[str] = set()
+        self._process = process
+        self.key = record.key
+        self.token = record.owner
+        self.fence = record.fence
+        self.attempt = record.attempt
+        self.previous: Attempt | None = record.previous
+        held_lease.confirm = self._confirm
+
+    @property
+    def _steps(self) -> Steps:
+        """Created by the first step of the body; threads of a body share it."""
+        made: Steps | None = self.__dict__.get("_made_steps")
+        return (
+            made
+            if made is not None
+            else self.__dict__.setdefault("_made_steps", self._make_steps())
+        )
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease counts, computed from the clock without a round trip."""
+        return not self._forked and self._held_lease.held
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease is lost. A lost lease stays lost."""
+        return not self.held
+
+    def remaining(self) -> float:
+        """Seconds until the body must stop if no renewal succeeds before; 0 when the lease
+        is lost.
+        """
+        return 0.0 if self._forked else self._held_lease.remaining()
+
+    def check(self) -> None:
+        """Raise :class:`~celery_leases.LeaseLost` unless the lease counts. Call it right before an
+        action that cannot be undone.
+
+        It needs no round trip, with one exception. When a database lease has expired while a
+        transaction of :meth:`guard` or :meth:`complete` holds the row, the database is asked. Then
+        it raises :class:`~celery_leases.errors.StoreUnavailable` if the database does not answer.
+        """
+        if self._forked:
+            raise LeaseLost(
+                f"{self.key}: the lease is not held in this process: {FORKED}", self.key, FORKED
+            )
+        self._held_lease.check()
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def extend(self, seconds: durations.Duration) -> None:
+        """Make the lease last at least *seconds* (or ``"5m"``) from now, in one round trip. It
+        never becomes shorter.
+
+        Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a wrong time,
+        :class:`~celery_leases.LeaseLost`, and :class:`~celery_leases.errors.StoreUnavailable` if
+        the store did not answer.
+        """
+        self._refuse_forked("extend()")
+        span = durations.seconds(seconds, "extend(): seconds")
+        self._refuse_guarded("extend()")
+        with self._steps.closed():
+            self._steps.renewer.extend(self._held_lease, span)
+
+    # -- effects -----------------------------------------------------------------------------------
+
+    def effect(
+        self,
+        name: str,
+        call: Callable[[str], Any],
+        *,
+        reference: Callable[[Any], Any] | None = None,
+        verify: Callable[[str], Any] | None = None,
+        verify_after: float = VERIFY_AFTER,
+        uncertain: OnUncertain = "stop",
+    ) -> EffectReply:
+        """Make one external action happen once for this key, however many attempts it takes.
+
+        *call* gets an idempotency key, which is the same on every attempt. Pass it to the other
+        system in one request, and switch off the retries of the client library (``max_retries=0``),
+        because celery_leases does not see them. The reply must be JSON. ``reference(reply)``
+        returns the other system's own name for it. The intent is committed before the call, the
+        reply after it. If an earlier attempt has done the effect, its reply is returned and no call
+        is made.
+
+        If an attempt died between intent and reply, the outcome of the effect is unknown. Then
+        ``verify(idempotency_key)`` is called, at least *verify_after* seconds after the intent;
+        until then the task is rescheduled. It returns the reply it found, returns ``None`` (not
+        ``False``) if the effect has not happened, or raises :class:`~celery_leases.Uncertain`.
+        Without *verify*, ``uncertain="rerun"`` makes the call again with the same key, for a system
+        that deduplicates by it; ``"stop"`` raises :class:`~celery_leases.Uncertain`, and an
+        operator decides about the key.
+
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.LeaseMisuse` for a
+        wrong argument, :class:`~celery_leases.errors.GuardOpen`,
+        :class:`~celery_leases.errors.EffectMisused`,
+        :class:`~celery_leases.errors.StoreUnavailable`, and every exception of *call*.
+        """
+        self._refuse_forked("effect()")
+        self._refuse_guarded("effect()")
+        return self._steps.effects.perform(
+            name, calls_of(call, reference, verify, verify_after, uncertain)
+        )
+
+    # -- progress ----------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Any:
+        """The value that :meth:`save_progress` saved last, in this attempt or an earlier one;
+        ``None`` if there is none.
+        """
+        return decode(self._progress.value)
+
+    def save_progress(self, value: Any) -> None:
+        """Save a JSON value for the next attempt, and renew the lease. The value is durable when
+        this returns.
+
+        Raises :class:`~celery_leases.LeaseLost`, :class:`~celery_leases.errors.GuardOpen`,
+        :class:`~celery_leases.errors.EffectMisused` for a value that is not JSON,
+        :class:`~celery_leases.errors.StoreUnavailable`.
+        """
+        self._refuse_forked("save_progress()")
+        self._refuse_guarded("save_progress()")
+        self._save(replace(self._progress, value=saved.checked(value, self.key)))
+        self._steps.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
+
+    def each(
+        self, items: Iterable[T], *, name: str = "items", every: int | None = None
+    ) -> Iterator[T]:
+        """Iterate over *items*, without those that an earlier attempt has finished. The order of
+        the items must be the same on every attempt.
+
+        An item is finished once the loop asks for the next one. The position is saved once a
+        second, or after every *n* items with ``every=n``. It is also saved at the end of the loop,
+        and with the outcome of an attempt that fails or is interrupted. So only a killed process
+        repeats items: the item it died in, and up to a second's items, or *every* - 1. Only the
+        position is saved: values that the body collects in local variables are lost with their
+        attempt.
+
+        *name* identifies the loop if a task has several. Each loop may be entered once in an
+        attempt, and by one thread: items of one loop in several threads may run again.
+
+        Raises :class:`~celery_leases.errors.LeaseMisuse` for a wrong *every*,
+        :class:`~celery_leases.LeaseLost` between items, and the errors of :meth:`save_progress`.
+        """
+        count: object = every
+        if count is not None and (
+            isinstance(count, bool) or not isinstance(count, int) or count < 1
+        ):
+            raise LeaseMisuse(
+                f"each(every={every!r}): give a whole number of at least 1, or leave it out"
+            )
+        given: object = name
+        if not isinstance(given, str):
+            raise EffectMisused(
+                f"{self.key}: each(name={name!r}): the name of a loop is a text", self.key
+            )
+        if name in self._loops:
+            message = f"{self.key}: each() named {name!r} twice in one attempt; give each loop its own name="
+            raise EffectMisused(message, self.key)
+        self._refuse_forked("each()")
+        self._refuse_guarded("each()")
+        self._loops.add(name)
+        return self._each(items, name, every)
+
+    def _each(self, items: Iterable[T], name: str, every: int | None) -> Iterator[T]:
+        finished = self._progress.positions.get(name, 0)
+        last = finished
+        for number, item in enumerate(items):
+            if number < finished:
+                continue
+            self.check()
+            yield item
+            self._refuse_forked("each()")
+            self._advance(name, number + 1)
+            due = (
+                number + 1 - last >= every
+                if every
+                else self._held_lease.now() - self._saved_at >= SAVE_EVERY
+            )
+            if due:
+                self._save_loop()
+                last = number + 1
+        if self._held_lease.work.has_unsaved:
+            self._save_loop()
+
+    def _save_loop(self) -> None:
+        self._refuse_guarded("each()")
+        self._save(self._progress)
+        if not self._held_lease.renewable(
+            self._held_lease.now()
+        ):  # then only saved progress extends the lease
+            self._steps.renewer.extend(self._held_lease, self._held_lease.claim_request.ttl)
+
+    def _advance(self, name: str, finished: int) -> None:
+        self._progress = replace(
+            self._progress, positions={**self._progress.positions, name: finished}
+        )
+        self._held_lease.work.leave_unsaved(
+            partial(saved.dump, self._progress, self._record.generation)
+        )
+
+    def _save(self, now: saved.Progress) -> None:
+        self.check()
+        text = saved.dump(now, self._record.generation)
+        with self._steps.closed():
+            if not self._steps.store.save_progress(self._record, text):
+                raise LeaseLost(f"{self.key}: the lease is lost: {MOVED_ON}", self.key, MOVED_ON)
+            self._progress, self._saved_at = now, self._held_lease.now()
+            self._held_lease.work.leave_unsaved(None)
+            self._held_lease.work.progressed = True
+
+    # Write the done record in the caller's own transaction, and return the result as it is after a
+    # round trip through JSON. The record commits with the caller's rows, or neither does.
+    # *session_or_connection* is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection,
+    # in a transaction on the records' database. After the commit the call has succeeded with this
+    # result, whatever the body does afterwards; return the result, and commit before the body ends.
+    # It may be called again after a rollback. While the transaction is open, no other method of the
+    # lease writes. Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let
+    # it roll your work back), :class:`~celery_leases.errors.AlreadyCompleted`,
+    # :class:`~celery_leases.errors.WrongDatabase`, :class:`~celery_leases.errors.GuardOpen` while
+    # another transaction is guarded, and :class:`~celery_leases.errors.EffectMisused` for a result
+    # that is not JSON.
+
+    def complete(self, result: Any, session_or_connection: Any) -> Any:
+        """Write the done record in the caller's own transaction, and return the result as JSON
+        gives it back.
+
+        It commits with the caller's rows, or neither does. *session_or_connection*: a SQLAlchemy
+        ``Session`` or ``Connection``, or a DB-API connection, in a transaction on the records'
+        database. Once committed the call has succeeded with this result, whatever the body does
+        afterwards; return it, and commit before the body ends. Legal again after a rollback. While
+        the transaction is open, nothing else of this handle writes.
+
+        Raises :class:`~celery_leases.LeaseLost` when a later attempt owns the key (let it roll your
+        work back), :class:`~celery_leases.errors.AlreadyCompleted`,
+        :class:`~celery_leases.errors.WrongDatabase`, :class:`~celery_leases.errors.GuardOpen` while
+        another transaction is guarded, and :class:`~celery_leases.errors.EffectMisused` for a
+        result that is no JSON.
+        """
+        self._refuse_forked("complete()")
+        text = saved.checked(result, self.key, "complete()")
+        made = self._steps.transaction(session_or_connection)
+        if made is None:  # an eager call, whose records are in memory: the wrapper completes it
+            self.check()
+            return decode(text)
+        transaction = self._joined("complete()", made, session_or_connection)
+        with self._steps.closed():
+            if self._held_lease.work.completing and transaction.has_completed(self._record):
+                raise AlreadyCompleted(
+                    f"{self.key}: complete() was called before in this attempt", self.key
+                )
+            self.check()
+            outcome = self._steps.outcome(result)
+            self._lock(transaction, lambda: transaction.complete(self._record, outcome))
+            self._held_lease.work.completing = True
+        return decode(text)
+
+    def guard(self, session_or_connection: Any) -> None:
+        """Lock the record's row in the caller's own transaction, so that its rows commit only while
+        this attempt has the current fence.
+
+        Above READ COMMITTED call it first in the transaction. While the transaction is open, no
+        other method of the lease writes. Raises :class:`~celery_leases.LeaseLost`,
+        :class:`~celery_leases.errors.WrongDatabase`, :class:`~celery_leases.errors.GuardOpen` while
+        another transaction is guarded, and the errors of :meth:`check`.
+        """
+        self._refuse_forked("guard()")
+        self.check()
+        made = self._steps.transaction(session_or_connection)
+        if made is None:
+            return
+        transaction = self._joined("guard()", made, session_or_connection)
+        with self._steps.closed():
+            if self._held_lease.work.completing and transaction.has_completed(self._record):
+                return  # its own transaction locks a done record, and no attempt runs after that
+            self._lock(transaction, lambda: transaction.guard(self._record))
+
+    def _lock(self, transaction: UserTransaction, lock: Callable[[], None]) -> None:
+        with self._held_lease.work.locking(transaction):
+            self._steps.renewer.make_way(self._held_lease)
+            sent = self._held_lease.now()
+            lock()
+        if self._record.lease_until is not None:  # the row is the lease
+            self._steps.renewer.locked(self._held_lease, sent)
+
+    def _confirm(self) -> None:
+        with self._steps.closed():
+            self._steps.renewer.confirm(self._held_lease)
+
+    def _joined(self, what: str, transaction: UserTransaction, given: Any) -> UserTransaction:
+        if self._held_lease.work.guarded_elsewhere(given):
+            other = "another transaction of complete() or guard()"
+            raise GuardOpen(
+                f"{self.key}: {what} while {other} is open; end that transaction first", self.key
+            )
+        transaction.join(self.key)
+        self._held_lease.work.join(transaction)
+        return transaction
+
+    def _refuse_forked(self, what: str) -> None:
+        if self._forked:
+            raise ForkedLease(
+                f"{self.key}: {what} in process {os.getpid()}: {FORKED}; call it there", self.key
+            )
+
+    def _refuse_guarded(self, what: str) -> None:
+        if self._held_lease.work.is_locked():
+            message = (
+                f"{self.key}: {what} while the transaction of complete() or guard() is open; "
+                "end that transaction first"
+            )
+            raise GuardOpen(message, self.key)
+        if self._held_lease.work.completing and self._steps.renewer.has_completed(self._held_lease):
+            raise AlreadyCompleted(
+                f"{self.key}: {what} after complete() was committed; call {what} before complete()",
+                self.key,
+            )
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.key} attempt {self.attempt} fence {self.fence}{'' if self.held else ' lost'}>"
+
+
+UNLEASED = Unleased()
+_current: ContextVar[Lease | Unleased] = ContextVar("celery_leases_current", default=UNLEASED)
+
+
+def lease_here() -> Lease | Unleased:
+    """The lease of the body that runs in this thread or greenlet."""
+    return _current.get()
+
+
+enter_body: Final = _current.set
+"""Make a lease that of the body which begins here; :data:`leave_body` takes what it returns."""
+leave_body: Final = _current.reset
+
+
+@contextmanager
+def leased(lease: Lease | Unleased) -> Iterator[None]:
+    """Enclose a body that runs under *lease*."""
+    before = enter_body(lease)
+    try:
+        yield
+    finally:
+        leave_body(before)
+
+
+class CurrentLease:
+    """A proxy of the lease of the running body; each thread and greenlet sees its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(lease_here(), name)
+
+    def __repr__(self) -> str:
+        return repr(lease_here())
+
+
+current_lease = CurrentLease()

@@ -1,0 +1,3 @@
+"""The rules of leases and records: pure values and functions, without I/O, clock, randomness or
+framework.
+"""

@@ -1,0 +1,270 @@
+"""What to do with one delivery: pure functions of facts, no clock, no I/O, no randomness.
+
+The functions of the first table are here, those of the second in ``failures`` and ``outcomes``,
+with those of failing stores.
+
+Before the run (first row that matches)
+
+===========================================  =======================================================
+the record says                              verdict
+===========================================  =======================================================
+this call's callbacks are sent               ``Drop``
+this call has finished                       ``Replay``;
+                                             with callbacks, just now: ``Reschedule``, they are being sent
+this call was ended by the user's ``Ignore``,
+``Reject`` or ``replace()``                  ``Drop``
+this call's caller got its failure,
+and this is a copy                           ``Refuse`` with the remembered failure
+this call has been retried since             ``Drop``
+failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
+waiting for an operator                      ``Refuse(PermanentFailure)``
+another fingerprint, another call            ``Refuse(KeyReused)``
+done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``;
+                                             by its ``replace()``: ``Follow`` for ``Replay``
+running under a live lease, or lease held    this call: ``Reschedule`` until the lease ends;
+                                             another: ``Wait`` for ``lease_wait``, then
+                                             ``lease_on_held``: ``Reschedule``, ``Drop``, ``Refuse``
+waiting for ``retry_at``                     ``Reschedule`` until then
+cooling, or the gate of its group is shut    this call, or one that has begun: ``Reschedule`` until then;
+                                             another: ``lease_on_cooling``:
+                                             ``Refuse(CoolingDown)``, ``Reschedule``, ``Drop``
+claimed, and crashed too often in a row      ``GiveUp``
+claimed, second crash in a row or later      ``StandBack`` 5 s, then 30 s
+anything else                                ``Run``
+===========================================  =======================================================
+
+A call that has begun before is never dropped or refused because of another one: it is rescheduled,
+or replayed. A delivery that carries chain, chord, group or link is never dropped because of another
+call either.
+
+After the run
+
+===========================================  =======================================================
+the body                                     how the attempt is closed, and what Celery gets
+===========================================  =======================================================
+returned                                     ``done``; the value as it was stored
+raised, and the rules say: permanent         ``failed``; the exception
+raised, and the rules say: retry             ``pending`` for the delay, a quick retry; rescheduled, ``Retry``
+raised, and the rules say: cooldown          ``cooling`` for the delay, a failure unless it is its group's;
+                                             ``lease_resume``: rescheduled, ``Retry``; or the exception
+raised once too often                        a retry above ``lease_max_retries`` becomes a cooldown,
+                                             failure number ``lease_max_failures`` is ``failed``
+``Snooze``                                   ``pending`` for the delay, attempt given back; rescheduled
+lost its lease                               ``pending``, attempt given back; rescheduled
+was interrupted by a shutdown or revoke      ``pending``, attempt given back; the interruption continues
+ran into the hard limit, or exited           ``pending``, a crash; the interruption continues
+``Retry``, ``Reject(requeue=True)``          ``pending``, until the countdown is over; passed through
+``Ignore``, ``Reject``, ``replace()``        ``done`` without a result; passed through
+===========================================  =======================================================
+
+A failure of the group closes the gate of ``lease_cooldown_group`` first. A probe's success opens
+it, and so does its failure if that is clearly not the group's; a quick retry, an ambiguous failure
+or no failure leave it half-open.
+
+When a store fails: before the body has run the delivery is rescheduled; an outcome is tried again
+for ``leases_settle_timeout``, then the lease is left to expire and the delivery is rescheduled.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from celery_leases.common.texts import printable
+from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
+from celery_leases.protocol import claims
+from celery_leases.protocol.keys import differing
+from celery_leases.protocol.outcomes import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
+from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
+from celery_leases.protocol.results import NOT_JSON, TOO_LARGE
+from celery_leases.protocol.verdicts import (
+    Call,
+    Drop,
+    Facts,
+    Follow,
+    GiveUp,
+    Refuse,
+    Replay,
+    Reschedule,
+    Run,
+    StandBack,
+    Verdict,
+    Wait,
+)
+from celery_leases.protocol.waiting import hop, hop_until_woken, jitter, too_early
+
+LONGEST_LOOK = 60.0
+"""Seconds between two looks at the result of a task that stands for another one."""
+DISPATCH_GRACE = 5.0
+"""Seconds after its end in which a call may still be sending its callbacks; a replay would send
+them once more.
+"""
+
+
+def before_run(call: Call, facts: Facts) -> Verdict:
+    """Decide what the delivery does next; see the table above."""
+    record = facts.record
+    if facts.claimed:
+        assert record is not None
+        return _after_claim(call, record)
+    if facts.callbacks_out:
+        return Drop("its result and callbacks are already sent")
+    why = claims.refusal(record, call)
+    if why is not None and record is not None and why not in (Refusal.HELD, Refusal.EARLY):
+        return _answered(call, record, why, facts)
+    holder = facts.holder or (
+        holder_in(record) if record is not None and why is Refusal.HELD else None
+    )
+    if holder is not None:
+        return _held(call, holder, facts)
+    if facts.gate is not None or why is Refusal.EARLY:
+        return too_early(call, None if record is not None and record.expired else record, facts)
+    return Run()
+
+
+def refused_for_good(record: Record) -> PermanentFailure:
+    """What a caller is told of a key that has failed for good, or waits for an operator."""
+    failure = record.failure or Failure("", f"{record.key} has failed for good")
+    return PermanentFailure(printable(failure.text, None), failure.rule, failure.type or None)
+
+
+def holder_in(record: Record) -> Holder | None:
+    """The holder a row names, while the lease in it lasts."""
+    if record.state is not State.RUNNING or record.lease_remaining <= 0:
+        return None
+    return Holder(
+        record.owner, record.call_id, record.holder, record.lease_ttl, record.lease_remaining
+    )
+
+
+def _answered(call: Call, record: Record, why: Refusal, facts: Facts) -> Verdict:
+    """The verdict where the record has an answer for this delivery, whoever holds the lease."""
+    match why:
+        case Refusal.FAILED:
+            return Refuse(
+                refused_for_good(record), own=call.repeat and record.call_id == call.call_id
+            )
+        case Refusal.FINISHED:
+            return _own_answer(call, record, facts)
+        case Refusal.REPORTED:
+            return Refuse(refused_for_good(record), own=True)
+        case Refusal.SUPERSEDED:
+            return Drop("a retry of this call has replaced it")
+        case Refusal.REUSED:
+            return Refuse(_reused(call, record))
+        case _:
+            return _done_by_other(call, record, facts)
+
+
+def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
+    if record.state is State.DONE and record.call_id == call.call_id:
+        if record.reason in WITHOUT_RESULT:
+            return Drop(f"it was {record.reason} by the task itself")
+        if call.canvas and (wait := _dispatching(record)) > 0:
+            return Reschedule(
+                hop(call, wait + jitter(facts)),
+                "its callbacks are being sent",
+                started=True,
+                what="",
+            )
+        return _saved(record, own=True)
+    result = (record.finished_results or {}).get(call.call_id)
+    if result == NO_RESULT:
+        return Drop("it has ended without a result")
+    if result is not None:
+        return Replay(result, call.call_id)
+    message = f"{printable(record.key)}: this call is done, but its result was not stored"
+    return Refuse(ResultMissing(message, record.key, "overwritten"), own=True)
+
+
+def _dispatching(record: Record) -> float:
+    """Seconds for which the attempt that wrote this outcome may still be sending its callbacks."""
+    return (
+        DISPATCH_GRACE - (record.now - record.finished_at) / 1e6
+        if record.finished_at is not None
+        else 0.0
+    )
+
+
+def _done_by_other(call: Call, record: Record, facts: Facts) -> Verdict:
+    match "replay" if call.started else call.options.on_done:
+        case "raise":
+            message = f"{printable(record.key)} was done by call {record.call_id}"
+            return Refuse(AlreadyDone(message, record.key, record.call_id))
+        case "ignore" if not call.canvas:
+            return Drop("another call has done it")
+        case "replay" | "ignore":
+            return (
+                _gone_on(call, record, facts) if record.reason == Ended.REPLACED else _saved(record)
+            )
+        case "rerun":
+            raise AssertionError("done work does not hold back a call of a rerun task")
+        case _ as never:
+            assert_never(never)
+
+
+def _gone_on(call: Call, record: Record, facts: Facts) -> Verdict:
+    """The call has replaced itself by another task, of which Celery alone knows the result."""
+    age = (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
+    growing = min(2.0 ** min(call.tries, 20), LONGEST_LOOK) + jitter(facts)
+    return Follow(record.call_id, age, hop(call, growing), _missing(record))
+
+
+def _saved(record: Record, *, own: bool = False) -> Verdict:
+    if record.reason in (TOO_LARGE, NOT_JSON, *WITHOUT_RESULT):
+        return Refuse(_missing(record), own)
+    return Replay(record.result, record.call_id)
+
+
+def _missing(record: Record) -> ResultMissing:
+    message = f"{record.key} is done, but has no result to return ({record.reason})"
+    return ResultMissing(message, record.key, record.reason)
+
+
+def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
+    longest = max(1.0, holder.remaining)
+    growing = min(2.0 ** min(call.tries, 20), longest) + jitter(facts)
+    if holder.call_id == call.call_id:
+        # The message of a retry may overtake the end of the attempt that sent it.
+        delay = growing if call.retries and not call.tries else holder.remaining + jitter(facts)
+        return Reschedule(hop(call, delay), "a copy of this call is running", started=True, what="")
+    delay = hop_until_woken(call, facts) if call.woken else growing
+    reason = "another call holds the key" + (
+        "; this call begins when the key is free" if call.woken else ""
+    )
+    reschedule = Reschedule(hop(call, delay), reason, what="held", held=True)
+    patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
+    if not call.started and (left := patience - facts.waited) > 0:
+        return Wait(min(left, 0.2 + 0.3 * facts.rand))
+    match "reschedule" if call.started else call.options.on_held:
+        case "reschedule":
+            return reschedule
+        case "ignore":
+            return reschedule if call.canvas else Drop("another call holds the key")
+        case "raise":
+            more = f"for another {holder.remaining:.1f} s"
+            message = f"{printable(call.key.key)} is held by call {holder.call_id} on {holder.host} {more}"
+            return Refuse(LeaseHeld(message, call.key.key, holder.remaining, holder.host))
+        case _ as never:
+            assert_never(never)
+
+
+def _after_claim(call: Call, record: Record) -> Verdict:
+    ours = record.crashed_call in (None, call.call_id) or not call.options.rerun
+    if (
+        record.crashes >= call.options.max_crashes
+        and ours
+        and (record.just_crashed or call.options.rerun)
+    ):
+        return GiveUp(crash_loop(record))
+    pause = crash_pause(record.crashes) if record.just_crashed and ours else 0.0
+    return StandBack(pause) if pause else Run()
+
+
+def _reused(call: Call, record: Record) -> KeyReused:
+    names = differing(call.key.digests, record.digests)
+    listed = ", ".join(names) or "their fingerprint"
+    message = (
+        f"{printable(record.key)} stands for a call with other arguments; they differ in {listed}"
+    )
+    return KeyReused(message, record.key, names)

@@ -1,0 +1,181 @@
+"""Events of a leased call, as frozen values for signals, logs and metrics. Times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, TypedDict
+
+from celery_leases.protocol.records import Failure, Outcome
+
+
+class Subject(TypedDict):
+    """The call that an event is about."""
+
+    task: str
+    key: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something happened to a key; ``call_id`` is Celery's task id."""
+
+    task: str
+    key: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAcquired(Event):
+    """An attempt begins."""
+
+    fence: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHeldElsewhere(Event):
+    """The key is held, by another copy of the same call or by another call."""
+
+    holder: str
+    holder_call_id: str
+    remaining: float
+    same_call: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRescheduled(Event):
+    """A fresh message of the call was published, or (``confirmed=False``) the old one was returned
+    to the broker.
+    """
+
+    delay: float
+    reason: str
+    confirmed: bool = True
+    #: A store did not answer, or refused.
+    unavailable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDropped(Event):
+    """The delivery was superfluous and ended without a run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReplayed(Event):
+    """The delivery got the saved result of ``first_call_id``."""
+
+    first_call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRefused(Event):
+    """The delivery got an error instead of a run."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed(Event):
+    """A renewal succeeded; ``reasserted``: the store had lost the lease, and the renewal wrote it
+    again.
+    """
+
+    remaining: float
+    reasserted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewalFailed(Event):
+    """A renewal failed and will be retried; the lease still counts for ``remaining`` seconds."""
+
+    error: str
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGone(Event):
+    """The lease is lost: another owner took it, it was not renewed in time, the store lost it, or
+    it was held too long.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeRefused(Event):
+    """The outcome of an attempt was refused: a later attempt owns the key, or the row was
+    deleted.
+    """
+
+    fence: int
+    state: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSettled(Event):
+    """An attempt was closed; ``state`` is the state of the key afterwards, ``runtime`` the run time
+    of the body.
+
+    ``retry_after``: how long the key must wait now; ``failure`` names the rule.
+    """
+
+    state: str
+    ended: str
+    attempt: int
+    runtime: float
+    failure: Failure | None = None
+    reason: str | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def by(cls, subject: Subject, outcome: Outcome, runtime: float) -> Self:
+        """The event for *outcome*, written after a body of *runtime* seconds."""
+        return cls(
+            **subject,
+            state=outcome.state.value,
+            ended=outcome.ended.value,
+            attempt=outcome.attempt,
+            runtime=runtime,
+            failure=outcome.failure,
+            reason=outcome.reason,
+            retry_after=outcome.retry_after,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateClosed(Event):
+    """A failure closed the gate of a cooldown group, or extended its closing by ``closed_for``
+    seconds.
+    """
+
+    group: str
+    closed_for: float
+    trips: int
+    reason: str
+    rule: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateOpened(Event):
+    """A probe succeeded: the gate of its cooldown group is open."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashSeen(Event):
+    """The previous attempt has no recorded end: its process died."""
+
+    crashes: int
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionStands(Event):
+    """The body committed its done record by ``complete()``, but did not end by returning."""
+
+    fence: int
+    error: str

@@ -1,0 +1,242 @@
+"""After a failure: cool down, retry soon, or fail for good. Pure functions of the rules'
+classification and of the counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, assert_never
+
+from celery_leases.errors import Uncertain
+from celery_leases.failures.actions import Classification, Reason, Ruling, cooldown
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.groups import Closing
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.protocol.records import Failure, Record
+from celery_leases.protocol.verdicts import Call
+
+SPREAD: Final = 0.1
+LONGEST_SPREAD: Final = 5.0
+"""A wait from a response is only ever made longer, by up to a tenth of it and 5 s: in simulation,
+600 keys that ran again exactly at the given time, behind a limit that counts rejected calls, never
+finished.
+"""
+SHORTEST_SERVER_DELAY: Final = 1.0
+"""Some limits give waits of milliseconds, and such a wait does not grow: below a second it would
+have no effect.
+"""
+
+_UNSURE: Final = cooldown("60s", ambiguous=True)
+_USED_UP: Final = cooldown()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The counts of a row: failures and cooldowns in a row, and quick retries since the last
+    cooldown.
+    """
+
+    failures: int = 0
+    quick_retries: int = 0
+    cooldowns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnterCooldown:
+    """The key does not run for ``delay`` seconds; ``closing``: the gate of its group is closed too,
+    possibly for longer.
+
+    ``resume``: the call runs again by itself; otherwise its caller gets the error now.
+    """
+
+    delay: float
+    failure: Failure
+    counts: Counts
+    resume: bool
+    closing: Closing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """Reschedule the call by ``delay`` seconds."""
+
+    delay: float
+    failure: Failure
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The key has failed for good."""
+
+    failure: Failure
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The outcome or the reply of an effect is unknown: an operator must look."""
+
+    failure: Failure
+    counts: Counts
+
+
+AfterFailure = EnterCooldown | RetryAfter | Fail | Parked
+
+
+def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> AfterFailure:
+    """Decide what a failed attempt means for its key; *rand* is a random number in [0, 1) for
+    jitter.
+    """
+    judgement, counts = raised.judgement, _counted(call, record, raised.judgement)
+    if isinstance(raised.error, Uncertain):
+        known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
+        return Parked(replace(raised.failure, **known, ambiguous=True, operator=True), counts)
+    ruling, reason = _in_force(call, judgement, counts)
+    in_group = ruling.scope == "group" and call.group is not None
+    failure = replace(
+        raised.failure,
+        rule=judgement.rule,
+        reason=reason,
+        group=call.group if in_group else None,
+        ambiguous=ruling.ambiguous,
+        operator=ruling.operator,
+    )
+    match ruling.kind:
+        case "permanent":
+            return Fail(failure, replace(counts, failures=counts.failures + 1))
+        case "retry":
+            delay = _delay(
+                ruling,
+                ruling.policy or call.options.cooldown,
+                judgement,
+                counts.quick_retries + 1,
+                rand,
+            )
+            return RetryAfter(
+                delay, failure, replace(counts, quick_retries=counts.quick_retries + 1)
+            )
+        case "cooldown":
+            return _cool_down(call, ruling, judgement, failure, counts, rand)
+        case _ as never:
+            assert_never(never)
+
+
+def comes_back(options: LeaseOptions, judgement: Classification, ruling: Ruling) -> bool:
+    """Whether a call runs again by itself after the cooldown that *ruling* has made of *judgement*.
+
+    With ``lease_resume="transient"``: if the rules know the failure to be transient. They say
+    retry, or that the group failed, or the server or the body has named a time. A call that may
+    have been executed is repeated only if its task is ``lease_idempotent``.
+    """
+    if options.resume != "transient":
+        return options.resume == "always"
+    if ruling.ambiguous and not options.idempotent:
+        return False
+    timed = judgement.delay is not None and ruling.server_delay != "ignore"
+    asked = judgement.reason is Reason.ASKED
+    return judgement.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
+
+
+def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
+    """Whether a probe with this failure leaves its gate half-open: the failure is neither the
+    group's nor clearly another one.
+    """
+    beside_it = verdict.failure.reason in (Reason.INFRASTRUCTURE, Reason.RETRIES_USED_UP)
+    return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or beside_it
+
+
+def _counted(call: Call, record: Record, judgement: Classification) -> Counts:
+    """The counts of the row; zero after a quiet time."""
+    if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(
+        call, judgement
+    ):
+        return Counts()
+    return Counts(record.failures, record.quick_retries, record.cooldowns)
+
+
+def _quiet(call: Call, judgement: Classification) -> float:
+    """Seconds without a failure after which a key's counts no longer apply: longer than any wait it
+    may have been given.
+    """
+    ruling = judgement.ruling
+    rulings = [one for one in (ruling, ruling.otherwise, ruling.then) if one is not None]
+    policies = [call.options.cooldown, *(one.policy for one in rulings if one.policy is not None)]
+    return max(2 * (judgement.delay or 0.0), *(policy.quiet for policy in policies))
+
+
+def _in_force(call: Call, judgement: Classification, counts: Counts) -> tuple[Ruling, Reason]:
+    """The action that applies to this task now: ambiguous failures and used-up retries get another
+    one.
+    """
+    ruling, reason = judgement.ruling, judgement.reason
+    while ruling.kind == "retry":
+        if ruling.ambiguous and not call.options.idempotent:
+            ruling = ruling.otherwise or _UNSURE
+            continue
+        tries = ruling.max if ruling.max is not None else call.options.max_retries
+        if counts.quick_retries < tries:
+            break
+        unsure = ruling.ambiguous
+        reason = reason if ruling.then else Reason.RETRIES_USED_UP
+        ruling = ruling.then or _USED_UP
+        ruling = replace(ruling, ambiguous=ruling.ambiguous or unsure)
+    # A limit or a quota is not caused by this input, however often it is hit.
+    last_straw = ruling.scope == "key" and counts.failures + 1 >= call.options.max_failures
+    if ruling.kind == "cooldown" and last_straw:
+        return Ruling(
+            "permanent", ambiguous=ruling.ambiguous, operator=ruling.operator
+        ), Reason.TOO_MANY_FAILURES
+    return ruling, reason
+
+
+def _cool_down(
+    call: Call,
+    ruling: Ruling,
+    judgement: Classification,
+    failure: Failure,
+    counts: Counts,
+    rand: float,
+) -> EnterCooldown:
+    policy = ruling.policy or call.options.cooldown
+    resume = call.comes_back and comes_back(call.options, judgement, ruling)
+    if failure.group is not None:
+        given = _server_delay(ruling, judgement, rand)
+        closing = Closing(
+            policy,
+            failure.reason or "",
+            failure.rule,
+            failure.message,
+            given,
+            ruling.server_delay == "instead",
+        )
+        return EnterCooldown(
+            closing.wait(1), failure, replace(counts, quick_retries=0), resume, closing
+        )
+    delay = _delay(ruling, policy, judgement, counts.cooldowns + 1, rand)
+    own = counts.failures + (ruling.scope == "key")
+    return EnterCooldown(delay, failure, Counts(own, 0, counts.cooldowns + 1), resume)
+
+
+def _delay(
+    ruling: Ruling, policy: CooldownPolicy, judgement: Classification, number: int, rand: float
+) -> float:
+    given = _server_delay(ruling, judgement, rand)
+    if given is not None and ruling.server_delay == "instead":
+        return given
+    return max(policy.delay(number, rand), ruling.at_least, given or 0.0)
+
+
+def _server_delay(ruling: Ruling, judgement: Classification, rand: float) -> float | None:
+    """The wait from the response or the body; a wait from a response is made a little longer."""
+    if judgement.delay is None or ruling.server_delay == "ignore":
+        return None
+    if judgement.reason is Reason.ASKED:
+        return judgement.delay
+    given = (
+        max(judgement.delay, SHORTEST_SERVER_DELAY)
+        if ruling.kind == "cooldown"
+        else judgement.delay
+    )
+    return given + min(LONGEST_SPREAD, SPREAD * given) * rand

@@ -1,0 +1,474 @@
+"""Computes the stable key and the fingerprint of a call from its arguments.
+
+The canonical form is published with test vectors (``docs/keys.md``) and named ``v1``, because a
+change would give running systems new keys: arguments are bound to the body's signature, defaults
+applied, and written as compact JSON with sorted keys the way kombu's JSON serializer would put them
+on the wire, so that ``(1, 2)`` and ``[1, 2]`` agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+import string
+from _string import formatter_field_name_split  # type: ignore[import-not-found]
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import NoneType
+from typing import Any, Final
+
+from kombu.utils import json as wire
+
+from celery_leases.errors import KeyUnusable
+from celery_leases.protocol.options import LeaseOptions
+
+VERSION = "v1"
+STORED_KEY_MAX = 255
+_UNCHANGED: Final = frozenset((str, int, bool, NoneType))
+"""The types whose values do not change in a round trip through JSON."""
+_CONSTANTS: Final = {None: "null", True: "true", False: "false"}
+_quoted: Final = json.encoder.encode_basestring
+_surrogate: Final = re.compile("[\ud800-\udfff]").search
+_unfit: Final = re.compile("[\x00\ud800-\udfff]").search
+_HASHED: Final = re.compile(r".*#[0-9a-f]{64}", re.DOTALL)
+KEY_MAX = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """The key of one call. ``fingerprint`` is ``None`` and ``digests`` empty where nothing is
+    compared.
+    """
+
+    key: str
+    stored: str
+    fingerprint: str | None = None
+    digests: Mapping[str, str] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The key for logs, events and messages: of bounded length."""
+        return bounded(self.key)
+
+
+class Parameters(inspect.Signature):
+    """The signature of a task's body; what binding a plain call needs is computed once."""
+
+    @cached_property
+    def plain(self) -> tuple[tuple[str, ...], Mapping[str, Any]] | None:
+        """Names and defaults, if all parameters may be given by position or by name; else
+        ``None``.
+        """
+        parameters = self.parameters.values()
+        if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+            return None
+        defaults = {
+            each.name: each.default for each in parameters if each.default is not each.empty
+        }
+        return tuple(self.parameters), defaults
+
+
+def canonical(value: Any) -> str:
+    """Write *value* in the canonical form ``v1``; raises :class:`KeyUnusable` when it has no JSON
+    form.
+    """
+    kind = type(value)
+    if kind is str:
+        return _quoted(value)
+    if kind is int or (kind is float and math.isfinite(value)):
+        return repr(value)
+    if kind in _UNCHANGED:
+        return _CONSTANTS[value]
+    try:
+        plain = json.loads(wire.dumps(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise KeyUnusable(
+            f"{type(value).__name__} has no JSON form, so a key or fingerprint cannot be made of it ({error}); "
+            "give lease_key and lease_fingerprint as callables that return plain values"
+        ) from None
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def stored_key(namespace: str, key: str) -> str:
+    """The stored key: ``t:<namespace>|<key>``, its tail hashed above 255 characters.
+
+    The namespace of a task is its ``lease_namespace``, by default its name. Two keys never share a
+    stored key: ``%`` and ``|`` in a namespace are escaped.
+    """
+    return bounded(_prefix(namespace) + key)
+
+
+def is_shortened(stored: str, namespace: str) -> bool:
+    """Whether *stored* has the form of a key in that namespace with a hashed tail."""
+    return stored.startswith(_prefix(namespace)) and is_short_form(stored)
+
+
+def is_short_form(text: str) -> bool:
+    """Whether *text* looks like a key with a hashed tail."""
+    return len(text) == STORED_KEY_MAX and bool(_HASHED.fullmatch(text))
+
+
+def bounded(text: str) -> str:
+    """*text* in at most 255 characters; the tail of a longer text is hashed.
+
+    A text of 255 characters that looks hashed is hashed too, so no text is the short form of
+    another.
+    """
+    if len(text) < STORED_KEY_MAX or (len(text) == STORED_KEY_MAX and not is_short_form(text)):
+        return text
+    digest = _digest(text)
+    return f"{text[: STORED_KEY_MAX - 1 - len(digest)]}#{digest}"
+
+
+def unfit(text: str) -> str | None:
+    """Why no store can save *text*; ``None`` if all can."""
+    found = _unfit(text)
+    if found is None:
+        return None
+    if "\x00" in text:
+        return "it has a NUL character, which SQL text cannot store"
+    return "it has half a surrogate pair, which no store can save"
+
+
+@lru_cache
+def _prefix(namespace: str) -> str:
+    return f"t:{namespace.replace('%', '%25').replace('|', '%7C')}|"
+
+
+def call_key(
+    task: str,
+    options: LeaseOptions,
+    signature: inspect.Signature,
+    call_id: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> CallKey:
+    """The key of one call of *task*; without ``lease_key`` it is the call's own id.
+
+    Raises :class:`KeyUnusable` when the arguments do not fit the signature, or the key is empty.
+    """
+    if options.key is None:
+        return CallKey(call_id, stored_key(task, call_id))
+    try:
+        given = _given(task, signature, args, kwargs)
+        key = _filled(task, "key", options.key, given)
+        fingerprint, digests = (None, None) if options.rerun else _fingerprint(options, given)
+    except RecursionError:
+        raise _too_deep(task) from None
+    return CallKey(key, stored_key(options.namespace or task, key), fingerprint, digests)
+
+
+def call_group(
+    task: str,
+    options: LeaseOptions,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    """The cooldown group of one call of *task*; ``None`` without ``lease_cooldown_group``.
+
+    Raises :class:`KeyUnusable` as :func:`call_key` does.
+    """
+    if options.cooldown_group is None:
+        return None
+    try:
+        group = _filled(
+            task, "cooldown_group", options.cooldown_group, _given(task, signature, args, kwargs)
+        )
+    except RecursionError:
+        raise _too_deep(task) from None
+    if is_short_form(group):
+        raise KeyUnusable(
+            f"task {task}: lease_cooldown_group gave {group!r}, which is the short form of another group"
+        )
+    return group
+
+
+def differing(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> list[str]:
+    """The names of the arguments whose digests differ."""
+    ours, theirs = ours or {}, theirs or {}
+    return sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
+
+
+def _too_deep(task: str) -> KeyUnusable:
+    return KeyUnusable(
+        f"task {task}: its arguments are nested too deeply for a key or a fingerprint; "
+        "pass the nested value as JSON text"
+    )
+
+
+class _Given:
+    """The arguments of one call, defaults applied, as they are after transport."""
+
+    def __init__(
+        self, signature: inspect.Signature, by_name: dict[str, Any], bound: Any = None
+    ) -> None:
+        self.signature = signature
+        #: By the names of the parameters.
+        self.by_name = by_name
+        self._bound = bound
+
+    def differing_from_defaults(self) -> dict[str, Any]:
+        """Those that are not the defaults of their parameters."""
+        signature, by_name = self.signature, self.by_name
+        if type(signature) is Parameters and signature.plain is not None and not signature.plain[1]:
+            return by_name
+        return {
+            name: value
+            for name, value in by_name.items()
+            if not _is_default(signature, name, value)
+        }
+
+    def to(self, maker: Callable[..., Any]) -> Any:
+        """The value that *maker* returns for the arguments."""
+        bound = self._bound or self.signature.bind(**self.by_name)
+        return maker(*bound.args, **bound.kwargs)
+
+
+def _given(
+    task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> _Given:
+    """Bind the arguments of one call; raises :class:`KeyUnusable` where they do not fit."""
+    if (
+        type(signature) is Parameters
+        and (plain := _plainly_bound(signature, args, kwargs)) is not None
+    ):
+        return _Given(signature, plain)
+    bound = _bound(task, signature, args, kwargs)
+    return _Given(signature, _by_name(signature, bound), bound)
+
+
+def _plainly_bound(
+    signature: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The result of ``_by_name`` for such a call; ``None`` where only ``signature.bind`` can bind
+    it or explain the error.
+    """
+    if signature.plain is None:
+        return None
+    names, defaults = signature.plain
+    if len(args) > len(names):
+        return None
+    found = dict(zip(names, args, strict=False))
+    if kwargs:
+        if not found.keys().isdisjoint(kwargs):
+            return None
+        found |= kwargs
+    if defaults:
+        found = {**defaults, **found}
+    if len(found) != len(names):
+        return None
+    try:
+        return {
+            name: value if type(value := found[name]) in _UNCHANGED else _delivered(value)
+            for name in names
+        }
+    except KeyError:
+        return None
+
+
+def _bound(
+    task: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise KeyUnusable(
+            f"task {task}: the arguments do not fit its signature, so it has no key: {error}"
+        ) from None
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                bound.arguments[name] = tuple(_delivered(item) for item in value)
+            case inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = {
+                    keyword: _delivered(item) for keyword, item in value.items()
+                }
+            case _:
+                bound.arguments[name] = _delivered(value)
+    return bound
+
+
+def _by_name(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                arguments[name] = list(value)
+            case inspect.Parameter.VAR_KEYWORD:
+                # A keyword may have the name of a positional-only parameter; neither may hide the
+                # other.
+                arguments |= {
+                    f"**{keyword}"
+                    if keyword in arguments or keyword.startswith("**")
+                    else keyword: value[keyword]
+                    for keyword in value
+                }
+            case _:
+                arguments[name] = value
+    return arguments
+
+
+def _filled(task: str, option: str, maker: str | Callable[..., str], given: _Given) -> str:
+    """The text that a template or a callable makes of the arguments; refused if no store could save
+    it.
+    """
+    name = f"task {task}: lease_{option}"
+    if isinstance(maker, str):
+        try:
+            text = _formatted(maker, given.by_name)
+        except (LookupError, AttributeError, ValueError, TypeError) as error:
+            raise KeyUnusable(f"{name}={maker!r} cannot be filled: {error!r}") from None
+    else:
+        try:
+            text = given.to(maker)
+        except Exception as error:
+            raise KeyUnusable(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            raise KeyUnusable(f"{name} returned {type(text).__name__}; return a str")
+    if not text.strip():
+        raise KeyUnusable(f"{name} gave an empty key; every call would share it")
+    if len(text) > KEY_MAX:
+        raise KeyUnusable(
+            f"{name} gave {len(text)} characters; a key has at most {KEY_MAX}: "
+            "let a callable return a hash of them"
+        )
+    if reason := unfit(text):
+        raise KeyUnusable(f"{name} gave {bounded(text)!r}: {reason}")
+    return text
+
+
+def _fingerprint(options: LeaseOptions, given: _Given) -> tuple[str | None, dict[str, str] | None]:
+    chosen = options.fingerprint
+    if chosen is False:
+        return None, None
+    if chosen is not None and not isinstance(chosen, tuple):
+        made = given.to(chosen)
+        compared: Mapping[Any, Any] = (
+            dict(made) if isinstance(made, Mapping) else {"fingerprint": made}
+        )
+        digests = {str(name): _digest(canonical(value))[:12] for name, value in compared.items()}
+        return f"{VERSION}:{_digest(canonical(compared))}", digests
+    compared = (
+        given.differing_from_defaults()
+        if chosen is None
+        else {name: given.by_name.get(name) for name in chosen}
+    )
+    whole, digests = "", {}
+    for name in sorted(compared):
+        written = canonical(compared[name])
+        whole += f"{',' if whole else ''}{_quoted(name)}:{written}"
+        digests[name] = _digest(written)[:12]
+    # As canonical() writes the whole mapping; but two adjacent halves of a surrogate pair become
+    # one character there.
+    return (
+        f"{VERSION}:{_digest(canonical(compared) if _surrogate(whole) else f'{{{whole}}}')}",
+        digests,
+    )
+
+
+def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
+    parameter = signature.parameters.get(name)
+    if parameter is None:
+        return False
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return not value
+    if parameter.default is parameter.empty:
+        return False
+    if value is parameter.default:
+        return True
+    try:
+        return canonical(parameter.default) == canonical(value)
+    except KeyUnusable:
+        return False
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _delivered(value: Any) -> Any:
+    """The value as a worker gets it from kombu's JSON serializer, so that client and worker compute
+    the same keys.
+    """
+    if type(value) in _UNCHANGED or (type(value) is float and math.isfinite(value)):
+        return value
+    try:
+        return wire.loads(wire.dumps(value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_listed(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _listed(item) for name, item in value.items()}
+    return value
+
+
+def _formatted(template: str, arguments: Mapping[str, Any]) -> str:
+    """*template* filled with *arguments*; raises the errors of ``str.format``."""
+    parts = _parts(template)
+    if parts is None:
+        return _CanonicalFormatter().vformat(template, (), arguments)
+    return "".join(
+        [
+            text
+            if name is None
+            else text + (value if type(value := arguments[name]) is str else _shown(value))
+            for text, name in parts
+        ]
+    )
+
+
+@lru_cache
+def _parts(template: str) -> list[tuple[str, str | None]] | None:
+    """Each text of a template with the name that follows it; ``None`` if a field is more than a
+    name.
+    """
+    parts: list[tuple[str, str | None]] = []
+    for text, name, specification, conversion in string.Formatter().parse(template):
+        if name is not None and (specification or conversion or not name.isidentifier()):
+            return None
+        parts.append((text, name))
+    return parts
+
+
+def _shown(value: Any) -> str:
+    """Text and numbers unchanged, everything else in canonical form."""
+    if isinstance(value, str):
+        return format(value)
+    if isinstance(value, bool | list | dict) or value is None:
+        return canonical(value)
+    return str(value)
+
+
+class _CanonicalFormatter(string.Formatter):
+    """Fills a key template: text and numbers unchanged, everything else in canonical form."""
+
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str]:
+        """As in Python, but the attributes of a mapping are its items, because a model is delivered
+        as a mapping.
+        """
+        first, rest = formatter_field_name_split(field_name)
+        found = self.get_value(first, args, kwargs)
+        for is_attribute, name in rest:
+            found = (
+                found[name]
+                if not is_attribute or isinstance(found, Mapping)
+                else getattr(found, name)
+            )
+        return found, str(first)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return str(super().format_field(value, format_spec)) if format_spec else _shown(value)

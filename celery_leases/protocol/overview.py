@@ -1,0 +1,100 @@
+"""What an operator gets who looks at many records or changes them: pages, counts, what became of
+each key. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from celery_leases.protocol.status import GroupStatus, LeaseStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some records in their order; ``next`` is where the next page begins, ``None`` after the last
+    one.
+
+    A page may have fewer records than were asked for, and a next one all the same: where most are
+    of another kind, only so many are looked through for one page.
+    """
+
+    statuses: Sequence[LeaseStatus]
+    next: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateCount:
+    """How many records of a task are in a state, and since when the oldest of them is (aware,
+    UTC).
+    """
+
+    task: str
+    state: str
+    count: int
+    oldest: datetime
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, datetimes in ISO 8601."""
+        return {
+            "task": self.task,
+            "state": self.state,
+            "count": self.count,
+            "oldest": self.oldest.isoformat(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RuleCount:
+    """How many records are not done and have a last failure on which this rule decided."""
+
+    rule: str
+    reason: str
+    count: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"rule": self.rule, "reason": self.reason, "count": self.count}
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts by task and state, failures by rule, and the groups whose gate is not open.
+
+    ``trouble``: why the lease store did not answer; then abandoned records count as running, and
+    groups are missing.
+    """
+
+    states: Sequence[StateCount]
+    rules: Sequence[RuleCount]
+    groups: Sequence[GroupStatus]
+    trouble: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        parts = (("states", self.states), ("rules", self.rules), ("groups", self.groups))
+        plain: dict[str, Any] = {
+            name: [each.as_json() for each in listed] for name, listed in parts
+        }
+        return plain | {"trouble": self.trouble}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of one key: ``done``, or *why* it was left as it is.
+
+    ``published``: its kept message was published; ``None`` where none was kept or none was to be
+    published.
+    """
+
+    status: LeaseStatus
+    done: bool
+    why: str | None = None
+    published: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        known = {"key": self.status.key, "task": self.status.task, "state": self.status.state}
+        return known | {"done": self.done, "why": self.why, "published": self.published}

@@ -1,0 +1,207 @@
+"""Changes of a record by an operator, a caller and an outcome. Pure functions of the row that was
+read.
+
+A store reads the row, calls one of them, and writes the returned row by compare-and-set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from celery_leases.protocol import history
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
+
+MICROSECONDS: Final = 1_000_000
+RETENTION: Final = 7 * 86_400.0
+"""Seconds for which a row counts if its task has set no retention."""
+
+
+def reset(
+    row: Record, *, keep: bool, forgive: bool = False, retention: float | None = None
+) -> Record:
+    """The row after it is taken from its holder; see
+    :class:`~celery_leases.protocol.ports.RecordStore`.
+    """
+    values = _taken_away(row, retention) | {"state": State.PENDING, "ended": Ended.RELEASED}
+    if forgive or not keep:
+        values |= {
+            "failures": 0,
+            "quick_retries": 0,
+            "cooldowns": 0,
+            "failed_at": None,
+            "crashes": 0,
+        }
+    if not keep:
+        empty = (
+            "fingerprint",
+            "digests",
+            "result",
+            "reason",
+            "failure",
+            "finished_results",
+            "finished_at",
+            "ended",
+        )
+        values |= dict.fromkeys(
+            (*empty, "progress", "message", "publish_at", "published_at", "previous", "crashed_at")
+        )
+        values |= {
+            "attempt": 0,
+            "generation": row.generation + 1,
+            "finished_calls": (),
+            "call_id": "",
+            "holder": "",
+        }
+        values |= {"history": (), "unrun": False, "traceback": None}
+    return replace(row, **values)
+
+
+def resolved(row: Record, result: str | None, retention: float | None = None) -> Record:
+    """The row after an operator marks its work as done, with the JSON text *result*."""
+    values = _taken_away(row, retention) | {"reason": None, "failure": None, "finished_at": row.now}
+    return replace(row, state=State.DONE, ended=Ended.RESOLVED, result=result, **values)
+
+
+def enqueued(
+    row: Record | None,
+    task: str,
+    key: CallKey,
+    call_id: str,
+    message: str,
+    *,
+    ttl: float,
+    retention: float,
+) -> Record:
+    """A ``pending`` record with the message of a call; *row* is the expired one in its place, or
+    ``None``.
+
+    Without a *row* its times are 0: the store counts them from the insert.
+    """
+    now, before = (row.now, row.fence) if row is not None else (0, -1)
+    return Record(
+        stored_key=key.stored,
+        task=task,
+        key=key.key,
+        state=State.PENDING,
+        fence=max(before + 1, now),
+        owner="",
+        call_id=call_id,
+        holder="",
+        attempt=0,
+        generation=row.generation + 1 if row is not None else 0,
+        failures=0,
+        crashes=0,
+        retries=0,
+        lease_store="",
+        lease_ttl=ttl,
+        created_at=now,
+        started_at=now,
+        now=now,
+        fingerprint=key.fingerprint,
+        digests=key.digests,
+        retention=retention,
+        message=message,
+    )
+
+
+def reassigned(
+    row: Record,
+    task: str,
+    key: CallKey,
+    call_id: str,
+    message: str,
+    *,
+    anew: bool,
+    ttl: float,
+    retention: float,
+) -> Record:
+    """*row*, which no call has, as that of a call that is being published.
+
+    Its counts stay, unless that call begins *anew* after one that has ended.
+    """
+    emptied = (
+        "ended",
+        "failure",
+        "retry_at",
+        "lease_until",
+        "expires_at",
+        "published_at",
+        "finished_at",
+    )
+    values: dict[str, Any] = dict.fromkeys(emptied)
+    if anew:
+        values |= {"generation": row.generation + 1, "attempt": 0, "failures": 0, "failed_at": None}
+        values |= {"quick_retries": 0, "cooldowns": 0, "result": None, "reason": None}
+    return replace(
+        row,
+        task=task,
+        state=State.PENDING,
+        fence=max(row.fence + 1, row.now),
+        owner="",
+        call_id=call_id,
+        retries=0,
+        resumes=False,
+        fingerprint=key.fingerprint,
+        digests=key.digests,
+        message=message,
+        started_at=row.now,
+        lease_ttl=ttl,
+        retention=retention,
+        previous=Attempt(row.ended, row.failure, row.holder)
+        if row.ended is not None
+        else row.previous,
+        history=history.grown(row, history.own(row)),
+        unrun=False,
+        **values,
+    )
+
+
+def settled(row: Record, outcome: Outcome, now: int) -> Record:
+    """The row of a running attempt after *outcome* was written at *now*, in microseconds."""
+    finished, wait = outcome.finished, outcome.retry_after or 0.0
+    return replace(
+        row,
+        state=outcome.state,
+        ended=outcome.ended,
+        retries=outcome.retries,
+        attempt=outcome.attempt,
+        failures=outcome.failures,
+        quick_retries=outcome.quick_retries,
+        cooldowns=outcome.cooldowns,
+        failed_at=now if outcome.failed else row.failed_at,
+        crashes=outcome.crashes,
+        crashed_call=outcome.crashed_call,
+        traceback=outcome.traceback if outcome.failed else row.traceback,
+        unrun=outcome.unrun,
+        resumes=outcome.resumes,
+        result=outcome.result,
+        reason=outcome.reason,
+        failure=outcome.failure,
+        finished_calls=tuple(finished) if finished is not None else row.finished_calls,
+        finished_results=finished if finished is not None else row.finished_results,
+        progress=outcome.progress if outcome.progress is not None else row.progress,
+        retry_at=now + round(wait * MICROSECONDS) if wait else None,
+        expires_at=now + round((outcome.retention + wait) * MICROSECONDS)
+        if outcome.retention is not None
+        else None,
+        finished_at=now,
+        lease_until=None,
+    )
+
+
+def _taken_away(row: Record, retention: float | None) -> dict[str, Any]:
+    """The changes that take a row from its owner, and how long it counts then."""
+    keep = row.retention or RETENTION if retention is None else retention
+    running = row.state is State.RUNNING
+    latest = history.cut_off(row, Ended.RELEASED, row.now) if running else history.own(row)
+    return {
+        "fence": max(row.fence + 1, row.now),
+        "history": history.grown(row, latest),
+        "unrun": True,
+        "owner": "",
+        "retry_at": None,
+        "lease_until": None,
+        "expires_at": row.now + round(keep * MICROSECONDS),
+    }

@@ -1,0 +1,114 @@
+"""Results as they are stored: JSON text through kombu's serializer registry, never pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from kombu.exceptions import DecodeError, EncodeError
+from kombu.serialization import dumps, loads
+
+from celery_leases.common.redaction import message_of
+from celery_leases.common.texts import shown
+from celery_leases.errors import RecordUnreadable
+from celery_leases.protocol.records import Failure, Record
+
+TOO_LARGE = "result_too_large"
+NOT_JSON = "result_not_json"
+CONTENT_TYPE = "application/json"
+_decoded: Final = json.JSONDecoder().decode
+_quoted: Final = json.encoder.encode_basestring_ascii
+_CONSTANTS: Final = {None: "null", True: "true", False: "false"}
+_VALUES: Final = {text: value for value, text in _CONSTANTS.items()} | {None: None}
+MESSAGE_MAX = 2000
+NO_LIMIT: Final = 2**62
+"""More bytes than any value has."""
+
+
+def encode(value: Any, limit: int) -> tuple[str | None, str | None]:
+    """The JSON text of *value* and ``None``; or ``None`` and why it is not stored. *limit* is in
+    bytes. Never raises.
+    """
+    kind = type(value)
+    if value is None or kind is bool:
+        return _CONSTANTS[value], None
+    try:
+        if kind is str:
+            text = _quoted(value)
+        elif kind is int:
+            text = repr(value)
+        else:
+            text = dumps(value, serializer="json")[2]
+            text = text if isinstance(text, str) else text.decode()
+            if '"__type__"' in text:
+                decode(text)  # it may look like one of kombu's typed values without being one
+        size = len(text) if text.isascii() else len(text.encode())
+    except (
+        EncodeError,
+        DecodeError,
+        TypeError,
+        ValueError,
+        LookupError,
+        OverflowError,
+        RecursionError,
+    ):
+        return None, NOT_JSON
+    return (text, None) if size <= limit else (None, TOO_LARGE)
+
+
+def decode(text: str | None) -> Any:
+    """The value of a stored text; no text means ``None``."""
+    if text in _VALUES:
+        return _VALUES[text]
+    if text is None or not text:
+        return text
+    # Only an object can be one of kombu's typed values.
+    return (
+        loads(text, CONTENT_TYPE, "utf-8", accept={CONTENT_TYPE})
+        if text[0] in "{["
+        else _decoded(text)
+    )
+
+
+def given_back(value: Any, text: str) -> Any:
+    """The value that *text* stands for, the JSON text of *value*."""
+    return value if type(value) is int or (type(value) is str and value.isascii()) else decode(text)
+
+
+def kept_value(text: str | None, key: str, column: str, task: str) -> Any:
+    """The value of a stored text; raises :class:`RecordUnreadable` for one that was changed by
+    hand.
+    """
+    try:
+        return decode(text)
+    except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+        message = unreadable(key, task, column, text, error)
+        raise RecordUnreadable(message, False, key, column) from None
+
+
+def result_of(record: Record) -> Any:
+    """The stored result of a record; raises :class:`RecordUnreadable`."""
+    return kept_value(record.result, record.key, "result", record.task)
+
+
+def unreadable(key: str, task: str, column: str, value: object, error: Exception) -> str:
+    """The message about a column of a record that cannot be read."""
+    return (
+        f"{key}: the record cannot be read: its column {column} has {shown(value)} ({type(error).__name__}); "
+        f"repair it, or write: leases forget {key} --task {task}"
+    )
+
+
+def failure_of(error: BaseException, rule: str | None = None) -> Failure:
+    """The stored form of an exception: dotted class name and message, without secrets, cut at 2000
+    characters.
+
+    Never raises.
+    """
+    kind = type(error)
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    return Failure(name, message_of(error, MESSAGE_MAX), rule)

@@ -1,0 +1,188 @@
+"""The input and output of decisions: a call, the facts about it, and the verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from celery_leases.errors import LeasesError, PermanentFailure
+from celery_leases.protocol.events import Subject
+from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.options import LONGEST_HOP, LeaseOptions
+from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.records import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One delivery of one call, as far as decisions need it."""
+
+    task: str
+    call_id: str
+    key: CallKey
+    options: LeaseOptions
+    #: It was delivered before: redelivered by the broker, rescheduled, or retried. Reading the
+    #: record first is cheaper.
+    repeat: bool = False
+    #: A fresh message of a call that may have failed before: the fence of the failure that it waits
+    #: for, 0 while no record has been read. A copy of a delivery whose caller has the failure has
+    #: ``None``.
+    met: int | None = None
+    #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
+    canvas: bool = False
+    #: How often this call was rescheduled before.
+    tries: int = 0
+    #: It has begun to run before.
+    started: bool = False
+    #: How often Celery has retried it.
+    retries: int = 0
+    #: The tokens of earlier attempts of this call that may still be open.
+    prior: tuple[str, ...] = ()
+    #: The owner token made for this delivery.
+    token: str = ""
+    #: The longest countdown before the broker might redeliver the message, in seconds.
+    longest_hop: float = LONGEST_HOP
+    #: The hard time limit of this call in seconds, if it has one.
+    time_limit: float | None = None
+    #: The cooldown group it belongs to.
+    group: str | None = None
+    #: Its message as a signature in JSON, if the record must store it.
+    message: str | None = None
+    #: It can be rescheduled; an eager call cannot.
+    comes_back: bool = True
+    #: If it waits for a held key, it begins as soon as the key is free.
+    woken: bool = False
+
+    @property
+    def subject(self) -> Subject:
+        """The call that an event is about."""
+        return {"task": self.task, "key": self.key.shown, "call_id": self.call_id}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The fingerprint of its arguments; ``None`` if nothing is compared."""
+        return self.key.fingerprint
+
+    @property
+    def rerun(self) -> bool:
+        """Whether each call of the key is work of its own."""
+        return self.options.rerun
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no run of this call is known of which this message would be a copy."""
+        return not self.repeat or self.met == 0
+
+    def knows(self, failure: int) -> bool:
+        """Whether it is a copy of the run under the fence *failure*, or of one before it."""
+        return not self.fresh and self.met != failure
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Continue: acquire, claim, or run the body, whichever is next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Answer with the saved result (JSON text; ``None``: it has none), first returned to
+    ``first_call_id``.
+    """
+
+    result: str | None
+    first_call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Answer with Celery's result of ``call_id``, which replaced the call; try again in ``delay``
+    seconds.
+
+    ``age``: seconds since then. ``missing`` is raised if Celery has no result and never will.
+    """
+
+    call_id: str
+    age: float
+    delay: float
+    missing: LeasesError
+
+
+@dataclass(frozen=True, slots=True)
+class Reschedule:
+    """Publish a fresh message that is due in ``delay`` seconds, then end this delivery."""
+
+    delay: float
+    reason: str
+    #: The call is known to have begun.
+    started: bool = False
+    #: The error to raise where a call cannot be rescheduled.
+    refusal: LeasesError | None = None
+    #: The state of the call in task events; empty if another copy reports it.
+    what: str = "rescheduled"
+    #: The call has failed before and runs again for that reason: Celery knows of its retry.
+    retrying: bool = False
+    #: The fence of the failure of this call that its fresh message waits for.
+    met: int | None = None
+    #: Another call holds the key.
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Try again in this process after ``delay`` seconds."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """End this delivery without a result; another message or an earlier answer replaces it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Raise ``error`` to the caller; ``own``: unless Celery already knows the outcome of
+    this call.
+    """
+
+    error: LeasesError
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StandBack:
+    """Give the claimed attempt back and wait ``delay`` seconds: the key has crashed repeatedly."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Close the claimed attempt as failed for good, and raise ``error`` to the caller."""
+
+    error: PermanentFailure
+
+
+Verdict = Run | Replay | Follow | Reschedule | Wait | Drop | Refuse | StandBack | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts before the run: of the lease, of the record, and of this delivery's past."""
+
+    record: Record | None = None
+    holder: Holder | None = None
+    #: The record was claimed by this delivery.
+    claimed: bool = False
+    #: The callbacks of this call are known to have been sent, whichever call finished the work.
+    callbacks_out: bool = False
+    #: Seconds this delivery has been waiting in this process (``lease_wait``).
+    waited: float = 0.0
+    #: A random number in [0, 1) for jitter.
+    rand: float = 0.0
+    #: The gate of the call's cooldown group, if it lets no body start now.
+    gate: Gate | None = None
+    #: The wall clock, in seconds since the epoch: for display only.
+    wall_time: float = 0.0

@@ -1,1 +1,0 @@
-"""The seam to Celery, behind :mod:`celery_leases.task`: deliveries, messages, the worker's main process."""

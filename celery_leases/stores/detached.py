@@ -1,0 +1,54 @@
+"""The user's own transaction with records in memory, as eager calls have them: the two cannot
+commit together.
+
+So the record is written right after the commit, and a rollback leaves the record unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection
+from sqlalchemy.orm import Session, scoped_session
+
+from celery_leases.errors import LeaseLost
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.records import Outcome, Record, State
+from celery_leases.stores.sql.after_commit import do_after_commit
+from celery_leases.stores.sql.transactions import JoinedTransaction, opening
+
+
+def tells_of_its_commit(given: Any) -> bool:
+    """Whether the commit of *given*, a session or connection, can be observed."""
+    return isinstance(given, Session | Connection | scoped_session)
+
+
+class DetachedTransaction(JoinedTransaction):
+    """One open transaction of the user's own, in whatever database."""
+
+    def join(self, key: str) -> None:
+        """Join it; begin one if SQLAlchemy manages it."""
+        if self._is_open is None:
+            self._is_open = opening(self._given)
+
+    def guard(self, record: Record) -> None:
+        """Raise :class:`LeaseLost` unless the attempt still owns the record."""
+        now = self.records.read(record.stored_key)
+        if now is None or not now.is_attempt(State.RUNNING, record.owner, record.fence):
+            why = "the record has moved on"
+            raise LeaseLost(f"{record.key}: the lease is lost: {why}", record.key, why)
+
+    def has_completed(self, record: Record) -> bool:
+        """Whether the record is done under its attempt."""
+        now = self.records.read(record.stored_key)
+        return now is not None and now.is_attempt(State.DONE, record.owner, record.fence)
+
+    def complete(self, record: Record, outcome: Outcome) -> None:
+        """Write the outcome when this commits; raises :class:`LeaseLost` as :meth:`guard` does."""
+        self.guard(record)
+        key = CallKey(record.key, record.stored_key)
+
+        def committed(_: bool) -> None:
+            self.records.settle(record, outcome)
+
+        do_after_commit(self._given, key, record.call_id, committed, completes=True)

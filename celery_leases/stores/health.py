@@ -1,0 +1,115 @@
+"""What servers say of themselves: version, latency, clock, and what they do with their memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from celery_leases.protocol.findings import ServerFacts
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.urls import shown_database
+
+LOOKS: Final = 5
+"""As many round trips are measured."""
+LEAST_REDIS: Final = (6, 2)
+LEAST_MARIADB: Final = (10, 6)
+LEAST_MYSQL: Final = (8, 0, 17)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServerFacts:
+    """What a server of Redis says of itself; ``None`` for what it does not tell this user.
+
+    ``persistent``: whether it writes what it holds to its disk.
+    """
+
+    version: str | None
+    latency: float | None
+    clock_ahead: float | None
+    policy: str | None
+    persistent: bool | None
+
+    @property
+    def too_old(self) -> bool:
+        """Whether scripts need a later version."""
+        return self.version is not None and _numbers(self.version) < LEAST_REDIS
+
+
+def redis_facts(client: Any) -> RedisServerFacts:
+    """What the server of a redis-py *client* says; raises what redis-py does where it is away."""
+    from redis.exceptions import RedisError, ResponseError
+
+    latency = ahead = None
+    with suppress(ResponseError):  # a user may lack any of these rights
+        latency = _measured(client.ping)
+    with suppress(RedisError):
+        ahead = _clock_ahead(lambda: _seconds(client.time()))
+    info: Mapping[str, Any] = {}
+    with suppress(RedisError):
+        info = client.info()
+    policy = info.get("maxmemory_policy")
+    persistent: bool | None = None
+    with suppress(RedisError):
+        saves = client.config_get("save").get("save")
+        persistent = bool(saves) or bool(info.get("aof_enabled"))
+    version = info.get("redis_version")
+    return RedisServerFacts(version, latency, ahead, policy, persistent)
+
+
+def records_facts(records: SqlRecordStore) -> ServerFacts:
+    """What the database of *records* says; raises ``StoreUnavailable`` if it does not answer."""
+    engine = records.database.engine
+    latency = _measured(records.now)
+    ahead = _clock_ahead(lambda: records.now() / 1e6)
+    version = ".".join(map(str, _version(engine.dialect)))
+    name = "MariaDB" if getattr(engine.dialect, "is_mariadb", False) else engine.dialect.name
+    return ServerFacts(
+        "records", shown_database(engine.url), f"{name} {version}".strip(), latency, ahead
+    )
+
+
+def is_too_old(records: SqlRecordStore) -> str | None:
+    """The version that the database must have at least, unless it has it."""
+    dialect: Any = records.database.engine.dialect
+    if dialect.name not in ("mysql", "mariadb"):
+        return None
+    mariadb = getattr(dialect, "is_mariadb", False)
+    least = LEAST_MARIADB if mariadb else LEAST_MYSQL
+    if tuple(_version(dialect)) >= least:
+        return None
+    return f"{'MariaDB' if mariadb else 'MySQL'} {'.'.join(map(str, least))}"
+
+
+def _version(dialect: Any) -> tuple[int, ...]:
+    found = getattr(dialect, "server_version_info", None) or ()
+    return tuple(each for each in found if isinstance(each, int))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def _measured(ask: Callable[[], Any]) -> float:
+    """The median of some round trips in seconds; the first one may open a connection."""
+    ask()
+    spans = []
+    for _ in range(LOOKS):
+        began = time.perf_counter()
+        ask()
+        spans.append(time.perf_counter() - began)
+    return median(spans)
+
+
+def _clock_ahead(ask: Callable[[], float]) -> float:
+    """How far a clock is ahead of ours, in seconds, as if its answer had half the way behind it."""
+    before = time.time()
+    theirs = ask()
+    return theirs - (before + time.time()) / 2
+
+
+def _seconds(parts: tuple[int, int]) -> float:
+    return parts[0] + parts[1] / 1e6

@@ -1,0 +1,1 @@
+"""Leases and cooldown groups in Redis or Valkey."""

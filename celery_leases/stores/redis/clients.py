@@ -1,0 +1,198 @@
+"""Redis clients from ``leases_url``: with time limits, and without retries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import (
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
+
+from celery_leases.stores.redis.cluster import Cluster
+from celery_leases.stores.redis.direct import DirectClient
+from celery_leases.stores.redis.url import (
+    CLUSTER,
+    LOOPBACK,
+    SENTINEL,
+    UNIX,
+    RedisUrl,
+    kept,
+    read_url,
+)
+
+# redis-py 8 stops at 100 connections; a gevent worker may use more at once.
+_CONNECTIONS: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """Where a Redis is, and how to log in. ``name`` is its identity, without a password, and the
+    same for all spellings.
+    """
+
+    name: str
+    connection_class: type[Any]
+    parameters: Mapping[str, Any] = field(repr=False)
+
+    def client(self, timeout: float) -> redis.Redis:
+        """A client over its own connections, each connect and each read of which takes at most
+        *timeout* seconds.
+
+        One that logs in by a credential provider leaves its connections to redis-py, which may log
+        in anew on them.
+        """
+        bounds = _bounds(timeout)
+        if self.connection_class is redis.UnixDomainSocketConnection:
+            del bounds["socket_connect_timeout"]
+        pool = redis.ConnectionPool(
+            connection_class=self.connection_class, **bounds, **self.parameters
+        )
+        return (
+            redis.Redis(connection_pool=pool)
+            if "credential_provider" in self.parameters
+            else DirectClient(pool)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelAddress:
+    """The primary that the Sentinels know as *master*. The Sentinels asked may change without
+    changing ``name``.
+    """
+
+    name: str
+    master: str
+    sentinels: tuple[tuple[str, int], ...]
+    min_other_sentinels: int
+    sentinel_parameters: Mapping[str, Any] = field(repr=False)
+    connection_class: type[Any]
+    parameters: Mapping[str, Any] = field(repr=False)
+
+    def client(self, timeout: float) -> redis.Redis:
+        """As :meth:`RedisAddress.client`; a new connection asks the Sentinels, for about *timeout*
+        seconds at most.
+        """
+        patience = _bounds(timeout / len(self.sentinels))
+        sentinel = Sentinel(  # type: ignore[no-untyped-call]
+            self.sentinels,
+            self.min_other_sentinels,
+            sentinel_kwargs={**self.sentinel_parameters, **patience},
+        )
+        pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+            self.master,
+            sentinel,
+            connection_class=self.connection_class,
+            **_bounds(timeout),
+            **self.parameters,
+        )
+        return redis.Redis(connection_pool=pool)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAddress:
+    """A Redis Cluster, known by some of its nodes."""
+
+    name: str
+    seeds: tuple[tuple[str, int], ...]
+    connection_class: type[Any]
+    parameters: Mapping[str, Any] = field(repr=False)
+
+    def client(self, timeout: float) -> Cluster:
+        """Clients as in :meth:`RedisAddress.client` for each node, none of them opened before it is
+        used.
+        """
+
+        def open_node(host: str, port: int) -> redis.Redis:
+            parameters = {**self.parameters, "host": host, "port": port}
+            return RedisAddress(self.name, self.connection_class, parameters).client(timeout)
+
+        return Cluster(self.seeds, open_node, timeout)
+
+
+def redis_address(
+    url: str, options: Mapping[str, Any] | None = None
+) -> RedisAddress | SentinelAddress | ClusterAddress:
+    """Read *url* in the forms of redis-py and of kombu, with kombu's transport *options*.
+
+    ``redis``, ``valkey``, with TLS ``rediss``, ``valkeys``; ``unix``, ``redis+socket``;
+    ``sentinel``; ``redis+cluster``, ``rediss+cluster``. Of the options ``socket_keepalive``,
+    ``socket_keepalive_options``, ``client_name``, ``credential_provider`` and ``ssl`` are followed,
+    where ``ssl`` is ``True`` or a mapping like Celery's ``broker_use_ssl``; with Sentinel
+    ``master_name``, ``min_other_sentinels`` and ``sentinel_kwargs`` too. Raises
+    :class:`LeaseConfigurationError` for everything else.
+    """
+    options = options or {}
+    read = read_url(url)
+    database, tls = read.database(), None if read.scheme in UNIX else read.tls(options)
+    given, login = kept(options), read.credentials(options)
+    if read.scheme in UNIX:
+        client_name = {"client_name": given["client_name"]} if "client_name" in given else {}
+        parameters = {"path": f"/{read.path}", "db": database} | client_name | login
+        return RedisAddress(
+            f"redis:/{read.path}/{database}", redis.UnixDomainSocketConnection, parameters
+        )
+    parameters = {"db": database} | given | login | (tls or {})
+    connection_class = redis.Connection if tls is None else redis.SSLConnection
+    if read.scheme in SENTINEL:
+        return _sentinel(read, options, database, tls is not None, parameters)
+    shown = sorted(f"{_shown(host)}:{port}" for host, port in read.nodes)
+    if read.scheme in CLUSTER:
+        if database:
+            raise read.refused("names a database, which a Redis Cluster does not have")
+        del parameters["db"]
+        return ClusterAddress(
+            f"redis-cluster:{','.join(shown)}", read.nodes, connection_class, parameters
+        )
+    host, port = read.nodes[0]
+    parameters = {"host": host, "port": port} | parameters
+    return RedisAddress(f"redis:{shown[0]}/{database}", connection_class, parameters)
+
+
+def _sentinel(
+    read: RedisUrl,
+    options: Mapping[str, Any],
+    database: int,
+    tls: bool,
+    parameters: Mapping[str, Any],
+) -> SentinelAddress:
+    master = read.query.get("master_name") or options.get("master_name")
+    if not master:
+        raise read.refused(
+            "does not name the primary: end it with ?master_name=mymaster, or write master_name into "
+            "leases_transport_options"
+        )
+    named = {"username": "sentinel_username", "password": "sentinel_password"}
+    given: Mapping[str, Any] = options.get("sentinel_kwargs") or {}
+    asked = {name: value for name, value in given.items() if not name.startswith("retry")}
+    asked |= {name: read.query[said] for name, said in named.items() if said in read.query}
+    others = read.query.get("min_other_sentinels") or options.get("min_other_sentinels") or 0
+    try:
+        min_other_sentinels = int(others)
+    except ValueError:
+        raise read.refused(f"has min_other_sentinels={others!r}, which is not a number") from None
+    connection_class = SentinelManagedSSLConnection if tls else SentinelManagedConnection
+    name = f"redis-sentinel:{master}/{database}"
+    return SentinelAddress(
+        name, master, read.nodes, min_other_sentinels, asked, connection_class, parameters
+    )
+
+
+def _bounds(timeout: float) -> dict[str, Any]:
+    return {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "max_connections": _CONNECTIONS,
+        "retry": Retry(NoBackoff(), 0),
+    }
+
+
+def _shown(host: str) -> str:
+    return "127.0.0.1" if host in LOOPBACK else f"[{host}]" if ":" in host else host

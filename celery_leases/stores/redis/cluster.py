@@ -1,0 +1,186 @@
+"""Commands to a Redis Cluster: each goes to the node that serves its key, and none that may have
+been executed is repeated.
+
+redis-py's own cluster client connects when it is made, repeats commands by itself, and fails a
+pipeline as a whole when one node is down. Leases need the opposite of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import AskError, ClusterDownError, MovedError, ResponseError
+
+from celery_leases.stores.redis.errors import REDIS_ERRORS
+from celery_leases.stores.redis.values import as_text
+
+Node = tuple[str, int]
+"""Host and port."""
+
+_REDIRECTS: Final = 5
+_ERRORS: Final = {"ASK": AskError, "MOVED": MovedError, "CLUSTERDOWN": ClusterDownError}
+
+
+class Cluster:
+    """The nodes of one Redis Cluster, found from the *seeds* by the first call.
+
+    *open_node* makes a client for a host and port that repeats no command by itself. Looking for
+    the nodes takes about *timeout* seconds at most, and so does each node that does not answer;
+    nodes that did not answer before are asked last, and left out of a call that has waited for one
+    of them already.
+    """
+
+    def __init__(
+        self, seeds: Sequence[Node], open_node: Callable[[str, int], Any], timeout: float
+    ) -> None:
+        self._seeds = seeds
+        self._open_node = open_node
+        self._timeout = timeout
+        self._clients: dict[Node, Any] = {}
+        self._serving: list[Node | None] = []
+        self._stale = True
+        self._failed: dict[Node, float] = {}
+
+    def send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """One reply or error per command. Each command names its key first, or is a script with
+        keys of one slot.
+
+        A node that does not answer fails only its own commands. A node that does not serve a key
+        refuses the command without executing it; the command then goes to the node that it names.
+        """
+        began = time.monotonic()
+        self._look()
+        replies: list[Any] = [None] * len(commands)
+        slots = {place: key_slot(_key(command).encode()) for place, command in enumerate(commands)}
+        asking: dict[int, Node] = {}
+        waiting: Iterable[int] = slots
+        for last in (False,) * _REDIRECTS + (True,):
+            by_node: dict[Node, list[int]] = {}
+            for place in waiting:
+                node = asking.get(place) or self._serving[slots[place]]
+                if node is None:
+                    replies[place] = ClusterDownError(
+                        f"no node of the cluster serves slot {slots[place]}"
+                    )
+                    self._stale = True
+                else:
+                    by_node.setdefault(node, []).append(place)
+            waiting = []
+            for node, places in self._in_turn(by_node):
+                if node in self._failed and time.monotonic() - began > self._timeout:
+                    error = ClusterDownError(
+                        f"{node[0]}:{node[1]} did not answer, and is not asked again yet"
+                    )
+                    answers = [error] * len(places)
+                else:
+                    answers = self._ask(
+                        node, [(commands[place], place in asking) for place in places]
+                    )
+                for place, answer in zip(places, answers, strict=True):
+                    replies[place] = answer
+                    if isinstance(answer, AskError) and not last:
+                        self._follow(answer, node, place, slots[place], asking)
+                        waiting.append(place)
+            if not waiting:
+                break
+        return replies
+
+    def primaries(self) -> list[Any]:
+        """A client of each node that serves slots."""
+        self._look()
+        return [self._client(node) for node in dict.fromkeys(self._serving) if node is not None]
+
+    def clients(self) -> list[Any]:
+        """The clients of the nodes that were asked so far."""
+        return list(self._clients.values())
+
+    def _client(self, node: Node) -> Any:
+        return self._clients.get(node) or self._clients.setdefault(node, self._open_node(*node))
+
+    def _in_turn(self, by_node: dict[Node, list[int]]) -> Iterable[tuple[Node, list[int]]]:
+        return sorted(by_node.items(), key=lambda item: self._failed.get(item[0], 0.0))
+
+    def _ask(self, node: Node, commands: Sequence[tuple[tuple[Any, ...], bool]]) -> list[Any]:
+        """One reply or error per command, ``True`` beside those for a slot that is on its way to
+        *node*.
+        """
+        asked = [
+            part
+            for command, asking in commands
+            for part in ([("ASKING",), command] if asking else [command])
+        ]
+        try:
+            with self._client(node).pipeline(transaction=False) as pipeline:
+                for command in asked:
+                    pipeline.execute_command(*command)
+                answers = [_understood(answer) for answer in pipeline.execute(raise_on_error=False)]
+        except REDIS_ERRORS as error:
+            self._failed[node] = time.monotonic()
+            self._stale = True
+            return [error] * len(commands)
+        self._failed.pop(node, None)
+        if any(isinstance(answer, ClusterDownError) for answer in answers):
+            self._stale = True
+        return [
+            answer for command, answer in zip(asked, answers, strict=True) if command != ("ASKING",)
+        ]
+
+    def _follow(
+        self, redirect: AskError, by: Node, place: int, slot: int, asking: dict[int, Node]
+    ) -> None:
+        node = (redirect.host or by[0], int(redirect.port))
+        if isinstance(redirect, MovedError):
+            self._stale = True
+            self._serving[slot] = node
+            asking.pop(place, None)
+        else:
+            asking[place] = node
+
+    def _look(self) -> None:
+        """Ask which node serves which slot, if that is not known or may have changed."""
+        if not self._stale:
+            return
+        began = time.monotonic()
+        error: Exception = ClusterDownError("none is known")
+        known = {node: None for node in (*self._serving, *self._seeds) if node is not None}
+        for node in sorted(known, key=lambda node: self._failed.get(node, 0.0)):
+            if time.monotonic() - began > self._timeout:
+                break
+            try:
+                self._serving = _serving(
+                    self._client(node).execute_command("CLUSTER", "SLOTS"), node[0]
+                )
+            except REDIS_ERRORS as failed:
+                self._failed[node] = time.monotonic()
+                error = failed
+            else:
+                self._stale = False
+                return
+        if not self._serving:
+            raise ClusterDownError(f"no node of the cluster returned the slots: {error}") from error
+
+
+def _key(command: tuple[Any, ...]) -> str:
+    return str(command[3] if command[0] in ("EVALSHA", "EVAL") else command[1])
+
+
+def _understood(answer: Any) -> Any:
+    """*answer*, where older versions of redis-py have left the class of an error of a cluster to
+    its text.
+    """
+    word, _, rest = str(answer).partition(" ") if type(answer) is ResponseError else ("", "", "")
+    return _ERRORS[word](rest) if word in _ERRORS else answer
+
+
+def _serving(ranges: Sequence[Any], asked: str) -> list[Node | None]:
+    """The primary of each slot, from the answer of the node on the host *asked*, which may not know
+    its own name.
+    """
+    serving: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    for first, last, primary, *_ in ranges:
+        host = as_text(primary[0]) if primary[0] else asked
+        serving[first : last + 1] = [(host, int(primary[1]))] * (last + 1 - first)
+    return serving

@@ -1,0 +1,70 @@
+"""The Lua scripts for the gates of cooldown groups. KEYS of each: trips, closed and probe of one
+gate.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from celery_leases.stores.redis.lease_scripts import GET, LOOK_AT_GATE, Script
+
+_LOOK: Final = GET + LOOK_AT_GATE
+
+LOOK: Final = Script(_LOOK + "return look(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
+"""Returns the result of ``look``, or nothing."""
+
+CLOSE: Final = Script(
+    _LOOK
+    + """
+local gate = look(KEYS[1], KEYS[2], KEYS[3])
+local trips = gate and (string.match(gate[1], '^[1-9]%d*') or '1') or '0'
+local closed_for, mine = gate and gate[2] or 0, probes(gate)
+local as_seen = trips == ARGV[2] and (closed_for > 0) == (ARGV[3] == '1') and (mine and '1' or '0') == ARGV[4]
+if not as_seen or closed_for > tonumber(ARGV[6]) then return 0 end
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[6])
+redis.call('SET', KEYS[1], ARGV[5], 'PX', math.max(tonumber(ARGV[7]), redis.call('PTTL', KEYS[1])))
+if mine then redis.call('DEL', KEYS[3]) end
+return 1
+""",
+    keys=3,
+)
+"""ARGV: token and blank; as it was seen: trips (0: open), 1 if closed, 1 if the token probed; its
+new tally; how long to close it, and to remember it. Returns 1 when it was closed, 0 when it is not
+as it was seen, or closed for longer.
+
+Why it had closed is not compared: failures that differ in their message only need not try again.
+"""
+
+OPEN: Final = Script(
+    _LOOK
+    + """
+local gate = look(KEYS[1], KEYS[2], KEYS[3])
+if not probes(gate) or gate[2] > 0 then return 0 end
+return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+""",
+    keys=3,
+)
+"""ARGV: token and blank. Returns 0 unless the gate was half-open and the token its probe."""
+
+ENTER: Final = Script(
+    _LOOK
+    + """
+local gate, ttl = look(KEYS[1], KEYS[2], KEYS[3]), tonumber(ARGV[3])
+if not gate then return {'open'} end
+if ARGV[4] == '1' then
+    if not probes(gate) then return {'open'} end
+    if gate[4] < ttl then redis.call('PEXPIRE', KEYS[3], ttl) end
+    return {'probe'}
+end
+if gate[2] > 0 or gate[3] ~= '' and not probes(gate) then return {'shut', gate[1], gate[2], gate[3], gate[4]} end
+redis.call('SET', KEYS[3], ARGV[2], 'PX', ttl)
+return {'probe'}
+""",
+    keys=3,
+)
+"""What ``ACQUIRE_IN_GROUP`` does at the gate, for a lease that was just taken on another node of a
+cluster.
+
+ARGV: token and blank, value, ttl, 1 if the lease was the token's before. Returns ``open``;
+``probe``, with the slot; ``shut`` and what ``look`` has seen.
+"""

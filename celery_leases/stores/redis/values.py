@@ -1,0 +1,162 @@
+"""The stored form of leases and gates in Redis: the names of their keys, and their values."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import count
+from typing import Any, Final
+from urllib.parse import unquote
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.records import ClaimRequest
+from celery_leases.stores.group_values import gate_from, gate_name, why
+from celery_leases.stores.redis.lease_scripts import COOLING
+
+VERSION: Final = 1
+_TOKEN: Final = re.compile(rf"(?!{COOLING})\S+").fullmatch
+_quoted: Final = json.encoder.encode_basestring_ascii
+ENDLESS: Final = 60.0
+"""Seconds to report for a lease key without a TTL, which celery_leases did not write: read it again
+after that time.
+"""
+
+
+class Keys:
+    """The names below one prefix. All keys of a task key, and of a gate, share a Redis Cluster hash
+    tag.
+
+    *clustered*: so do a lease and its epoch, of which there is one for each slot.
+    """
+
+    def __init__(self, prefix: str, *, clustered: bool = False) -> None:
+        self.prefix = prefix
+        self._clustered = clustered
+        literally = re.sub(r"([\\*?\[\]])", r"\\\1", prefix)
+        #: For ``SCAN``: every lease, and with it whatever looks like one.
+        self.every_lease = literally + ":{*}:lease"
+        #: The same for gates that are not open.
+        self.every_gate = literally + ":{gate:*}:trips"
+
+    def lease(self, stored_key: str) -> str:
+        """The key of a lease."""
+        return f"{self.prefix}:{{{stored_key}}}:lease"
+
+    def epoch(self, stored_key: str) -> str:
+        """The key that says since when the server of a lease has had its data."""
+        if not self._clustered:
+            return f"{self.prefix}:epoch"
+        return f"{self.prefix}:epoch:{{{_tags()[key_slot(self.lease(stored_key).encode())]}}}"
+
+    def mark(self, stored_key: str, name: str) -> str:
+        """The key of a mark; braces in *name* are escaped, or it could be the lease of another
+        stored key.
+        """
+        return f"{self.prefix}:{{{stored_key}}}:mark:{_escaped(name)}"
+
+    def gate(self, group: str) -> tuple[str, str, str]:
+        """The keys of a gate: its trips, whether it is closed, its probe's slot."""
+        stem = f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}"
+        return f"{stem}:trips", f"{stem}:closed", f"{stem}:probe"
+
+    def group(self, trips: str) -> str:
+        """The group of the gate whose trips are kept under the key *trips*."""
+        return unquote(trips[len(f"{self.prefix}:{{gate:") : -len("}:trips")])
+
+
+@cache
+def _tags() -> dict[int, int]:
+    """A hash tag for each slot of a Redis Cluster."""
+    tags: dict[int, int] = {}
+    for number in count():
+        tags.setdefault(key_slot(str(number).encode()), number)
+        if len(tags) == REDIS_CLUSTER_HASH_SLOTS:
+            return tags
+    raise AssertionError("unreachable: every slot has its numbers")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
+
+
+def milliseconds(seconds: float) -> int:
+    """Milliseconds for a TTL of Redis: rounded up, because a lease must not end before its holder's
+    deadline.
+    """
+    return max(1, math.ceil(seconds * 1000))
+
+
+def begin(token: str) -> str:
+    """The beginning of the value of a lease held by *token*; raises ValueError for a token with
+    spaces.
+    """
+    if not _TOKEN(token):
+        raise ValueError(
+            f"an owner token must be a word without spaces, and must not begin like a cooldown; got {token!r}"
+        )
+    return f"{token} "
+
+
+def value_of(claim_request: ClaimRequest) -> str:
+    """The value of the lease that *claim_request* requests."""
+    host, call, database = (
+        _quoted(claim_request.holder),
+        _quoted(claim_request.call_id),
+        _quoted(claim_request.database),
+    )
+    return (
+        f'{claim_request.token} {{"v":{VERSION},"ttl":{claim_request.ttl!r},"host":{host},'
+        f'"call":{call},"db":{database}}}'
+    )
+
+
+def holder_of(value: Any, milliseconds_left: int) -> Holder:
+    """The holder in *value*; without ``call_id`` and ``host`` if celery_leases did not write it."""
+    token, _, text = as_text(value).partition(" ")
+    try:
+        data = json.loads(text)
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        data = {}
+    ttl = data.get("ttl")
+    return Holder(
+        token,
+        str(data.get("call") or ""),
+        str(data.get("host") or ""),
+        float(ttl) if isinstance(ttl, int | float) else 0.0,
+        remaining(milliseconds_left),
+        str(data.get("db") or ""),
+    )
+
+
+def remaining(milliseconds_left: int) -> float:
+    """Seconds from the reply of ``PTTL`` for an existing key."""
+    return milliseconds_left / 1000 if milliseconds_left >= 0 else ENDLESS
+
+
+def tally_of(gate: Gate) -> str:
+    """The value for the trips of *gate*: their number, a space, and why it closed."""
+    return f"{gate.trips} {why(gate)}"
+
+
+def gate_of(group: str, seen: Sequence[Any]) -> Gate:
+    """The gate of *group* from the result of a script."""
+    tally, closed_for, slot, left = seen
+    text = as_text(tally)
+    trips = re.match("[1-9][0-9]*", text)
+    probe = (as_text(slot).partition(" ")[0], left / 1000) if slot else None
+    return gate_from(
+        group, int(trips[0]) if trips else 1, closed_for / 1000, text.partition(" ")[2], probe
+    )
+
+
+def as_text(reply: Any) -> str:
+    """The text of a reply, whether the client decodes replies or not."""
+    return reply.decode(errors="replace") if isinstance(reply, bytes) else str(reply)

@@ -1,0 +1,125 @@
+"""The lease store of a ``leases_url``: Redis, or one that another distribution provides.
+
+A distribution registers its store under the URL's scheme in the entry point group
+``celery_leases.stores``. The entry point names a callable that takes one
+:class:`~celery_leases.protocol.ports.LeaseStoreSettings` and returns a
+:class:`~celery_leases.protocol.ports.SeparateLeaseStore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, cast
+
+from celery_leases.common.redaction import message_of
+from celery_leases.concurrency.resource_pool import ResourcePool, Turn
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.protocol.ports import (
+    GateStore,
+    LeaseStore,
+    LeaseStoreSettings,
+    MarkStore,
+    SeparateLeaseStore,
+)
+from celery_leases.stores.redis import url
+
+GROUP: Final = "celery_leases.stores"
+"""The entry point group of lease stores; the name of an entry point is the scheme of its URLs."""
+LONGEST_NAME: Final = 255
+"""The most characters of a store's name that fit into a record."""
+_SHOWN: Final = 300
+_METHODS: Final = sorted(
+    name
+    for port in (LeaseStore, MarkStore, GateStore, SeparateLeaseStore)
+    for name, member in vars(port).items()
+    if callable(member) and not name.startswith("_")
+)
+
+
+def open_lease_store(settings: LeaseStoreSettings) -> SeparateLeaseStore:
+    """The lease store that ``settings.url`` names. It connects with its first call.
+
+    Raises :class:`LeaseConfigurationError` for a scheme that no installed distribution has
+    registered or that several have, for an entry point that cannot be loaded or called, and for an
+    object that is no lease store.
+    """
+    scheme = settings.url.partition("://")[0].lower() if "://" in settings.url else ""
+    if scheme in url.SCHEMES:
+        return _open_redis(settings)
+    entry_point = _registered(scheme, settings.url)
+    try:
+        opened = _loaded(entry_point, settings.url)(settings)
+    except (LeaseConfigurationError, StoreUnavailable):
+        raise
+    except Exception as error:  # whatever the store's own code raises
+        why = f"{type(error).__name__}: {message_of(error, _SHOWN)}"
+        raise _refused(settings.url, f"{_named(entry_point)} did not open it ({why})") from error
+    if (lack := _no_store(opened)) is not None:
+        what = f"an object of type {type(opened).__name__} {lack}"
+        raise _refused(settings.url, f"{_named(entry_point)} returned {what}")
+    return cast("SeparateLeaseStore", opened)
+
+
+def _open_redis(settings: LeaseStoreSettings) -> SeparateLeaseStore:
+    from celery_leases.stores.redis.leases import RedisLeaseStore
+
+    return RedisLeaseStore.from_url(
+        settings.url,
+        prefix=settings.prefix,
+        timeout=settings.timeout,
+        options=settings.options,
+        turns=ResourcePool(settings.connections, Turn, settings.longest_wait),
+    )
+
+
+def _registered(scheme: str, address: str) -> EntryPoint:
+    """The entry point of *scheme*."""
+    known = entry_points(group=GROUP)
+    found = {(one.value, one.dist and one.dist.name): one for one in known if one.name == scheme}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        several = " and ".join(sorted(_named(one) for one in found.values()))
+        raise _refused(address, f"is claimed by {several}: uninstall all but one")
+    others = ", ".join(sorted({f"{one.name}://" for one in known}))
+    more = f" (installed: {others})" if others else ""
+    raise LeaseConfigurationError(
+        f'leases_url={url.without_password(address)!r}: write "database", a URL such as '
+        '"redis://localhost:6379/1", or install the distribution that has the URL\'s scheme as an '
+        f'entry point in the group "{GROUP}"{more}'
+    )
+
+
+def _loaded(entry_point: EntryPoint, address: str) -> Callable[[LeaseStoreSettings], object]:
+    try:
+        factory: Any = entry_point.load()
+    except Exception as error:  # an import runs any code
+        why = f"{type(error).__name__}: {message_of(error, _SHOWN)}"
+        raise _refused(address, f"{_named(entry_point)} cannot be loaded ({why})") from error
+    if not callable(factory):
+        what = f"is of type {type(factory).__name__}, and cannot be called"
+        raise _refused(address, f"{_named(entry_point)} {what}")
+    return cast("Callable[[LeaseStoreSettings], object]", factory)
+
+
+def _no_store(opened: object) -> str | None:
+    """Why *opened* is no lease store of its own; ``None`` for one that is."""
+    missing = [name for name in _METHODS if not callable(getattr(opened, name, None))]
+    if missing:
+        return f"without {', '.join(missing)}"
+    name = getattr(opened, "name", None)
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        return f"whose name is not a text of 1 to {LONGEST_NAME} characters"
+    if getattr(opened, "in_records", None) is not False:
+        return "whose in_records is not False"
+    return None
+
+
+def _named(entry_point: EntryPoint) -> str:
+    distribution = f" of {entry_point.dist.name}" if entry_point.dist is not None else ""
+    return f"the entry point {entry_point.name} = {entry_point.value}{distribution}"
+
+
+def _refused(address: str, why: str) -> LeaseConfigurationError:
+    return LeaseConfigurationError(f"leases_url={url.without_password(address)!r}: {why}")

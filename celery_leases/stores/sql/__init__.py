@@ -1,0 +1,1 @@
+"""Records, effects, leases, cooldown groups and stored messages in a SQL database."""

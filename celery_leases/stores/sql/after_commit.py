@@ -1,0 +1,185 @@
+"""Calls that wait for the commit of a transaction that cannot contain them: the transaction of an
+eager call's caller.
+
+The records of eager calls are in the memory of the process, and a transaction of the user's cannot
+write them. So the call waits in its process until the transaction has committed; it is dropped with
+its transaction or savepoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, event
+from sqlalchemy.orm import Session, SessionTransaction, scoped_session
+
+from celery_leases.errors import WrongDatabase
+from celery_leases.protocol.keys import CallKey
+
+WAITING: Final = "celery_leases_after_commit"
+"""The key under which a session or connection stores the calls that wait for its commit."""
+COMMITTED: Final = "celery_leases_committed"
+"""The key under which a session stores the actions for when its committed transaction is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCall:
+    """A call of *key* that ``done`` writes; *within* are the transactions and savepoints that must
+    commit.
+
+    ``done`` gets whether it may run the call at once: the transaction is over then. A call that
+    *completes* the key is written at the moment of the commit.
+    """
+
+    key: CallKey
+    call_id: str
+    done: Callable[[bool], None]
+    within: tuple[Any, ...] = ()
+    completes: bool = False
+
+
+def waiting_in(given: Any) -> Sequence[WaitingCall]:
+    """The calls that wait for the commit of *given*'s transaction, as far as that is known."""
+    given = _unwrapped(given)
+    if isinstance(given, Session):
+        return [call for call in given.info.get(WAITING, ()) if not call.completes]
+    if isinstance(given, Connection):
+        root = given.get_transaction()
+        return [
+            call
+            for call in given.info.get(WAITING, ())
+            if root in call.within and not call.completes
+        ]
+    return ()
+
+
+def do_after_commit(
+    given: Any, key: CallKey, call_id: str, done: Callable[[bool], None], *, completes: bool = False
+) -> None:
+    """Call *done* once the transaction of *given* commits.
+
+    *given* is a SQLAlchemy ``Session`` or ``Connection``, or one of Django's connections. The
+    commit of a ``Connection`` is observed slightly before it happens, so nothing may run then.
+    Raises :class:`WrongDatabase` for anything else.
+    """
+    given = _unwrapped(given)
+    if isinstance(given, Session):
+        given.connection()  # begins its transaction
+        call = WaitingCall(key, call_id, done, tuple(_of_session(given)), completes)
+        _waiting(given.info).append(call)
+        _listen(
+            given, ("after_commit", "after_soft_rollback", "after_transaction_end"), _ON_SESSION
+        )
+    elif isinstance(given, Connection):
+        if given.get_transaction() is None:
+            given.begin()
+        waiting = _waiting(given.info)
+        root = given.get_transaction()
+        waiting[:] = [call for call in waiting if root in call.within]
+        waiting.append(WaitingCall(key, call_id, done, (root, *_savepoints(given)), completes))
+        _listen(given, ("commit", "rollback", "rollback_savepoint"), _ON_CONNECTION)
+    elif callable(getattr(given, "on_commit", None)):
+        given.on_commit(lambda: done(True))
+    else:
+        raise WrongDatabase(
+            f"{key.key}: the commit of a {type(given).__name__} cannot be observed, and the records of eager "
+            "calls are in memory; give a Session or Connection of SQLAlchemy or Django's connection, or set "
+            "leases_eager_stores=True, so that eager calls use leases_database_url"
+        )
+
+
+def _unwrapped(given: Any) -> Any:
+    return given.registry() if isinstance(given, scoped_session) else given
+
+
+def _waiting(info: MutableMapping[Any, Any]) -> list[WaitingCall]:
+    found: list[WaitingCall] = info.setdefault(WAITING, [])
+    return found
+
+
+def _listen(target: Any, names: Sequence[str], receivers: dict[str, Callable[..., None]]) -> None:
+    for name in names:
+        if not event.contains(target, name, receivers[name]):
+            event.listen(target, name, receivers[name])
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def _of_session(session: Session) -> Iterator[SessionTransaction]:
+    """The transaction a session is in, from the innermost savepoint outwards."""
+    found = session.get_nested_transaction() or session.get_transaction()
+    while found is not None:
+        yield found
+        found = found.parent
+
+
+def _session_commits(session: Session) -> None:
+    if session.get_nested_transaction() is None:
+        waiting: list[WaitingCall] = session.info.pop(WAITING, [])
+        session.info.setdefault(COMMITTED, []).extend(
+            call for call in waiting if not call.completes
+        )
+        for call in waiting:
+            if call.completes:
+                call.done(False)
+
+
+def _session_rolls_back(session: Session, transaction: SessionTransaction) -> None:
+    _drop(session.info, transaction)
+
+
+def _session_ends(session: Session, transaction: SessionTransaction) -> None:
+    if transaction.parent is not None:
+        return
+    _drop(
+        session.info, transaction
+    )  # one that was closed has neither committed nor been rolled back
+    for call in session.info.pop(COMMITTED, ()):
+        call.done(True)
+
+
+def _drop(info: MutableMapping[Any, Any], transaction: Any) -> None:
+    if waiting := info.get(WAITING):
+        waiting[:] = [call for call in waiting if transaction not in call.within]
+
+
+_ON_SESSION: Final[dict[str, Callable[..., None]]] = {
+    "after_commit": _session_commits,
+    "after_soft_rollback": _session_rolls_back,
+    "after_transaction_end": _session_ends,
+}
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+def _savepoints(connection: Connection) -> Iterator[str]:
+    """The names of the savepoints a connection is in."""
+    nested: Any = connection.get_nested_transaction()
+    while nested is not None:
+        yield getattr(nested, "_savepoint", "")
+        nested = getattr(nested, "_previous_nested", None)
+
+
+def _connection_commits(connection: Connection) -> None:
+    for call in connection.info.pop(WAITING, ()):
+        if connection.get_transaction() in call.within:
+            call.done(False)
+
+
+def _connection_rolls_back(connection: Connection) -> None:
+    connection.info.pop(WAITING, None)
+
+
+def _connection_rolls_back_to(connection: Connection, name: str, _: None) -> None:
+    _drop(connection.info, name)
+
+
+_ON_CONNECTION: Final[dict[str, Callable[..., None]]] = {
+    "commit": _connection_commits,
+    "rollback": _connection_rolls_back,
+    "rollback_savepoint": _connection_rolls_back_to,
+}

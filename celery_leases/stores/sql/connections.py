@@ -1,0 +1,129 @@
+"""The connections of an engine: at most so many in one process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final, Protocol
+
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import Pool, StaticPool
+from sqlalchemy.pool.base import _ConnectionRecord
+
+from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool
+
+logger: Final = logging.getLogger("sqlalchemy.pool")
+"""That of SQLAlchemy's own pools, which is silent at DEBUG too: under eventlet a real thread must
+not log.
+"""
+
+
+class Lending(Protocol):
+    """A pool whose connections may be had without what SQLAlchemy wraps around each use of one."""
+
+    def lend(self) -> _ConnectionRecord:
+        """A connection of one's own, open or to be opened by ``get_connection()``, until
+        :meth:`take_back`.
+        """
+        ...
+
+    def take_back(self, record: _ConnectionRecord) -> None:
+        """The connection may be lent to others."""
+        ...
+
+    def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
+        """Close it, and replace all that are as old when they are used next."""
+        ...
+
+
+class BoundedPool(Pool):
+    """At most *pool_size* connections, which are kept when they are idle.
+
+    If all are in use, a caller waits, in turn, for *timeout* seconds or as long as
+    :data:`celery_leases.concurrency.resource_pool.patience` says; then
+    :class:`sqlalchemy.exc.TimeoutError` is raised.
+    """
+
+    def __init__(
+        self, creator: Any, pool_size: int = 10, timeout: float = 10.0, **given: Any
+    ) -> None:
+        super().__init__(creator, **given)
+        self.logger = logger
+        self._resource_pool = ResourcePool(pool_size, self._new_record, timeout)
+        self._is_disposed = False
+
+    def lend(self) -> _ConnectionRecord:
+        """See :class:`Lending`."""
+        try:
+            return self._resource_pool.lend()
+        except PoolExhausted as error:
+            raise PoolTimeout(
+                f"connections of this process: {error}; see leases_pool_size"
+            ) from None
+
+    def take_back(self, record: _ConnectionRecord) -> None:
+        """See :class:`Lending`."""
+        if self._is_disposed:
+            record.close()
+        self._resource_pool.take_back(record)
+
+    def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
+        """See :class:`Lending`."""
+        if self._invalidate_time < record.starttime:
+            self._invalidate_time = time.time()
+        record.invalidate(error)
+
+    def recreate(self) -> BoundedPool:
+        """An empty pool of the same kind."""
+        self.logger.info("Pool recreating")
+        return type(self)(
+            self._creator,
+            pool_size=self._resource_pool.size,
+            timeout=self._resource_pool.longest,
+            recycle=self._recycle,
+            reset_on_return=self._reset_on_return,
+            pre_ping=self._pre_ping,
+            echo=self.echo,
+            logging_name=self._orig_logging_name,
+            _dispatch=self.dispatch,
+            dialect=self._dialect,
+        )
+
+    def dispose(self) -> None:
+        """Close all connections: those in use when they are given back."""
+        self._is_disposed = True
+        for record in self._resource_pool.drain():
+            record.close()
+
+    def status(self) -> str:
+        """How many connections there are."""
+        return f"{len(self._resource_pool.all())} of at most {self._resource_pool.size}"
+
+    def _new_record(self) -> _ConnectionRecord:
+        return _ConnectionRecord(self, connect=False)
+
+    def _do_get(self) -> _ConnectionRecord:
+        return self.lend()
+
+    def _do_return_conn(self, record: Any) -> None:
+        self.take_back(record)
+
+
+class OnePool(StaticPool):
+    """One connection, which all threads use at the same time: it is the whole database."""
+
+    def __init__(self, creator: Any, **given: Any) -> None:
+        super().__init__(creator, **given)
+        self.logger = logger
+
+    def lend(self) -> _ConnectionRecord:
+        """See :class:`Lending`."""
+        record: _ConnectionRecord = self._do_get()  # type: ignore[assignment]
+        return record
+
+    def take_back(self, record: _ConnectionRecord) -> None:
+        """See :class:`Lending`."""
+
+    def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
+        """See :class:`Lending`."""
+        record.invalidate(error)

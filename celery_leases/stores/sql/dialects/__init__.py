@@ -1,0 +1,1 @@
+"""What differs between PostgreSQL, MySQL or MariaDB, and SQLite."""

@@ -1,0 +1,42 @@
+"""What the databases name differently: their clocks, functions, and quoted names in statements that
+are text.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import BigInteger, ColumnElement, Dialect, Table, bindparam, cast, literal_column
+
+from celery_leases.stores.sql.dialects import mysql
+
+_POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 1000000 AS BIGINT)"
+
+
+def database_now(dialect: Dialect) -> ColumnElement[int]:
+    """Microseconds since the epoch, one value for the whole statement; SQLite is given the host's
+    clock.
+    """
+    if dialect.name == "sqlite":
+        return bindparam("now", type_=BigInteger)
+    if mysql.is_mysql(dialect):
+        return literal_column(mysql.NOW, BigInteger)
+    return cast(literal_column("extract(epoch from statement_timestamp()) * 1000000"), BigInteger)
+
+
+def now_in_text(dialect: Dialect) -> str:
+    """The same in a statement that is text."""
+    if mysql.is_mysql(dialect):
+        return mysql.NOW
+    return ":now" if dialect.name == "sqlite" else _POSTGRESQL_NOW
+
+
+def in_text(table: Table, dialect: Dialect) -> str:
+    """The quoted name of *table* as ``text()`` takes it, which doubles percent signs itself and
+    looks for colons.
+    """
+    preparer = dialect.identifier_preparer
+    named = preparer.format_table(table)
+    if preparer._double_percents:  # noqa: SLF001 - where the driver reads %
+        named = named.replace("%%", "%")
+    return named.replace(":", "\\:")

@@ -1,0 +1,142 @@
+"""What plain DB-API connections do not say alike: which transaction they are in, on which database,
+what a row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Final
+
+from sqlalchemy import BigInteger, CursorResult, Dialect, bindparam, func, select
+
+from celery_leases.errors import StoreUnavailable
+from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.dialects import mysql
+
+IN_PROGRESS: Final = "in progress"
+
+
+class TransactionMark:
+    """Tells one transaction of a DB-API connection from a later one, which may be somebody else's
+    by then.
+
+    On PostgreSQL it is the transaction's number, on SQLite a savepoint, elsewhere there is none.
+    """
+
+    def __init__(self, driver: Any, database: Database) -> None:
+        self._driver = driver
+        self._database = database
+        self._number: int | None = None
+        self._savepoint: str | None = None
+
+    def set(self) -> None:
+        """Mark the transaction that the connection is in, unless that was done before."""
+        kind = self._database.engine.dialect.name
+        if kind == "postgresql" and self._number is None:
+            with closing(self._driver.cursor()) as cursor:
+                cursor.execute("SELECT txid_current() AS number")
+                with suppress(
+                    Exception
+                ):  # rows are made as the user likes; without a number nothing is sure
+                    self._number = int(first_row(cursor)["number"])
+        elif kind == "sqlite" and self._savepoint is None and self._driver.in_transaction:
+            savepoint = f"celery_leases_{token_hex(8)}"
+            self._driver.execute(f"SAVEPOINT {savepoint}")
+            self._savepoint = savepoint
+
+    def is_over(self) -> bool:
+        """Whether it is known to have ended, asked by a connection of our own."""
+        with suppress(StoreUnavailable):
+            if self._number is not None:
+                return self._status() != IN_PROGRESS
+            if self._savepoint is not None:
+                return self._database.nobody_writes()
+        return False
+
+    def is_surely_open(self) -> bool:
+        """Whether it is known to go on; to be asked once, as it may be told by what only its end
+        should follow.
+        """
+        with suppress(Exception):
+            if self._number is not None:
+                return self._status() == IN_PROGRESS
+            if self._savepoint is not None:
+                self._driver.execute(f"RELEASE {self._savepoint}")
+                return True
+        return False
+
+    def _status(self) -> str | None:
+        asked = select(func.txid_status(bindparam("number", type_=BigInteger)).label("status"))
+        row = self._database.first(asked, {"number": self._number})
+        return row["status"] if row is not None else None
+
+
+def database_of(driver: Any) -> str | None:
+    """The database, or the whole path of the file, that a DB-API connection is on, where it says
+    so.
+    """
+    if hasattr(driver, "total_changes"):  # sqlite3
+        with closing(driver.cursor()) as cursor:
+            cursor.row_factory = None
+            files = [
+                file for _, name, file in cursor.execute("PRAGMA database_list") if name == "main"
+            ]
+        return str(Path(files[0]).resolve()) if files and files[0] else None
+    name = getattr(getattr(driver, "info", None), "dbname", None) or getattr(driver, "db", None)
+    if isinstance(name, bytes):
+        name = name.decode(errors="replace")
+    return name if isinstance(name, str) else None
+
+
+def dialect_by_format(dialect: Dialect) -> Dialect:
+    """A dialect of the same database whose statements have their values at ``%s``, as Django wants
+    them.
+    """
+    return type(dialect)(paramstyle="format") if dialect.positional else dialect  # type: ignore[call-arg]
+
+
+def first_row(executed: Any) -> Any:
+    """The first row of a result, or of a cursor, whatever its rows are made as."""
+    if isinstance(executed, CursorResult):
+        return executed.mappings().first()
+    row = executed.fetchone()
+    if row is None or isinstance(row, Mapping):
+        return row
+    return dict(zip([column[0] for column in executed.description], row, strict=True))
+
+
+def column_names(executed: Any) -> Sequence[str]:
+    """The names of the columns of a result, or of a cursor."""
+    if isinstance(executed, CursorResult):
+        return list(executed.keys())
+    return [column[0] for column in executed.description]
+
+
+def in_transaction(driver: Any) -> bool:
+    """Whether a DB-API connection is inside a transaction; one that does not tell is, unless it is
+    closed.
+    """
+    if driver is None:
+        return False
+    is_open = tells_transaction(driver)
+    return is_open if is_open is not None else not getattr(driver, "closed", False)
+
+
+def tells_transaction(driver: Any) -> bool | None:
+    """What a DB-API connection tells of being inside one, by the ways of psycopg, psycopg2, sqlite3
+    and MySQL's.
+    """
+    if hasattr(driver, "in_transaction"):
+        return bool(driver.in_transaction)
+    info = getattr(driver, "info", None)
+    status = getattr(info, "transaction_status", None)
+    if status is not None:
+        return int(status) in (
+            1,
+            2,
+            3,
+        )  # active, in a transaction, in a failed one: libpq's PQTRANS_*
+    return mysql.in_transaction(driver) if hasattr(driver, "get_autocommit") else None

@@ -1,0 +1,310 @@
+"""Effects and progress in the records' database: every write is fenced by the row of the record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import BigInteger, TextClause, bindparam, column, delete, select, text, update
+from sqlalchemy.sql.selectable import TextualSelect
+
+from celery_leases.errors import RecordUnreadable, ValueRefused
+from celery_leases.protocol.effects import (
+    Begun,
+    Effect,
+    EffectState,
+    Found,
+    Scope,
+    scopes_of,
+    unreadable,
+)
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.results import decode
+from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.dialects.names import in_text, now_in_text
+from celery_leases.stores.sql.rows import MICROSECONDS
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.statements import Row
+from celery_leases.stores.sql.upserts import Writes
+
+logger = logging.getLogger("celery_leases")
+
+BEGIN_TRIES: Final = 3
+
+# The record's row is locked for the length of the statement, so that no claim can come between the
+# fence's check and the intent; SQLite locks the whole database for it.
+_HELD: Final = """
+FROM {records} WHERE stored_key = :stored_key AND state = 'running' AND fence = :fence AND owner = :owner {lock}
+"""
+_INSERT: Final = """
+INSERT INTO {effects} (stored_key, name, scope, state, fence, idempotency_key, sent_at, expires_at)
+SELECT held.stored_key, :name, :scope, 'sent', held.fence, :idempotency_key, {now}, {now} + CAST(:keep AS {big})
+FROM (SELECT stored_key, fence {held}) AS held
+WHERE true
+"""
+_BEGIN: Final = """
+{insert} ON CONFLICT (stored_key, name, scope) DO UPDATE SET
+    fence = excluded.fence, sent_at = excluded.sent_at, expires_at = excluded.expires_at
+WHERE e.state = 'sent' AND e.fence = :taken
+RETURNING *, sent_at AS now
+"""
+_TAKE_OVER: Final = """
+UPDATE {effects} SET fence = :fence, sent_at = {now}, expires_at = {now} + CAST(:keep AS {big})
+WHERE e.stored_key = :stored_key AND e.name = :name AND e.scope = :scope AND e.state = 'sent' AND e.fence = :taken
+    AND EXISTS (SELECT 1 {held})
+"""
+
+
+class SqlEffectStore:
+    """An :class:`~celery_leases.protocol.ports.EffectStore` beside the records of *tables* in
+    *database*.
+    """
+
+    def __init__(self, database: Database, tables: Tables) -> None:
+        self.database = database
+        self.effects = tables.effects
+        self.records = tables.records
+        self._begin = self._beginning()
+
+    def begin(
+        self,
+        record: Record,
+        name: str,
+        idempotency_key: str,
+        scope: Scope,
+        taken: int | None = None,
+    ) -> Begun | Found | None:
+        """Commit the intent in one statement; see
+        :class:`~celery_leases.protocol.ports.EffectStore`.
+        """
+        values = {
+            "stored_key": record.stored_key,
+            "fence": record.fence,
+            "owner": record.owner,
+            "name": name,
+            "scope": scope.name,
+            "keep": int(scope.keep * MICROSECONDS) if scope.keep is not None else None,
+            "idempotency_key": idempotency_key,
+            "taken": taken if taken is not None else -1,
+        }
+        for _ in range(BEGIN_TRIES):
+            begun = self._begun(values)
+            if begun is not None:
+                return Begun(begun)
+            found = self.read(record.stored_key, name, scope.name)
+            if found is not None or not self.is_running(record):
+                break  # else it was withdrawn before it could be read
+        if found is None or not self.is_running(record):
+            return None
+        if found.state is EffectState.SENT and found.fence == record.fence:
+            return Begun(found)  # the reply to an earlier try was lost
+        return Found(found)
+
+    def is_running(self, record: Record) -> bool:
+        """Whether the row is still running under the record's fence and owner."""
+        return (
+            self.database.first(select(self.records.c.fence).where(*self._fenced(record)), {})
+            is not None
+        )
+
+    def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
+        """Note the reply; see :class:`~celery_leases.protocol.ports.EffectStore`.
+
+        One whose text the database refuses is not kept, but that the effect has happened is.
+        """
+        try:
+            return self._finished(effect, result, reference)
+        except ValueRefused as error:
+            logger.error(
+                "the reply of effect %s of %s is not stored: %s",
+                effect.name,
+                effect.stored_key,
+                error,
+            )
+            return self._finished(effect, None, None)
+
+    def _finished(self, effect: Effect, result: str | None, reference: str | None) -> bool:
+        effects = self.effects
+        done = (
+            update(effects)
+            .where(*self._intent(effect))
+            .values(
+                state=EffectState.DONE,
+                result=result,
+                reference=reference,
+                done_at=self.database.now,
+            )
+        )
+        if self.database.count(done, {}):
+            return True
+        found = self.read(effect.stored_key, effect.name, effect.scope)
+        noted = (EffectState.DONE, effect.fence, result, reference)
+        return found is not None and noted == (
+            found.state,
+            found.fence,
+            found.result,
+            found.reference,
+        )
+
+    def withdraw(self, effect: Effect) -> bool:
+        """Take the intent back; see :class:`~celery_leases.protocol.ports.EffectStore`."""
+        return self.database.count(delete(self.effects).where(*self._intent(effect)), {}) == 1
+
+    def read(self, stored_key: str, name: str, scope: str) -> Effect | None:
+        """One effect of a key."""
+        effects = self.effects
+        known = (
+            effects.c.stored_key == stored_key,
+            effects.c.name == name,
+            effects.c.scope == scope,
+        )
+        row = self.database.first(self._reading().where(*known), {})
+        return _effect(row) if row is not None else None
+
+    def of_key(self, record: Record) -> Sequence[Effect]:
+        """All effects of the record's generation and of its call, in the order in which they were
+        sent.
+        """
+        effects = self.effects
+        query = self._reading().where(
+            effects.c.stored_key == record.stored_key, effects.c.scope.in_(scopes_of(record))
+        )
+        return [
+            _effect(row, lenient=True)
+            for row in self.database.all(query.order_by(effects.c.sent_at), {})
+        ]
+
+    def forget_sent(self, record: Record) -> int:
+        """Take back the intents without a reply of the attempts up to that of *record*, as they
+        have not happened.
+        """
+        effects = self.effects
+        sent = delete(effects).where(
+            effects.c.stored_key == record.stored_key,
+            effects.c.scope.in_(scopes_of(record)),
+            effects.c.state == EffectState.SENT,
+            effects.c.fence <= record.fence,
+        )
+        return self.database.count(sent, {})
+
+    def save_progress(self, record: Record, progress: str) -> bool:
+        """Save the progress of the attempt, which ends its row of crashes, if the row is still its
+        own.
+        """
+        saved = (
+            update(self.records).where(*self._fenced(record)).values(progress=progress, crashes=0)
+        )
+        return self.database.count(saved, {}) == 1
+
+    def clear_crashes(self, record: Record) -> None:
+        """The attempt has got on, so the crashes before it are not in a row any more."""
+        self.database.count(update(self.records).where(*self._fenced(record)).values(crashes=0), {})
+
+    def _fenced(self, record: Record) -> tuple[Any, ...]:
+        records = self.records
+        return (
+            records.c.stored_key == record.stored_key,
+            records.c.state == State.RUNNING,
+            records.c.fence == record.fence,
+            records.c.owner == record.owner,
+        )
+
+    def _intent(self, effect: Effect) -> tuple[Any, ...]:
+        effects = self.effects
+        return (
+            effects.c.stored_key == effect.stored_key,
+            effects.c.name == effect.name,
+            effects.c.scope == effect.scope,
+            effects.c.state == EffectState.SENT,
+            effects.c.fence == effect.fence,
+        )
+
+    def _reading(self) -> Any:
+        return select(*self.effects.c, self.database.now.label("now"))
+
+    def _begun(self, values: Mapping[str, Any]) -> Effect | None:
+        if isinstance(self._begin, TextualSelect):
+            row = self.database.first(self._begin, values)
+            return _effect(row) if row is not None else None
+        if not self.database.touch(self._begin, values):
+            return None
+        return self.read(values["stored_key"], values["name"], values["scope"])
+
+    def _beginning(self) -> TextualSelect | Writes:
+        dialect = self.database.engine.dialect
+        of_mysql = mysql.is_mysql(dialect)
+        effects = in_text(self.effects, dialect)
+        words = {
+            "effects": f"{effects} AS e",
+            "records": in_text(self.records, dialect),
+            "now": now_in_text(dialect),
+            "lock": "" if self.database.host_clock else "FOR UPDATE",
+            "big": "SIGNED" if of_mysql else "BIGINT",
+        }
+        words["held"] = _HELD.format(**words)
+        if of_mysql:
+            return text(_INSERT.format(**words | {"effects": effects})), text(
+                _TAKE_OVER.format(**words)
+            )
+        written: TextClause = text(_BEGIN.format(insert=_INSERT.format(**words), **words))
+        return written.bindparams(bindparam("taken", type_=BigInteger)).columns(
+            *self.effects.c, column("now", BigInteger)
+        )
+
+
+def _effect(found: Row, *, lenient: bool = False) -> Effect:
+    """The effect in the row *found*; raises :class:`RecordUnreadable` for a value that cannot be
+    read.
+
+    *lenient*, for operators: such a value counts as absent, and ``unreadable`` says why.
+    """
+    row: dict[str, Any] = dict(found)
+    trouble = None
+    for column_name, (convert, absent) in _READ.items():
+        value = row[column_name]
+        try:
+            if value is None and column_name not in _NULLABLE:
+                raise TypeError("NULL")
+            row[column_name] = None if value is None else convert(value)
+        except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+            trouble = unreadable(row["stored_key"], row["name"], column_name, value, error)
+            if not lenient:
+                raise RecordUnreadable(trouble, False, row["stored_key"], column_name) from None
+            row[column_name] = absent
+    return Effect(
+        row["stored_key"],
+        row["name"],
+        row["scope"],
+        row["state"],
+        row["fence"],
+        row["idempotency_key"],
+        row["sent_at"],
+        int(row["now"]),
+        row["reference"],
+        row["result"],
+        row["done_at"],
+        trouble,
+    )
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:  # SQLite takes text there
+        raise TypeError("not an integer")
+    return value
+
+
+def _decodable(text: str) -> str:
+    decode(text)
+    return text
+
+
+_READ: Final[Mapping[str, tuple[Callable[[Any], object], object]]] = {
+    "state": (EffectState, EffectState.SENT),
+    "fence": (_integer, 0),
+    "sent_at": (_integer, 0),
+    "done_at": (_integer, None),
+    "result": (_decodable, None),
+}
+_NULLABLE: Final = {"done_at", "result"}

@@ -1,0 +1,173 @@
+"""Whether a session or connection of the user's own can be joined: it must commit its rows and the
+record together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, Engine, TwoPhaseTransaction
+from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.orm import Session
+
+from celery_leases.errors import WrongDatabase
+from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.drivers import database_of, tells_transaction
+from celery_leases.stores.urls import shown_database
+
+AUTOCOMMIT: Final = "AUTOCOMMIT"
+WAY_OUT: Final = (
+    "give the connection that your rows go through, "
+    "session.connection(bind_arguments={'mapper': …}) with their class"
+)
+
+
+def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
+    """Raise :class:`WrongDatabase` for what can never commit the record together with the user's
+    rows.
+    """
+    kind = type(given).__name__
+    if inspect.iscoroutinefunction(getattr(given, "rollback", None)):
+        raise WrongDatabase(
+            f"{key}: {kind} is asynchronous and cannot be used here; give a Session, a Connection or a "
+            "DB-API connection, such as SQLAlchemy's run_sync() passes to its function"
+        )
+    if isinstance(given, Session):
+        _check_binds(key, given)
+    if not isinstance(given, Session | Connection) and not callable(getattr(given, "cursor", None)):
+        raise WrongDatabase(
+            f"{key}: {kind} is not a SQLAlchemy Session or Connection, nor a DB-API connection"
+        )
+    _check_database(key, given, database)
+    driver = driver_of(given)
+    if (
+        mysql.is_mysql(database.engine.dialect)
+        and driver is given
+        and not mysql.tells_transactions(driver)
+    ):
+        raise WrongDatabase(
+            f"{key}: {type(driver).__module__} does not show whether its transaction is open; give a Session or a "
+            "Connection of SQLAlchemy, or Django's connection"
+        )
+    if _commits_by_itself(given, driver):
+        raise WrongDatabase(
+            f"{key}: the connection is in autocommit mode, so the record would not commit together with your rows; "
+            "begin a transaction first"
+        )
+
+
+def connection_of(given: Session | Connection) -> Connection:
+    """The connection that a session works on, or the one that was given."""
+    return given.connection() if isinstance(given, Session) else given
+
+
+def driver_of(given: Any) -> Any:
+    """The DB-API connection that *given* is, or works on."""
+    if isinstance(given, Session | Connection):
+        return connection_of(given).connection.dbapi_connection
+    for name in (
+        "dbapi_connection",
+        "connection",
+    ):  # SQLAlchemy's raw_connection(), Django's; None once closed
+        if hasattr(given, name):
+            return getattr(given, name)
+    return given
+
+
+def _check_binds(key: str, session: Session) -> None:
+    """Refuse a session whose rows may go through other connections than the record does, and commit
+    by themselves.
+
+    One that finds its binds in a way of its own is left to it. A two-phase transaction is one for
+    all its engines.
+    """
+    binds: Mapping[Any, Engine | Connection] = {}
+    if type(session).get_bind is Session.get_bind:
+        binds = getattr(session, "binds", None) or getattr(
+            session, "_Session__binds", {}
+        )  # before SQLAlchemy 2.1
+    try:
+        connection = session.connection()
+    except UnboundExecutionError as error:
+        raise WrongDatabase(f"{key}: the session has no engine of its own; {WAY_OUT}") from error
+    others = [bind for bind in binds.values() if bind.engine is not connection.engine]
+    in_two_phases = isinstance(connection.get_transaction(), TwoPhaseTransaction)
+    if others and not (in_two_phases and all(isinstance(bind, Engine) for bind in others)):
+        ours, other = shown_database(connection.engine.url), shown_database(others[0].engine.url)
+        raise WrongDatabase(
+            f"{key}: the session has several engines, each of which commits by itself: {ours} for the record, "
+            f"{other} for other rows; {WAY_OUT}"
+        )
+
+
+def _check_database(key: str, given: Any, database: Database) -> None:
+    """Refuse another database than that of the records: what the connections say comes before what
+    the URLs name.
+    """
+    ours, by_sqlalchemy = database.engine, isinstance(given, Session | Connection)
+    if by_sqlalchemy and _kind(connection_of(given).engine) != _kind(ours):
+        raise _another(key, ours, shown_database(connection_of(given).engine.url))
+    if (
+        driver_of(given) is None
+    ):  # Django connects with the first cursor; what is closed raises its own error
+        given.cursor().close()
+    theirs = database_of(driver_of(given)) or (
+        _named(connection_of(given).engine.url) if by_sqlalchemy else None
+    )
+    if theirs is not None and theirs != _named(ours.url) and theirs != _of_records(database):
+        raise _another(key, ours, repr(theirs))
+
+
+def _of_records(database: Database) -> str | None:
+    """The database that a connection of the records is on."""
+    with database.errors(), database.engine.connect() as connection:
+        return database_of(driver_of(connection)) or _named(database.engine.url)
+
+
+def _another(key: str, ours: Engine, theirs: str) -> WrongDatabase:
+    return WrongDatabase(
+        f"{key}: the records are in {shown_database(ours.url)}, the session or connection is on {theirs}; a record can "
+        "only be committed with rows of its own database"
+    )
+
+
+def _commits_by_itself(given: Any, driver: Any) -> bool:
+    """Whether each statement is committed as it is executed; one that is surely inside a
+    transaction is not.
+    """
+    level = None
+    if isinstance(given, Session | Connection):
+        connection = connection_of(given)
+        level = connection.get_execution_options().get("isolation_level")
+        if level == AUTOCOMMIT:
+            return True
+        # What create_engine() was told; asking for the level of the connection would be a round
+        # trip.
+        level = level or getattr(connection.dialect, "_on_connect_isolation_level", None)
+    by_itself = (
+        level == AUTOCOMMIT
+        or getattr(driver, "autocommit", False) is True
+        or mysql.commits_by_itself(driver)
+    )
+    if hasattr(
+        driver, "in_transaction"
+    ):  # sqlite3 says so by its isolation level; psycopg's None is the server's
+        by_itself = by_itself or getattr(driver, "isolation_level", "") is None
+    return by_itself and not tells_transaction(driver)
+
+
+def _kind(engine: Engine) -> str:
+    """What kind of database an engine is for."""
+    return mysql.FAMILY[0] if mysql.is_mysql(engine.dialect) else engine.dialect.name
+
+
+def _named(url: URL) -> str | None:
+    """The database a URL names; a file by its whole path."""
+    if url.get_backend_name() != "sqlite":
+        return url.database
+    name = url.database or ":memory:"
+    return name if name.startswith(("file:", ":")) else str(Path(name).resolve())

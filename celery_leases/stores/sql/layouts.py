@@ -1,0 +1,397 @@
+"""The layouts that the records table has had: the columns of each version, and what of a record
+each of them holds.
+
+Most columns are in every layout. Version 1 has one for each field of a record. Version 2 has one
+document for those that only decisions read; see :mod:`celery_leases.protocol.record_document`. A
+worker runs on both: the workers of a new release come first, and ``leases migrate`` follows while
+they run.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from celery_leases.protocol import record_document
+from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
+from celery_leases.protocol.repairs import settled
+from celery_leases.stores.sql.values import (
+    MICROSECONDS,
+    Reading,
+    failure_in,
+    mapping,
+    microseconds,
+    short,
+    written,
+)
+
+DOCUMENT: Final = "details"
+"""The column of version 2 that version 1 does not have; by it a table is told from one of version
+1.
+"""
+
+CLOSE: Final = 100
+"""The part of its retention by which a record may expire earlier than its outcome says, if that
+writes less.
+"""
+MADE: Final = 2**30
+"""The first of the generations that are made from a fence. None is counted up to there."""
+LISTED: Final = "!"
+"""Stands around each id in ``finished_calls``, and never inside one as it is written there."""
+
+_INSERTED: Final = (
+    *(
+        "stored_key",
+        "task",
+        "key",
+        "state",
+        "owner",
+        "call_id",
+        "holder",
+        "attempt",
+        "message",
+        "lease_until",
+    ),
+    "lease_store",
+)
+_SWAPPED: Final = (
+    *(
+        "task",
+        "state",
+        "fence",
+        "owner",
+        "call_id",
+        "holder",
+        "attempt",
+        "crashes",
+        "lease_until",
+        "retry_at",
+        "result",
+    ),
+    *(
+        "reason",
+        "ended",
+        "error",
+        "message",
+        "started_at",
+        "finished_at",
+        "expires_at",
+        "lease_store",
+    ),
+)
+_SETTLED: Final = ("state", "ended", "attempt", "crashes", "resumes", "result", "reason", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """What a migration has done; ``before`` is ``None`` where there were no tables, ``rows`` how
+    many it converted.
+    """
+
+    before: int | None
+    after: int
+    rows: int = 0
+
+
+class Layout(ABC):
+    """How records are written into the table of one version."""
+
+    version: int
+    #: The columns of a new row, beside the moments of its insert; the others are NULL or 0.
+    inserted: tuple[str, ...]
+    #: What a claim changes in a row; see :func:`celery_leases.protocol.claims.claimed`.
+    swapped: tuple[str, ...]
+    #: What an outcome has a value for as it is written; two outcomes differ in one of them.
+    settled: tuple[str, ...]
+
+    def of_record(self, record: Record) -> dict[str, Any]:
+        """The values of all columns for *record*; :func:`celery_leases.stores.sql.rows.to_record`
+        is the way back.
+        """
+        return {
+            "stored_key": record.stored_key,
+            "task": record.task,
+            "key": record.key,
+            "call_id": record.call_id,
+            "owner": record.owner,
+            "holder": record.holder,
+            "fence": record.fence,
+            "created_at": record.created_at,
+            "started_at": record.started_at,
+            "attempt": record.attempt,
+            "crashes": record.crashes,
+            "resumes": int(record.resumes),
+            "state": record.state,
+            "ended": record.ended,
+            "reason": record.reason,
+            "result": record.result,
+            "error": written(record.failure),
+            "lease_store": record.lease_store,
+            "lease_until": record.lease_until,
+            "retry_at": record.retry_at,
+            "finished_at": record.finished_at,
+            "expires_at": record.expires_at,
+            "publish_at": record.publish_at,
+            "published_at": record.published_at,
+            "progress": record.progress,
+            "message": record.message,
+            **self.details_of(record),
+        }
+
+    def of_outcome(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """The parameters of the settle statement for an attempt on *record*."""
+        wait, keep = outcome.retry_after or 0.0, outcome.retention
+        kept = int((keep + wait) * MICROSECONDS) if keep is not None else None
+        return {
+            "for_key": record.stored_key,
+            "for_fence": record.fence,
+            "for_owner": record.owner,
+            "new_state": outcome.state,
+            "new_ended": outcome.ended,
+            "new_attempt": outcome.attempt,
+            "new_crashes": outcome.crashes,
+            "new_resumes": int(outcome.resumes),
+            "new_result": outcome.result,
+            "new_reason": short(outcome.reason),
+            "new_error": written(outcome.failure),
+            "new_progress": outcome.progress,
+            "wait": int(wait * MICROSECONDS) if wait else None,
+            "keep": kept,
+            "keep_at_least": kept - kept // CLOSE if kept is not None else None,
+            **self.details_settled(record, outcome),
+        }
+
+    @abstractmethod
+    def details_of(self, record: Record) -> dict[str, Any]:
+        """The values of the columns that no other layout has."""
+
+    @abstractmethod
+    def details_settled(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """The parameters of the settle statement for those columns."""
+
+
+class Wide(Layout):
+    """Version 1: a column for each field."""
+
+    version = 1
+    columns = (
+        *(
+            "retries",
+            "generation",
+            "failures",
+            "quick_retries",
+            "cooldowns",
+            "failed_at",
+            "counted",
+            "fingerprint",
+        ),
+        *("digests", "lease_ttl", "retention", "previous_ended", "previous_error", "previous_host"),
+        *("finished_calls", "finished_results", "crashed_at", "crashed_call"),
+    )
+    inserted = (
+        *(
+            *_INSERTED,
+            "retries",
+            "fingerprint",
+            "digests",
+            "lease_ttl",
+            "finished_calls",
+            "retention",
+        ),
+        *("generation", "counted"),
+    )
+    swapped = (*_SWAPPED, *(name for name in columns if name != "finished_results"))
+    settled = (
+        *(
+            *_SETTLED,
+            "retries",
+            "failures",
+            "quick_retries",
+            "cooldowns",
+            "counted",
+            "crashed_call",
+        ),
+        *("finished_calls", "finished_results"),
+    )
+
+    def details_of(self, record: Record) -> dict[str, Any]:
+        """See :class:`Layout`."""
+        before, results = record.previous, record.finished_results
+        return {
+            "retries": record.retries,
+            "generation": record.generation,
+            "failures": record.failures,
+            "quick_retries": record.quick_retries,
+            "cooldowns": record.cooldowns,
+            "failed_at": record.failed_at,
+            "counted": record.generation,
+            "fingerprint": record.fingerprint,
+            "digests": json.dumps(dict(record.digests)) if record.digests is not None else None,
+            "lease_ttl": microseconds(record.lease_ttl),
+            "retention": microseconds(record.retention) if record.retention else None,
+            "previous_ended": before.ended if before is not None else None,
+            "previous_error": written(before.error) if before is not None else None,
+            "previous_host": before.host if before is not None else None,
+            "finished_calls": "".join(map(_listed, record.finished_calls)),
+            "finished_results": json.dumps(dict(results)) if results is not None else None,
+            "crashed_at": record.crashed_at,
+            "crashed_call": record.crashed_call,
+        }
+
+    def details_settled(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """See :class:`Layout`."""
+        written_now = self.details_of(settled(record, outcome, 0))
+        names = (name for name in self.settled if name in written_now)
+        return {f"new_{name}": written_now[name] for name in names} | {
+            "failed": outcome.failed,
+            "last_failed": record.failed_at,
+        }
+
+
+class Narrow(Layout):
+    """Version 2: a document for what only decisions read."""
+
+    version = 2
+    columns = (DOCUMENT,)
+    inserted = (*_INSERTED, "expires_at", DOCUMENT)
+    swapped = (*_SWAPPED, DOCUMENT)
+    settled = (*_SETTLED, DOCUMENT)
+
+    def of_record(self, record: Record) -> dict[str, Any]:
+        """As in each layout; a running row says when it will expire if it succeeds soon.
+
+        An outcome that comes soon leaves that as it is. So it changes no column of an index, and
+        PostgreSQL writes no entry of one.
+        """
+        values = super().of_record(record)
+        values["ended"] = _ended(record.state, record.ended)
+        if record.state is State.RUNNING and record.retention:
+            values["expires_at"] = record.started_at + microseconds(record.retention)
+        return values
+
+    def details_of(self, record: Record) -> dict[str, Any]:
+        """See :class:`Layout`."""
+        return {DOCUMENT: record_document.dump(record)}
+
+    def details_settled(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """See :class:`Layout`."""
+        ended = {"new_ended": _ended(outcome.state, outcome.ended)}
+        if _leaves_details(record, outcome):
+            return ended
+        document = record_document.dump(settled(record, outcome, 0), failed=outcome.failed)
+        return ended | {f"new_{DOCUMENT}": document}
+
+
+WIDE: Final = Wide()
+NARROW: Final = Narrow()
+LAYOUTS: Final[Mapping[int, Layout]] = {layout.version: layout for layout in (WIDE, NARROW)}
+OLDEST: Final = min(LAYOUTS)
+NEWEST: Final = max(LAYOUTS)
+
+
+def layout_of(columns: Collection[str]) -> Layout:
+    """The layout of a table with these columns, also in the middle of a migration."""
+    return NARROW if DOCUMENT in columns else WIDE
+
+
+def details_in(reading: Reading) -> dict[str, Any]:
+    """The fields of a record that are in no column of all layouts, from a row of any of them."""
+    return _narrow(reading) if DOCUMENT in reading.row else _wide(reading)
+
+
+def _narrow(reading: Reading) -> dict[str, Any]:
+    row = reading.row
+    if row[DOCUMENT] is None:
+        return record_document.load(None, None)[0]
+    found = reading.of(DOCUMENT, lambda text: record_document.load(text, row["finished_at"]))
+    if found is None:
+        generation = record_document.generation_in(row[DOCUMENT])
+        return {
+            **record_document.load(None, None)[0],
+            "generation": _lost(row) if generation is None else generation,
+        }
+    fields: dict[str, Any] = found[0]
+    spared: str | None = found[1]
+    if spared is not None:
+        reading.warn(DOCUMENT, ValueError(spared))
+    return fields
+
+
+def _lost(row: Mapping[Any, Any]) -> int:
+    """What a generation that cannot be read is taken to be: one made from the fence, or the moment
+    where that is lost.
+
+    It is above all that were counted, and another one for each fence of nine minutes; the columns
+    of version 1 hold it. So what belongs to an earlier generation is not found again once the row
+    is repaired.
+    """
+    return MADE + int(row["fence"] or row["now"]) % (MADE // 2)
+
+
+def _wide(reading: Reading) -> dict[str, Any]:
+    integers = (
+        "retries",
+        "generation",
+        "failures",
+        "counted",
+        "quick_retries",
+        "cooldowns",
+        "lease_ttl",
+    )
+    lost = type(reading.row["generation"]) is not int
+    reading.integers(integers, ("crashed_at", "failed_at", "retention"))
+    row = reading.row
+    listed, counts = row["finished_calls"], row["counted"] == row["generation"]
+    ended = reading.of("previous_ended", Ended, needed=False) if row["previous_ended"] else None
+    before_error = reading.of("previous_error", failure_in, needed=False)
+    return {
+        "retries": row["retries"],
+        "generation": _lost(row) if lost else row["generation"],
+        "failures": row["failures"] if counts else 0,
+        "quick_retries": row["quick_retries"] if counts else 0,
+        "cooldowns": row["cooldowns"] if counts else 0,
+        "failed_at": row["failed_at"] if counts else None,
+        "fingerprint": row["fingerprint"],
+        "digests": reading.of("digests", mapping, needed=False),
+        "lease_ttl": row["lease_ttl"] / MICROSECONDS,
+        "retention": row["retention"] / MICROSECONDS if row["retention"] else None,
+        "previous": Attempt(ended, before_error, row["previous_host"]) if ended else None,
+        "finished_calls": tuple(map(unquote, listed.strip(LISTED).split(LISTED * 2)))
+        if listed
+        else (),
+        "finished_results": reading.of("finished_results", mapping),
+        "crashed_at": row["crashed_at"],
+        "crashed_call": row["crashed_call"],
+    }
+
+
+def _ended(state: State, ended: Ended | None) -> Ended | None:
+    """How an attempt has ended, where it is not the way in which most do."""
+    return None if state is State.DONE and ended is Ended.RETURNED else ended
+
+
+def _leaves_details(record: Record, outcome: Outcome) -> bool:
+    """Whether the document stays as the claim has written it, as it does at a first success."""
+    before = (
+        record.retries,
+        record.failures,
+        record.quick_retries,
+        record.cooldowns,
+        record.crashed_call,
+    )
+    after = (
+        outcome.retries,
+        outcome.failures,
+        outcome.quick_retries,
+        outcome.cooldowns,
+        outcome.crashed_call,
+    )
+    return before == after and outcome.finished is None and not outcome.failed and not outcome.unrun
+
+
+def _listed(call_id: str) -> str:
+    return f"{LISTED}{quote(call_id, safe='')}{LISTED}"

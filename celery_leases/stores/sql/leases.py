@@ -1,0 +1,244 @@
+"""Leases in the records' own database: the claimed row is the lease, so a run needs no other
+store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    ColumnElement,
+    Update,
+    bindparam,
+    case,
+    or_,
+    select,
+)
+
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.decisions import holder_in
+from celery_leases.protocol.groups import admits
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.ports import Claimed, Holder, Renewal, RenewalResult, Shut
+from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.groups import SqlGates
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.upserts import Writes, upsert
+
+
+class DatabaseLeaseStore(SqlGates):
+    """A :class:`~celery_leases.protocol.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in the
+    tables of *records*.
+    """
+
+    name = DATABASE
+    in_records = True
+
+    def __init__(self, records: SqlRecordStore) -> None:
+        super().__init__(records.database, records.tables)
+        self.records = records
+        self._marks = records.tables.marks
+        self._swap = self._swapping()
+        self._renewing = self._pushing_out()
+        key = records.tables.records.c.stored_key
+        free = select(key).where(key.in_(bindparam("keys", expanding=True)))
+        self._free = free.with_for_update(skip_locked=True)
+        c = records.tables.records.c
+        running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
+        self._held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
+
+    def check(self) -> None:
+        """Nothing: the leases are in the tables of the records, which are checked with these."""
+
+    def acquire(self, claim_request: ClaimRequest) -> Claimed | Shut:
+        """Claim the row, and the lease with it; the look at the row is a look at the gate of the
+        bid's group too.
+        """
+        answer, gate = self.records.claim_at_gate(claim_request, self.name, self)
+        if (
+            isinstance(answer, Refused)
+            and gate is not None
+            and not admits(gate, claim_request.token)
+        ):
+            return Shut(gate, answer.record, looked=True)
+        probes = gate is not None and gate.probe == claim_request.token
+        return Claimed(answer, probe=probes and isinstance(answer, Won))
+
+    def age(self, stored_key: str) -> float:
+        """For ever: the lease is the row, so that neither is lost without the other."""
+        return math.inf
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        """Push ``lease_until`` out, never back; one statement for all leases of one ttl, and one
+        for their slots.
+
+        Rows that a transaction may have locked are looked at first, and renewed if they are free.
+        """
+        locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
+        kept: set[tuple[str, str]] = set()
+        alike: defaultdict[float, list[Renewal]] = defaultdict(list)
+        for renewal in renewals:
+            if renewal.stored_key not in locked:
+                alike[renewal.ttl].append(renewal)
+        for ttl, group in alike.items():
+            kept |= self._renewed(ttl, group)
+        if not (locked and self.database.host_clock):
+            self._renew_slots(renewals)
+        return [
+            RenewalResult.OURS
+            if (renewal.stored_key, renewal.token) in kept
+            else self._not_ours(renewal, locked)
+            for renewal in renewals
+        ]
+
+    def reassert(self, claim_request: ClaimRequest) -> bool:
+        """Never: a row that is gone took the claim with it."""
+        return False
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Close the row to ``pending`` if it is still running under *token*."""
+        records = self.records.tables.records
+        freed = records.update().where(
+            records.c.stored_key == stored_key,
+            records.c.owner == token,
+            records.c.state == State.RUNNING,
+        )
+        values = {
+            "state": State.PENDING,
+            "ended": Ended.RELEASED,
+            "lease_until": None,
+            "expires_at": None,
+        }
+        return self.database.count(freed.values(values), {}) == 1
+
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Nothing to do: the settled row holds its ``retry_at``, and a renewal matches running rows
+        only.
+        """
+        return True
+
+    def end_cooldown(self, stored_key: str) -> bool:
+        """Never: the row is the cooldown, and is reset."""
+        return False
+
+    def holder(self, stored_key: str) -> Holder | None:
+        """Who holds the key."""
+        record = self.records.read(stored_key, lenient=True)
+        return holder_in(record) if record is not None else None
+
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """Those of the keys that somebody holds; one statement, which locks no row."""
+        return {row["stored_key"] for row in self.database.all(self._held, {"keys": stored_keys})}
+
+    def mark(self, stored_key: str, name: str) -> str | None:
+        """Read a mark."""
+        marks = self._marks
+        found = select(marks.c.value).where(
+            marks.c.stored_key == stored_key,
+            marks.c.name == name,
+            marks.c.expires_at > self.database.now,
+        )
+        row = self.database.first(found, {})
+        return row["value"] if row is not None else None
+
+    def swap_mark(
+        self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
+    ) -> bool:
+        """Set a mark if it is absent, over, or equals *expected*; setting the same value again
+        counts.
+        """
+        values = {
+            "for_key": stored_key,
+            "for_name": name,
+            "new": value,
+            "expected": expected,
+            "ttl": int(ttl * 1e6),
+        }
+        return self.database.touch(self._swap, values)
+
+    def close(self) -> None:
+        """Nothing of its own to close."""
+
+    def _locked(self, keys: Sequence[str]) -> set[str]:
+        """Those of *keys* whose row a transaction has locked. On SQLite any writer locks all
+        rows.
+        """
+        if not keys:
+            return set()
+        if self.database.host_clock:
+            return set() if self.database.nobody_writes() else set(keys)
+        return set(keys) - {
+            row["stored_key"] for row in self.database.all(self._free, {"keys": keys})
+        }
+
+    def _renewed(self, ttl: float, group: Sequence[Renewal]) -> set[tuple[str, str]]:
+        """Renew those that are still ours; their keys and tokens."""
+        keys, tokens = (
+            [renewal.stored_key for renewal in group],
+            [renewal.token for renewal in group],
+        )
+        values = {"span": int(ttl * 1e6), "keys": keys, "tokens": tokens}
+        if not mysql.is_mysql(self.database.engine.dialect):
+            return {
+                (row["stored_key"], row["owner"])
+                for row in self.database.all(self._renewing, values)
+            }
+        if self.database.count(self._renewing, values) == len(group):
+            return set(zip(keys, tokens, strict=True))
+        if len(group) == 1:
+            return set()
+        return set().union(*(self._renewed(ttl, [renewal]) for renewal in group))
+
+    def _pushing_out(self) -> Update:
+        records = self.records.tables.records
+        until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
+        keys: BindParameter[Any] = bindparam("keys", expanding=True)
+        tokens: BindParameter[Any] = bindparam("tokens", expanding=True)
+        longer = case((records.c.lease_until > until, records.c.lease_until), else_=until)
+        renewed = records.update().values(lease_until=longer)
+        renewed = renewed.where(
+            records.c.stored_key.in_(keys),
+            records.c.owner.in_(tokens),
+            records.c.state == State.RUNNING,
+        )
+        if mysql.is_mysql(self.database.engine.dialect):
+            return renewed
+        return renewed.returning(records.c.stored_key, records.c.owner)
+
+    def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
+        """Renew the slots of probes; one that ends by itself changes nothing for the lease."""
+        slots: defaultdict[float, list[Renewal]] = defaultdict(list)
+        for renewal in renewals:
+            if renewal.probe is not None:
+                slots[renewal.ttl].append(renewal)
+        for ttl, probes in slots.items():
+            with suppress(StoreUnavailable):
+                self.renew_probes(probes, ttl)
+
+    def _not_ours(self, renewal: Renewal, locked: set[str]) -> RenewalResult:
+        record = self.records.read(renewal.stored_key, lenient=True)
+        ours = record is not None and record.is_attempt(State.RUNNING, renewal.token)
+        if ours and renewal.stored_key in locked:
+            return RenewalResult.LOCKED
+        return (
+            RenewalResult.MISSING
+            if record is None or holder_in(record) is None
+            else RenewalResult.OTHER
+        )
+
+    def _swapping(self) -> Writes:
+        marks, now = self._marks, self.database.now
+        new: BindParameter[str] = bindparam("new")
+        key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
+        values = {"value": new, "expires_at": now + bindparam("ttl")}
+        free = or_(
+            marks.c.expires_at <= now, marks.c.value == bindparam("expected"), marks.c.value == new
+        )
+        return upsert(marks, self.database.engine.dialect, key, values, where=free)

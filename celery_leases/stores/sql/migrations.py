@@ -1,0 +1,697 @@
+"""From one version of the tables to another, while workers run.
+
+A migration adds the new columns, fills them for the rows that no attempt runs on, and makes the new
+indexes where the server can do so while others write. Then it locks the table: it fills the columns
+for the rows that have changed since, drops the old ones, and notes the version. PostgreSQL and
+SQLite do that last part in one transaction, MySQL and MariaDB change the columns by one statement
+under a lock of the table. What is to be done is asked of the columns and indexes, so a migration
+that was killed anywhere may be run again, in either direction.
+
+Workers find out by the columns that their statements miss; see
+:meth:`celery_leases.stores.sql.claims.SqlClaims.on_layout`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TypeVar
+from typing import cast as cast_to
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Engine,
+    String,
+    cast,
+    column,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.schema import CreateColumn, CreateIndex
+
+from celery_leases.errors import SchemaOutdated, StoreUnavailable
+from celery_leases.protocol import record_document
+from celery_leases.protocol.records import State
+from celery_leases.stores.sql.dialects import mysql, postgresql
+from celery_leases.stores.sql.dialects.names import in_text
+from celery_leases.stores.sql.layouts import DOCUMENT, NARROW, NEWEST, WIDE, Migrated
+from celery_leases.stores.sql.rows import to_record
+from celery_leases.stores.sql.schema import LONG, RELEASE, Tables
+from celery_leases.stores.sql.statements import Row
+from celery_leases.stores.urls import shown_database
+
+T = TypeVar("T")
+BATCH: Final = 500
+PATIENCE: Final = 60.0
+"""Seconds for which a migration tries again while transactions of others have the table locked."""
+PAUSE: Final = 0.5
+LOCK_TIMEOUT: Final = "1s"
+"""How long a try waits for the table on PostgreSQL. It is shorter than what workers wait, as they
+wait behind it.
+"""
+
+NEXT: Final = f"{DOCUMENT}_next"
+"""The document while the table still has the old columns, which are the ones that count."""
+OF: Final = f"{DOCUMENT}_of"
+"""What the row was when its document was made."""
+_RETURNING: Final = {name: f"next_{name}" for name in WIDE.columns}
+"""The columns of version 1 while the table still has the document, which is what counts."""
+COMING: Final = "_next"
+"""What the name of an index ends with while it is made beside the one that it replaces."""
+BY_STATE: Final = "ix_celery_leases_records_state_started_at"
+"""An index of version 1."""
+
+
+_RAW: Final = {
+    "retries": "retries",
+    "generation": "generation",
+    "failures": "failures",
+    "quick": "quick_retries",
+    "cooldowns": "cooldowns",
+    "failed_at": "failed_at",
+    "crashed_at": "crashed_at",
+    "ttl": "lease_ttl",
+    "keep": "retention",
+    "results": "finished_results",
+}
+"""By its name in the document: the column of version 1 that may hold what cannot be read, and then
+is kept as it is.
+"""
+
+
+class Migration(ABC):
+    """The tables of one database on their way to another version."""
+
+    def __init__(self, engine: Engine, tables: Tables) -> None:
+        self.engine = engine
+        self.tables = tables
+        self.wide, self.narrow = tables.layouts[WIDE.version], tables.layouts[NARROW.version]
+        self._partial = sorted(self.narrow.indexes, key=lambda index: str(index.name))
+        self._name = in_text(tables.records, engine.dialect)
+        self._version = in_text(tables.version, engine.dialect)
+
+    def upgrade(self, to: int) -> Migrated:
+        """Bring the tables to version *to*, unless they have a later one; also where there are
+        none.
+
+        Raises as :meth:`run` does.
+        """
+        before = self.tables.found(self.engine)
+        if before is not None and before > to:
+            return Migrated(before, before)
+        if before is None:
+            self.tables.create(self.engine)
+        return Migrated(before, to, self.run(to).rows)
+
+    def downgrade(self, to: int) -> Migrated:
+        """Bring the tables back to version *to*, unless they have an earlier one or there are none;
+        0 drops them.
+        """
+        before = self.tables.found(self.engine)
+        if to == 0:
+            self.tables.drop(self.engine)
+            return Migrated(before, 0)
+        if before is None or before <= to:
+            return Migrated(before, before or 0)
+        return self.run(to)
+
+    def run(self, to: int = NEWEST) -> Migrated:
+        """Bring the tables to version *to*, and create what is missing.
+
+        Raises :class:`SchemaOutdated` for tables of a later version, and for records that the
+        version cannot hold; :class:`StoreUnavailable` where transactions of others keep the table
+        locked.
+        """
+        before = self.tables.found(self.engine)
+        if before is None:
+            if to != NEWEST:
+                raise SchemaOutdated(
+                    f"there are no tables in {shown_database(self.engine.url)} to downgrade"
+                )
+            self.tables.create(self.engine)
+            return Migrated(None, NEWEST)
+        with self.engine.connect() as connection, self._alone(connection):
+            rows = (
+                0
+                if before == to and self._is_whole(connection, to)
+                else self._steps[to](connection)
+            )
+        if to == NEWEST:
+            self.tables.create(self.engine)
+        return Migrated(before, to, rows)
+
+    @property
+    def _steps(self) -> Mapping[int, Callable[[Connection], int]]:
+        """By version: what brings the tables to it; how many rows were converted."""
+        return {NARROW.version: self._narrowed, WIDE.version: self._widened}
+
+    def _is_whole(self, connection: Connection, version: int) -> bool:
+        """Whether no migration was killed on its way to *version*, or from it."""
+        columns = self._columns(connection)
+        return set(self.tables.layouts[version].c.keys()) == set(columns)
+
+    # -- the steps ---------------------------------------------------------------------------------
+
+    def _narrowed(self, connection: Connection) -> int:
+        """From version 1 to version 2; how many rows were converted."""
+        rows = 0
+        if DOCUMENT not in self._columns(connection):
+            self._patiently(connection, self._expand)
+            rows = self._in_batches(connection, self.wide.c.state != State.RUNNING, _document)
+        self._prepare_indexes(connection)
+        return rows + self._patiently(connection, self._contract)
+
+    def _expand(self, connection: Connection) -> None:
+        columns = self._columns(connection)
+        if DOCUMENT not in columns:
+            self._alter(
+                connection, self._added(columns, [Column(NEXT, LONG), Column(OF, String(64))])
+            )
+        if "made_by" not in self._noted(connection):
+            connection.execute(text(f"ALTER TABLE {self._version} ADD COLUMN made_by VARCHAR(32)"))
+
+    def _contract(self, connection: Connection) -> int:
+        """What is done under the lock. Where the columns are there already, only what was left of a
+        downgrade goes.
+        """
+        self._drop_index(connection, BY_STATE)
+        columns, rows = self._columns(connection), 0
+        clauses = [
+            f"DROP COLUMN {name}"
+            for name in (*WIDE.columns, *_RETURNING.values())
+            if name in columns
+        ]
+        if DOCUMENT not in columns:
+            rows = self._convert(connection, None, _document)
+            clauses += [f"DROP COLUMN {OF}"]
+        self._alter(
+            connection, clauses, {NEXT: self.narrow.c[DOCUMENT]} if DOCUMENT not in columns else {}
+        )
+        self._index(connection)
+        self._note(connection, NARROW.version)
+        return rows
+
+    def _widened(self, connection: Connection) -> int:
+        """From version 2 to version 1; how many rows were converted."""
+
+        def expand(connection: Connection) -> None:
+            columns = self._columns(connection)
+            coming = [self._as(self.wide.c[name], new) for name, new in _RETURNING.items()]
+            self._alter(connection, self._added(columns, coming))
+
+        def contract(connection: Connection) -> int:
+            rows = 0
+            if DOCUMENT in self._columns(connection):
+                rows = self._convert_back(connection)
+                # Version 1 has no moment there while an attempt runs.
+                running = update(self.narrow).where(self.narrow.c.state == State.RUNNING)
+                connection.execute(running.values(expires_at=None))
+                renamed = {new: self.wide.c[name] for name, new in _RETURNING.items()}
+                self._alter(connection, [f"DROP COLUMN {DOCUMENT}"], renamed)
+            self._note(connection, WIDE.version)
+            return rows
+
+        if DOCUMENT in self._columns(connection):
+            self._patiently(connection, expand)
+        rows = self._patiently(connection, contract)
+        self._forget_indexes(connection)
+        with suppress(DBAPIError):  # it is there
+            connection.execute(text(f"CREATE INDEX {BY_STATE} ON {self._name} (state, started_at)"))
+        return rows
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def _in_batches(
+        self,
+        connection: Connection,
+        where: ColumnElement[bool],
+        document: Callable[[Row], str | None],
+    ) -> int:
+        """Convert rows before the table is locked, a transaction for each batch; how many."""
+        rows, last = 0, ""
+        while True:
+
+            def batch(connection: Connection, last: str = last) -> tuple[int, str]:
+                if NEXT not in self._columns(connection):
+                    return 0, last  # another migration has done all that
+                return self._batch(connection, last, where, document)
+
+            converted, last = self._patiently(connection, batch, lock=False)
+            rows += converted
+            if converted < BATCH:
+                return rows
+
+    def _convert(
+        self,
+        connection: Connection,
+        where: ColumnElement[bool] | None,
+        document: Callable[[Row], str | None],
+    ) -> int:
+        """Convert those rows that have changed since they were converted, if they ever were; how
+        many.
+        """
+        rows, converted, last = 0, BATCH, ""
+        while converted == BATCH:
+            converted, last = self._batch(connection, last, where, document)
+            rows += converted
+        return rows
+
+    def _batch(
+        self,
+        connection: Connection,
+        last: str,
+        where: ColumnElement[bool] | None,
+        document: Callable[[Row], str | None],
+    ) -> tuple[int, str]:
+        columns, of = self.wide.c, column(OF, String)
+        now = cast(columns.fence, String) + ":" + columns.state + ":"
+        now = now + cast(func.coalesce(columns.finished_at, 0), String)
+        stale = select(*columns, now.label(OF), literal(0).label("now")).where(
+            columns.stored_key > last, or_(of.is_(None), of != now)
+        )
+        if where is not None:
+            stale = stale.where(where)
+        found = connection.execute(stale.order_by(columns.stored_key).limit(BATCH)).mappings().all()
+        if not found:
+            return 0, last
+        written = text(
+            f"UPDATE {self._name} SET {NEXT} = :document, {OF} = :of WHERE stored_key = :stored_key"  # noqa: S608
+        )
+        values = [
+            {"document": document(row), "of": row[OF], "stored_key": row["stored_key"]}
+            for row in found
+        ]
+        connection.execute(written, values)
+        return len(found), found[-1]["stored_key"]
+
+    def _convert_back(self, connection: Connection) -> int:
+        columns, rows, last = self.narrow.c, 0, ""
+        values = ", ".join(f"{new} = :{new}" for new in _RETURNING.values())
+        written = text(f"UPDATE {self._name} SET {values} WHERE stored_key = :for_key")  # noqa: S608
+        while True:
+            some = select(*columns, literal(0).label("now")).where(columns.stored_key > last)
+            found = (
+                connection.execute(some.order_by(columns.stored_key).limit(BATCH)).mappings().all()
+            )
+            if not found:
+                return rows
+            connection.execute(written, [self._columns_of(row) for row in found])
+            rows, last = rows + len(found), found[-1]["stored_key"]
+
+    def _columns_of(self, row: Row) -> dict[str, Any]:
+        """The columns of version 1 for a row of version 2; raises :class:`SchemaOutdated` if they
+        lost something.
+        """
+        values = WIDE.details_of(to_record(row, lenient=True))
+        try:
+            document = json.loads(row[DOCUMENT] or "{}").items()
+            values |= {
+                _RAW[short]: value
+                for short, value in document
+                if not record_document.is_readable(short, value)
+            }
+        except (AttributeError, KeyError, ValueError) as error:
+            raise SchemaOutdated(
+                f"{row['key']}: version {WIDE.version} of the tables cannot hold what its column {DOCUMENT} has "
+                f"({error}); repair it, or write: leases forget {row['key']} --task {row['task']}"
+            ) from None
+        return {_RETURNING[name]: value for name, value in values.items()} | {
+            "for_key": row["stored_key"]
+        }
+
+    # -- columns -----------------------------------------------------------------------------------
+
+    def _columns(self, connection: Connection) -> Sequence[str]:
+        return list(connection.execute(self.tables.any_column()).keys())
+
+    def _as(self, column: Column[Any], name: str) -> Column[Any]:
+        """*column* under another name."""
+        given: Any = column.server_default
+        default = given.arg if given is not None else None
+        return Column(name, column.type, nullable=column.nullable, server_default=default)
+
+    def _added(self, columns: Sequence[str], wanted: Sequence[Column[Any]]) -> list[str]:
+        dialect = self.engine.dialect
+        missing = [column for column in wanted if column.name not in columns]
+        return [f"ADD COLUMN {CreateColumn(column).compile(dialect=dialect)}" for column in missing]
+
+    def _note(self, connection: Connection, version: int) -> None:
+        connection.execute(update(self.tables.version).values(version=version, made_by=RELEASE))
+
+    def _noted(self, connection: Connection) -> Sequence[str]:
+        return list(connection.execute(text(f"SELECT * FROM {self._version}")).keys())  # noqa: S608
+
+    def _prepare_indexes(self, connection: Connection) -> None:  # noqa: B027 - most servers do it under the lock
+        """Make what can be made of the indexes before the table is locked."""
+
+    def _forget_indexes(self, connection: Connection) -> None:  # noqa: B027 - as above
+        """Drop what an upgrade that was killed has left of them."""
+
+    def _index(self, connection: Connection) -> None:
+        """Make the indexes anew that are partial in version 2."""
+        for index in self._partial:
+            self._drop_index(connection, str(index.name))
+            connection.execute(CreateIndex(index))
+
+    # -- what the servers do differently -----------------------------------------------------------
+
+    @contextmanager
+    def _alone(self, connection: Connection) -> Iterator[None]:
+        """Let no other migration run meanwhile, where the transactions do not see to that."""
+        yield
+
+    @abstractmethod
+    def _alter(
+        self,
+        connection: Connection,
+        clauses: Sequence[str],
+        renamed: Mapping[str, Column[Any]] | None = None,
+    ) -> None:
+        """Change the records' columns by *clauses* of ALTER TABLE; *renamed* are columns that get
+        other names.
+        """
+
+    @abstractmethod
+    def _drop_index(self, connection: Connection, name: str) -> None:
+        """Drop an index if it is there."""
+
+    @contextmanager
+    @abstractmethod
+    def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
+        """Around what is committed together; *lock*: only this connection may use the table
+        meanwhile.
+        """
+        yield
+
+    def _patiently(
+        self, connection: Connection, step: Callable[[Connection], T], *, lock: bool = True
+    ) -> T:
+        """Take *step* in a transaction, again and again while others have locked what it needs."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                with self._transaction(connection, lock=lock):
+                    return step(connection)
+            except DBAPIError as error:
+                if not self._is_locked(error):
+                    raise
+                if time.monotonic() > until:
+                    raise self._given_up(error) from error
+            time.sleep(PAUSE)
+
+    def _given_up(self, error: DBAPIError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{shown_database(self.engine.url)}: other transactions have locked the records; nothing "
+            f"is lost, run the migration again when they have ended ({error.orig})",
+            False,
+        )
+
+    @abstractmethod
+    def _is_locked(self, error: DBAPIError) -> bool:
+        """Whether a statement has waited in vain for a lock."""
+
+
+class _Transactional(Migration):
+    """Where DDL is part of a transaction, and a rename a statement of its own."""
+
+    def _rename(self, connection: Connection, renamed: Mapping[str, Column[Any]] | None) -> None:
+        for old, new in (renamed or {}).items():
+            connection.execute(text(f"ALTER TABLE {self._name} RENAME COLUMN {old} TO {new.name}"))
+
+    def _drop_index(self, connection: Connection, name: str) -> None:
+        connection.execute(text(f"DROP INDEX IF EXISTS {self._place()}{name}"))
+
+    def _place(self) -> str:
+        """What stands before the name of an index that is there."""
+        schema = self.tables.metadata.schema
+        quote = self.engine.dialect.identifier_preparer.quote
+        return (
+            f"{quote(schema)}.".replace("%%", "%").replace(":", "\\:") if schema is not None else ""
+        )
+
+    @contextmanager
+    def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
+        try:
+            self._begin(connection, lock=lock)
+            yield
+            connection.exec_driver_sql("COMMIT")
+        except BaseException:
+            with suppress(Exception):  # it ends with its connection
+                connection.exec_driver_sql("ROLLBACK")
+            raise
+
+    @abstractmethod
+    def _begin(self, connection: Connection, *, lock: bool) -> None: ...
+
+
+_IN_SCHEMA: Final = (
+    "JOIN pg_namespace AS n ON n.oid = c.relnamespace "
+    "WHERE c.relname = :name AND n.nspname = COALESCE(CAST(:schema AS TEXT), current_schema())"
+)
+_PARTIAL: Final = (
+    f"SELECT 1 FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid {_IN_SCHEMA} "  # noqa: S608
+    "AND i.indisvalid AND i.indpred IS NOT NULL"
+)
+_BEING_MADE: Final = (
+    f"SELECT 1 FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation {_IN_SCHEMA} "  # noqa: S608
+    "AND l.mode = 'ShareUpdateExclusiveLock' AND l.pid <> pg_backend_pid()"
+)
+
+
+class _OnPostgres(_Transactional):
+    def _begin(self, connection: Connection, *, lock: bool) -> None:
+        connection.exec_driver_sql("BEGIN")
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
+        if lock:
+            connection.execute(text(f"SELECT version FROM {self._version} FOR UPDATE"))  # noqa: S608
+            connection.execute(text(f"LOCK TABLE {self._name} IN ACCESS EXCLUSIVE MODE"))
+
+    def _alter(
+        self,
+        connection: Connection,
+        clauses: Sequence[str],
+        renamed: Mapping[str, Column[Any]] | None = None,
+    ) -> None:
+        if clauses:
+            connection.execute(text(f"ALTER TABLE {self._name} {', '.join(clauses)}"))
+        self._rename(connection, renamed)
+
+    def _is_locked(self, error: DBAPIError) -> bool:
+        return postgresql.state_of(error.orig or error) in (
+            postgresql.LOCK_NOT_AVAILABLE,
+            postgresql.DEADLOCK,
+        )
+
+    def _prepare_indexes(self, connection: Connection) -> None:
+        """Make them beside the old ones, while others write. Under the lock they only get their
+        names.
+        """
+        for index in self._partial:
+            coming = f"{index.name}{COMING}"
+            if self._is_made(connection, str(index.name)) or self._is_made(connection, coming):
+                continue
+            if not self._is_being_made(connection):
+                connection.execute(
+                    text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._place()}{coming}")
+                )
+            over = ", ".join(column.name for column in index.columns)
+            where = index.dialect_options["postgresql"]["where"].compile(
+                compile_kwargs={"include_table": False}
+            )
+            made = f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {coming} ON {self._name} ({over}) WHERE {where}"
+            try:
+                connection.execute(text(made))
+            except DBAPIError as error:
+                if not self._is_locked(error):
+                    raise
+                raise self._given_up(error) from error
+
+    def _forget_indexes(self, connection: Connection) -> None:
+        for index in self._partial:
+            with suppress(DBAPIError):  # the next upgrade makes use of it
+                connection.execute(
+                    text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._place()}{index.name}{COMING}")
+                )
+
+    def _index(self, connection: Connection) -> None:
+        for index in self._partial:
+            coming = f"{index.name}{COMING}"
+            if self._is_made(connection, coming):
+                self._drop_index(connection, str(index.name))
+                connection.execute(
+                    text(f"ALTER INDEX {self._place()}{coming} RENAME TO {index.name}")
+                )
+            elif not self._is_made(connection, str(index.name)):
+                self._drop_index(connection, coming)
+                self._drop_index(connection, str(index.name))
+                connection.execute(CreateIndex(index))
+
+    def _is_made(self, connection: Connection, name: str) -> bool:
+        """Whether there is a partial index of that name, and no other migration has still to end
+        it.
+        """
+        values = {"name": name, "schema": self.tables.metadata.schema}
+        return connection.execute(text(_PARTIAL), values).first() is not None
+
+    def _is_being_made(self, connection: Connection) -> bool:
+        """Whether another migration may be making an index at this moment; it has the table locked
+        against another.
+        """
+        values = {"name": self.tables.records.name, "schema": self.tables.metadata.schema}
+        return connection.execute(text(_BEING_MADE), values).first() is not None
+
+
+class _OnSQLite(_Transactional):
+    def _begin(self, connection: Connection, *, lock: bool) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    def _alter(
+        self,
+        connection: Connection,
+        clauses: Sequence[str],
+        renamed: Mapping[str, Column[Any]] | None = None,
+    ) -> None:
+        for clause in clauses:
+            connection.execute(text(f"ALTER TABLE {self._name} {clause}"))
+        self._rename(connection, renamed)
+
+    def _is_locked(self, error: DBAPIError) -> bool:
+        return "locked" in str(error.orig)
+
+
+class _OnMySQL(Migration):
+    """Each statement of DDL commits. The table is locked for the session, and changed by one
+    statement.
+    """
+
+    @contextmanager
+    def _alone(self, connection: Connection) -> Iterator[None]:
+        name = "SELECT {}(CONCAT('celery_leases.', LEFT(SHA1(DATABASE()), 20)){})"
+        if not connection.exec_driver_sql(name.format("GET_LOCK", f", {PATIENCE:g}")).scalar():
+            raise StoreUnavailable(
+                f"{shown_database(self.engine.url)}: another migration is running", False
+            )
+        try:
+            yield
+        finally:
+            with suppress(Exception):  # it goes with its session
+                connection.exec_driver_sql(name.format("RELEASE_LOCK", ""))
+
+    def _alter(
+        self,
+        connection: Connection,
+        clauses: Sequence[str],
+        renamed: Mapping[str, Column[Any]] | None = None,
+    ) -> None:
+        specified = {
+            old: CreateColumn(new).compile(dialect=self.engine.dialect)
+            for old, new in (renamed or {}).items()
+        }
+        changes = [*clauses, *(f"CHANGE {old} {new}" for old, new in specified.items())]
+        if changes:
+            connection.execute(text(f"ALTER TABLE {self._name} {', '.join(changes)}"))
+
+    def _drop_index(self, connection: Connection, name: str) -> None:
+        """By a statement of its own: together with columns, MySQL copies the whole table."""
+        found = connection.execute(
+            text(f"SHOW INDEX FROM {self._name} WHERE Key_name = '{name}'")
+        ).first()
+        if found is not None:
+            connection.execute(text(f"ALTER TABLE {self._name} DROP INDEX {name}"))
+
+    def _index(self, connection: Connection) -> None:
+        """They are the same in both versions: there are no partial ones."""
+
+    @contextmanager
+    def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
+        connection.exec_driver_sql("SET autocommit = 0")
+        connection.exec_driver_sql("SET SESSION lock_wait_timeout = 1")  # all writes wait behind it
+        try:
+            if lock:
+                connection.execute(text(f"LOCK TABLES {self._name} WRITE, {self._version} WRITE"))
+            yield
+            connection.exec_driver_sql("COMMIT")
+        finally:
+            with suppress(Exception):  # they go with their session
+                connection.exec_driver_sql("ROLLBACK")
+                connection.exec_driver_sql("UNLOCK TABLES")
+                connection.exec_driver_sql("SET autocommit = 1")
+
+    def _is_locked(self, error: DBAPIError) -> bool:
+        return mysql.code_of(error) in mysql.NOT_EXECUTED
+
+
+def _document(row: Row) -> str | None:
+    """The document for a row of version 1. What cannot be read stays as it is, so that nobody takes
+    it for absent.
+    """
+    record = to_record(row, lenient=True)
+    written = record_document.dump(record)
+    raw = {short: row[name] for short, name in _RAW.items() if isinstance(row[name], str)}
+    if record.finished_results is not None:
+        raw.pop("results", None)
+    return json.dumps({**json.loads(written or "{}"), **raw}) if raw else written
+
+
+class OneConnection:
+    """Stands for an engine where all is to be done on a connection of somebody else's, in
+    autocommit mode.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.dialect = connection.dialect
+        self.url = connection.engine.url
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        """The connection, which stays open."""
+        yield self._connection
+
+
+@contextmanager
+def migrating_on(connection: Connection) -> Iterator[Engine]:
+    """An engine for *connection*, whose session waits as those of migrations do until the end of
+    the block.
+    """
+    of_mysql, of_postgres = (
+        mysql.is_mysql(connection.dialect),
+        connection.dialect.name == "postgresql",
+    )
+    names: Sequence[str] = (
+        mysql.SESSION_NAMES if of_mysql else ("lock_timeout",) if of_postgres else ()
+    )
+    show = "SELECT @@SESSION.{}" if of_mysql else "SHOW {}"
+    before = {name: connection.exec_driver_sql(show.format(name)).scalar() for name in names}
+    if of_mysql:
+        for statement in mysql.STRICT:
+            connection.exec_driver_sql(statement)
+    elif of_postgres:
+        connection.exec_driver_sql(f"SET lock_timeout = {postgresql.LOCK_TIMEOUT_OF_MIGRATIONS}")
+    try:
+        yield cast_to(Engine, OneConnection(connection))
+    finally:
+        for name, value in before.items():
+            written = f"'{value}'" if isinstance(value, str) else value
+            connection.exec_driver_sql(f"SET SESSION {name} = {written}")
+
+
+def migration(engine: Engine, tables: Tables) -> Migration:
+    """The migration of these *tables*, for their kind of server."""
+    if mysql.is_mysql(engine.dialect):
+        return _OnMySQL(engine, tables)
+    return (
+        _OnSQLite(engine, tables)
+        if engine.dialect.name == "sqlite"
+        else _OnPostgres(engine, tables)
+    )

@@ -1,0 +1,284 @@
+"""Messages in the records: written in the user's transaction or by a claim, published later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from sqlalchemy import Select, Table, Update, and_, case, not_, or_, select, update
+from sqlalchemy.sql.dml import ReturningUpdate
+
+from celery_leases.protocol import repairs
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.record_statements import RecordStatements
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.upserts import Writes, insert_absent
+
+PUBLISH_GRACE: Final = 5.0
+"""Seconds after an enqueue in which its own process publishes; then any relay may."""
+PUBLISH_AGAIN: Final = 60.0
+"""Seconds after which a publisher that took a message and did not report is considered dead."""
+_GRACE: Final = int(PUBLISH_GRACE * rows.MICROSECONDS)
+_AGAIN: Final = int(PUBLISH_AGAIN * rows.MICROSECONDS)
+
+
+class Outbox:
+    """The messages that are kept in the records of *records*; times are those of the database's
+    clock.
+    """
+
+    def __init__(self, records: SqlRecordStore) -> None:
+        self.records = records
+        self.database = records.database
+
+    @property
+    def _table(self) -> Table:
+        return self.records.by.table
+
+    def enqueuing(
+        self, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float
+    ) -> Writes:
+        """The write of a ``pending`` record with its message; *ttl* and *retention* are the task's.
+
+        No row is touched if the key has a record; for an expired one see :meth:`replacing`.
+        """
+        by, now = self.records.by, self.database.now
+        new = by.layout.of_record(
+            repairs.enqueued(None, task, key, call_id, message, ttl=ttl, retention=retention)
+        )
+        new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {
+            "publish_at": now + _GRACE
+        }
+        return insert_absent(by.table, self.database.engine.dialect, ("stored_key",), new)
+
+    def replacing(
+        self,
+        old: Record,
+        task: str,
+        key: CallKey,
+        call_id: str,
+        message: str,
+        *,
+        ttl: float,
+        retention: float,
+    ) -> Writes:
+        """The same where *old* has expired, unless it has changed since it was read."""
+        new = repairs.enqueued(old, task, key, call_id, message, ttl=ttl, retention=retention)
+        values = self.records.by.layout.of_record(replace(new, publish_at=new.now + _GRACE))
+        return (self._unchanged(old).values(values),)
+
+    def adding(self, record: Record, message: str, call_id: str) -> Writes:
+        """The write that publishes *message*, that of the call *call_id*, for a record that no call
+        has.
+
+        No row is touched if it has changed since it was read. A record that no call has begun
+        becomes that call's; one that an operator has reset is not purged before its message is
+        published.
+        """
+        until = self.database.now + _GRACE
+        owned = {"call_id": call_id} if _is_fresh(record) else {}
+        return (
+            self._unchanged(record).values(
+                message=message, publish_at=until, expires_at=None, **owned
+            ),
+        )
+
+    def reassigning(
+        self,
+        old: Record,
+        task: str,
+        key: CallKey,
+        call_id: str,
+        message: str,
+        *,
+        anew: bool,
+        ttl: float,
+        retention: float,
+    ) -> Writes:
+        """The write that gives *old*, which no call has, to a call, unless *old* has changed."""
+        new = repairs.reassigned(
+            old, task, key, call_id, message, anew=anew, ttl=ttl, retention=retention
+        )
+        values = self.records.by.layout.of_record(replace(new, publish_at=new.now + _GRACE))
+        return (self._unchanged(old).values(values),)
+
+    def sent(self, stored_key: str, call_id: str) -> None:
+        """The broker has the message of that call, as of now."""
+        own = self._to_be_published(stored_key, call_id)
+        self.database.count(own.values(publish_at=None, published_at=self.database.now), {})
+
+    def withdraw(self, stored_key: str, call_id: str, retention: float) -> None:
+        """The broker has not accepted the message of that call: unless the call has begun, no call
+        has the key then.
+        """
+        own = self._to_be_published(stored_key, call_id).where(self._table.c.state == State.PENDING)
+        until = self.database.now + int(retention * rows.MICROSECONDS)
+        self.database.count(
+            own.values(message=None, publish_at=None, call_id="", expires_at=until), {}
+        )
+
+    def _to_be_published(self, stored_key: str, call_id: str) -> Update:
+        table = self._table
+        own = update(table).where(table.c.stored_key == stored_key, table.c.call_id == call_id)
+        return own.where(table.c.publish_at.is_not(None))
+
+    def take(self, stored_key: str) -> Record | None:
+        """Take the message of one key to publish it, if it is still to be published."""
+        return self._take(stored_key, due=False)
+
+    def take_due(self, stored_key: str) -> Record | None:
+        """Take the message of one key, if it is due."""
+        return self._take(stored_key, due=True)
+
+    def due(self, limit: int) -> Sequence[str]:
+        """The stored keys of at most *limit* messages that are due, the oldest first."""
+        table = self._table
+        query = select(table.c.stored_key).where(table.c.publish_at <= self.database.now)
+        found = self.database.all(query.order_by(table.c.publish_at).limit(limit), {})
+        return [row["stored_key"] for row in found]
+
+    def published(self, record: Record) -> None:
+        """The broker has the message now; unless another process has taken it since, it is not
+        published again.
+        """
+        self.database.touch(self.noting(record), {})
+
+    def noting(self, record: Record) -> Writes:
+        """The write that the broker has the message; see :meth:`published`."""
+        table = self._table
+        mine = update(table).where(
+            table.c.stored_key == record.stored_key, table.c.publish_at == record.publish_at
+        )
+        return (mine.values(publish_at=None, published_at=self.database.now),)
+
+    def taking(self, record: Record, *, due: bool = False) -> tuple[Writes, Record]:
+        """What takes the message of *record* as it was read, and the record then; a row it touches
+        was unchanged.
+        """
+        taken = replace(record, publish_at=record.now + _AGAIN)
+        as_seen = self._waiting(self.records.by, record.stored_key, due=due)
+        as_seen = as_seen.where(self._table.c.publish_at == record.publish_at)
+        return (as_seen.values(publish_at=taken.publish_at),), taken
+
+    def drop(self, record: Record) -> None:
+        """Drop the message of an unchanged row; if the call has not begun, no call has the key
+        then.
+        """
+        owned = {"call_id": ""} if _is_fresh(record) else {}
+        self.database.count(
+            self._unchanged(record).values(message=None, publish_at=None, **owned), {}
+        )
+
+    def oldest_due(self, since: float) -> Record | None:
+        """The record whose message has been due for longest, if that is *since* seconds or more."""
+        before = self.database.now - int(since * rows.MICROSECONDS)
+
+        def query(by: RecordStatements) -> Select[Any]:
+            return (
+                by.reading.where(by.table.c.publish_at <= before)
+                .order_by(by.table.c.publish_at)
+                .limit(1)
+            )
+
+        row = self.records.on_layout(lambda by: self.database.first(query(by), {}))
+        return rows.to_record(row, lenient=True) if row is not None else None
+
+    def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
+        """Rows whose message is stored and may be in no queue, and was not published for *older*
+        seconds.
+
+        Their message is due, whatever their state; or they are unchanged for that time and are
+        running, pending, or cooling for a time that is over if they run again by themselves. Check
+        the lease of the running ones. A copy may wait in a long queue, so a row with a later
+        publish is skipped. The oldest rows are first, after *last*. A row that cannot be read
+        completely has the reason in ``unreadable``.
+        """
+        found = self.records.on_layout(
+            lambda by: self.database.all(self._stranded(by, older, last).limit(limit), {}),
+        )
+        return [rows.to_record(row, lenient=True) for row in found]
+
+    def _stranded(self, by: RecordStatements, older: float, last: Record | None) -> Select[Any]:
+        table = by.table
+        before = self.database.now - int(older * rows.MICROSECONDS)
+        waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
+        moved = case(
+            (table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at
+        )
+        failure_delivered = and_(
+            table.c.ended.is_not_distinct_from(Ended.FAILED), table.c.resumes == 0
+        )
+        idle = or_(
+            and_(table.c.state == State.PENDING, not_(failure_delivered)),
+            and_(table.c.state == State.COOLING, table.c.resumes == 1),
+        )
+        stuck = and_(
+            table.c.publish_at.is_(None),
+            moved < before,
+            or_(table.c.state == State.RUNNING, and_(idle, waited)),
+        )
+        query = by.reading.where(
+            table.c.message.is_not(None),
+            or_(table.c.published_at.is_(None), table.c.published_at < before),
+            or_(table.c.publish_at <= self.database.now, stuck),
+        )
+        if last is not None:
+            later = and_(
+                table.c.started_at == last.started_at, table.c.stored_key > last.stored_key
+            )
+            query = query.where(or_(table.c.started_at > last.started_at, later))
+        return query.order_by(table.c.started_at, table.c.stored_key)
+
+    def publish_again(self, record: Record) -> bool:
+        """Make the message of a row due, unless the row has changed since it was read; then
+        :meth:`take_due` it.
+        """
+        return (
+            self.database.count(self._unchanged(record).values(publish_at=self.database.now), {})
+            == 1
+        )
+
+    def _unchanged(self, record: Record) -> Update:
+        table = self._table
+        return update(table).where(
+            table.c.stored_key == record.stored_key,
+            table.c.fence == record.fence,
+            table.c.state == record.state,
+            table.c.publish_at.is_not_distinct_from(record.publish_at),
+            table.c.published_at.is_not_distinct_from(record.published_at),
+        )
+
+    def _take(self, stored_key: str, *, due: bool) -> Record | None:
+        if mysql.is_mysql(self.database.engine.dialect):
+            return self._take_as_read(stored_key, due=due)
+        row = self.records.on_layout(
+            lambda by: self.database.first(self._taking(by, stored_key, due=due), {})
+        )
+        return rows.to_record(row, lenient=True) if row is not None else None
+
+    def _taking(self, by: RecordStatements, stored_key: str, *, due: bool) -> ReturningUpdate[Any]:
+        now = self.database.now
+        taken = self._waiting(by, stored_key, due=due).values(publish_at=now + _AGAIN)
+        return taken.returning(*by.table.c, now.label("now"))
+
+    def _take_as_read(self, stored_key: str, *, due: bool) -> Record | None:
+        record = self.records.read(stored_key, lenient=True)
+        if record is None or record.publish_at is None:
+            return None
+        writes, taken = self.taking(record, due=due)
+        return taken if self.database.touch(writes, {}) else None
+
+    def _waiting(self, by: RecordStatements, stored_key: str, *, due: bool) -> Update:
+        columns = by.table.c
+        waiting = update(by.table).where(
+            columns.stored_key == stored_key, columns.publish_at.is_not(None)
+        )
+        return waiting.where(columns.publish_at <= self.database.now) if due else waiting
+
+
+def _is_fresh(record: Record) -> bool:
+    return record.state is State.PENDING and not record.attempt

@@ -1,0 +1,145 @@
+"""The queries of an operator: pages of records that match a filter, counts, and what may be
+deleted.
+
+No index serves them, as each index costs every run; pages go on behind a key, so that none is read
+twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Select, Table, and_, case, func, not_, or_, select
+
+from celery_leases.protocol.filters import Order, Position, RecordFilter
+from celery_leases.protocol.records import State
+from celery_leases.stores.sql.record_statements import RecordStatements
+from celery_leases.stores.sql.upserts import apart
+
+FAILING: Final = (State.PENDING, State.COOLING, State.FAILED, State.UNCERTAIN)
+
+
+def matching(
+    by: RecordStatements,
+    wanted: RecordFilter,
+    order: Order,
+    limit: int,
+    after: Position | None,
+    now: ColumnElement[int],
+) -> Select[Any]:
+    """Whole rows of *wanted*, behind *after*.
+
+    The keys come first: else the databases would carry whole rows, and the clock, through the sort.
+    """
+    table = by.table
+    place = _place(table, order, now)
+    keys = select(table.c.stored_key).where(*conditions(table, wanted))
+    if order is Order.SLOWEST:
+        keys = keys.where(or_(table.c.finished_at.is_not(None), table.c.state == State.RUNNING))
+    if order is Order.KEY:
+        keys = keys.where(table.c.stored_key > after.stored_key) if after is not None else keys
+        ordering: Sequence[ColumnElement[Any]] = (table.c.stored_key.asc(),)
+    else:
+        if after is not None:
+            later = and_(place == after.value, table.c.stored_key < after.stored_key)
+            keys = keys.where(or_(place < after.value, later))
+        ordering = (place.desc(), table.c.stored_key.desc())
+    found = apart(keys.order_by(*ordering).limit(limit))
+    return by.reading.where(table.c.stored_key.in_(found)).order_by(*ordering)
+
+
+def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
+    """What a row of *wanted* must be like; :meth:`RecordFilter.admits` says the rest. Forgotten
+    keys are none.
+    """
+    columns = table.c
+    found: list[ColumnElement[bool]] = [not_(_is_forgotten(table))]
+    if wanted.row_states:
+        found.append(columns.state.in_(wanted.row_states))
+    if wanted.task is not None:
+        found.append(columns.task == wanted.task)
+    if wanted.prefix:
+        found.append(func.substr(columns.key, 1, len(wanted.prefix)) == wanted.prefix)
+    if wanted.since is not None:
+        found.append(columns.started_at >= wanted.since)
+    if wanted.until is not None:
+        found.append(columns.started_at < wanted.until)
+    if wanted.unmoved_since is not None:
+        found.append(moved(table) <= wanted.unmoved_since)
+    if wanted.expired_at is not None:
+        found += [columns.expires_at <= wanted.expired_at, columns.state != State.RUNNING]
+    if wanted.crashed:
+        found.append(columns.crashes > 0)
+    if wanted.group is not None:
+        found.append(_in_error(table, "group", wanted.group))
+    if (reason := wanted.stored_reason) is not None:
+        in_columns = or_(columns.reason == reason, columns.ended == reason)
+        found.append(or_(in_columns, _in_error(table, "reason", reason)))
+    return found
+
+
+def moved(table: Table) -> ColumnElement[int]:
+    """When a row came into its state."""
+    running = table.c.state == State.RUNNING
+    return case(
+        (running, table.c.started_at), else_=func.coalesce(table.c.finished_at, table.c.started_at)
+    )
+
+
+def counted(table: Table) -> Select[Any]:
+    """How many rows there are of each task in each state, and when the oldest came into it."""
+    columns = table.c
+    since = func.min(moved(table)).label("oldest")
+    rows = select(columns.task, columns.state, func.count().label("count"), since).where(
+        not_(_is_forgotten(table))
+    )
+    return rows.group_by(columns.task, columns.state).order_by(columns.task, columns.state)
+
+
+def failures(table: Table, after: str, limit: int) -> Select[Any]:
+    """Stored key and error of rows that are not done and have failed, behind the key *after*."""
+    failed = and_(
+        table.c.error.is_not(None), table.c.state.in_(FAILING), table.c.stored_key > after
+    )
+    return (
+        select(table.c.stored_key, table.c.error)
+        .where(failed)
+        .order_by(table.c.stored_key)
+        .limit(limit)
+    )
+
+
+def _place(table: Table, order: Order, now: ColumnElement[int]) -> ColumnElement[int]:
+    if order is Order.SLOWEST:
+        ended = case(
+            (table.c.state == State.RUNNING, now), else_=func.coalesce(table.c.finished_at, now)
+        )
+        return ended - table.c.started_at
+    return table.c.started_at
+
+
+def _is_forgotten(table: Table) -> ColumnElement[bool]:
+    fresh = and_(table.c.state == State.PENDING, table.c.ended.is_(None))
+    return and_(fresh, table.c.call_id == "", table.c.message.is_(None))
+
+
+def _in_error(table: Table, name: str, value: str) -> ColumnElement[bool]:
+    """Whether the error may say so; the core reads it."""
+    return table.c.error.contains(f'"{name}":{json.dumps(value)}', autoescape=True)
+
+
+def run_times(table: Table, task: str | None, limit: int) -> Select[Any]:
+    """What the latest *limit* finished runs of each task took: ``task``, ``took`` in
+    microseconds.
+    """
+    done = [table.c.state == State.DONE, table.c.finished_at >= table.c.started_at]
+    if task is not None:
+        done.append(table.c.task == task)
+    turn = func.row_number().over(
+        partition_by=table.c.task, order_by=(table.c.started_at.desc(), table.c.stored_key)
+    )
+    took = (table.c.finished_at - table.c.started_at).label("took")
+    latest = select(table.c.task, took, turn.label("turn")).where(*done).subquery()
+    return select(latest.c.task, latest.c.took).where(latest.c.turn <= limit)

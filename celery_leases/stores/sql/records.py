@@ -1,0 +1,499 @@
+"""Records in a SQL database, through SQLAlchemy Core."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Engine,
+    Executable,
+    Select,
+    Update,
+    and_,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+
+from celery_leases.errors import ColumnMissing, StoreUnavailable, ValueRefused
+from celery_leases.protocol import repairs
+from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.filters import Order, Position, RecordFilter
+from celery_leases.protocol.outcomes import Death
+from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
+from celery_leases.stores.sql import record_queries, rows
+from celery_leases.stores.sql.claims import SqlClaims, of_the_call
+from celery_leases.stores.sql.database import Database, migrating
+from celery_leases.stores.sql.layouts import NEWEST, Migrated
+from celery_leases.stores.sql.migrations import migration
+from celery_leases.stores.sql.record_statements import RecordStatements, is_running
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.statements import Row
+from celery_leases.stores.sql.upserts import apart, upsert
+
+logger = logging.getLogger("celery_leases")
+
+BATCH = 500
+ERRORS_AT_ONCE: Final = 5000
+PURGE_PATIENCE: Final = 5.0
+"""Seconds after which a process that has begun to purge and did not report is considered dead."""
+_TURN: Final = {"for_key": "celery_leases", "for_name": "purge"}
+IDENTITY: Final = "database"
+"""The name of the mark, beside no key, whose value names the database."""
+
+_identities: dict[str, str] = {}
+REPAIR_ROUNDS: Final = 20
+"""How often an operator's write looks again because the row changed before it was written."""
+
+
+class SqlRecordStore(SqlClaims):
+    """A :class:`~celery_leases.protocol.ports.RecordStore` in one database."""
+
+    def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
+        super().__init__(Database(engine), tables or Tables())
+        records = self.tables.records
+        #: Locks the row of a running attempt, and pushes out the lease if the row is one;
+        #: see :func:`celery_leases.stores.sql.rows.of_guard`.
+        self.guarding = self._guarding()
+        marks, now = self.tables.marks, self.database.now
+        until = now + bindparam("span", type_=BigInteger)
+        turn = (marks.c.stored_key == bindparam("for_key"), marks.c.name == bindparam("for_name"))
+        place: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
+        taken = {"value": "", "expires_at": until}
+        self._turn_until = select(marks.c.expires_at, now.label("now")).where(*turn)
+        self._take_turn = upsert(
+            marks, engine.dialect, place, taken, where=marks.c.expires_at <= now
+        )
+        expiring = (records, self.tables.effects, marks, self.tables.gates)
+        over = [exists().where(table.c.expires_at <= now) for table in expiring]
+        over[0] = over[0].where(records.c.state != State.RUNNING)
+        self._any_over = select(or_(*over).label("any"))
+        self._end_turn = update(marks).where(*turn).values(expires_at=until)
+        #: Locks that row without a change.
+        self.locking = select(records.c.fence).where(*is_running(records)).with_for_update()
+
+    def check(self) -> None:
+        """Raise :class:`SchemaOutdated` unless this release knows the tables; SQLite gets them
+        made.
+        """
+        with self.database.errors():
+            self.use(self.tables.check(self.database.engine))
+
+    def migrate(self, to: int = NEWEST) -> Migrated:
+        """Create the tables, or bring them to version *to* while workers run; what was done.
+
+        Raises :class:`StoreUnavailable` when the database does not answer, or has the tables
+        locked, and :class:`SchemaOutdated` for tables of a later release.
+        """
+        with self.database.errors():
+            with migrating(self.database.engine) as engine:
+                done = migration(engine, self.tables).run(to)
+            self.use(self.tables.layout(self.database.engine))
+        self.identity()
+        return done
+
+    def read(self, stored_key: str, *, lenient: bool = False) -> Record | None:
+        """The row of a key; *lenient*, for operators: also one of which something cannot be read.
+
+        Raises :class:`RecordUnreadable`, and :class:`KeyUnusable` when the database refuses the
+        key.
+        """
+        with of_the_call():
+            row = self._row(stored_key)
+        return rows.to_record(row, lenient=lenient) if row is not None else None
+
+    @property
+    def reading(self) -> Select[Any]:
+        """Selects whole rows with the time of the statement."""
+        return self.by.reading
+
+    def identity(self) -> str:
+        """The random word that names this database; asked for once in a process and those it
+        forks.
+        """
+        if self.place not in _identities:
+            _identities[self.place] = self._identity()
+        return _identities[self.place]
+
+    def _identity(self) -> str:
+        marks = self.tables.marks
+        key = {"stored_key": "", "name": IDENTITY}
+        found = select(marks.c.value).where(marks.c.stored_key == "", marks.c.name == IDENTITY)
+        row = self.database.first(found, {})
+        if row is None:
+            values = {"value": secrets.token_hex(4), "expires_at": ALWAYS}
+            never = marks.c.expires_at < 0
+            self.database.touch(
+                upsert(marks, self.database.engine.dialect, key, values, where=never), {}
+            )
+            row = self.database.first(found, {})
+        return str(row["value"]) if row is not None else ""
+
+    def settle(self, record: Record, outcome: Outcome) -> bool:
+        """Write *outcome* if the row is still running under the record's fence and owner.
+
+        If no row matched, the row is read: an earlier try may have been executed although its reply
+        was lost. If the database refuses one of the texts of an outcome, the outcome is written
+        without them.
+        """
+        by = self.by
+        try:
+            return self._settled(by, record, outcome)
+        except ValueRefused as error:
+            logger.error(
+                "%s: its outcome was written without result, reason and message: %s",
+                record.key,
+                error,
+            )
+            plain = rows.without_texts(outcome)
+            return self._settled(by, replace(record, finished_results=None), plain)
+        except ColumnMissing:
+            if not self.look_again(by):
+                raise
+            return self.settle(record, outcome)
+
+    def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
+        """The statement that :meth:`settle` executes and its parameters, for a transaction of the
+        user's.
+        """
+        return self.by.settlement(record, outcome)
+
+    def _settled(self, by: RecordStatements, record: Record, outcome: Outcome) -> bool:
+        statement, values = by.settlement(record, outcome)
+        if self.database.count(statement, values):
+            return True
+        row = self.database.first(by.one, {"stored_key": record.stored_key})
+        if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
+            return False
+        # A migration meanwhile writes what is usual in another way.
+        now = {**row, "ended": row["ended"] or Ended.RETURNED}
+        ours = {**values, "new_ended": values["new_ended"] or Ended.RETURNED}
+        return all(now[name] == ours.get(f"new_{name}", now[name]) for name in by.layout.settled)
+
+    def _row(self, stored_key: str) -> Row | None:
+        return self.on_layout(lambda by: self.database.first(by.one, {"stored_key": stored_key}))
+
+    def stop_resuming(self, record: Record, failure: Failure) -> bool:
+        """Write that a call which would have run again does not, because its caller gets *failure*.
+
+        Returns whether the row was still as it was read.
+        """
+        records = self.tables.records
+        unmoved = (
+            records.c.stored_key == record.stored_key,
+            records.c.resumes == 1,
+            *self._unmoved(record),
+        )
+        values = {"resumes": 0, "ended": Ended.FAILED, "error": rows.written(failure)}
+        return self.database.count(update(records).where(*unmoved).values(values), {}) == 1
+
+    def search(
+        self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
+    ) -> list[Record]:
+        """Rows, the latest started first; one of which something cannot be read has it in
+        ``unreadable``.
+
+        It looks at every row, for an operator: an index would cost each run more than 5 % of what
+        it writes.
+        """
+        return self._listed(lambda by: _latest(by, states, task, limit))
+
+    def find(
+        self,
+        wanted: RecordFilter,
+        *,
+        order: Order = Order.LATEST,
+        limit: int = 100,
+        after: Position | None = None,
+    ) -> list[Record]:
+        """At most *limit* rows that may be *wanted*, in their *order* behind *after*, as in
+        :meth:`search`.
+        """
+        now = self.database.now
+        return self._listed(
+            lambda by: record_queries.matching(by, wanted, order, limit, after, now)
+        )
+
+    def how_many(self, wanted: RecordFilter) -> int:
+        """How many rows may be *wanted*; exactly so many are, where the row alone says that."""
+
+        def counting(by: RecordStatements) -> Row | None:
+            conditions = record_queries.conditions(by.table, wanted)
+            return self.database.first(
+                select(func.count().label("count")).select_from(by.table).where(*conditions), {}
+            )
+
+        row = self.on_layout(counting)
+        return int(row["count"]) if row is not None else 0
+
+    def now(self) -> int:
+        """The database's clock, in microseconds since the epoch."""
+        row = self.database.first(select(self.database.now.label("now")), {})
+        return int(row["now"]) if row is not None else 0
+
+    def counts(self) -> Sequence[Row]:
+        """How many rows there are of each task in each state: ``task``, ``state``, ``count``,
+        ``oldest``.
+        """
+        return self.on_layout(lambda by: self.database.all(record_queries.counted(by.table), {}))
+
+    def run_times(self, task: str | None, limit: int) -> dict[str, list[float]]:
+        """What the latest *limit* finished runs of each task took, in seconds."""
+        found: dict[str, list[float]] = {}
+        query = record_queries.run_times(self.tables.records, task, limit)
+        for row in self.database.all(query, {}):
+            found.setdefault(row["task"], []).append(int(row["took"]) / 1e6)
+        return found
+
+    def errors(self) -> Iterator[Failure]:
+        """The last failures of all rows that are not done, in pages; one that cannot be read is
+        left out.
+        """
+        after = ""
+        while True:
+            query = record_queries.failures(self.tables.records, after, ERRORS_AT_ONCE)
+            found = self.database.all(query, {})
+            for row in found:
+                with suppress(ValueError, TypeError, RecursionError):
+                    yield rows.failure_in(row["error"])
+            if len(found) < ERRORS_AT_ONCE:
+                return
+            after = found[-1]["stored_key"]
+
+    def delete_unmoved(
+        self, wanted: RecordFilter, limit: int, after: str = ""
+    ) -> tuple[int, str | None]:
+        """Delete of the next *limit* rows behind the key *after* those that are *wanted* and have
+        not changed since.
+
+        Never one that runs, or whose message is still to be published. How many were deleted, with
+        their effects, and the key behind which to go on; ``None`` after the last row. The row alone
+        must say whether it is wanted.
+        """
+        records, effects = self.tables.records, self.tables.effects
+        idle = (records.c.state != State.RUNNING, records.c.publish_at.is_(None))
+        over = and_(*idle, *record_queries.conditions(records, wanted))
+        place = records.c.stored_key
+        found = self.database.all(
+            select(place).where(over, place > after).order_by(place).limit(limit), {}
+        )
+        old = [row["stored_key"] for row in found]
+        if not old:
+            return 0, None
+        of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
+        self.database.count(delete(effects).where(effects.c.stored_key.in_(old), of_old), {})
+        deleted = self.database.count(delete(records).where(place.in_(old), over), {})
+        return deleted, old[-1] if len(old) == limit else None
+
+    def named(self, key: str) -> list[Record]:
+        """The rows of all tasks whose key is *key*, as in :meth:`search`; looks at every row, for
+        an operator.
+        """
+        return self._listed(lambda by: by.reading.where(by.table.c.key == key).limit(20))
+
+    def _listed(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
+        found = self.on_layout(lambda by: self.database.all(query(by), {}))
+        return [rows.to_record(row, lenient=True) for row in found]
+
+    def reset(
+        self,
+        stored_key: str,
+        *,
+        keep: bool,
+        forgive: bool = False,
+        retention: float | None = None,
+        seen: Record | None = None,
+    ) -> Record | None:
+        """Take the row from its holder; see :class:`~celery_leases.protocol.ports.RecordStore`."""
+        return self._repaired(
+            stored_key,
+            seen,
+            lambda row: repairs.reset(row, keep=keep, forgive=forgive, retention=retention),
+        )
+
+    def _repaired(
+        self, stored_key: str, seen: Record | None, repair: Callable[[Record], Record | None]
+    ) -> Record | None:
+        """The row after *repair*, if it is still as it was *seen*; ``None`` if it is not, or gives
+        none.
+
+        What cannot be read of it is written anew.
+        """
+        for _ in range(REPAIR_ROUNDS):
+            found = self._row(stored_key)
+            if found is None:
+                return None
+            row = rows.to_record(found, lenient=True)
+            if seen is not None and (row.fence, row.state) != (seen.fence, seen.state):
+                return None
+            after = repair(row)
+            if after is None:
+                return None
+            if self._changes(found, after):
+                return replace(after, unreadable=None)
+        raise StoreUnavailable(f"{stored_key}: its record kept changing; try again", False)
+
+    def _changes(self, found: Row, after: Record) -> bool:
+        with suppress(ColumnMissing):  # the next look is in the layout that the table has now
+            return self.database.count(self.by.changed(found, after), {}) == 1
+        return False
+
+    def call_off(self, seen: Record) -> bool:
+        """Write that the call of *seen* was revoked: it does not run again, and is not rescued.
+
+        ``False``: the row has changed. Rows of other calls are not changed.
+        """
+        records = self.tables.records
+        row = update(records).where(records.c.stored_key == seen.stored_key, *self._unmoved(seen))
+        values = {"resumes": 0, "ended": Ended.TERMINATED, "reason": Death.REVOKED.value}
+        gone = row.where(records.c.call_id == seen.call_id).values(
+            values | {"message": None, "publish_at": None}
+        )
+        return self.database.count(gone, {}) == 1
+
+    def end_waits(self, group: str) -> int:
+        """Let the keys run that cool down only because of this cooldown group; how many there
+        were.
+        """
+        records = self.tables.records
+        cooling = records.c.state == State.COOLING
+        query = select(records.c.stored_key, records.c.error).where(
+            cooling, records.c.retry_at > self.database.now
+        )
+        found = [
+            row["stored_key"]
+            for row in self.database.all(query, {})
+            if rows.group_of(row["error"]) == group
+        ]
+        ended = update(records).where(
+            records.c.stored_key.in_(bindparam("keys", expanding=True)), cooling
+        )
+        ended = ended.values(retry_at=self.database.now)
+        batches = [found[start : start + BATCH] for start in range(0, len(found), BATCH)]
+        return sum(self.database.count(ended, {"keys": batch}) for batch in batches)
+
+    def resolve(
+        self,
+        stored_key: str,
+        result: str | None,
+        retention: float | None = None,
+        seen: Record | None = None,
+    ) -> bool:
+        """Make the row ``done`` with *result* (JSON text), whoever holds it; returns whether there
+        was a row that was not done.
+
+        With *seen* only if its fence and state are still those. *retention* is in seconds, by
+        default the row's own.
+        """
+        done = self._repaired(
+            stored_key,
+            seen,
+            lambda row: (
+                None if row.state is State.DONE else repairs.resolved(row, result, retention)
+            ),
+        )
+        return done is not None
+
+    def _unmoved(self, seen: Record | None) -> Sequence[ColumnElement[bool]]:
+        records = self.tables.records
+        return (
+            () if seen is None else (records.c.fence == seen.fence, records.c.state == seen.state)
+        )
+
+    def purge(self, limit: int) -> int:
+        """Delete at most *limit* rows whose retention is over, as many marks, gates and effects of
+        calls.
+
+        How many rows were deleted, or effects where those were more.
+        """
+        for table in (self.tables.gates, self.tables.marks):
+            key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
+            found = apart(select(key).where(over).limit(limit))
+            self.database.count(delete(table).where(key.in_(found), over), {})
+        return max(self._purge_effects(limit), self._purge_records(limit))
+
+    def purge_in_turn(self, limit: int, every: float) -> bool:
+        """Purge unless another process is at it or has been within *every* seconds; see the port.
+
+        The turn is a mark: taken for a moment, as its process may die, and for *every* seconds once
+        nothing is left.
+        """
+        row = self.database.first(self._turn_until, _TURN)
+        if row is not None and row["expires_at"] > row["now"]:
+            return False
+        over = self.database.first(self._any_over, {})
+        if over is None or not over["any"]:
+            return False  # nothing is written: a process that freezes in a write holds up all others on SQLite
+        if not self.database.touch(
+            self._take_turn, _TURN | {"span": int(PURGE_PATIENCE * rows.MICROSECONDS)}
+        ):
+            return False
+        if self.purge(limit) >= limit:
+            self.database.count(self._end_turn, _TURN | {"span": 0})
+            return True
+        self.database.count(self._end_turn, _TURN | {"span": int(every * rows.MICROSECONDS)})
+        return False
+
+    def _purge_effects(self, limit: int) -> int:
+        """Delete effects of calls that are over, but for those of the call that a record is at."""
+        records, effects = self.tables.records, self.tables.effects
+        present = exists().where(
+            records.c.stored_key == effects.c.stored_key, records.c.call_id == effects.c.scope
+        )
+        over = and_(effects.c.expires_at <= self.database.now, ~present)
+        key = tuple_(*effects.primary_key.columns)
+        found = apart(select(*effects.primary_key.columns).where(over).limit(limit))
+        return self.database.count(delete(effects).where(key.in_(found), over), {})
+
+    def _purge_records(self, limit: int) -> int:
+        records, effects = self.tables.records, self.tables.effects
+        over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
+        # Others purge too: the effects that go are those of the very rows that go afterwards, and
+        # of no later claim.
+        found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
+        old = [row["stored_key"] for row in found]
+        of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
+        if not old:
+            return 0
+        gone = delete(effects).where(
+            effects.c.stored_key.in_(old), effects.c.expires_at.is_(None), of_old
+        )
+        self.database.count(gone, {})
+        return self.database.count(delete(records).where(records.c.stored_key.in_(old), over), {})
+
+    def _guarding(self) -> Update:
+        records = self.tables.records
+        until = self.database.now + bindparam("ttl", type_=BigInteger)
+        longer = case((records.c.lease_until < until, until), else_=records.c.lease_until)
+        return update(records).where(*is_running(records)).values(lease_until=longer)
+
+
+def _latest(
+    by: RecordStatements, states: Sequence[str], task: str | None, limit: int
+) -> Select[Any]:
+    """The keys first: else the databases would carry whole rows, and the clock, through the
+    sort.
+    """
+    columns = by.table.c
+    keys = select(columns.stored_key)
+    if states:
+        keys = keys.where(columns.state.in_(states))
+    if task is not None:
+        keys = keys.where(columns.task == task)
+    latest = keys.order_by(columns.started_at.desc()).limit(limit)
+    return by.reading.where(columns.stored_key.in_(apart(latest))).order_by(
+        columns.started_at.desc()
+    )

@@ -1,0 +1,406 @@
+"""The tables of the records database, their version, and their creation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Dialect,
+    Engine,
+    Index,
+    Integer,
+    MetaData,
+    Select,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    inspect,
+    select,
+    text,
+)
+from sqlalchemy.dialects.mysql import LONGTEXT
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import (
+    CreateIndex,
+    CreateSchema,
+    CreateTable,
+    DropTable,
+    ExecutableDDLElement,
+)
+from sqlalchemy.sql.compiler import DDLCompiler
+
+from celery_leases.errors import LeaseConfigurationError, SchemaOutdated
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.layouts import (
+    DOCUMENT,
+    NARROW,
+    NEWEST,
+    OLDEST,
+    WIDE,
+    Layout,
+    layout_of,
+)
+from celery_leases.stores.urls import shown_database
+
+logger = logging.getLogger("celery_leases")
+
+CREATE_TRIES: Final = 10
+MIGRATE: Final = "celery -A <your app> leases migrate"
+
+_looks: Final = count()
+
+RELEASE: Final = "0.1.0"
+RECORDS: Final = "celery_leases_records"
+
+LONG: Final = Text().with_variant(LONGTEXT(), *mysql.FAMILY)
+
+
+class Tables:
+    """The tables, in one schema of the database or its default one. Times are microseconds since
+    the epoch.
+    """
+
+    def __init__(self, schema: str | None = None) -> None:
+        if schema is not None and not _usable(schema):
+            raise LeaseConfigurationError(
+                f"leases_database_schema={schema!r}: write the name of a schema, of 1 to 63 printable characters and "
+                "without a backslash"
+            )
+        self.metadata = MetaData(
+            schema=schema,
+            naming_convention={
+                "pk": "pk_%(table_name)s",
+                "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            },
+        )
+        self.records = Table(
+            RECORDS,
+            self.metadata,
+            # What an outcome changes comes last: PostgreSQL logs of an update what differs in the
+            # middle of the row.
+            Column("stored_key", String(255), primary_key=True),
+            *_always(),
+            # What only decisions read; see celery_leases.protocol.record_document.
+            Column(DOCUMENT, LONG),
+            **mysql.TABLE_OPTIONS,
+        )
+        wide = MetaData(schema=schema)
+        #: The records in the layout of each version.
+        self.layouts = {NARROW.version: self.records, WIDE.version: _wide(wide)}
+        self.effects = Table(
+            "celery_leases_effects",
+            self.metadata,
+            Column("stored_key", String(255), primary_key=True),
+            Column("name", String(255), primary_key=True),
+            # The record's generation as "#0", or the id of a call that has effects of its own.
+            Column("scope", String(255), primary_key=True),
+            Column("state", String(16), nullable=False),
+            Column("fence", BigInteger, nullable=False),
+            Column("idempotency_key", String(64), nullable=False),
+            Column("reference", Text),
+            Column("result", LONG),
+            Column("sent_at", BigInteger, nullable=False),
+            Column("done_at", BigInteger),
+            # Those of a generation go with their record.
+            Column("expires_at", BigInteger),
+            **mysql.TABLE_OPTIONS,
+        )
+        self.marks = Table(
+            "celery_leases_marks",
+            self.metadata,
+            Column("stored_key", String(255), primary_key=True),
+            Column("name", String(255), primary_key=True),
+            Column("value", String(255), nullable=False),
+            Column("expires_at", BigInteger, nullable=False),
+            **mysql.TABLE_OPTIONS,
+        )
+        self.gates = Table(
+            "celery_leases_gates",
+            self.metadata,
+            Column("name", String(255), primary_key=True),
+            Column("trips", Integer, nullable=False),
+            Column("why", Text, nullable=False),
+            Column("closed_until", BigInteger, nullable=False),
+            # Never null, as the claim asks whether they are *not* those of its own probe.
+            Column("probe", String(64), nullable=False, server_default=""),
+            Column("probe_until", BigInteger, nullable=False, server_default="0"),
+            Column("expires_at", BigInteger, nullable=False),
+            **mysql.TABLE_OPTIONS,
+        )
+        self.version = Table(
+            "celery_leases_version",
+            self.metadata,
+            Column("version", Integer, primary_key=True, autoincrement=False),
+            # The release that made the tables or converted them last; version 1 has no such column.
+            Column("made_by", String(32)),
+            **mysql.TABLE_OPTIONS,
+        )
+        for column in (self.records.c.expires_at, self.records.c.publish_at):
+            given = column.is_not(None)
+            Index(None, column, postgresql_where=given, sqlite_where=given)
+        Index(None, self.effects.c.expires_at)
+        Index(None, self.marks.c.expires_at)
+
+    def check(self, engine: Engine) -> Layout:
+        """The layout of the records; raises :class:`SchemaOutdated` unless this release knows it.
+
+        On SQLite the tables are made where there are none.
+        """
+        found = self.found(engine)
+        if found is None and engine.dialect.name == "sqlite":
+            self.create(engine)
+            found = NEWEST
+        if found is None:
+            raise SchemaOutdated(
+                f"the tables of celery_leases are missing in {shown_database(engine.url)}; run: {MIGRATE}"
+            )
+        if found < NEWEST:
+            logger.warning(
+                "the tables of celery_leases in %s have version %d, which the next release does not support: run %s",
+                shown_database(engine.url),
+                found,
+                MIGRATE,
+            )
+        return self.layout(engine)
+
+    def create(self, engine: Engine) -> None:
+        """Create what is missing. Safe to run at once from many processes, and again.
+
+        Raises :class:`SchemaOutdated` for tables of a later version, and leaves older ones as they
+        are.
+        """
+        self.found(engine)
+        for _ in range(CREATE_TRIES - 1):
+            # Another process was creating the same tables; what it left unfinished is made now, or
+            # the error is real.
+            with suppress(DBAPIError):
+                return self._create(engine)
+        return self._create(engine)
+
+    def found(self, engine: Engine) -> int | None:
+        """The version of the tables, ``None`` where there are none; raises :class:`SchemaOutdated`
+        for a later one.
+        """
+        with engine.connect() as connection:
+            if not inspect(connection).has_table(self.version.name, schema=self.metadata.schema):
+                return None
+            # Its text is another one each time, as in any_column(): version 1 has a column less.
+            noted = select(text(f"* /* {next(_looks)} */")).select_from(self.version)
+            row = connection.execute(noted).mappings().first()
+        if row is not None and row["version"] > NEWEST:
+            raise SchemaOutdated(
+                f"the tables of celery_leases in {shown_database(engine.url)} have version {row['version']}, "
+                f"this release ({RELEASE}) supports {OLDEST} to {NEWEST}: install celery_leases "
+                f"{row.get('made_by') or 'of a later release'} or later"
+            )
+        return row["version"] if row is not None else None
+
+    def layout(self, engine: Engine) -> Layout:
+        """The layout of the records, by the columns that they have at this moment."""
+        with engine.connect() as connection:
+            columns = connection.execute(self.any_column()).keys()
+        return layout_of(columns)
+
+    def any_column(self) -> Select[Any]:
+        """Gives no row, and the names of the columns; in a transaction it keeps a migration out
+        until the end.
+
+        Its text is another one each time, as a statement that is prepared for some columns does not
+        give others.
+        """
+        return (
+            select(text(f"* /* {next(_looks)} */")).select_from(self.records).where(text("1 = 0"))
+        )
+
+    def ddl(self, engine: Engine) -> str:
+        """The SQL that :meth:`create` would run; it may be run again."""
+        return ";\n\n".join(self.ddl_statements(engine.dialect)) + ";\n"
+
+    def ddl_statements(self, dialect: Dialect) -> list[str]:
+        """The statements of :meth:`ddl`, one by one."""
+        statements = [
+            str(statement.compile(dialect=dialect)).strip()
+            for statement in self.statements(dialect)
+        ]
+        version = dialect.identifier_preparer.format_table(self.version)
+        once = f"SELECT {NEWEST} FROM (SELECT 1) AS one WHERE NOT EXISTS (SELECT * FROM {version})"  # noqa: S608
+        statements.append(f"INSERT INTO {version} (version) {once}")
+        if dialect.identifier_preparer._double_percents:  # noqa: SLF001
+            statements = [statement.replace("%%", "%") for statement in statements]
+        return statements
+
+    def drop(self, engine: Engine) -> None:
+        """Drop the tables that are there, with all records; their schema stays. Safe to run
+        again.
+        """
+        with engine.connect() as connection:
+            for statement in self.dropping():
+                connection.execute(statement)
+
+    def dropping(self) -> Sequence[ExecutableDDLElement]:
+        """The statements that drop the existing tables: the version last, so that an interrupted
+        drop may be run again.
+        """
+        first = [table for table in self.metadata.sorted_tables if table is not self.version]
+        return [DropTable(table, if_exists=True) for table in (*first, self.version)]
+
+    def statements(self, dialect: Dialect) -> list[ExecutableDDLElement]:
+        """What makes the schema, if one is named, and the tables, each unless it is there."""
+        schema, made = self.metadata.schema, list[ExecutableDDLElement]()
+        if schema is not None and dialect.name != "sqlite":
+            made.append(CreateSchema(schema, if_not_exists=True))
+        return made + [
+            statement
+            for table in self.metadata.sorted_tables
+            for statement in _making(table, dialect)
+        ]
+
+    def _missing(self, connection: Connection, table: Table) -> list[ExecutableDDLElement]:
+        """What makes a table, or those of its indexes that are not there."""
+        found = inspect(connection)
+        if not found.has_table(table.name, schema=table.schema):
+            return _making(table, connection.dialect)
+        there = {index["name"] for index in found.get_indexes(table.name, schema=table.schema)}
+        missing = [index for index in _indexes(table) if index.name not in there]
+        return [
+            CreateIndex(index, if_not_exists=not mysql.is_mysql(connection.dialect))
+            for index in missing
+        ]
+
+    def _create(self, engine: Engine) -> None:
+        with engine.connect() as connection:
+            self._create_schema(connection)
+            # A statement for what is there would wait for the transactions of others, and writes
+            # would wait behind it.
+            for table in self.metadata.sorted_tables:
+                for statement in self._missing(connection, table):
+                    connection.execute(statement)
+            if connection.execute(select(self.version.c.version)).first() is None:
+                connection.execute(self.version.insert().values(version=NEWEST, made_by=RELEASE))
+
+    def _create_schema(self, connection: Connection) -> None:
+        """Make the schema unless it is there: a user who may not make one may use it all the
+        same.
+        """
+        schema = self.metadata.schema
+        if (
+            schema is None
+            or connection.dialect.name == "sqlite"
+            or inspect(connection).has_schema(schema)
+        ):
+            return
+        connection.execute(CreateSchema(schema, if_not_exists=True))
+
+
+def _always() -> list[Column[Any]]:
+    """The columns beside the key that the records have in every layout."""
+    return [
+        Column("task", String(255), nullable=False),
+        Column("key", LONG, nullable=False),
+        Column("call_id", String(255), nullable=False),
+        Column("owner", String(64), nullable=False),
+        Column("holder", String(255), nullable=False),
+        Column("fence", BigInteger, nullable=False),
+        Column("created_at", BigInteger, nullable=False),
+        Column("started_at", BigInteger, nullable=False),
+        Column("attempt", Integer, nullable=False),
+        Column("crashes", Integer, nullable=False, server_default="0"),
+        Column("resumes", SmallInteger, nullable=False, server_default="0"),
+        # The lease store that the row was claimed under, while it runs; and its lease, if the row
+        # is one.
+        Column("lease_store", String(255), nullable=False),
+        Column("lease_until", BigInteger),
+        Column("state", String(16), nullable=False),
+        # How the attempt has ended; NULL where it has returned and the work is done, as most do.
+        Column("ended", String(16)),
+        Column("reason", String(255)),
+        Column("result", LONG),
+        Column("error", Text),
+        Column("retry_at", BigInteger),
+        Column("finished_at", BigInteger),
+        Column("expires_at", BigInteger),
+        # When the relay may publish the message, if it is still to be; and when one of the row was
+        # published last.
+        Column("publish_at", BigInteger),
+        Column("published_at", BigInteger),
+        # JSON of the last saved progress and the generation it belongs to.
+        Column("progress", LONG),
+        # The call's message as a signature in JSON.
+        Column("message", LONG),
+    ]
+
+
+def _wide(metadata: MetaData) -> Table:
+    """The records of version 1, to read and to write them, and to make their columns anew."""
+    return Table(
+        RECORDS,
+        metadata,
+        Column("stored_key", String(255), primary_key=True),
+        *_always(),
+        Column("retries", Integer, nullable=False, server_default="0"),
+        Column("generation", Integer, nullable=False, server_default="0"),
+        # The next four are of the generation ``counted`` and read as 0 in any other.
+        Column("failures", Integer, nullable=False, server_default="0"),
+        Column("quick_retries", Integer, nullable=False, server_default="0"),
+        Column("cooldowns", Integer, nullable=False, server_default="0"),
+        Column("failed_at", BigInteger),
+        Column("counted", Integer, nullable=False, server_default="0"),
+        Column("fingerprint", String(80)),
+        Column("digests", Text),
+        Column("lease_ttl", BigInteger, nullable=False, server_default="0"),
+        Column("retention", BigInteger),
+        Column("previous_ended", String(16)),
+        Column("previous_error", Text),
+        Column("previous_host", String(255)),
+        Column("finished_calls", Text),
+        Column("finished_results", LONG),
+        Column("crashed_at", BigInteger),
+        Column("crashed_call", String(255)),
+    )
+
+
+class _CreateWithIndexes(CreateTable):
+    """A table with its indexes: MySQL cannot leave out those that are there by a statement of their
+    own.
+    """
+
+
+@compiles(_CreateWithIndexes, *mysql.FAMILY)
+def _with_indexes(create: _CreateWithIndexes, compiler: DDLCompiler, **_: Any) -> str:
+    table: Table = create.element
+    columns, end, options = compiler.visit_create_table(create).rpartition("\n)")  # type: ignore[no-untyped-call]
+    quote = compiler.preparer.quote
+    for index in _indexes(table):
+        over = ", ".join(quote(column.name) for column in index.columns)
+        columns = f"{columns.rstrip()}, \n\tINDEX {compiler.preparer.format_index(index)} ({over})"
+    return f"{columns}{end}{options}"
+
+
+def _usable(schema: object) -> bool:
+    return (
+        isinstance(schema, str)
+        and 0 < len(schema) < 64
+        and schema.isprintable()
+        and "\\" not in schema
+    )
+
+
+def _indexes(table: Table) -> list[Index]:
+    return sorted(table.indexes, key=lambda index: str(index.name))
+
+
+def _making(table: Table, dialect: Dialect) -> list[ExecutableDDLElement]:
+    """What makes a table with its indexes, unless it is there."""
+    if mysql.is_mysql(dialect):
+        return [_CreateWithIndexes(table, if_not_exists=True)]
+    indexes = [CreateIndex(index, if_not_exists=True) for index in _indexes(table)]
+    return [CreateTable(table, if_not_exists=True), *indexes]

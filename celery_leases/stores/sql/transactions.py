@@ -1,0 +1,288 @@
+"""The user's own transaction, in which a record is locked or completed.
+
+It is given as a SQLAlchemy session or connection, or as a plain DB-API connection to the same
+database; Django's ``connections[alias]`` is one in this sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import Connection, Executable
+from sqlalchemy.orm import Session, scoped_session
+
+from celery_leases.errors import LeaseLost, WrongDatabase
+from celery_leases.protocol.records import Outcome, Record, State
+from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.commits import execute_in, push_out_at_commit, tell_at_end
+from celery_leases.stores.sql.database import LOCKED, misses_a_column
+from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.drivers import (
+    TransactionMark,
+    column_names,
+    dialect_by_format,
+    first_row,
+    in_transaction,
+)
+from celery_leases.stores.sql.joining import connection_of, driver_of, refuse_unjoinable
+from celery_leases.stores.sql.layouts import layout_of
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.upserts import Writes, touched
+from celery_leases.stores.urls import shown_database
+
+T = TypeVar("T")
+NO_SUCH_TABLE: Final = "no such table"
+UNDEFINED_TABLE: Final = "42P01"
+
+
+class JoinedTransaction:
+    """One open transaction of the user's; see
+    :class:`celery_leases.attempt.steps.UserTransaction`.
+    """
+
+    def __init__(self, given: Any, records: SqlRecordStore) -> None:
+        self.records = records
+        self._given = given.registry() if isinstance(given, scoped_session) else given
+        self._of_mysql = mysql.is_mysql(records.database.engine.dialect)
+        self._is_open: Callable[[], bool] | None = None
+        self._mark: TransactionMark | None = None
+
+    def join(self, key: str) -> None:
+        """Join it, and begin one if SQLAlchemy manages it; raises :class:`WrongDatabase` for a
+        transaction that cannot be joined.
+
+        Every other step calls this first.
+        """
+        if self._is_open is not None:
+            return
+        refuse_unjoinable(key, self._given, self.records.database)
+        self._is_open = opening(self._given)
+        if not isinstance(self._given, Session | Connection):
+            self._mark = TransactionMark(driver_of(self._given), self.records.database)
+
+    def guard(self, record: Record) -> None:
+        """Lock the record's row, or raise :class:`LeaseLost` because the attempt no longer
+        owns it.
+        """
+        # A DB-API connection to MySQL may count the rows that it has changed, and not those that it
+        # has found.
+        self._lock(self.records.guarding, rows.of_guard(record), record, look=self._of_mysql)
+        if isinstance(self._given, Session | Connection):
+            push_out_at_commit(connection_of(self._given), self.records, record)
+
+    def has_completed(self, record: Record) -> bool:
+        """Whether the record is done under its attempt, as far as this transaction sees."""
+        found = self.read(record.stored_key, record.key)
+        return found is not None and found.is_attempt(State.DONE, record.owner, record.fence)
+
+    def complete(self, record: Record, outcome: Outcome) -> None:
+        """Write the outcome, to be committed with the user's rows; raises :class:`LeaseLost` as
+        :meth:`guard` does.
+        """
+        self.know_layout(record.key)
+        self._lock(*self.records.settlement(record, outcome), record)
+
+    def write(self, writes: Writes, key: str) -> bool:
+        """Execute *writes* in it, in turn, until one touches a row; returns whether one did."""
+        return any(self._wrote(write, key) for write in writes)
+
+    def read(self, stored_key: str, key: str, *, newest: bool = False) -> Record | None:
+        """The row of a key as this transaction sees it; with *newest*, the committed row even if
+        the transaction's snapshot is older.
+
+        At MySQL's default isolation a transaction writes into rows that it does not see, unless it
+        locks them.
+        """
+        self.know_layout(key)
+        found = self.records.by.one
+        if newest and self._of_mysql:
+            found = found.with_for_update()
+        row = self._execute(found, {"stored_key": stored_key}, key, first_row)
+        return rows.to_record(row) if row is not None else None
+
+    def know_layout(self, key: str) -> None:
+        """Keep the layout of the table for the rest of this transaction, which an error would end.
+
+        If a migration is possible, reading the columns blocks it until the transaction ends.
+        """
+        if not self.records.is_newest:
+            columns = self._execute(self.records.tables.any_column(), {}, key, column_names)
+            self.records.use(layout_of(columns))
+
+    def when_ended(self, done: Callable[[], None]) -> bool:
+        """Call *done* once it is committed or rolled back; ``False`` if that cannot be observed.
+
+        Django reports only a commit, in ``atomic`` blocks.
+        """
+        if isinstance(self._given, Session):
+            tell_at_end(self._given, done)
+        elif self.is_of_django and self._given.in_atomic_block:
+            self._given.on_commit(done)
+        else:
+            return False
+        return True
+
+    @property
+    def is_of_django(self) -> bool:
+        """Whether it is on a connection of Django's, which may execute statements after its end
+        too.
+        """
+        return hasattr(self._given, "vendor") and callable(getattr(self._given, "on_commit", None))
+
+    def is_open(self) -> bool:
+        """Whether it is neither committed nor rolled back."""
+        try:
+            return self._is_open is not None and self._is_open()
+        except Exception:  # noqa: BLE001 - a connection that cannot be asked is closed
+            return False
+
+    def is_over(self) -> bool:
+        """Whether it has certainly ended, whatever its connection does now; may cost a
+        round trip.
+        """
+        return not self.is_open() or (self._mark is not None and self._mark.is_over())
+
+    def is_of(self, given: Any) -> bool:
+        """Whether *given* is in this transaction."""
+        other = given.registry() if isinstance(given, scoped_session) else given
+        if other is self._given:
+            return True
+        if isinstance(other, Session | Connection) and not other.in_transaction():
+            return False
+        with suppress(Exception):  # a connection that does not answer counts as another one
+            return driver_of(other) is driver_of(self._given) is not None
+        return False
+
+    def roll_back(self) -> bool:
+        """End it, if it is certainly open: another transaction of the same connection is not the
+        body's; returns whether it was.
+        """
+        if not self.is_open() or (self._mark is not None and not self._mark.is_surely_open()):
+            return False
+        with suppress(Exception):  # it ends with its connection
+            self._given.rollback()
+        return True
+
+    def _lock(
+        self,
+        statement: Executable,
+        values: Mapping[str, Any],
+        record: Record,
+        *,
+        look: bool = False,
+    ) -> None:
+        """Execute *statement*, which locks the record's row, and identify the transaction again
+        afterwards.
+
+        *look*: the driver may report changed rows rather than matched rows, so 0 must be verified
+        with a SELECT.
+        """
+        self.join(record.key)
+        if self._mark is not None:
+            self._mark.set()
+        if not self._touched(statement, values, record.key) and not (
+            look and self._execute(self.records.locking, values, record.key, first_row)
+        ):
+            self._refuse(record)
+        if self._mark is not None:
+            self._mark.set()
+
+    def _wrote(self, write: Executable, key: str) -> bool:
+        try:
+            return self._touched(write, {}, key)
+        except Exception as error:
+            if mysql.is_duplicate(error):
+                return False
+            raise
+
+    def _touched(self, statement: Executable, values: Mapping[str, Any], key: str) -> bool:
+        return self._execute(statement, values, key, touched)
+
+    def _execute(
+        self, statement: Executable, values: Mapping[str, Any], key: str, take: Callable[[Any], T]
+    ) -> T:
+        """Execute *statement* in it; returns what *take* makes of the result or cursor."""
+        if self.records.database.host_clock:
+            values = {**values, "now": self.records.database.host_now()}
+        self.join(key)
+        try:
+            if isinstance(self._given, Session | Connection):
+                return take(execute_in(connection_of(self._given), statement, values))
+            return self._by_cursor(statement, values, take)
+        except Exception as error:
+            if misses_a_column(error):  # the tables were downgraded
+                self.records.forget_layout()
+            explained = self._explained(key, error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explained(self, key: str, error: Exception) -> WrongDatabase | None:
+        """An explanation of an error in other words than the database's; ``None`` if there
+        is none.
+        """
+        if LOCKED in str(error):
+            return WrongDatabase(
+                f"{key}: SQLite: the database is locked; begin the transaction with BEGIN IMMEDIATE and keep it short, "
+                f"because a plain BEGIN cannot write once another transaction has written ({error})"
+            )
+        table = self.records.tables.records.name
+        undefined = UNDEFINED_TABLE in _codes(error) or mysql.code_of(error) == mysql.NO_SUCH_TABLE
+        if table in str(error) and (NO_SUCH_TABLE in str(error) or undefined):
+            return WrongDatabase(f"{key}: {self._elsewhere()} ({' '.join(str(error).split())})")
+        return None
+
+    def _elsewhere(self) -> str:
+        return (
+            "its record cannot be found through this session or connection; use one on "
+            f"{shown_database(self.records.database.engine.url)}, with the schema of the records"
+        )
+
+    def _by_cursor(
+        self, statement: Executable, values: Mapping[str, Any], take: Callable[[Any], T]
+    ) -> T:
+        dialect = self.records.database.engine.dialect
+        if hasattr(
+            self._given, "vendor"
+        ):  # Django's cursors take %s on every database, and count on it when they log
+            dialect = dialect_by_format(dialect)
+        compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined]
+        bound = compiled.construct_params(dict(values))
+        given = [bound[name] for name in compiled.positiontup] if compiled.positional else bound
+        cursor = self._given.cursor()
+        try:
+            cursor.execute(str(compiled), given)
+            return take(cursor)
+        finally:
+            cursor.close()
+
+    def _refuse(self, record: Record) -> None:
+        now = self.records.read(record.stored_key)
+        ours = now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence)
+        if ours and self.records.database.engine.dialect.name != "sqlite":
+            raise WrongDatabase(
+                f"{record.key}: {self._elsewhere()}; or its transaction began before this attempt"
+            )
+        message = f"{record.key}: the lease is lost: the record has moved on"
+        raise LeaseLost(message, record.key, "the record has moved on")
+
+
+def opening(given: Any) -> Callable[[], bool]:
+    """A function that says whether the transaction that is open, or is opened now, continues."""
+    if isinstance(given, Session):
+        given = (
+            given.connection()
+        )  # the session's own transaction is not active any more while it commits
+    if isinstance(given, Connection):
+        if given.get_transaction() is None:
+            given.begin()
+        transaction = given.get_transaction()
+        return lambda: transaction is not None and transaction.is_active
+    return lambda: in_transaction(driver_of(given))
+
+
+def _codes(error: Exception) -> set[str | None]:
+    causes = (error, getattr(error, "orig", None), error.__cause__)
+    return {getattr(cause, name, None) for cause in causes for name in ("sqlstate", "pgcode")}

@@ -1,0 +1,117 @@
+"""Values of single columns, as they are written and read; a column that cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+from celery_leases.common.texts import storable
+from celery_leases.errors import RecordUnreadable
+from celery_leases.protocol import progress
+from celery_leases.protocol.record_document import failure_from, failure_to
+from celery_leases.protocol.records import Failure
+from celery_leases.protocol.results import decode, unreadable
+
+logger = logging.getLogger("celery_leases")
+
+MICROSECONDS = 1e6
+SHORT_TEXT: Final = 255
+
+
+def microseconds(seconds: float) -> int:
+    """A span as it is stored."""
+    return round(seconds * MICROSECONDS)
+
+
+def written(failure: Failure | None) -> str | None:
+    """A failure as it is stored."""
+    if failure is None:
+        return None
+    return json.dumps(failure_to(failure), separators=(",", ":"))
+
+
+def short(text: str | None) -> str | None:
+    """A reason as it is stored."""
+    return storable(text, SHORT_TEXT) if text else None
+
+
+@dataclass
+class Reading:
+    """Reads the columns of *row* whose values may be unreadable, for example after a change by
+    hand.
+    """
+
+    row: Mapping[Any, Any]
+    lenient: bool
+    trouble: str | None = field(default=None, init=False)
+
+    def integers(self, names: Iterable[str], or_null: Iterable[str]) -> None:
+        """See that these columns have integers: SQLite takes text there."""
+        row = self.row
+        wrong = [name for name in names if type(row[name]) is not int]
+        wrong += [name for name in or_null if row[name] is not None and type(row[name]) is not int]
+        for name in wrong:
+            self._refuse(name, ValueError("not an integer"))
+            self.row = {**self.row, name: 0 if name in names else None}
+
+    def of(self, column: str, convert: Callable[[Any], Any], *, needed: bool = True) -> Any:
+        """What *convert* makes of a column; ``None`` for NULL, and for what cannot be read but is
+        not *needed*.
+        """
+        value = self.row[column]
+        if value is None:
+            return None
+        try:
+            return convert(value)
+        except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+            if needed:
+                self._refuse(column, error)
+            else:
+                self.warn(column, error)
+            return None
+
+    def warn(self, column: str, error: Exception) -> None:
+        """Log that a column counts as empty."""
+        _warn(_trouble(self.row, column, error))
+
+    def _refuse(self, column: str, error: Exception) -> None:
+        trouble = _trouble(self.row, column, error)
+        if not self.lenient:
+            raise RecordUnreadable(trouble, False, self.row["key"], column) from None
+        self.trouble = self.trouble or trouble
+
+
+def _trouble(row: Mapping[str, Any], column: str, error: Exception) -> str:
+    return unreadable(row["key"], row["task"], column, row[column], error)
+
+
+@lru_cache(1000)
+def _warn(trouble: str) -> None:
+    logger.warning("%s; it counts as empty", trouble)
+
+
+def failure_in(text: str) -> Failure:
+    """The failure in a stored text."""
+    return failure_from(json.loads(text))
+
+
+def mapping(text: str) -> Mapping[str, Any]:
+    """The object in a JSON text."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError(f"{type(found).__name__}, not an object")
+    return found
+
+
+def progress_in(text: str) -> str:
+    """The saved progress *text*, after checking that the body can read it."""
+    found = mapping(text)
+    saved = progress.load(text, found.get("generation", -1))
+    decode(saved.value)
+    if not isinstance(saved.positions, dict):
+        raise TypeError("positions that are not an object")
+    return text

@@ -1,0 +1,55 @@
+"""Bids for the contract suites, and reading the answers of both families of lease stores alike."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from celery_leases.protocol.ports import Acquired, Claimed, Cooling, Held, Holder, Shut
+from celery_leases.protocol.records import ClaimRequest, State, Won
+
+Answer = Acquired | Held | Cooling | Shut | Claimed
+
+
+def fresh_key() -> str:
+    """A stored key nobody has used before."""
+    return f"t:contract|{uuid4().hex}"
+
+
+def make_claim_request(
+    stored_key: str, token: str | None = None, *, ttl: float = 15.0, **more: Any
+) -> ClaimRequest:
+    """A bid of another call each time, for *ttl* seconds, under a token of its own unless given."""
+    token = token or uuid4().hex
+    given = {
+        "task": "contract",
+        "key": stored_key,
+        "call_id": f"call-{uuid4().hex}",
+        "holder": f"host-{token[:6]}/1",
+    }
+    return ClaimRequest(stored_key=stored_key, token=token, ttl=ttl, **(given | more))
+
+
+def acquired(answer: Answer) -> bool:
+    """Whether the lease is the bidder's."""
+    return isinstance(answer, Acquired) or (
+        isinstance(answer, Claimed) and isinstance(answer.claim, Won)
+    )
+
+
+def held(answer: Answer) -> Holder | None:
+    """Who holds the lease instead, if *answer* says that somebody does."""
+    match answer:
+        case Held(holder):
+            return holder
+        case Claimed(claim) if not isinstance(claim, Won) and claim.record is not None:
+            record = claim.record
+            if record.state is State.RUNNING and record.lease_remaining > 0:
+                return Holder(
+                    record.owner,
+                    record.call_id,
+                    record.holder,
+                    record.lease_ttl,
+                    record.lease_remaining,
+                )
+    return None

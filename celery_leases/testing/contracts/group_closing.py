@@ -1,0 +1,239 @@
+"""What every gate store must do when gates are closed, opened and listed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.groups import Gate
+from celery_leases.testing.contracts.claim_requests import acquired, make_claim_request
+from celery_leases.testing.contracts.group_case import (
+    PATIENCE,
+    POLICY,
+    GateCase,
+    GatedLeaseStore,
+    closed,
+    closing,
+    found,
+    half_open,
+    let_in,
+    probe,
+    shut,
+    until_half_open,
+)
+
+FAILURES = 50
+ODD = [
+    "",
+    "{x}",
+    "}",
+    "}:trips",
+    "}:closed",
+    "}:probe",
+    "%",
+    "%7D",
+    "*",
+    "[a-z]?",
+    "'\"\\",
+    " ",
+    "ключ",
+    "a\nb",
+    "\0",
+]
+LONG = ["x" * 300, "x" * 299 + "y", "x" * 300 + "\0"]
+
+
+class GateClosingContract(GateCase):
+    """A failure of the group closes its gate for all keys: longer when told so, never shorter, one
+    trip at a time.
+    """
+
+    def test_an_open_gate_lets_everybody_in(self, store: GatedLeaseStore, group: str) -> None:
+        """There is none, and nobody is its probe."""
+        assert store.gate(group) is None
+        for _ in range(3):
+            let_in(store, self.claim_request(group))
+
+    def test_a_closed_gate_shuts_every_key_of_its_group(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """And tells why and for how long; nothing is taken, so that the key is free."""
+        gate = closed(store, group, 60.0, reason="quota", rule="code:quota", message="no ü \0")
+        assert (gate.group, gate.trips, gate.closed_for) == (group, 1, 60.0)
+        for _ in range(3):
+            claim_request = self.claim_request(group)
+            for seen in (shut(store, claim_request), found(store, group)):
+                told = (seen.group, seen.trips, seen.reason, seen.rule, seen.message)
+                assert told == (group, 1, "quota", "code:quota", "no ü \0")
+                assert 50 < seen.closed_for <= 60
+                assert not seen.half_open
+                assert (seen.probe, seen.probe_for) == (None, 0.0)
+            assert store.holder(claim_request.stored_key) is None
+            assert acquired(
+                store.acquire(make_claim_request(claim_request.stored_key, ttl=self.ttl))
+            )
+
+    def test_a_reason_alone_is_enough(self, store: GatedLeaseStore, group: str) -> None:
+        """Not every failure has a rule or a message."""
+        closed(store, group, 60.0, reason="busy", rule=None, message="")
+        seen = found(store, group)
+        assert (seen.reason, seen.rule, seen.message) == ("busy", None, "")
+
+    def test_groups_do_not_touch_each_other(self, store: GatedLeaseStore, group: str) -> None:
+        """Whatever characters they are made of, and however long they are."""
+        names = [*(f"{group}{tail}" for tail in ODD), *(f"{tail}{group}{tail}" for tail in LONG)]
+        for shutting in names[::2]:
+            closed(store, shutting, 60.0, message=shutting)
+        for number, name in enumerate(names):
+            gate = store.gate(name)
+            if number % 2:
+                assert gate is None
+                let_in(store, self.claim_request(name))
+            else:
+                assert gate is not None
+                assert gate.message == name
+                assert shut(store, self.claim_request(name)).message == name
+        let_in(store, self.claim_request(None))
+
+    def test_a_gate_is_no_key(self, store: GatedLeaseStore, group: str) -> None:
+        """A key that looks like the gate of a group, or like its slot, is neither listed as one nor
+        touched by it.
+        """
+        claim_requests = [
+            self.claim_request(None, key=key)
+            for key in (group, f"gate:{group}", f"gate:{group}}}:probe")
+        ]
+        for claim_request in claim_requests:
+            let_in(store, claim_request)
+        half_open(store, group)
+        probe(store, self.claim_request(group))
+        assert store.open_gate(group)
+        for claim_request in claim_requests:
+            holder = store.holder(claim_request.stored_key)
+            assert holder is not None
+            assert holder.token == claim_request.token
+        assert all(
+            found.group != claim_request.stored_key
+            for found in store.gates(100_000)
+            for claim_request in claim_requests
+        )
+
+    # -- how long, and how often -------------------------------------------------------------------
+
+    def test_a_standing_time_is_extended_and_never_cut(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """Why it is closed is told by the failure that closes it for longest; none of them trips it
+        again.
+        """
+        closed(store, group, 100.0, reason="first")
+        for told, reason, lasts in (
+            (50.0, "shorter", 100),
+            (200.0, "longer", 200),
+            (0.0, "now", 200),
+        ):
+            gate = closed(store, group, told, reason=reason)
+            for seen in (gate, found(store, group), shut(store, self.claim_request(group))):
+                assert lasts - 10 < seen.closed_for <= lasts
+                assert seen.trips == 1
+                assert seen.reason == ("first" if lasts == 100 else "longer")
+
+    def test_failures_at_the_same_time_trip_it_once(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """Fifty bodies fail together, each with another wait and message: the longest wait counts,
+        and one trip.
+        """
+        together = Barrier(FAILURES)
+
+        def fail(number: int) -> Gate:
+            together.wait(PATIENCE)
+            return closed(store, group, 100.0 + number * 7 % FAILURES, message=f"request {number}")
+
+        with ThreadPoolExecutor(FAILURES) as threads:
+            gates = list(threads.map(fail, range(FAILURES)))
+        assert {gate.trips for gate in gates} == {1}
+        for number, gate in enumerate(gates):
+            assert gate.closed_for >= 100 + number * 7 % FAILURES - 10
+        seen = found(store, group)
+        assert seen.trips == 1
+        assert 100 + FAILURES - 1 - PATIENCE < seen.closed_for <= 100 + FAILURES - 1
+
+    def test_every_trip_closes_it_for_longer(self, store: GatedLeaseStore, group: str) -> None:
+        """By the policy of whoever closes it, when the answer does not say."""
+        policy = CooldownPolicy(self.short / 2, 2, 60, 0)
+        token = uuid4().hex
+        for trips in (1, 2, 3):
+            gate = store.close_gate(group, closing(policy=policy), token)
+            assert (gate.trips, gate.closed_for) == (trips, policy.longest(trips))
+            assert found(store, group).closed_for <= gate.closed_for
+            until_half_open(store, group)
+            token = probe(store, self.claim_request(group)).token
+
+    @pytest.mark.parametrize("told", [None, 60.0])
+    def test_a_late_failure_trips_nothing(
+        self, store: GatedLeaseStore, group: str, told: float | None
+    ) -> None:
+        """A body that began before the gate closed fails while another probes: closed again, the
+        slot stays.
+        """
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group))
+        gate = closed(store, group, told)
+        assert (gate.trips, gate.probe) == (1, claim_request.token)
+        seen = found(store, group)
+        assert (seen.trips, seen.probe) == (1, claim_request.token)
+        assert 50 < seen.closed_for <= POLICY.longest(1)
+        assert 0 < seen.probe_for <= self.ttl
+        assert shut(store, self.claim_request(group)).trips == 1
+
+    # -- opening and listing -----------------------------------------------------------------------
+
+    @pytest.mark.parametrize("probed", [True, False])
+    def test_an_operator_opens_any_gate(
+        self, store: GatedLeaseStore, group: str, probed: bool
+    ) -> None:
+        """Its trips are forgotten, and so is its probe; opening an open one is nothing."""
+        assert not store.open_gate(group)
+        if probed:
+            half_open(store, group)
+            token = probe(store, self.claim_request(group)).token
+            store.close_gate(group, closing(0.02), token)
+            until_half_open(store, group)
+            probe(store, self.claim_request(group))
+            assert found(store, group).trips == 2
+        else:
+            closed(store, group, 60.0)
+        assert store.open_gate(group)
+        assert store.gate(group) is None
+        let_in(store, self.claim_request(group))
+        assert not store.open_gate(group)
+        gate = closed(store, group, 60.0)
+        assert (gate.trips, gate.probe) == (1, None)
+        assert found(store, group).trips == 1
+
+    def test_gates_that_are_not_open_are_listed(self, store: GatedLeaseStore, group: str) -> None:
+        """Closed and half-open ones, each once, under the name of the group, or one that stands for
+        it.
+        """
+        names = [f"{group}{tail}" for tail in ODD if tail != "\0"]
+        for number, name in enumerate(names):
+            closed(store, name, 60.0 if number % 2 else 0.02, reason=name)
+        long = group + "x" * 300
+        closed(store, long, 60.0, reason=long)
+        assert store.open_gate(names.pop())
+        listed = [gate for gate in store.gates(100_000) if gate.reason.startswith(group)]
+        assert sorted(gate.reason for gate in listed) == sorted([*names, long])
+        for gate in listed:
+            assert gate.group == gate.reason or (
+                gate.reason == long and len(gate.group) < len(long)
+            )
+            assert store.open_gate(gate.group)
+        assert store.gate(long) is None
+        for name in names[:3]:
+            closed(store, name, 60.0)
+        assert len(list(store.gates(2))) == 2

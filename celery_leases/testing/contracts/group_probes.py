@@ -1,0 +1,270 @@
+"""What every gate store must do at a half-open gate: one probe at a time, whose slot ends with its
+lease.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.protocol.ports import Renewal, RenewalResult, Shut
+from celery_leases.testing.contracts.claim_requests import Answer, acquired, held
+from celery_leases.testing.contracts.group_case import (
+    PATIENCE,
+    GateCase,
+    GatedLeaseStore,
+    closed,
+    closing,
+    found,
+    half_open,
+    let_in,
+    probe,
+    probing,
+    shut,
+    until_half_open,
+)
+from celery_leases.testing.waits import wait_until
+
+BIDS = 32
+THREADS = 8
+TURNS = 10
+
+
+class GateProbeContract(GateCase):
+    """The probe alone may start; its success opens the gate, its failure closes it, its end lets
+    the next one try.
+    """
+
+    def test_one_of_many_bids_is_the_probe(self, store: GatedLeaseStore, group: str) -> None:
+        """Thirty-two different keys at once; the others are told who probes."""
+        half_open(store, group)
+        claim_requests = [self.claim_request(group) for _ in range(BIDS)]
+        together = Barrier(BIDS)
+
+        def acquire(number: int) -> Answer:
+            together.wait(PATIENCE)
+            return store.acquire(claim_requests[number])
+
+        with ThreadPoolExecutor(BIDS) as threads:
+            answers = list(threads.map(acquire, range(BIDS)))
+        probes = [
+            claim_request.token
+            for claim_request, answer in zip(claim_requests, answers, strict=True)
+            if probing(answer)
+        ]
+        assert len(probes) == 1
+        assert [acquired(answer) for answer in answers].count(True) == 1
+        for answer in answers:
+            if not acquired(answer):
+                assert isinstance(answer, Shut)
+                assert answer.gate.half_open
+        gate = shut(store, self.claim_request(group))
+        assert gate.probe == probes[0] == found(store, group).probe
+        assert gate.half_open
+        assert 0 < gate.shut_for == gate.probe_for <= self.ttl
+
+    def test_a_probe_that_asks_again_is_still_the_probe(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """The reply to its first try may have been lost; its longer time is not cut."""
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group, ttl=2 * self.ttl))
+        answer = store.acquire(claim_request)
+        assert acquired(answer)
+        assert probing(answer)
+        assert found(store, group).probe_for > self.ttl
+        assert store.give_back_probe(group, claim_request.token)
+        answer = store.acquire(claim_request)
+        assert acquired(answer)
+        assert not probing(answer)
+
+    def test_the_slot_ends_by_itself(self, store: GatedLeaseStore, group: str) -> None:
+        """A dead probe's, after its ttl and not before; the next bid probes, and the gate is as it
+        was.
+        """
+        half_open(store, group)
+        sent = time.monotonic()
+        probe(store, self.claim_request(group, ttl=self.short))
+        claim_request = self.claim_request(group)
+        wait_until(
+            lambda: probing(store.acquire(claim_request)), self.short + PATIENCE, "the slot to end"
+        )
+        assert time.monotonic() - sent >= self.short * 0.99
+        assert (found(store, group).trips, found(store, group).probe) == (1, claim_request.token)
+
+    def test_the_slot_is_renewed_along_with_the_lease(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """Where the renewal says so; a longer time is never cut."""
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group, ttl=self.short))
+        for ttl in (2 * self.ttl, self.ttl):
+            assert store.renew(
+                [Renewal(claim_request.stored_key, claim_request.token, ttl, group)]
+            ) == [RenewalResult.OURS]
+        time.sleep(1.5 * self.short)
+        gate = shut(store, self.claim_request(group))
+        assert gate.probe == claim_request.token
+        assert self.ttl < gate.probe_for <= 2 * self.ttl
+
+    def test_a_slot_that_is_not_ours_changes_nothing_for_the_lease(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """Nor does the lease's renewal change it: another's slot, none, and that of a lease which
+        is gone.
+        """
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group))
+        other = let_in(store, self.claim_request(None))
+        gone = self.claim_request(None)
+        renewals = [
+            Renewal(other.stored_key, other.token, 4 * self.ttl, group),
+            Renewal(other.stored_key, other.token, 4 * self.ttl, f"{group}-open"),
+            Renewal(gone.stored_key, gone.token, 4 * self.ttl, group),
+            Renewal(claim_request.stored_key, claim_request.token, 4 * self.ttl),
+        ]
+        assert store.renew(renewals) == [
+            RenewalResult.OURS,
+            RenewalResult.OURS,
+            RenewalResult.MISSING,
+            RenewalResult.OURS,
+        ]
+        assert found(store, group).probe == claim_request.token
+        assert found(store, group).probe_for <= self.ttl
+        assert store.gate(f"{group}-open") is None
+
+    def test_a_slot_given_back_is_the_next_ones(self, store: GatedLeaseStore, group: str) -> None:
+        """Whoever did not run the body gives it back; nobody else can."""
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group))
+        for token in (
+            uuid4().hex,
+            claim_request.token[:-1],
+            claim_request.token[1:],
+            claim_request.token + "0",
+        ):
+            assert not store.give_back_probe(group, token)
+        assert not store.give_back_probe(f"{group}-other", claim_request.token)
+        shut(store, self.claim_request(group))
+        assert store.give_back_probe(group, claim_request.token)
+        assert not store.give_back_probe(group, claim_request.token)
+        gate = found(store, group)
+        assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
+        probe(store, self.claim_request(group))
+
+    def test_a_bid_that_is_refused_takes_no_slot(self, store: GatedLeaseStore, group: str) -> None:
+        """Somebody holds the key: that comes before the gate."""
+        half_open(store, group)
+        claim_request = let_in(store, self.claim_request(None))
+        assert held(store.acquire(self.claim_request(group, key=claim_request.stored_key)))
+        assert found(store, group).probe is None
+        probe(store, self.claim_request(group))
+
+    # -- how it ends -------------------------------------------------------------------------------
+
+    def test_only_the_probe_opens_the_gate(self, store: GatedLeaseStore, group: str) -> None:
+        """A body that began before the gate closed, and succeeds now, says nothing of it."""
+        early = let_in(store, self.claim_request(group))
+        closed(store, group, 0.02)
+        assert not store.open_gate(group, early.token)
+        until_half_open(store, group)
+        assert not store.open_gate(group, early.token)
+        claim_request = probe(store, self.claim_request(group))
+        for token in (
+            early.token,
+            claim_request.token[:-1],
+            claim_request.token[1:],
+            claim_request.token + "0",
+            "",
+        ):
+            if token:
+                assert not store.open_gate(group, token)
+        assert store.open_gate(group, claim_request.token)
+        assert store.gate(group) is None
+        for _ in range(3):
+            let_in(store, self.claim_request(group))
+        assert not store.open_gate(group, claim_request.token)
+
+    def test_a_probe_that_has_lost_its_slot_does_not_open(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """Another probes by now."""
+        half_open(store, group)
+        lost = probe(store, self.claim_request(group, ttl=self.short))
+        claim_request = self.claim_request(group)
+        wait_until(
+            lambda: probing(store.acquire(claim_request)), self.short + PATIENCE, "the slot to end"
+        )
+        assert not store.open_gate(group, lost.token)
+        assert not store.give_back_probe(group, lost.token)
+        assert store.close_gate(group, closing(0.0), lost.token).trips == 1
+        assert found(store, group).probe == claim_request.token
+        assert store.open_gate(group, claim_request.token)
+
+    def test_the_probes_failure_is_the_next_trip(self, store: GatedLeaseStore, group: str) -> None:
+        """It frees the slot with the same step, so that after the new time the next bid probes."""
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group))
+        gate = store.close_gate(group, closing(self.short), claim_request.token)
+        assert (gate.trips, gate.probe, gate.closed_for) == (2, None, self.short)
+        seen = shut(store, self.claim_request(group))
+        assert (seen.trips, seen.probe) == (2, None)
+        assert 0 < seen.closed_for <= self.short
+        until_half_open(store, group)
+        assert found(store, group).trips == 2
+        probe(store, self.claim_request(group))
+
+    @pytest.mark.parametrize("told", [30.0, 90.0])
+    def test_a_gate_closed_during_a_probe_keeps_closed(
+        self, store: GatedLeaseStore, group: str, told: float
+    ) -> None:
+        """By a late failure: the probe's success does not open it, its failure trips nothing and
+        frees the slot.
+        """
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group))
+        closed(store, group, 60.0)
+        assert not store.open_gate(group, claim_request.token)
+        gate = store.close_gate(group, closing(told), claim_request.token)
+        assert (gate.trips, gate.probe) == (1, None)
+        seen = found(store, group)
+        assert (seen.trips, seen.probe) == (1, None)
+        assert max(60.0, told) - 10 < seen.closed_for <= max(60.0, told)
+
+    def test_never_do_two_probe_at_once(self, store: GatedLeaseStore, group: str) -> None:
+        """Eight threads probe, fail and give back, and act late with tokens whose time is over."""
+        half_open(store, group)
+        inside: list[str] = []
+        trips = 1
+        until = time.monotonic() + 9 * PATIENCE
+
+        def take_turns(seed: int) -> int:
+            nonlocal trips
+            rand, former, failures = random.Random(seed), [uuid4().hex], 0
+            for _ in range(TURNS):
+                claim_request = self.claim_request(group)
+                while not probing(store.acquire(claim_request)):
+                    assert time.monotonic() < until
+                    time.sleep(rand.uniform(0.001, 0.01))
+                inside.append(claim_request.token)
+                time.sleep(rand.uniform(0, 0.003))
+                assert inside == [claim_request.token]
+                inside.clear()
+                if rand.random() < 0.3:
+                    failures += 1
+                    store.close_gate(group, closing(0.005), claim_request.token)
+                else:
+                    assert store.give_back_probe(group, claim_request.token)
+                assert not store.open_gate(group, rand.choice(former))
+                assert not store.give_back_probe(group, rand.choice(former))
+                former.append(claim_request.token)
+            return failures
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            failures = sum(threads.map(take_turns, range(THREADS)))
+        assert found(store, group).trips == trips + failures

@@ -1,0 +1,810 @@
+"""Leases in tests: stores in memory, a clock that is moved by hand, calls that are held, lost, or
+die.
+
+:class:`LeaseKit` puts a Celery app on such stores until it is stopped. The functions of
+:mod:`celery_leases.testing` are its methods, for the kit that was started last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, Self
+from uuid import uuid4
+
+from celery import Celery, Task, current_app
+from celery.result import AsyncResult, EagerResult
+
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.renewal import TAKEN, Renewer
+from celery_leases.attempt.run import Execution
+from celery_leases.client import LeaseClient
+from celery_leases.common.durations import Duration, seconds
+from celery_leases.composition import Parts, build
+from celery_leases.concurrency.native import boot_clock
+from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
+from celery_leases.failures.actions import Classification
+from celery_leases.failures.rules import Rules
+from celery_leases.protocol.events import Event, LeaseAcquired, ResultReplayed
+from celery_leases.protocol.failure_decisions import comes_back
+from celery_leases.protocol.keys import CallKey, call_group, call_key, stored_key
+from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
+from celery_leases.protocol.ports import Acquired, Claimed
+from celery_leases.protocol.records import ClaimRequest, Record, State, Won
+from celery_leases.protocol.status import LeaseStatus
+from celery_leases.settings import IN_MEMORY
+from celery_leases.signals import Announcer
+from celery_leases.stores.eager_memory import keep_the_latest
+from celery_leases.testing.crash_points import (
+    CrashableStore,
+    CrashPlan,
+    CrashPoints,
+    ProcessDied,
+    crashable_effects,
+    crashable_records,
+    watched,
+)
+from celery_leases.worker import apps
+from celery_leases.worker.app_settings import leased_tasks, settings_of
+from celery_leases.worker.pools.signals import interrupt_guard_here
+from celery_leases.worker.reschedule import Copies
+
+HELD_FOR: Final = 10 * 365 * 86_400.0
+"""Seconds for which a key is held in memory, unless it is let go: no test moves the clock so
+far.
+"""
+HELD_FOR_REALLY: Final = 3600.0
+"""The same where the clock is the real one."""
+ROUNDS: Final = 50
+"""How often a call that died is delivered again before it is taken to go in circles."""
+
+_started: list[LeaseKit] = []
+
+
+class KitClock:
+    """A clock that stands still until somebody waits, or moves it. Waiting takes no time."""
+
+    def __init__(self) -> None:
+        self._began, self._wall, self._moved = boot_clock(), time.time(), 0.0
+
+    def now(self) -> float:
+        """Seconds since some fixed point."""
+        return self._began + self._moved
+
+    def wall_time(self) -> float:
+        """Seconds since the epoch."""
+        return self._wall + self._moved
+
+    def microseconds(self) -> int:
+        """The same as a database counts."""
+        return round(self.wall_time() * 1e6)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait: the clock is moved."""
+        self._moved += max(0.0, seconds)
+
+
+class KitRenewer(Renewer):
+    """Renews the leases in memory when the clock is moved; no thread of it runs beside the test."""
+
+    def add(self, held_lease: HeldLease) -> None:
+        """See :class:`~celery_leases.attempt.renewal.Renewer`."""
+        self._held_leases[held_lease.claim_request.token] = held_lease
+
+    def renew_all(self) -> float | None:
+        """Renew each lease that is to be renewed; the shortest time until the next renewal, if
+        there is one.
+        """
+        now = self._clock.now()
+        kept = [
+            held_lease for held_lease in self._held_leases.values() if held_lease.renewable(now)
+        ]
+        if kept:
+            self._renew(kept)
+        return min((held_lease.claim_request.ttl / 3 for held_lease in kept), default=None)
+
+    def end_overdue(self) -> None:
+        """Note the loss of each lease whose time is over, as the watcher would."""
+        for held_lease in list(self._held_leases.values()):
+            if held_lease.lost is None and (reason := held_lease.overdue(self._clock.now())):
+                self._lose(held_lease, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCall:
+    """A call that was published: the name of its task, its arguments and Celery's id, and the
+    options it had.
+    """
+
+    task: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    id: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CrashedCall:
+    """A call whose process died at *point*, after it had passed *points*."""
+
+    kit: LeaseKit
+    task: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    call_id: str
+    point: str
+    points: tuple[str, ...]
+
+    def resume(self) -> EagerResult:
+        """Deliver its message again, as the broker would, until it has ended; the clock is moved as
+        far as it waits.
+        """
+        return self.kit.run_to_its_end(self.task, self.args, self.kwargs, self.call_id)
+
+
+class LeaseKit:
+    """Puts a Celery *app*, by default the current one, on stores in memory, and moves their clock
+    by hand.
+
+    *eager*: calls run at once, where they are published; else they are kept, and :meth:`run_queued`
+    runs them. Nothing is sent to a broker either way. *stores* are ``"memory"``, or
+    ``"configured"``: those that the settings of the app name, for tests with a real worker. Then
+    the clock is the real one, and published calls go to the broker.
+
+    It is a context manager. Inside of it ``lease_status()``, ``LeaseClient.from_app()`` and
+    ``delay_in()`` are on the same stores. One kit of an app counts at a time.
+    """
+
+    def __init__(
+        self,
+        app: Celery | None = None,
+        *,
+        eager: bool = True,
+        stores: Literal["memory", "configured"] = "memory",
+    ) -> None:
+        if stores not in ("memory", "configured"):
+            raise LeaseConfigurationError(
+                f'leases(stores={stores!r}): write "memory" or "configured"'
+            )
+        given: Any = app if app is not None else current_app
+        real = getattr(given, "_get_current_object", None)  # of a proxy, as current_app is
+        self.app: Celery = real() if real else given
+        self.in_memory = stores == "memory"
+        self.eager = eager
+        #: What was published since the start or the last :meth:`reset`, the oldest first.
+        self.published: list[QueuedCall] = []
+        #: What happened to leased calls since then: values of :mod:`celery_leases.protocol.events`.
+        self.events: list[Event] = []
+        self._crash_points = CrashPoints()
+        self._resets: list[Callable[[], None]] = []
+        self._waiting: list[QueuedCall] = []
+        self._stack = ExitStack()
+        self._clock: KitClock | None = None
+        self._parts: apps.AppParts | None = None
+
+    # -- start and stop ----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        self.stop()
+
+    def start(self) -> Self:
+        """Put the app on the stores of this kit."""
+        self.app.finalize()
+        with ExitStack() as stack:
+            self._open()
+            stack.callback(self._close)
+            if self.in_memory:
+                self._keep_calls_here(stack)
+            _started.append(self)
+            stack.callback(_started.remove, self)
+            self._stack = stack.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """Put the app back on its own stores, and undo :meth:`watch`."""
+        self._stack.close()
+
+    def reset(self) -> None:
+        """Forget all keys, calls and events, as between two tests, and call what :meth:`on_reset`
+        was given.
+        """
+        self._needs_memory("reset()")
+        self._close()
+        self._open()
+        self.published.clear()
+        self.events.clear()
+        self._waiting.clear()
+        for function in self._resets:
+            function()
+
+    def on_reset(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Have *function* called by each :meth:`reset`: it puts your own state back, such as
+        rows.
+        """
+        self._resets.append(function)
+        return function
+
+    def _open(self) -> None:
+        self._clock = KitClock() if self.in_memory else None
+        settings = settings_of(self.app, lenient=self.in_memory)
+        if self.in_memory:
+            settings = replace(settings, leases_url=DATABASE, database_url=IN_MEMORY)
+        shortest = min(
+            (task.lease_options.ttl for task in leased_tasks(self.app).values()),
+            default=DEFAULT_TTL,
+        )
+        observer = _RecordingObserver(self.events, Announcer(self.app.tasks))
+        made = build(
+            settings,
+            observer,
+            shortest,
+            lambda: interrupt_guard_here(os.getpid()).stopping,
+            clock=self._clock,
+            renewed_by=KitRenewer if self.in_memory else Renewer,
+        )
+        if self._clock is not None:
+            _use_clock(made, self._clock)
+        made.records.check()
+        if self.in_memory:
+            keep_the_latest(made.records)
+        self._make_crashable(made)
+        self._parts = apps.AppParts(self.app, made, Copies(self.app))
+        self._parts.effects = crashable_effects(made.effects, self._crash_points)
+        self._before = apps.use(self.app, self._parts)
+
+    def _make_crashable(self, made: Parts) -> None:
+        """Have the calls of *made* stop at the crash points between their steps."""
+        context = made.context
+
+        def crashable(store: Any) -> Any:
+            return CrashableStore(store, self._crash_points, {}, {})
+
+        _use(
+            made,
+            records=crashable_records(context.records, self._crash_points),
+            leases=crashable(context.leases),
+            marks=crashable(context.marks),
+            gates=crashable(context.gates),
+        )
+
+    def _close(self) -> None:
+        if self._parts is not None:
+            apps.use(self.app, self._before)
+            self._parts.parts.close()
+            self._parts = None
+
+    def _keep_calls_here(self, stack: ExitStack) -> None:
+        """Have all calls of the app come to this kit, and none to a broker."""
+        conf = self.app.conf
+        before = conf.task_always_eager
+        conf.task_always_eager = self.eager
+        stack.callback(setattr, conf, "task_always_eager", before)
+        publish = Task.apply_async
+
+        def apply_async(
+            task: Any, args: Any = None, kwargs: Any = None, task_id: Any = None, **options: Any
+        ) -> Any:
+            if task._get_app() is not self.app:  # noqa: SLF001 - what task.app asks too
+                return publish(task, args, kwargs, task_id, **options)
+            given, named, call_id = tuple(args or ()), dict(kwargs or {}), task_id or str(uuid4())
+            if task.typing and (check := getattr(task, "__header__", None)):
+                check(*given, **named)
+            call = self._published(task.name, given, named, call_id, options)
+            if self.eager:
+                return publish(task, given, named, call_id, **options)
+            self._waiting.append(call)
+            return AsyncResult(call_id, app=self.app)
+
+        def send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+            if name in self.app.tasks:
+                return self.app.tasks[name].apply_async(args, kwargs, **options)
+            call_id = options.pop("task_id", None) or str(uuid4())
+            self._published(name, tuple(args or ()), dict(kwargs or {}), call_id, options)
+            return AsyncResult(call_id, app=self.app)
+
+        _replace(stack, Task, "apply_async", apply_async)
+        _replace(stack, self.app, "send_task", send_task)
+
+    def _published(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        call_id: str,
+        options: Mapping[str, Any],
+    ) -> QueuedCall:
+        call = QueuedCall(
+            name, args, kwargs, call_id, {key: value for key, value in options.items() if value}
+        )
+        self.published.append(call)
+        return call
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def tick(self, span: Duration) -> None:
+        """Let *span* (seconds, ``"5m"``, a timedelta) pass. Leases of bodies that run are renewed
+        meanwhile.
+        """
+        left = seconds(span, "tick(): span")
+        clock, renewer = self._needs_memory("tick()"), self._here.renewer
+        assert isinstance(renewer, KitRenewer)
+        while left > 0:
+            step = min(left, renewer.renew_all() or left)
+            clock.sleep(step)
+            renewer.end_overdue()
+            left -= step
+        renewer.renew_all()
+
+    @property
+    def now(self) -> float:
+        """The time of the stores, in seconds since the epoch."""
+        return self._clock.wall_time() if self._clock is not None else time.time()
+
+    # -- keys --------------------------------------------------------------------------------------
+
+    def status(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> LeaseStatus:
+        """Where a key stands: of a *what* that is a task, with these arguments; or of the key
+        itself, a text.
+        """
+        if isinstance(what, str):
+            return LeaseClient.from_app(self.app).status(what, task=task)
+        key = self._key(what, args, kwargs)
+        options = what.lease_options
+        group = call_group(what.name, options, what.lease_signature, args, kwargs)
+        client = LeaseClient.from_app(self.app)
+        return client.status(key.key, task=what.name, namespace=options.namespace, group=group)
+
+    @contextmanager
+    def hold(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> Iterator[None]:
+        """Have another call run the key until the end of the block; *what* is as for
+        :meth:`status`.
+
+        Afterwards the key is as it was. Raises AssertionError for a key that cannot be run, as it
+        is done or cools down.
+        """
+        name, key = self._named(what, args, kwargs, task)
+        parts = self._here.parts
+        before = parts.records.read(key.stored)
+        span = HELD_FOR if self.in_memory else HELD_FOR_REALLY
+        token = uuid4().hex
+        options = self.app.tasks[name].lease_options
+        claim_request = ClaimRequest(
+            key.stored,
+            name,
+            key.key,
+            token,
+            f"held-{token}",
+            span,
+            "another-host/1",
+            fingerprint=key.fingerprint,
+            digests=key.digests,
+            rerun=options.rerun,
+            database="" if parts.leases.in_records else parts.records.identity(),
+        )
+        held = self._claimed(parts, claim_request)
+        try:
+            yield
+        finally:
+            self._let_go(parts, claim_request, held, before)
+
+    def _claimed(self, parts: Parts, claim_request: ClaimRequest) -> Record:
+        answer: Any = parts.leases.acquire(claim_request)
+        if isinstance(answer, Acquired):
+            claim: Any = parts.records.claim(claim_request, parts.leases.name)
+            if not isinstance(claim, Won):
+                parts.leases.release(claim_request.stored_key, claim_request.token)
+        else:
+            claim = answer.claim if isinstance(answer, Claimed) else answer
+        if not isinstance(claim, Won):
+            raise AssertionError(f"{claim_request.key} cannot be held: {claim}")
+        return claim.record
+
+    def _let_go(
+        self, parts: Parts, claim_request: ClaimRequest, held: Record, before: Record | None
+    ) -> None:
+        table = parts.records.by.table
+        ours = (
+            table.c.stored_key == claim_request.stored_key,
+            table.c.owner == held.owner,
+            table.c.state == State.RUNNING,
+        )
+        if before is None:
+            parts.records.database.count(table.delete().where(*ours), {})
+        else:
+            values = parts.records.by.layout.of_record(replace(before, fence=held.fence))
+            parts.records.database.count(table.update().where(*ours).values(values), {})
+        if not parts.leases.in_records:
+            parts.leases.release(claim_request.stored_key, claim_request.token)
+
+    def lose(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
+        """Take the key away from the body that runs it in this process; *what* is as for
+        :meth:`status`.
+
+        Another attempt owns it from now on. The body is told as ``lease_on_lost`` says. Raises
+        AssertionError where no body of this process runs it.
+        """
+        _, key = self._named(what, args, kwargs, task)
+        client = LeaseClient.from_app(self.app)
+        renewer = self._here.renewer
+        running = [
+            held_lease
+            for held_lease in renewer.held_leases
+            if held_lease.claim_request.stored_key == key.stored
+        ]
+        if not running:
+            raise AssertionError(
+                f"no body in this process runs {key.key}: call lose() from inside of it"
+            )
+        client.release(key.stored)
+        for held_lease in running:
+            renewer.lose(held_lease, TAKEN)
+
+    def _key(self, task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKey:
+        if getattr(task, "lease_options", None) is None:
+            raise LeaseConfigurationError(
+                f"{task!r} is no leased task; give one, or a key and task="
+            )
+        if task.lease_options.key is None:
+            raise LeaseConfigurationError(
+                f"task {task.name} has no lease_key: its keys are Celery's ids; give one"
+            )
+        return call_key(task.name, task.lease_options, task.lease_signature, "", args, kwargs)
+
+    def _named(
+        self, what: Any, args: Sequence[Any], kwargs: Mapping[str, Any], task: str | None
+    ) -> tuple[str, CallKey]:
+        """The task's name and the key of what a test names."""
+        if not isinstance(what, str):
+            return what.name, self._key(what, args, kwargs)
+        tasks = leased_tasks(self.app)
+        if (
+            task is None
+            and len(keyed := [name for name, one in tasks.items() if one.lease_options.key]) == 1
+        ):
+            (task,) = keyed
+        if task not in tasks:
+            known = ", ".join(sorted(tasks)) or "none"
+            raise KeyUnusable(
+                f"{what}: say whose key it is, task= one of the leased tasks ({known})"
+            )
+        return task, CallKey(what, stored_key(tasks[task].lease_options.namespace or task, what))
+
+    # -- calls that die ----------------------------------------------------------------------------
+
+    def watch(self, target: str, *, by: str | None = None) -> None:
+        """Take the function *target*, ``"shop.gateway.charge"``, for a call to the outside, until
+        the kit stops.
+
+        It is named as for ``mock.patch()``: where it is looked up. *by* names its parameter by
+        which the other side recognises a repetition, such as an idempotency key. Its last name is
+        that of its points: ``after:charge``.
+        """
+        module, *path = _found(target)
+        owner = module
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        self._watch(owner, path[-1], by)
+
+    def external(
+        self, function: Callable[..., Any], *, by: str | None = None
+    ) -> Callable[..., Any]:
+        """*function* as a call to the outside, where it cannot be named for :meth:`watch`; use it
+        as a decorator.
+        """
+        return watched(
+            function, getattr(function, "__name__", type(function).__name__), by, self._crash_points
+        )
+
+    def _watch(self, owner: Any, name: str, by: str | None) -> None:
+        here = inspect.getattr_static(owner, name) if isinstance(owner, type) else None
+        call: Any
+        if isinstance(here, staticmethod | classmethod):
+            call = type(here)(watched(here.__func__, name, by, self._crash_points))
+        else:
+            call = watched(getattr(owner, name), name, by, self._crash_points)
+        _replace(self._stack, owner, name, call)
+
+    def crash(self, task: Any, *args: Any, at: str, **kwargs: Any) -> CrashedCall:
+        """Call *task* and have its process die at the point *at*.
+
+        :meth:`CrashedCall.resume` of what is returned delivers the call again.
+
+        Points are ``before:NAME`` (the intent is committed), ``after:NAME`` (called, its reply not
+        saved) and ``saved:NAME`` of an effect, ``before:`` and ``after:`` of a watched call, of
+        ``progress``, of the ``commit`` of a SQLAlchemy session, and of ``return``, where the
+        outcome is written. The first one of the name counts. Raises AssertionError where the call
+        ends without reaching it.
+        """
+        call_id = str(uuid4())
+        died, plan = self._die(task, args, kwargs, call_id, at)
+        if not died:
+            passed = ", ".join(dict.fromkeys(plan.points)) or "none"
+            raise AssertionError(
+                f"{task.name} ended without reaching {at!r}; its points are {passed}"
+            )
+        return CrashedCall(self, task, args, kwargs, call_id, plan.points[-1], tuple(plan.points))
+
+    def _die(
+        self,
+        task: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        call_id: str,
+        at: str | int,
+    ) -> tuple[bool, CrashPlan]:
+        with self._crash_points.following(CrashPlan(at, file_of(task))) as plan:
+            try:
+                task.apply(args, dict(kwargs), task_id=call_id)
+            except ProcessDied:
+                return True, plan
+        return False, plan
+
+    def run_with_crash(
+        self,
+        task: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        call_id: str,
+        at: int | None,
+    ) -> tuple[CrashPlan, EagerResult, LeaseStatus]:
+        """Run a call that dies at its point number *at*, and deliver it again until it has
+        ended.
+        """
+        with self._crash_points.following(CrashPlan(at, file_of(task))) as plan:
+            result = self.run_to_its_end(task, args, kwargs, call_id)
+        return plan, result, self._status_of_call(task, args, kwargs, call_id)
+
+    def run_to_its_end(
+        self, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: str
+    ) -> EagerResult:
+        """Deliver a call again and again until it has ended, moving the clock as far as it waits;
+        its result.
+        """
+        clock = self._needs_memory("delivering a call again")
+        for _ in range(ROUNDS):
+            try:
+                result = task.apply(args, dict(kwargs), task_id=call_id)
+            except ProcessDied:
+                if self._crash_points.now is not None:
+                    self._crash_points.now.stop_crashing()
+                result = None
+            status = self._status_of_call(task, args, kwargs, call_id)
+            if result is not None and (
+                result.successful() or status.state in (State.FAILED, State.UNCERTAIN)
+            ):
+                return result
+            if (
+                result is not None
+                and status.state == State.COOLING
+                and not self._comes_back(task, result.result)
+            ):
+                return result
+            wait = (
+                status.lease_remaining
+                or status.retry_after
+                or getattr(getattr(result, "result", None), "delay", 0)
+            )
+            if result is not None and not wait:
+                return result
+            clock.sleep((wait or 0.0) + 1.0)
+        raise AssertionError(
+            f"{task.name} has not ended after {ROUNDS} deliveries; it is {status.state}: {result}"
+        )
+
+    def _comes_back(self, task: Any, error: BaseException) -> bool:
+        """Whether a worker would deliver a call again that has failed with *error*."""
+        cause = (
+            error.__cause__
+            if isinstance(error, CoolingDown) and error.__cause__ is not None
+            else error
+        )
+        judgement = self.classify(cause, task)
+        return comes_back(task.lease_options, judgement, judgement.ruling)
+
+    def _status_of_call(
+        self, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: str
+    ) -> LeaseStatus:
+        key = call_key(task.name, task.lease_options, task.lease_signature, call_id, args, kwargs)
+        return LeaseClient.from_app(self.app).status(key.stored, task=None)
+
+    # -- calls that were published -----------------------------------------------------------------
+
+    def run_queued(self) -> list[EagerResult]:
+        """Run the calls that are kept, in the order in which they were published, and those that
+        they publish.
+        """
+        self._needs_memory("run_queued()")
+        results = []
+        while self._waiting:
+            call = self._waiting.pop(0)
+            canvas = sorted(call.options.keys() & {"chain", "chord"})
+            if canvas:
+                raise AssertionError(
+                    f"{call.task} was published with {canvas[0]}=, which only eager calls go on with; write "
+                    "leases(eager=True)"
+                )
+            given = {
+                name: call.options[name]
+                for name in ("link", "link_error", "headers")
+                if name in call.options
+            }
+            task = self.app.tasks.get(call.task)
+            if task is None:
+                raise AssertionError(
+                    f"{call.task} is no task of this app, so it cannot be run here"
+                )
+            results.append(task.apply(call.args, dict(call.kwargs), task_id=call.id, **given))
+        return results
+
+    def assert_queued(self, task: Any, *args: Any, **kwargs: Any) -> QueuedCall:
+        """The last call of *task* with these arguments that was published; AssertionError where
+        there was none.
+        """
+        name = task if isinstance(task, str) else task.name
+        wanted = _bound(task, args, kwargs)
+        for call in reversed(self.published):
+            if call.task == name and _bound(task, call.args, call.kwargs) == wanted:
+                return call
+        seen = (
+            "; ".join(_shown(call.task, call.args, call.kwargs) for call in self.published)
+            or "nothing"
+        )
+        raise AssertionError(
+            f"{_shown(name, args, kwargs)} was not published; published was {seen}"
+        )
+
+    def assert_ran_once(self, task: Any, *args: Any, **kwargs: Any) -> None:
+        """Raise AssertionError unless the body of that key has begun exactly once."""
+        begun = self._events_of(LeaseAcquired, task, args, kwargs)
+        if len(begun) != 1:
+            calls = ", ".join(event.call_id for event in begun) or "no call"
+            raise AssertionError(
+                f"{_shown(task.name, args, kwargs)} has run {len(begun)} times, by {calls}"
+            )
+
+    def assert_replayed(self, task: Any, *args: Any, **kwargs: Any) -> None:
+        """Raise AssertionError unless a call of that key was answered with the saved result of an
+        earlier one.
+        """
+        if not self._events_of(ResultReplayed, task, args, kwargs):
+            state = self.status(task, *args, **kwargs).state
+            raise AssertionError(
+                f"no call of {_shown(task.name, args, kwargs)} was replayed; the key is {state}"
+            )
+
+    def _events_of(
+        self, kind: type[Event], task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Event]:
+        shown = self._key(task, args, kwargs).shown
+        return [
+            one
+            for one in self.events
+            if isinstance(one, kind) and (one.task, one.key) == (task.name, shown)
+        ]
+
+    def assert_survives_crashes(self, task: Any, *args: Any, **kwargs: Any) -> list[str]:
+        """See :func:`celery_leases.testing.assert_survives_crashes`."""
+        from celery_leases.testing.crashes import check_survival
+
+        return check_survival(self, task, args, kwargs)
+
+    def classify(self, error: BaseException, task: Any = None) -> Classification:
+        """What the rules of *task*, by default the default rules, make of *error*."""
+        rules = task.lease_options.classifier if task is not None else Rules.default()
+        found: Classification = rules.judge(error, self.now)
+        return found
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> apps.AppParts:
+        if self._parts is None:
+            raise AssertionError(
+                "the kit is not started: use it as a context manager, or call start()"
+            )
+        return self._parts
+
+    def _needs_memory(self, what: str) -> KitClock:
+        _ = self._here
+        if self._clock is None:
+            raise AssertionError(
+                f"{what} needs stores in memory; with a real worker time passes by itself"
+            )
+        return self._clock
+
+
+class _RecordingObserver:
+    """Remembers what happens, and passes it on."""
+
+    def __init__(self, seen: list[Event], then: Announcer) -> None:
+        self._seen, self._then = seen, then
+
+    def observe(self, event: Event) -> None:
+        self._seen.append(event)
+        self._then.observe(event)
+
+    def hears(self, kind: type[Event]) -> bool:
+        return True
+
+
+def current_kit() -> LeaseKit:
+    """The kit that was started last; raises AssertionError where there is none."""
+    if not _started:
+        raise AssertionError(
+            "no leases in memory here: write `with leases(app):`, or use the fixture `leases`"
+        )
+    return _started[-1]
+
+
+def file_of(task: Any) -> str:
+    """The file of a task's body."""
+    function = getattr(task.run, "__wrapped__", task.run)
+    return str(getattr(function, "__code__", None) and function.__code__.co_filename)
+
+
+def _use_clock(made: Parts, clock: KitClock) -> None:
+    """Have the stores in memory go by *clock*, and nothing by chance."""
+    made.records.database.host_now = clock.microseconds
+    made.records.evidence.grace = 0.0  # nobody else writes into this memory
+    _use(made, wall_time=clock.wall_time, rand=lambda: 1.0)
+
+
+def _use(made: Parts, **changes: Any) -> None:
+    """Have the calls of *made* run with another context."""
+    made.context = replace(made.context, **changes)
+    made.execution = Execution(made.context, made.renewer)
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Give *owner* another attribute until the end of *stack*."""
+    own = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    if own:
+        stack.callback(setattr, owner, name, before)
+    else:
+        stack.callback(delattr, owner, name)
+
+
+def _found(target: str) -> list[Any]:
+    """The module of a dotted name, and the names below it."""
+    parts = target.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if not ".".join(parts[:length]).startswith(str(error.name)):
+                raise
+            continue
+        return [module, *parts[length:]]
+    raise LeaseConfigurationError(
+        f'watch({target!r}): write the name of a function, such as "shop.gateway.charge"'
+    )
+
+
+def _bound(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments as the body gets them, however they were written."""
+    signature = getattr(task, "lease_signature", None)
+    if signature is None:
+        return tuple(args), dict(kwargs)
+    try:
+        given = signature.bind(*args, **kwargs)
+    except TypeError:
+        return tuple(args), dict(kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
+def _shown(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    given = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{name}({', '.join(given)})"

@@ -1,0 +1,90 @@
+"""What OpenTelemetry's current span is told of a leased call: attributes, and no spans of our own.
+
+Nothing is imported for it. A process in which nobody has imported OpenTelemetry has no span that
+records.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from celery_leases.common.texts import printable
+from celery_leases.protocol import events
+
+TRACING: Final = "opentelemetry.trace"
+SDK: Final = "opentelemetry.sdk.trace"
+"""No span records in a process that has not imported this; redis-py imports the API alone."""
+PREFIX: Final = "celery_leases."
+"""Begins the name of each attribute."""
+
+
+def recording_span() -> Any:
+    """The current span, if there is one that records."""
+    trace = sys.modules.get(TRACING)
+    if trace is None:
+        return None
+    with suppress(Exception):
+        span = trace.get_current_span()
+        if span.is_recording():
+            return span
+    return None
+
+
+def tell_span(event: events.Event) -> None:
+    """Put what *event* says on the current span; whatever that raises harms nobody."""
+    span = recording_span()
+    if span is None:
+        return
+    with suppress(Exception):
+        if attributes := attributes_of(event):
+            span.set_attributes(attributes)
+
+
+def attributes_of(event: events.Event) -> dict[str, Any]:
+    """The attributes that an event stands for; those without a value are left out. None has an
+    exception's text.
+    """
+    attributes = {PREFIX + name: value for name, value in _told(event).items() if value is not None}
+    return {f"{PREFIX}key": printable(event.key), **attributes} if attributes else {}
+
+
+def _told(event: events.Event) -> Mapping[str, Any]:
+    match event:
+        case events.LeaseAcquired():
+            return {"attempt": event.attempt, "fence": event.fence}
+        case events.CrashSeen():
+            return {"crashes": event.crashes}
+        case events.ResultReplayed():
+            return {"outcome": "replayed", "replayed_call": event.first_call_id}
+        case events.CallRescheduled():
+            return {"outcome": "rescheduled", "retry_after": event.delay}
+        case events.CallDropped():
+            return {"outcome": "dropped"}
+        case events.CallRefused():
+            return {"outcome": "refused"}
+        case events.OutcomeRefused():
+            return {"outcome": "outcome_refused"}
+        case events.AttemptSettled():
+            return {
+                "outcome": event.state,
+                "ended": event.ended,
+                "retry_after": event.retry_after,
+                **_failure(event),
+            }
+    return {}
+
+
+def _failure(event: events.AttemptSettled) -> Mapping[str, Any]:
+    failure = event.failure
+    if failure is None:
+        return {}
+    doubt = True if failure.ambiguous else None
+    return {
+        "rule": failure.rule,
+        "reason": failure.reason,
+        "group": failure.group,
+        "may_have_been_executed": doubt,
+    }

@@ -1,0 +1,78 @@
+"""The ``leases_*`` settings of a Celery app, and its leased tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from celery import Celery
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.settings import Settings, is_setting, read_settings
+from celery_leases.worker.rabbitmq_limits import consumer_timeout_of
+
+_completed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+
+def complete_settings_by(completed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Let *completed* make the ``leases_*`` settings of each app in this process, from the app's
+    own settings.
+
+    It is called whenever settings are read, and may raise :class:`LeaseConfigurationError`.
+    """
+    global _completed  # noqa: PLW0603 - a process has one web framework
+    _completed = completed
+
+
+def settings_of(app: Celery, *, lenient: bool = False) -> Settings:
+    """The ``leases_*`` settings of *app*; *lenient*: ignore a missing database URL, which the
+    worker reports.
+    """
+    app.conf.get("broker_url")  # loads the settings: before the first access they may be lazy
+    conf = app.conf
+    broker = (
+        conf.broker_write_url or "amqp://localhost//"
+    )  # the attribute knows CELERY_BROKER_URL, the item does not
+    given = _given(conf)
+    try:
+        given = _completed(given)
+    except LeaseConfigurationError:
+        if not lenient:
+            raise
+    if lenient and not given.get("leases_database_url"):
+        given["leases_database_url"] = "-"
+    if timeout := consumer_timeout_of(conf.get("task_queues")):
+        given.setdefault("leases_consumer_timeout", timeout)
+    brokers = [broker] if isinstance(broker, str) else list(broker)
+    broker_url = ";".join(brokers) if brokers[0].startswith("sentinel://") else brokers[0]
+    options = dict(conf.get("broker_transport_options") or {})
+    if tls := conf.get("broker_use_ssl"):
+        options.setdefault("ssl", tls)
+    return read_settings(given, broker_url, options)
+
+
+def _given(conf: Any) -> dict[str, Any]:
+    """The ``leases_*`` settings of a Celery configuration; all carry its namespace, if it has
+    one.
+    """
+    namespace: str = getattr(conf, "prefix", None) or ""
+    given: dict[str, Any] = {}
+    for written in map(str, conf):
+        name = written.lower().removeprefix(namespace.lower())
+        if not name.startswith("leases_"):
+            continue
+        try:
+            given[name] = conf[name]
+        except KeyError:  # in capitals, without the namespace
+            if not namespace:
+                given.setdefault(name, conf[written])
+            elif is_setting(name):
+                raise LeaseConfigurationError(
+                    f"setting {written}: the settings of this app begin with {namespace}; write {namespace}{written}"
+                ) from None
+    return given
+
+
+def leased_tasks(app: Celery) -> dict[str, Any]:
+    """The registered tasks of *app* that run under leases, by name."""
+    return {name: task for name, task in app.tasks.items() if hasattr(task, "lease_options")}

@@ -1,0 +1,173 @@
+"""Translates the exception of a body into a value of the protocol."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    Retry,
+    SoftTimeLimitExceeded,
+    WorkerShutdown,
+    WorkerTerminate,
+)
+from celery.worker import state as worker_state
+
+from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.errors import KeyUnusable, LeaseLost, RecordUnreadable, Snooze
+from celery_leases.failures.actions import Classification, Reason, permanent
+from celery_leases.protocol.endings import (
+    Ending,
+    Interrupted,
+    Lost,
+    Passed,
+    Raised,
+    Snoozed,
+    Terminated,
+)
+from celery_leases.protocol.keys import call_key
+from celery_leases.protocol.records import Ended
+from celery_leases.protocol.results import failure_of
+from celery_leases.protocol.verdicts import Call
+from celery_leases.worker.headers import state_of
+from celery_leases.worker.pools.interrupt_guard import InterruptGuard, LimitedTooEarly
+from celery_leases.worker.tracebacks import traceback_of
+
+UNREADABLE_PAUSE: Final = 15.0
+"""Seconds until a call with an unreadable effect is rescheduled: an operator must repair the
+effect.
+"""
+
+_WRONG_ARGUMENTS: Final = Classification(
+    "request-refused",
+    permanent(),
+    Reason.REFUSED,
+    why="the arguments do not fit the signature of the task",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyEnd:
+    """Distinguishes the ways in which the body of *call* may end, other than by returning."""
+
+    task: Any
+    request: Any
+    interrupt_guard: InterruptGuard
+    call: Call
+    held_lease: HeldLease
+
+    def by(self, error: BaseException, elapsed: float) -> Ending:
+        """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
+        match error:
+            case LeaseLost() if limit := _time_limit(self.held_lease.lost) or _time_limit(
+                error.reason
+            ):
+                return self._held_too_long(error, limit)
+            case LeaseLost():
+                return Lost(error.reason or "the body raised it")
+            case Snooze():
+                return Snoozed(error, error.delay, error.reason)
+            case LimitedTooEarly():
+                return Lost("the soft time limit fired before the body began")
+            case Retry():
+                return Passed(error, again=True, delay=self._retry_delay(error))
+            case Reject():
+                return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
+            case Ignore():
+                replaced = state_of(self.request).replacement
+                if replaced is None:
+                    return Passed(error, again=False, ended=Ended.IGNORED)
+                # Its replacement may continue with this key, which must then be free.
+                return Passed(error, again=self._same_key(replaced), ended=Ended.REPLACED)
+            case NotImplementedError() if "does not implement kill_job" in str(error):
+                return Lost(
+                    "the worker was stopped"
+                )  # how a cold shutdown ends a body in the solo pool
+            case Exception():
+                return self._raised(error)
+            case _:
+                return self._taken_away(error, elapsed)
+
+    def _held_too_long(self, error: BaseException, reason: str) -> Ending:
+        """A time limit of its own: if it were given back, the body would only run for as long
+        again.
+        """
+        limit = SoftTimeLimitExceeded(reason)
+        limit.__cause__ = error
+        return self._judged(limit, traceback_of(error))
+
+    def _raised(self, error: BaseException) -> Ending:
+        if limit := _time_limit(self.held_lease.lost):
+            return self._held_too_long(error, limit)
+        if self.held_lease.lost:
+            return Lost(self.held_lease.lost)
+        if isinstance(error, RecordUnreadable) and self.call.comes_back:
+            return Snoozed(error, UNREADABLE_PAUSE, str(error))
+        if isinstance(error, TypeError) and not self._arguments_fit():
+            return Raised(error, failure_of(error), _WRONG_ARGUMENTS, traceback_of(error))
+        return self._judged(error, traceback_of(error))
+
+    def _judged(self, error: BaseException, traceback: str | None) -> Raised:
+        judgement = self.call.options.classifier.judge(error, time.time(), time.monotonic)
+        return Raised(error, failure_of(error), judgement, traceback)
+
+    def _arguments_fit(self) -> bool:
+        """Whether the body can be called with the arguments of the message; if not, waiting does
+        not help.
+        """
+        try:
+            self.task.lease_signature.bind(
+                *(self.request.args or ()), **(self.request.kwargs or {})
+            )
+        except TypeError:
+            return False
+        return True
+
+    def _taken_away(self, error: BaseException, elapsed: float) -> Ending:
+        limit = self.call.time_limit
+        if limit and elapsed >= limit - max(0.5, limit / 10):
+            return Terminated(error, "hard time limit")
+        by_worker = self.interrupt_guard.stopping or isinstance(
+            error, WorkerShutdown | WorkerTerminate
+        )
+        if isinstance(error, SystemExit) and not by_worker:
+            return Terminated(error, "the body ended its process")
+        killed = type(error).__name__ == "GreenletExit"
+        if killed and not self.request.is_eager and self.request.id not in worker_state.revoked:
+            return Lost(
+                "the worker was stopped"
+            )  # green pools acknowledge the messages of killed bodies: the call must be rescheduled
+        if by_worker or killed or isinstance(error, KeyboardInterrupt):
+            return Interrupted(error)
+        # A cancelled coroutine, a timeout of gevent's, an exception of the user's: the worker was
+        # not interrupted.
+        return self._raised(error)
+
+    def _retry_delay(self, retry: Retry) -> float | None:
+        if self.request.is_eager or retry.when is None:
+            return None
+        if isinstance(retry.when, datetime):
+            when = retry.when if retry.when.tzinfo else retry.when.replace(tzinfo=UTC)
+            return max(0.0, (when - datetime.now(UTC)).total_seconds())
+        return float(retry.when)
+
+    def _same_key(self, signature: Any) -> bool:
+        if signature.get("task") != self.task.name or self.task.lease_options.key is None:
+            return False
+        args, kwargs = signature.get("args") or (), signature.get("kwargs") or {}
+        try:
+            key = call_key(
+                self.task.name, self.task.lease_options, self.task.lease_signature, "", args, kwargs
+            )
+        except KeyUnusable:
+            return False
+        return key.stored == self.call.key.stored
+
+
+def _time_limit(reason: str | None) -> str | None:
+    """*reason*, if the body has held its lease for longer than it may."""
+    return reason if reason in (HELD_TOO_LONG, NOT_EXTENDED) else None

@@ -1,0 +1,53 @@
+"""Examines the set-up of an app: its settings, its tasks, and the servers it uses."""
+
+from __future__ import annotations
+
+from celery import Celery
+
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.protocol.filters import Order, RecordFilter
+from celery_leases.protocol.findings import Examination, Finding, Severity
+from celery_leases.worker import apps
+from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.setting_checks import TimeLimits, bare_findings, setting_findings
+from celery_leases.worker.store_checks import StoreChecks
+
+SLOWEST = 200
+"""As many records, the longest run first, are asked how long bodies take."""
+
+
+def examine(app: Celery) -> Examination:
+    """All that is found of *app*, the worst first; nothing is written but what a check removes."""
+    findings: list[Finding] = []
+    try:
+        tasks = leased_tasks(app)  # a leased task cannot be registered with wrong settings
+        findings += bare_findings(app)
+        parts = apps.parts_of(app, eager=False)
+    except LeaseConfigurationError as error:
+        return Examination([], [*findings, Finding("settings", Severity.ERROR, str(error), "")])
+    checks = StoreChecks(parts)
+    checks.run()
+    limits = TimeLimits(
+        app.conf.task_soft_time_limit, app.conf.task_time_limit, _longest_runs(parts)
+    )
+    findings += [*checks.findings, *setting_findings(app, tasks, parts.settings, limits)]
+    order = [*Severity]
+    return Examination(
+        checks.servers, sorted(findings, key=lambda found: order.index(found.severity))
+    )
+
+
+def _longest_runs(parts: apps.AppParts) -> dict[str, float]:
+    """By task how long its longest run took, in seconds, as far as the slowest records say."""
+    found: dict[str, float] = {}
+    try:
+        records = parts.records.find(
+            RecordFilter(states=("done",)), order=Order.SLOWEST, limit=SLOWEST
+        )
+    except (StoreUnavailable, LeaseConfigurationError):
+        return found
+    for record in records:
+        if record.finished_at is not None and not record.unrun:
+            took = (record.finished_at - record.started_at) / 1e6
+            found[record.task] = max(took, found.get(record.task, 0.0))
+    return found

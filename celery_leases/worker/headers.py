@@ -1,0 +1,374 @@
+"""The headers of messages and requests, and the identity of a call: its id, header, key and
+group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from celery_leases.errors import KeyUnusable
+from celery_leases.protocol.copies import UNCOPIED, Copy
+from celery_leases.protocol.keys import (
+    CallKey,
+    call_group,
+    call_key,
+    is_shortened,
+    stored_key,
+    unfit,
+)
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.signals import logger
+from celery_leases.stores.group_values import GATE_NAME_MAX, gate_name
+
+OURS: Final = "celery_leases"
+"""The prefix of every name that celery_leases writes into a message."""
+
+TOKEN: Final = "celery_leases_token"  # noqa: S105 - the name of a field, not a password
+"""The field of the request, and so of ``task.request``, that carries the owner token to the pool
+child.
+"""
+
+WATCHED: Final = "celery_leases_watched"
+"""Tells the pool child, in the same way, whether the worker sends task events."""
+
+WOKEN: Final = "celery_leases_woken"
+"""Tells the pool child, in the same way, whether this worker begins calls early that wait for a
+held key.
+"""
+
+HEADER: Final = OURS
+"""The message header of a call that was delivered before."""
+
+HEADER_VERSION: Final = 1
+KEY_CARRIED: Final = 1000
+"""Characters of the longest key that a header carries: AMQP wants all headers of a message in one
+frame of 128 KB.
+"""
+
+PRIOR_KEPT: Final = 8
+COUNTED: Final = 10**6
+"""The highest count that a header may contain."""
+
+_STATE: Final = "celery_leases_state"
+_TOKEN: Final = re.compile("[0-9a-f]{32}", re.ASCII)
+_OWNER: Final = re.compile("[0-9a-f]{32}-[0-9a-f]{1,8}", re.ASCII)
+_FINGERPRINT: Final = re.compile("v[0-9]{1,3}:[0-9a-f]{64}", re.ASCII)
+
+
+class HeaderUnusable(Exception):
+    """Why a header is not one that celery_leases has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a call after its first delivery. Everything in it has a bounded length.
+
+    ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
+    otherwise. ``tries``: how often the call was rescheduled; ``away``: how often in a row because a
+    store did not answer. ``prior``: the owners of attempts that may still be open. ``met``: see
+    :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits because another call
+    holds its key.
+    """
+
+    task: str
+    id: str
+    key: str = ""
+    stored: str = ""
+    fingerprint: str | None = None
+    group: str | None = None
+    copy: Copy = UNCOPIED
+    tries: int = 0
+    away: int = 0
+    prior: tuple[str, ...] = ()
+    started: bool = False
+    met: int | None = None
+    held: bool = False
+
+    def of_key(self, key: CallKey, group: str | None) -> Self:
+        """This header for a call of that key and cooldown group."""
+        short = len(key.key) <= KEY_CARRIED
+        return replace(
+            self,
+            key=key.key if short else "",
+            stored="" if short else key.stored,
+            fingerprint=key.fingerprint,
+            group=gate_name(group) if group is not None else None,
+        )
+
+    def begun(self, key: CallKey, group: str | None) -> Header:
+        """The header of a call of that key and group once its body begins: the waits before no
+        longer count.
+        """
+        short = len(key.key) <= KEY_CARRIED
+        return Header(
+            self.task,
+            self.id,
+            key=key.key if short else "",
+            stored="" if short else key.stored,
+            fingerprint=key.fingerprint,
+            group=gate_name(group) if group is not None else None,
+            copy=self.copy,
+            started=True,
+        )
+
+    def written(self) -> dict[str, Any]:
+        """The form in a message: without empty fields."""
+        values = (
+            ("v", HEADER_VERSION),
+            ("task", self.task),
+            ("id", self.id),
+            ("key", self.key),
+            ("stored", self.stored),
+            ("fingerprint", self.fingerprint),
+            ("group", self.group),
+            ("copy", str(self.copy) if self.copy.number else None),
+            ("tries", self.tries),
+            ("away", self.away),
+            ("prior", list(self.prior)),
+            ("started", self.started),
+            ("held", self.held),
+        )
+        written = {name: value for name, value in values if value}
+        return written if self.met is None else {**written, "met": self.met}
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """The header that :meth:`written` gave; raises :class:`HeaderUnusable` for anything
+        else.
+        """
+        if not isinstance(value, Mapping):
+            raise HeaderUnusable(f"it is a {type(value).__name__}")
+        if value.get("v") != HEADER_VERSION:
+            raise HeaderUnusable(
+                f"its version is {str(value.get('v'))[:20]!r}, not {HEADER_VERSION}"
+            )
+        found = _Reader(value)
+        return cls(
+            task=found.text("task", 255),
+            id=found.text("id"),
+            key=found.text("key", KEY_CARRIED, ""),
+            stored=found.text("stored", 255, ""),
+            fingerprint=found.matching("fingerprint", _FINGERPRINT),
+            group=found.text("group", GATE_NAME_MAX, "") or None,
+            copy=found.copy("copy"),
+            tries=found.count("tries"),
+            away=found.count("away"),
+            prior=found.owners("prior"),
+            started=found.flag("started"),
+            met=found.fence("met"),
+            held=found.flag("held"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads fields of a received header, and refuses those of another type."""
+
+    found: Mapping[str, Any]
+
+    def text(self, name: str, longest: int | None = None, default: str | None = None) -> str:
+        value = self.found.get(name, default)
+        if not isinstance(value, str) or (longest is not None and len(value) > longest):
+            raise self._wrong(
+                name, "a text" if longest is None else f"a text of at most {longest} characters"
+            )
+        if reason := unfit(value):
+            raise self._wrong(name, f"a text that a store can save: {reason}")
+        return value
+
+    def matching(self, name: str, form: re.Pattern[str]) -> str | None:
+        value = self.found.get(name)
+        if value is not None and not (isinstance(value, str) and form.fullmatch(value)):
+            raise self._wrong(name, f"a text like {form.pattern}")
+        return value
+
+    def copy(self, name: str) -> Copy:
+        value = self.found.get(name)
+        copy = Copy() if value is None else Copy.read(value)
+        if copy is None:
+            raise self._wrong(name, "a number and a nonce")
+        return copy
+
+    def count(self, name: str) -> int:
+        value = self.found.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise self._wrong(name, "a count")
+        return min(value, COUNTED)
+
+    def fence(self, name: str) -> int | None:
+        value = self.found.get(name)
+        if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+            raise self._wrong(name, "a fence")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.found.get(name, False)
+        if type(value) is not bool:
+            raise self._wrong(name, "true or false")
+        return value
+
+    def owners(self, name: str) -> tuple[str, ...]:
+        value = self.found.get(name, [])
+        if not isinstance(value, list | tuple) or len(value) > PRIOR_KEPT:
+            raise self._wrong(name, f"a list of at most {PRIOR_KEPT} owners")
+        if not all(isinstance(owner, str) and _OWNER.fullmatch(owner) for owner in value):
+            raise self._wrong(name, "a list of owners")
+        return tuple(value)
+
+    def _wrong(self, name: str, wanted: str) -> HeaderUnusable:
+        return HeaderUnusable(f"its field {name!r} is not {wanted}")
+
+
+def arrived(headers: object, task: str, call_id: str) -> Header | None:
+    """The header of an earlier delivery of this call; ``None`` without one.
+
+    Members of a group share one headers dict, so the header of another call has no meaning. A
+    header that celery_leases cannot have written is ignored, with a warning.
+    """
+    if (
+        not (type(headers) is dict or isinstance(headers, Mapping))
+        or (value := headers.get(HEADER)) is None
+    ):
+        return None
+    try:
+        header = Header.read(value)
+    except HeaderUnusable as error:
+        logger.warning("%s[%s]: its message header %r is ignored: %s", task, call_id, HEADER, error)
+        return None
+    return header if (header.task, header.id) == (task, call_id) else None
+
+
+def retries_of(given: object, task: str, call_id: str) -> int:
+    """How often Celery has retried a call, according to its message; 0 if that is not a count, with
+    a warning.
+    """
+    if given is None:
+        return 0
+    if type(given) is not int or given < 0:
+        logger.warning(
+            "%s[%s]: its message header 'retries' is ignored: it is not a count", task, call_id
+        )
+        return 0
+    return min(given, COUNTED)
+
+
+def owner_of(token: str, pid: int) -> str:
+    """The owner token of one attempt: that of its delivery, in one process.
+
+    When several children die at once, billiard may give a delivery that has begun to another child:
+    two processes then have one token, and must not take each other's row for their own.
+    """
+    return f"{token}-{pid:x}"
+
+
+def token_of(request: Any) -> str | None:
+    """The token that the worker's main process has given to a delivery; ``None`` for an eager
+    call.
+    """
+    token = request.__dict__.get(TOKEN)
+    return token if type(token) is str and _TOKEN.fullmatch(token) else None
+
+
+def call_id_of(request_id: str, nesting: int | None) -> str:
+    """The id of a call. A task that replaces itself continues under its id, and must not count as
+    done.
+    """
+    return f"{request_id}~{nesting}" if nesting else request_id
+
+
+def celery_id_of(call_id: str) -> str:
+    """The id that Celery has for a call."""
+    request_id, mark, nesting = call_id.rpartition("~")
+    return request_id if mark and nesting.isdecimal() else call_id
+
+
+@dataclass
+class OnRequest:
+    """What this process stores on the request of a delivery. A message can set its name, but never
+    its type.
+    """
+
+    #: The body of this delivery runs, so another entry is the task calling itself.
+    running: bool = False
+    #: The stored key and the call whose callbacks are to be marked as sent.
+    answered: tuple[str, str] | None = None
+    #: The signature the task has replaced itself with.
+    replacement: Any = None
+
+
+def state_of(request: Any) -> OnRequest:
+    """What is remembered at *request*."""
+    state = request.__dict__.get(_STATE)
+    if type(state) is not OnRequest:
+        state = request.__dict__[_STATE] = OnRequest()
+    return state
+
+
+def key_of(
+    task: Any, header: Header | None, call_id: str, args: Any, kwargs: Any, retries: int
+) -> CallKey:
+    """The key of the arguments of a leased *task*, or that of its *header*.
+
+    The header applies to a call that has begun: a retry may have other arguments, and keeps its
+    key. Raises :class:`~celery_leases.errors.KeyUnusable` if there is no key.
+    """
+    options = task.lease_options
+    carried = (
+        _carried_key(task.name, options, header)
+        if header is not None and _has_begun(header, retries)
+        else None
+    )
+    try:
+        made = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
+    except KeyUnusable:
+        if carried is None:
+            raise
+        return carried
+    if carried is None or (carried.stored, carried.fingerprint) == (made.stored, made.fingerprint):
+        return made
+    return carried
+
+
+def carried_stored_key(task: Any, header: Header) -> str:
+    """The stored form of the key in *header*, whatever the arguments are; empty if it has none."""
+    if not header.key:
+        return header.stored
+    return stored_key(task.lease_options.namespace or task.name, header.key)
+
+
+def group_of(task: Any, header: Header | None, args: Any, kwargs: Any, retries: int) -> str | None:
+    """The cooldown group of the arguments; that of the header if the arguments of a retry make
+    none.
+    """
+    try:
+        return call_group(task.name, task.lease_options, task.lease_signature, args, kwargs)
+    except KeyUnusable:
+        if header is None or not _has_begun(header, retries):
+            raise
+        return header.group
+
+
+def _has_begun(header: Header, retries: int) -> bool:
+    return header.started or retries > 0
+
+
+def _carried_key(task: str, options: LeaseOptions, header: Header) -> CallKey | None:
+    """The key in a header, if it can be one of that task with these options; otherwise the
+    arguments decide.
+
+    A header without a fingerprint would get the result of any arguments, so it does not count where
+    fingerprints are compared. The key of a task without ``lease_key`` is the id of the call,
+    whatever a header says.
+    """
+    if options.key is None or (options.compares and header.fingerprint is None):
+        return None
+    fingerprint = header.fingerprint if options.compares else None
+    namespace = options.namespace or task
+    if header.key.strip():
+        return CallKey(header.key, stored_key(namespace, header.key), fingerprint)
+    if is_shortened(header.stored, namespace):
+        return CallKey(header.stored.partition("|")[2], header.stored, fingerprint)
+    return None

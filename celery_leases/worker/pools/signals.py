@@ -1,0 +1,214 @@
+"""Interrupts a running body by signals, and keeps signals away from the steps around it.
+
+Celery's pool children raise exceptions from signal handlers: the soft time limit, and the
+``SystemExit`` of SIGTERM. Raised between two steps of the protocol, they would leave a lease or a
+record half-written. Here the handlers raise only while a body is open; a signal before or after it
+is stored. A lost lease interrupts the body in the same way, by a real-time signal to the main
+thread whose handler raises only while *that* body is open.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any
+
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.common.texts import printable
+from celery_leases.concurrency import native
+from celery_leases.concurrency.kill_timer import KillTimer
+from celery_leases.errors import LeaseLost
+from celery_leases.protocol.options import OnLost
+from celery_leases.worker.pools.greenlets import greenlet_guard
+from celery_leases.worker.pools.interrupt_guard import InterruptGuard, LimitedTooEarly, RaisingGuard
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class SignalGuard(RaisingGuard):
+    """For tasks that run in the main thread: prefork's children, and solo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = threading.main_thread().ident or 0
+        #: Whether a delivery is being taken.
+        self.busy = False
+        self._kill_timer: KillTimer | None = None
+        self._pending: list[int] = []
+        self._handlers: dict[int, Handler] = {}
+        self._loss_signal = _free_signal()
+        if self._loss_signal:
+            signal.signal(self._loss_signal, self._on_loss)
+        for name in ("SIGTERM", "SIGUSR1"):
+            self._wrap(getattr(signal, name))
+
+    @property
+    def stopping(self) -> bool:  # type: ignore[override]
+        """Whether SIGTERM has come."""
+        return signal.SIGTERM in self._pending
+
+    @property
+    def limited(self) -> bool:  # type: ignore[override]
+        """Whether the soft time limit has fired outside the body."""
+        return signal.SIGUSR1 in self._pending
+
+    def __enter__(self) -> None:
+        """A delivery begins."""
+        self.busy = True
+
+    def __exit__(self, *_: object) -> None:
+        """It has ended: a stored SIGTERM takes effect, a late soft limit is dropped."""
+        self.busy = False
+        pending, self._pending = self._pending, []
+        if signal.SIGTERM in pending:
+            self._handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    def open(self, held_lease: HeldLease, on_lost: OnLost) -> None:
+        """The body begins; raises a stored interrupt, so that the body does not begin."""
+        if on_lost != "flag":
+            self._held_lease = held_lease
+            held_lease.interrupt = self._interrupt if self._loss_signal else None
+        held_lease.check()
+        if on_lost == "kill":
+            self._kill_timer = _kill_timer(held_lease)
+            held_lease.put_off = self._kill_timer.put_off
+        self._open = True  # from here on a signal raises by itself
+        if self._pending:
+            if self.stopping:
+                raise SystemExit(_exit_code(signal.SIGTERM))
+            self._pending.remove(signal.SIGUSR1)
+            raise LimitedTooEarly
+
+    def reopen(self) -> None:
+        """The body of an eager call within a step begins."""
+        self._open = True
+        self._raise_pending()
+
+    def close(self) -> None:
+        """It has ended."""
+        self._open = False
+
+    def shut(self) -> None:
+        """The body is over."""
+        self._open = False
+        if self._held_lease is not None or self._kill_timer is not None:
+            super().shut()
+            kill_timer, self._kill_timer = self._kill_timer, None
+            if kill_timer is not None:
+                kill_timer.call_off()
+
+    def _raise_pending(self) -> None:
+        if self.stopping:
+            raise SystemExit(_exit_code(signal.SIGTERM))
+        if self.limited:
+            self._pending.remove(signal.SIGUSR1)
+            self._handlers[signal.SIGUSR1](signal.SIGUSR1, None)
+        super()._raise_pending()
+
+    def _wrap(self, signum: int) -> None:
+        """Wrap a handler of billiard; any other handler does not raise into the task."""
+        handler = signal.getsignal(signum)
+        if callable(handler) and getattr(handler, "__module__", "").startswith("billiard"):
+            self._handlers[signum] = handler
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if not self.busy:
+            self._handlers[signum](signum, frame)
+        elif signum == signal.SIGTERM:
+            # Billiard's own handler runs at the end of the delivery: with it a second SIGTERM would
+            # kill at once.
+            first = signum not in self._pending
+            self._pending.append(signum)
+            if self._open and first:
+                raise SystemExit(_exit_code(signum))
+        elif self._open:
+            self._handlers[signum](signum, frame)
+        else:
+            self._pending.append(signum)
+
+    def _on_loss(self, signum: int, frame: FrameType | None) -> None:
+        super()._raise_pending()
+
+    def _interrupt(self) -> None:
+        signal.pthread_kill(self.main, self._loss_signal)
+
+
+def _kill_timer(held_lease: HeldLease) -> KillTimer:
+    """The kill timer of a body; without one the body must not begin."""
+    try:
+        return KillTimer(held_lease.dead_by)
+    except OSError as error:
+        why = f"the kill timer could not be set: {error}"
+        raise LeaseLost(
+            f"{printable(held_lease.claim_request.key)}: {why}", held_lease.claim_request.key, why
+        ) from error
+
+
+class NestedGuard(InterruptGuard):
+    """For an eager call inside the body of another delivery, of which it is a part."""
+
+    def __init__(self, outer: SignalGuard) -> None:
+        self._outer = outer
+        self._step = ExitStack()
+
+    @property
+    def stopping(self) -> bool:  # type: ignore[override]
+        """Whether SIGTERM has come."""
+        return self._outer.stopping
+
+    def __enter__(self) -> None:
+        """A step of the outer body begins."""
+        self._step.enter_context(self._outer.closed())
+
+    def __exit__(self, *_: object) -> None:
+        """It has ended."""
+        self._step.close()
+
+    def open(self, held_lease: HeldLease, on_lost: OnLost) -> None:
+        """The body begins."""
+        held_lease.check()
+        self._outer.reopen()
+
+    def closed(self) -> AbstractContextManager[None]:
+        """Enclose a step of the protocol inside the body."""
+        return self._outer.closed()
+
+    def shut(self) -> None:
+        """The body is over."""
+        self._outer.close()
+
+
+_interrupt_guard: SignalGuard | None = None
+_pid = 0
+
+
+def interrupt_guard_here(pid: int, token: str | None = None) -> InterruptGuard:
+    """The interrupt guard for a task that runs in this thread, or greenlet, of process *pid*, with
+    that owner *token*.
+    """
+    global _interrupt_guard, _pid
+    if _interrupt_guard is None or _pid != pid or threading.get_ident() != _interrupt_guard.main:
+        if native.green():
+            return greenlet_guard(token)
+        if threading.current_thread() is not threading.main_thread():
+            return InterruptGuard()
+        _interrupt_guard, _pid = SignalGuard(), pid
+    return NestedGuard(_interrupt_guard) if _interrupt_guard.busy else _interrupt_guard
+
+
+def _exit_code(signum: int) -> int:
+    """The exit code billiard gives a child that ends by *signum*."""
+    return -(256 - signum)
+
+
+def _free_signal() -> int:
+    """A real-time signal without a handler; 0 if the system has none."""
+    lowest, highest = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
+    for signum in range(lowest + 9, highest):
+        if signal.getsignal(signum) in (signal.SIG_DFL, None):
+            return signum
+    return 0

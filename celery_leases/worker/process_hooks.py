@@ -1,0 +1,45 @@
+"""What Celery's signals start in a process that has leased tasks.
+
+Every process with leased tasks imports this module, also one that only publishes. So it loads
+nothing before a worker starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import signals
+
+
+def _before_work(sender: Any, **_: Any) -> None:
+    """Check the worker's settings; and load all that runs tasks, which pool children that are
+    forked later share.
+    """
+    from celery_leases.worker import (
+        apps,
+        startup_checks,
+    )
+    from celery_leases.worker.held_calls import held_calls
+
+    apps.note_worker(sender)
+    held_calls.forget()
+    startup_checks.check_before_work(sender)
+
+
+signals.worker_init.connect(_before_work, weak=False)
+
+
+def _when_ready(sender: Any, **_: Any) -> None:
+    from celery_leases.worker import unrelayed
+
+    unrelayed.watch(getattr(sender, "controller", sender))
+
+
+def _at_shutdown(sender: Any, **_: Any) -> None:
+    from celery_leases.worker import unrelayed
+
+    unrelayed.end(sender)
+
+
+signals.worker_ready.connect(_when_ready, weak=False)
+signals.worker_shutdown.connect(_at_shutdown, weak=False)

@@ -1,0 +1,300 @@
+"""Reschedules a delivery: publishes a fresh, confirmed copy of its message, and only then ends the
+old one.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from celery import Celery, Task
+from celery.canvas import Signature
+from celery.exceptions import Ignore
+from kombu.exceptions import EncodeError, SerializerNotInstalled
+from kombu.pools import ProducerPool
+
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.celery_replies import waiter_mark
+from celery_leases.protocol.copies import Copy
+from celery_leases.protocol.ports import MarkStore
+from celery_leases.signals import logger
+from celery_leases.worker.headers import HEADER, TOKEN, WATCHED, WOKEN, Header
+from celery_leases.worker.routes import (
+    ORIGIN,
+    AsGiven,
+    Routes,
+    properties_of,
+    queue_of,
+    stamps_of,
+    without_brokers_own,
+)
+from celery_leases.worker.stored_messages import NotKept, kept
+
+CONFIRM_WITHIN = 5.0
+FAILED_AT_ONCE = 1.0
+POOL_SIZE = 10
+OVER = "over"
+"""The value of a mark once the call of its copy has ended."""
+
+_ROUTE = {"countdown", "eta", "queue", "exchange", "routing_key", "exchange_type", "redelivered"}
+_AMQP = {"confirm_publish": True, "read_timeout": CONFIRM_WITHIN, "write_timeout": CONFIRM_WITHIN}
+_REDIS = {"socket_timeout": CONFIRM_WITHIN, "socket_connect_timeout": CONFIRM_WITHIN}
+_OPTIONS = {
+    "pyamqp": _AMQP,
+    "amqp": _AMQP,
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "valkey": _REDIS,
+    "sentinel": _REDIS,
+}
+
+
+class NotPublishable(Exception):
+    """Why no message of a call can be made; a retry would fail too."""
+
+
+class KeyIsHeld(Ignore):
+    """Ends a delivery whose copy waits for a held key; passes the key, and what the call is about,
+    to the main process.
+    """
+
+    def __init__(self, reason: str, stored_key: str, fingerprint: str | None) -> None:
+        super().__init__(reason, stored_key, fingerprint)
+        self.stored_key = stored_key
+        self.fingerprint = fingerprint
+
+
+class Copies:
+    """Publishes copies for one app in one process, over connections with confirmed publishes and
+    time limits.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._pool: ProducerPool | None = None
+        self._told: set[str] = set()
+        self.routes = Routes(app)
+
+    def reschedule(
+        self,
+        task: Task,
+        pin: Header,
+        delay: float,
+        marks: MarkStore,
+        stored_key: str,
+        ttl: float,
+        *,
+        newest: bool = False,
+    ) -> bool:
+        """Publish a copy that is due in *delay* seconds; ``False`` when a later copy than this
+        delivery is published.
+
+        *newest*: publish a copy in any case, as the latest one. Raises the error that kept the
+        broker from confirming within 5 s; then the copy counts as not published.
+        """
+        # A retry is not a copy of the previous attempt: they must be distinguished.
+        mark = waiter_mark(pin.id, task.request.retries, pin.met)
+        noted = _noted(marks, stored_key, mark)
+        latest = max(pin.copy, Copy.read(noted) or pin.copy)
+        if latest > pin.copy and not newest:
+            return False
+        copy = latest.after(uuid4().hex)
+        self._publish(task, replace(pin, copy=copy), delay)
+        # A mark names only copies that the broker has: it is set after the publish, and an error
+        # here must not undo the publish.
+        try:
+            marks.swap_mark(stored_key, mark, noted, str(copy), delay + 2 * ttl)
+        except StoreUnavailable as error:
+            logger.info(
+                "%s[%s]: its copy is published, but its mark could not be set: %s",
+                task.name,
+                task.request.id,
+                error,
+            )
+        except Exception:  # noqa: BLE001 - the copy is with the broker, whatever became of its mark
+            logger.exception(
+                "%s[%s]: its copy is published, but its mark could not be set",
+                task.name,
+                task.request.id,
+            )
+        return True
+
+    def over(self, task: Task, pin: Header, marks: MarkStore, stored_key: str, ttl: float) -> None:
+        """Note that the call of a copy has ended, so that its mark does not apply to a message sent
+        anew under its id.
+        """
+        if not pin.copy.number:
+            return  # it has never waited
+        with suppress(Exception):  # the mark expires by itself
+            mark = waiter_mark(pin.id, task.request.retries, pin.met)
+            marks.swap_mark(stored_key, mark, str(pin.copy), OVER, ttl)
+
+    def publish(self, call: Any) -> None:
+        """Publish a stored call; raises the error that kept the broker from confirming
+        within 5 s.
+        """
+        signature = Signature.from_dict(call, app=self._app)
+        with self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer:
+            signature.apply_async(
+                producer=producer, retry=False, confirm_timeout=CONFIRM_WITHIN, add_to_parent=False
+            )
+
+    def message_of(self, task: Task, pin: Header | None) -> str | None:
+        """The message of the running delivery, as its record stores it; ``None`` if it cannot be
+        stored.
+        """
+        try:
+            return kept(_signature(task, pin))
+        except NotKept as error:
+            if task.name not in self._told:
+                self._told.add(task.name)
+                logger.warning(
+                    "%s: the call could not be stored, so it cannot be rescued: %s",
+                    task.name,
+                    error,
+                )
+            return None
+
+    def announce(self, task: Task, what: str, **fields: Any) -> None:
+        """Send the task event ``task-<what>`` for the call that runs here, if the worker sends task
+        events.
+
+        Never raises: an event that cannot be sent within 5 s is not sent.
+        """
+        request = task.request
+        if not (request.__dict__.get(WATCHED) and task.send_events):
+            return
+        with (
+            suppress(Exception),
+            self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer,
+        ):
+            events = self._app.events.Dispatcher(hostname=request.hostname, enabled=False)
+            events.publish(f"task-{what}", {"uuid": request.id, **fields}, producer, retry=False)
+
+    def close(self) -> None:
+        """Close the connections."""
+        pool, self._pool = self._pool, None
+        self.routes.forget()
+        if pool is not None:
+            pool.force_close_all()
+            pool.connections.force_close_all()
+
+    def _publish(self, task: Task, pin: Header | None, delay: float) -> None:
+        began = time.monotonic()
+        for last in (False, True):
+            try:
+                return self._publish_once(task, pin, delay)
+            except NotPublishable:
+                raise
+            except (EncodeError, SerializerNotInstalled) as error:
+                serializer = properties_of(task.request).get("serializer")
+                raise NotPublishable(f"{error} (serializer {serializer})") from error
+            except Exception:
+                self.close()
+                # An immediate failure is a connection that went stale while idle; an extra copy
+                # does no harm.
+                if last or time.monotonic() - began > FAILED_AT_ONCE:
+                    raise
+        return None
+
+    def _publish_once(self, task: Task, pin: Header | None, delay: float) -> None:
+        try:
+            copy = _signature(task, pin)
+        except Exception as error:  # no broker was involved: the message is wrong, and stays so
+            raise NotPublishable(f"{type(error).__name__}: {error}") from error
+        options = {name: value for name, value in copy.options.items() if name not in _ROUTE}
+        with (
+            self._producers().acquire(block=True, timeout=CONFIRM_WITHIN) as producer,
+            _outside_of(task.request),
+        ):
+            self._app.send_task(
+                task.name,
+                copy.args,
+                copy.kwargs,
+                task_type=task,
+                router=AsGiven(),
+                producer=producer,
+                retry=False,
+                confirm_timeout=CONFIRM_WITHIN,
+                add_to_parent=False,
+                **(options | self.routes.back(producer, task.request, delay)),
+            )
+
+    def _producers(self) -> ProducerPool:
+        if self._pool is None:
+            scheme = self._app.connection_for_write().transport_cls
+            options = dict(_OPTIONS.get(scheme, {})) if isinstance(scheme, str) else {}
+            # Each host once: kombu would continue for as long as the connect timeout, with pauses
+            # in between.
+            options |= {
+                "max_retries": len(self._app.connection_for_write().alt or ()),
+                "interval_start": 0,
+            }
+            connection = self._app.connection_for_write(
+                connect_timeout=CONFIRM_WITHIN, transport_options=options
+            )
+            connections = connection.Pool(limit=POOL_SIZE)
+            self._pool = ProducerPool(
+                connections, limit=POOL_SIZE, Producer=self._app.amqp.Producer
+            )
+        return self._pool
+
+
+def _signature(task: Task, pin: Header | None) -> Any:
+    """The message of the running delivery: what Celery's own retry keeps, and what that retry would
+    lose.
+    """
+    request = task.request
+    dropped = {TOKEN, WATCHED, WOKEN, HEADER, ORIGIN}
+    headers = {
+        name: value for name, value in (request.headers or {}).items() if name not in dropped
+    }
+    pinned = {HEADER: pin.written()} if pin is not None else {}
+    return task.signature_from_request(
+        _unstamped(request),
+        queue=queue_of(request),
+        headers=without_brokers_own(headers) | stamps_of(request) | pinned,
+        # An expiring copy of a call that has begun would revoke it while it runs.
+        expires=None if pin is not None and pin.started else request.expires,
+        ignore_result=request.__dict__.get("ignore_result", task.ignore_result),
+        root_id=request.root_id or request.id,
+        **properties_of(request),
+    )
+
+
+def _unstamped(request: Any) -> Any:
+    """*request* without its stamps: Celery would make options of them, and a stamp may have the
+    name of an option.
+    """
+    bare = type(request)()
+    vars(bare).update(vars(request), stamps=None, stamped_headers=None)
+    return bare
+
+
+def _noted(marks: MarkStore, stored_key: str, mark: str) -> str | None:
+    """The value of the mark; ``None`` if it cannot be read, because no copy may be dropped without
+    evidence.
+    """
+    try:
+        return marks.mark(stored_key, mark)
+    except StoreUnavailable:
+        return None
+    except Exception:  # noqa: BLE001 - a call must not be lost for want of a mark
+        logger.exception("%s: the mark of a waiting copy could not be read", stored_key)
+        return None
+
+
+@contextmanager
+def _outside_of(request: Any) -> Any:
+    """Publish as if no task ran here: otherwise Celery would make the copy a child of its
+    own call.
+    """
+    direct = request.called_directly
+    request.called_directly = True
+    try:
+        yield
+    finally:
+        request.called_directly = direct

@@ -1,0 +1,293 @@
+"""What the settings of an app and of its leased tasks say that does not go together. Asks no
+server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from celery import Celery
+from celery.backends.base import DisabledBackend
+
+from celery_leases.protocol.findings import Finding, Severity
+from celery_leases.protocol.options import ADVISED_TTL, OPTION_NAMES
+from celery_leases.protocol.tuning import Delivery
+from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
+from celery_leases.worker.rabbitmq_limits import over_consumer_timeout
+
+TIME_TO_END: Final = 1.0
+"""Seconds a body needs that ends at its soft time limit, to clean up and have that written down."""
+_USUAL_EXPIRY: Final = 86_400.0
+_ADVISED_BROKER: Final = (
+    '{"visibility_timeout": 90, "unacked_restore_interval": 5, "unacked_restore_throttle": 1}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """The limits that a worker has for all tasks, in seconds, and by task the longest run known."""
+
+    soft: float | None = None
+    hard: float | None = None
+    longest: Mapping[str, float] | None = None
+
+    def soft_of(self, task: Any) -> float | None:
+        """The soft limit of *task*."""
+        found: float | None = task.soft_time_limit or self.soft
+        return found
+
+    def hard_of(self, task: Any) -> float | None:
+        """The hard limit of *task*."""
+        found: float | None = task.time_limit or self.hard
+        return found
+
+    def longest_of(self, name: str, task: Any) -> tuple[float, str] | None:
+        """How long a body of *task* may take, and how that is known."""
+        limit, ran = self.hard_of(task), (self.longest or {}).get(name)
+        if limit:
+            return limit, f"{name} has a time_limit of {limit:g} s"
+        return (ran, f"{name} ran for {ran:g} s") if ran else None
+
+
+def setting_findings(
+    app: Celery, tasks: Mapping[str, Any], settings: Settings, limits: TimeLimits
+) -> Iterator[Finding]:
+    """What there is to say of *app*, of its leased *tasks*, and of its *settings*."""
+    yield from _of_database(settings)
+    yield from _of_ttl(tasks)
+    yield from _of_time_limits(tasks, limits)
+    yield from _of_celery(app, tasks)
+    yield from _of_redelivery(app, tasks, settings, limits)
+    yield from _of_results(app, tasks)
+
+
+def bare_options(app: Celery) -> list[tuple[str, list[str]]]:
+    """The tasks without a lease that have options of one, which do nothing there; with the options'
+    names.
+    """
+    found = []
+    for name, task in sorted(app.tasks.items()):
+        options = [
+            f"lease_{option}" for option in sorted(OPTION_NAMES) if hasattr(task, f"lease_{option}")
+        ]
+        if options and not hasattr(task, "lease_options"):
+            found.append((name, options))
+    return found
+
+
+def bare_findings(app: Celery) -> Iterator[Finding]:
+    """What there is to say of tasks without a lease that have options of one."""
+    for name, options in bare_options(app):
+        yield _warning(
+            "options-without-lease",
+            f"task {name} has {', '.join(options)}, but runs without a lease",
+            "write base=LeasedTask, or leave them out",
+        )
+
+
+def slow_redelivery(app: Celery) -> tuple[str, str] | None:
+    """What there is to say of a Redis broker without a visibility timeout, and the value to write.
+
+    It gives the messages of a dead worker back after that time, an hour if nobody says otherwise.
+    """
+    options = _redis_options(app)
+    if options is None or "visibility_timeout" in options:
+        return None
+    from kombu.transport.redis import Channel
+
+    text = (
+        "broker_transport_options has no visibility_timeout: messages of a killed worker are "
+        f"redelivered after {Channel.visibility_timeout:g} s, found by a sweep every {_sweep(options):g} s"
+    )
+    return text, _ADVISED_BROKER
+
+
+def redelivery_of(app: Celery, database_leases: bool) -> Delivery:
+    """How messages of a dead worker come back to *app*, as its broker's settings say."""
+    options = _redis_options(app)
+    if options is None:
+        return Delivery(0.0, database_leases)
+    from kombu.transport.redis import Channel
+
+    timeout = float(options.get("visibility_timeout", Channel.visibility_timeout))
+    return Delivery(timeout + _sweep(options), database_leases, timeout)
+
+
+def leaves_no_time(task: Any, limits: TimeLimits) -> bool:
+    """Whether a pool child may be killed while it writes down that the soft limit has ended its
+    body.
+    """
+    soft, hard = limits.soft_of(task), limits.hard_of(task)
+    return bool(soft and hard and hard - soft < TIME_TO_END)
+
+
+def _of_database(settings: Settings) -> Iterator[Finding]:
+    if settings.database_url == DEFAULT_DATABASE:
+        where = DEFAULT_DATABASE.removeprefix("sqlite:///")
+        yield _warning(
+            "default-database",
+            f"records are kept in {where} in the working directory",
+            "set leases_database_url for more than one machine",
+        )
+
+
+def _of_ttl(tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    short = [
+        f"{name} ({task.lease_options.ttl:g} s)"
+        for name, task in sorted(tasks.items())
+        if task.lease_options.ttl < ADVISED_TTL
+    ]
+    if short:
+        yield _warning(
+            "short-ttl",
+            f"lease_ttl is below the advised {ADVISED_TTL:g} s, so a process that pauses that long "
+            f"loses its lease: {', '.join(short)}",
+            f"write lease_ttl={ADVISED_TTL:g} or more",
+        )
+
+
+def _of_time_limits(tasks: Mapping[str, Any], limits: TimeLimits) -> Iterator[Finding]:
+    if tight := sorted(name for name, task in tasks.items() if leaves_no_time(task, limits)):
+        yield _warning(
+            "tight-soft-limit",
+            f"soft_time_limit is not {TIME_TO_END:g} s below time_limit: a caller may get "
+            f"FAILURE although the call runs again: {', '.join(tight)}",
+            "raise time_limit, or lower soft_time_limit",
+        )
+    for name, task in sorted(tasks.items()):
+        most, hard = task.lease_options.max_hold, limits.hard_of(task)
+        if hard and most < hard:
+            yield _warning(
+                "max-hold-below-time-limit",
+                f"lease_max_hold of {name} is {most:g} s, and its time_limit {hard:g} s: the body "
+                "is ended before its time limit, like a body that hangs",
+                f"write lease_max_hold={hard:g} or more, or a shorter time_limit",
+            )
+
+
+def _of_celery(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    if app.conf.task_always_eager:
+        yield _warning(
+            "always-eager",
+            "task_always_eager is set: calls run in the process that makes them, and no worker",
+            "leave it out, but in tests",
+        )
+    for name, task in sorted(tasks.items()):
+        if getattr(task, "autoretry_for", None):
+            yield _warning(
+                "autoretry",
+                f"{name} has autoretry_for: Celery retries its errors, and the rules see them only "
+                "after the last retry",
+                "leave autoretry_for out, and write lease_rules",
+            )
+        if getattr(task, "retry_on_worker_lost", None):
+            yield _warning(
+                "retry-on-worker-lost",
+                f"{name} has retry_on_worker_lost=True: Celery sends a new message for a process "
+                "that was killed, and counts it as a retry",
+                "leave it out",
+            )
+        if not task.acks_late or not task.reject_on_worker_lost:
+            yield Finding(
+                "may-lose-calls",
+                Severity.NOTE,
+                f"{name} drops the message of a call whose process is killed, because "
+                "lease_allow_loss=True allows it",
+                "leave acks_late, reject_on_worker_lost and lease_allow_loss out",
+            )
+
+
+def _of_redelivery(
+    app: Celery, tasks: Mapping[str, Any], settings: Settings, limits: TimeLimits
+) -> Iterator[Finding]:
+    if (slow := slow_redelivery(app)) is not None:
+        text, value = slow
+        yield _warning(
+            "no-visibility-timeout", text, f"write app.conf.broker_transport_options = {value}"
+        )
+    if (over := over_consumer_timeout(app, _hard_limits(tasks, limits), settings)) is not None:
+        yield _warning("consumer-timeout", *over)
+    prefetch = app.conf.worker_prefetch_multiplier
+    if prefetch == 0:
+        yield _warning(
+            "unlimited-prefetch",
+            "worker_prefetch_multiplier=0: the first worker takes all messages of a queue, and the "
+            "others wait; if the worker dies, its messages are redelivered only after the broker's own time",
+            "write app.conf.worker_prefetch_multiplier = 1",
+        )
+    options = _redis_options(app)
+    timeout = float((options or {}).get("visibility_timeout") or 0)
+    if not timeout:
+        return
+    known = [limits.longest_of(name, task) for name, task in sorted(tasks.items())]
+    longest = max((each for each in known if each is not None), default=None)
+    if longest is None:
+        return
+    if longest[0] > timeout:
+        yield _warning(
+            "short-visibility-timeout",
+            f"{longest[1]}, and the visibility_timeout of the broker is {timeout:g} s: Redis "
+            "delivers such a call again and again while it runs, and each copy is rescheduled",
+            f"write a visibility_timeout of {1.5 * longest[0]:.0f}, or split the work",
+        )
+    elif prefetch > 1 and longest[0] * prefetch > timeout:
+        yield _warning(
+            "prefetch-beyond-visibility-timeout",
+            f"{longest[1]}, and a worker takes {prefetch} messages ahead for each process: the "
+            f"last of them waits for longer than the visibility_timeout of {timeout:g} s, and is "
+            "delivered twice",
+            "write app.conf.worker_prefetch_multiplier = 1",
+        )
+
+
+def _of_results(app: Celery, tasks: Mapping[str, Any]) -> Iterator[Finding]:
+    if isinstance(app.backend, DisabledBackend) and any(
+        not task.ignore_result for task in tasks.values()
+    ):
+        yield Finding(
+            "no-result-backend",
+            Severity.NOTE,
+            "there is no result backend: get() of a result raises, chords do not work, and a task "
+            "that replaces itself leaves no result",
+            "write app.conf.result_backend, or ignore_result=True",
+        )
+    expires = app.conf.result_expires
+    expires = expires.total_seconds() if isinstance(expires, timedelta) else expires
+    kept = max((task.lease_options.retention for task in tasks.values()), default=0.0)
+    if expires and float(expires) < min(kept, _USUAL_EXPIRY):
+        yield Finding(
+            "short-result-expiry",
+            Severity.NOTE,
+            f"result_expires is {float(expires):g} s, and records keep results for {kept:g} s: a "
+            "call of a key whose task has replaced itself gets ResultMissing after that time",
+            f"write app.conf.result_expires = {kept:.0f}",
+        )
+
+
+def _hard_limits(tasks: Mapping[str, Any], limits: TimeLimits) -> dict[str, float]:
+    found = {name: limits.hard_of(task) for name, task in tasks.items()}
+    return {name: limit for name, limit in found.items() if limit}
+
+
+def _redis_options(app: Celery) -> Mapping[str, Any] | None:
+    """The transport options of a broker in Redis."""
+    connection = app.connection_for_read()
+    options: Mapping[str, Any] = connection.transport_options
+    return options if connection.transport_cls in REDIS_SCHEMES else None
+
+
+def _sweep(options: Mapping[str, Any]) -> float:
+    """Seconds between two looks of a worker for messages that it must give back, on Redis."""
+    from kombu.transport.redis import Channel
+
+    sweep = 1.0
+    for name in ("unacked_restore_interval", "unacked_restore_throttle"):
+        sweep *= options.get(name, getattr(Channel, name, 10))
+    return sweep
+
+
+def _warning(code: str, problem: str, advice: str) -> Finding:
+    return Finding(code, Severity.WARNING, problem, advice)

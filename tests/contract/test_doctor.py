@@ -1,0 +1,338 @@
+"""``leases doctor`` on set-ups that are broken, each named, and on healthy ones, of which it is
+silent.
+"""
+
+# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import celery
+import pytest
+import redis
+from celery import Celery
+from click.testing import CliRunner
+from sqlalchemy import create_engine, text
+
+from celery_leases import LeaseClient, LeasedTask
+from celery_leases.cli import leases
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.findings import Examination, Finding, Severity
+from celery_leases.stores import health
+from celery_leases.stores.redis.errors import ACL_COMMANDS
+from celery_leases.stores.redis.leases import RedisLeaseStore
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.schema import Tables
+from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.record_case import closed, won
+from celery_leases.worker import apps, doctor, startup_checks, store_checks
+from tests.support.servers.redis import RedisServer
+
+TIMEOUT = 90
+NOWHERE = "127.0.0.1:9"
+Makes = Callable[..., Celery]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy answers late, which says nothing about the set-up."""
+    monkeypatch.setattr(store_checks, "SLOW", 30.0)
+    monkeypatch.setattr(store_checks, "CLOCKS_APART", 30.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    """A server that writes to its disk, as one should that is a broker."""
+    with RedisServer(options=("--save", "3600 1")) as started:
+        yield started
+
+
+@pytest.fixture
+def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
+    """Makes an app with one leased task, healthy but for what is given."""
+
+    def make(*, task: dict[str, Any] | None = None, **conf: Any) -> Celery:
+        base = server.url.removesuffix("/0")
+        app = Celery("examined", broker=conf.pop("broker", f"{base}/0"), set_as_current=False)
+        healthy: dict[str, Any] = {
+            "result_backend": f"{base}/2",
+            "leases_url": f"{base}/1",
+            "leases_database_url": f"sqlite:///{tmp_path / 'records.db'}",
+            "leases_prefix": f"examined-{tmp_path.name}",
+            "broker_transport_options": {
+                "visibility_timeout": TIMEOUT,
+                "unacked_restore_interval": 5,
+                "unacked_restore_throttle": 1,
+            },
+            "broker_connection_retry": False,
+        }
+        app.conf.update(healthy | conf)
+
+        @app.task(
+            base=LeasedTask, name="examined.send", lease_key="c:{n}", shared=False, **(task or {})
+        )
+        def send(n: int) -> None:
+            """Do nothing."""
+
+        app.finalize()
+        return app
+
+    yield make
+    apps.forget()
+
+
+def found(app: Celery) -> dict[str, Finding]:
+    examination = doctor.examine(app)
+    for finding in examination.findings:
+        assert finding.problem
+    return {finding.code: finding for finding in examination.findings}
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "no-visibility-timeout": {"broker_transport_options": {}},
+    "short-visibility-timeout": {"task": {"time_limit": 2 * TIMEOUT}},
+    "prefetch-beyond-visibility-timeout": {"task": {"time_limit": TIMEOUT / 2}},
+    "unlimited-prefetch": {"worker_prefetch_multiplier": 0},
+    "autoretry": {"task": {"autoretry_for": (OSError,)}},
+    "retry-on-worker-lost": {"task": {"retry_on_worker_lost": True}},
+    "may-lose-calls": {"task": {"acks_late": False, "lease_allow_loss": True}},
+    "tight-soft-limit": {"task": {"soft_time_limit": 20, "time_limit": 20}},
+    "max-hold-below-time-limit": {"task": {"lease_max_hold": 20, "time_limit": 22}},
+    "short-ttl": {"task": {"lease_ttl": 2}},
+    "always-eager": {"task_always_eager": True},
+    "no-result-backend": {"result_backend": None},
+    "short-result-expiry": {"result_expires": 60},
+    "lease-store-away": {"leases_url": f"redis://{NOWHERE}/0"},
+    "records-away": {"leases_database_url": f"postgresql+psycopg://me:hunter2@{NOWHERE}/x"},
+    "broker-away": {"broker": f"redis://:hunter2@{NOWHERE}/0"},
+    "consumer-timeout": {
+        "broker": f"amqp://me:hunter2@{NOWHERE}//",
+        "task": {"time_limit": 3600},
+    },
+    "settings": {"leases_databse_url": "sqlite://"},
+}
+BESIDES = {"prefetch-beyond-visibility-timeout", "broker-away", "short-visibility-timeout"}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_broken_set_up_is_named_with_what_happens_and_what_to_write(
+    makes: Makes, code: str
+) -> None:
+    """And nothing else is, but for what follows from it; no password is shown."""
+    try:
+        app = makes(**BROKEN[code])
+    except LeaseConfigurationError:  # a task with wrong settings cannot be registered
+        app = Celery("examined", broker="memory://", set_as_current=False)
+        app.conf.update(BROKEN[code])
+    seen = found(app)
+    assert code in seen
+    assert seen[code].advice or code == "settings"
+    assert set(seen) - {code} <= BESIDES
+    assert "hunter2" not in str(seen)
+
+
+def test_wrong_settings_are_named_where_they_keep_a_task_from_being_registered() -> None:
+    """Each app registers the shared tasks of other modules when it is first asked for its tasks."""
+    shared = Celery("other", broker="memory://", set_as_current=False)
+    shared.conf.leases_database_url = "sqlite://"
+
+    def nothing() -> None:
+        pass
+
+    with forgotten_shared_tasks():
+        shared.task(nothing, base=LeasedTask, name="other.shared", lease_key="k", shared=True)
+        app = Celery("examined", broker="memory://", set_as_current=False)
+        app.conf.update(BROKEN["settings"])
+        assert "did you mean leases_database_url?" in found(app)["settings"].text
+
+
+@contextmanager
+def forgotten_shared_tasks() -> Iterator[None]:
+    """What becomes a shared task in here does not turn up in the apps of other tests."""
+    before = set(celery._state._on_app_finalizers)
+    yield
+    celery._state._on_app_finalizers &= before
+
+
+@pytest.mark.parametrize("records", ["sqlite", "postgres", "mariadb"])
+def test_of_a_healthy_set_up_nothing_is_found(
+    makes: Makes, request: pytest.FixtureRequest, records: str
+) -> None:
+    """What was looked at is told: version, latency and clock of each server."""
+    conf: dict[str, Any] = {}
+    if records != "sqlite":
+        url = request.getfixturevalue(f"leases_{records}_url")
+        Tables().create(engine_for(url))
+        conf = {"leases_database_url": url}
+    if records == "mariadb":
+        conf |= {"broker": "memory://", "leases_url": "database"}
+    examination = doctor.examine(makes(**conf))
+    assert [finding.text for finding in examination.findings] == []
+    assert examination.healthy
+    parts = {server.part: server for server in examination.servers}
+    assert set(parts) == {"broker", "records"} | (
+        {"lease store"} if records != "mariadb" else set()
+    )
+    assert parts["records"].latency is not None
+    assert abs(parts["records"].clock_ahead or 0.0) < 30.0
+    if records != "mariadb":
+        assert (parts["lease store"].version or "").startswith("Redis ")
+
+
+@pytest.mark.parametrize("rights", [ACL_COMMANDS, ACL_COMMANDS.replace("+scan +info", "")])
+def test_a_user_with_few_rights_is_no_finding(
+    makes: Makes, server: RedisServer, rights: str
+) -> None:
+    """What the server does not tell is not known, and not held against it."""
+    with redis.Redis.from_url(server.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "few", "on", ">pw", "~*", *rights.split())
+        try:
+            url = server.url.replace("://", "://few:pw@")
+            examination = doctor.examine(makes(leases_url=url))
+        finally:
+            admin.execute_command("ACL", "DELUSER", "few")
+    assert [finding.text for finding in examination.findings] == []
+
+
+def test_tables_that_are_missing_or_old_are_named(makes: Makes, leases_postgres_url: str) -> None:
+    app = makes(leases_database_url=leases_postgres_url)
+    assert "leases migrate" in found(app)["tables"].text
+    records = SqlRecordStore(engine_for(leases_postgres_url))
+    records.migrate()
+    records.migrate(1)
+    assert "version 1" in found(app)["old-tables"].problem
+
+
+def test_rights_that_are_missing_are_named(makes: Makes, leases_postgres_url: str) -> None:
+    owner = create_engine(leases_postgres_url, isolation_level="AUTOCOMMIT")
+    Tables().create(owner)
+    name = f"reads_{owner.url.database}"[:30]
+    with owner.connect() as connection:
+        connection.execute(text(f"CREATE ROLE {name} LOGIN PASSWORD 'p'"))
+        connection.execute(text(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {name}"))
+    url = owner.url.set(username=name, password="p").render_as_string(hide_password=False)
+    try:
+        assert "INSERT, UPDATE and DELETE" in found(makes(leases_database_url=url))["rights"].text
+    finally:
+        apps.forget()
+        with owner.connect() as connection:
+            connection.execute(text(f"DROP OWNED BY {name}"))
+            connection.execute(text(f"DROP ROLE {name}"))
+        owner.dispose()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "codes"),
+    [
+        ("maxmemory-policy", "allkeys-lru", {"evicting-lease-store", "evicting-broker"}),
+        ("maxmemory-policy", "volatile-lru", {"evicting-lease-store"}),
+        ("save", "", {"forgetful-broker"}),
+    ],
+)
+def test_a_redis_that_deletes_or_forgets_is_named(
+    makes: Makes, server: RedisServer, option: str, value: str, codes: set[str]
+) -> None:
+    with redis.Redis.from_url(server.url) as admin:
+        (before,) = admin.config_get(option).values()
+        admin.config_set(option, value)
+        try:
+            assert set(found(makes())) == codes
+        finally:
+            admin.config_set(option, before)
+
+
+def test_two_environments_on_one_prefix_are_named(makes: Makes, server: RedisServer) -> None:
+    """By a lease whose holder has its records in another database."""
+    app = makes()
+    store = RedisLeaseStore.from_url(app.conf.leases_url, prefix=app.conf.leases_prefix)
+    store.acquire(make_claim_request("t:x|k", database="another"))
+    assert found(app)["shared-prefix"].severity is Severity.ERROR
+    store.close()
+
+
+def test_runs_of_the_records_count_where_there_is_no_time_limit(makes: Makes) -> None:
+    app = makes()
+    records = LeaseClient.from_app(app, eager=False)._records
+    records.migrate()
+    request = make_claim_request("t:examined.send|c:1", task="examined.send", key="c:1")
+    closed(records, won(records, request, "database"))
+    with records.database.engine.connect() as connection:
+        connection.execute(
+            text("UPDATE celery_leases_records SET started_at = finished_at - 200000000")
+        )
+    assert "examined.send ran for 200 s" in found(app)["short-visibility-timeout"].problem
+
+
+def test_clocks_versions_and_slow_servers_are_named(
+    makes: Makes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = health.RedisServerFacts("6.0.16", 60.0, -70.0, "noeviction", True)
+    monkeypatch.setattr(health, "redis_facts", lambda _: facts)
+    seen = found(makes())
+    assert set(seen) == {"old-redis", "slow-server", "clocks-apart"}
+    assert "70.0 s behind" in seen["clocks-apart"].problem
+
+
+def test_options_without_a_lease_are_named() -> None:
+    bare = Celery("bare", broker="memory://", set_as_current=False)
+    bare.conf.update(leases_url="database", leases_database_url="sqlite://")
+
+    @bare.task(name="bare.send", lease_key="c:{n}", shared=False)
+    def send(n: int) -> None:
+        """Do nothing."""
+
+    bare.finalize()
+    assert "bare.send has lease_key" in found(bare)["options-without-lease"].problem
+
+
+def test_a_worker_says_what_it_finds_in_one_line_each_and_no_notes(
+    makes: Makes, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = makes(
+        result_backend=None, task={"autoretry_for": (OSError,)}, worker_prefetch_multiplier=0
+    )
+    worker = SimpleNamespace(app=app, pool_cls="threads", soft_time_limit=None, time_limit=None)
+    startup_checks.check_before_work(worker)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split(":")[0].split(" ")[0] for line in said] == [
+        "examined.send",
+        "worker_prefetch_multiplier=0",
+    ]
+    assert all("\n" not in line and "; " in line for line in said)
+
+
+def test_the_command_tells_and_exits_with_what_it_found(makes: Makes) -> None:
+    """0 where all is well or only a note was found, else 1; JSON is on one line."""
+
+    def types(app: Celery, *words: str) -> Any:
+        return CliRunner().invoke(leases, ["doctor", *words], obj=SimpleNamespace(app=app))
+
+    well = types(makes())
+    assert (well.exit_code, well.stderr) == (0, "")
+    assert well.stdout.splitlines()[0].split() == [
+        *("PART", "VERSION", "ROUND", "TRIP", "CLOCK", "ADDRESS"),
+    ]
+    assert len(well.stdout.splitlines()) == 4
+    assert types(makes(result_backend=None)).exit_code == 0
+    ill = types(makes(broker_transport_options={}))
+    assert ill.exit_code == 1
+    assert "warning: no-visibility-timeout" in ill.stdout
+    assert "what happens   broker_transport_options has no visibility_timeout" in ill.stdout
+    assert "what to write  write app.conf.broker_transport_options" in ill.stdout
+    told = json.loads(types(makes(broker_transport_options={}), "--json").stdout)
+    assert [finding["code"] for finding in told["findings"]] == ["no-visibility-timeout"]
+
+
+def test_a_client_examines_the_app_it_is_of(makes: Makes) -> None:
+    examination = LeaseClient.from_app(makes(), eager=False).examine()
+    assert isinstance(examination, Examination)
+    with pytest.raises(LeaseConfigurationError, match="from_app"):
+        LeaseClient("database", "sqlite://").examine()

@@ -1,0 +1,113 @@
+"""Records that are written when a call is published, on each database."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.stores.sql.outbox import Outbox
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
+from celery_leases.testing.contracts.record_case import closed, row, won
+from tests.contract.sql_stores import database_url, sql_records, statements_of
+
+__all__ = ["database_url", "sql_records"]
+
+DATABASE = "database"
+SPANS: dict[str, Any] = {"ttl": 15.0, "retention": 3600.0}
+
+
+@pytest.fixture
+def outbox(sql_records: SqlRecordStore) -> Outbox:
+    """The messages of these records."""
+    return Outbox(sql_records)
+
+
+def queue(outbox: Outbox, key: str, call_id: str) -> bool:
+    """Write the record of a call that is being published; whether the key had none."""
+    named = ("task", CallKey(key, key), call_id, '{"task": "task"}')
+    return outbox.database.touch(outbox.enqueuing(*named, **SPANS), {})
+
+
+def reassign(outbox: Outbox, old: Record, call_id: str, *, anew: bool = False) -> bool:
+    """Make *old* that of a call; whether it was as it had been read."""
+    named = ("task", CallKey(old.key, old.stored_key), call_id, '{"task": "task"}')
+    return outbox.database.touch(outbox.reassigning(old, *named, anew=anew, **SPANS), {})
+
+
+def test_a_queued_record_is_one_statement_and_counts_once(
+    outbox: Outbox, sql_records: SqlRecordStore
+) -> None:
+    """It says since when, and keeps its message until the broker has it."""
+    key = fresh_key()
+    with statements_of(outbox.database) as statements:
+        assert queue(outbox, key, "call-1")
+    assert len(statements) == 1
+    assert not queue(outbox, key, "call-2")
+    found = row(sql_records, key)
+    assert (found.state, found.call_id, found.queued) == (State.PENDING, "call-1", True)
+    assert found.publish_at is not None
+    assert found.started_at == found.created_at > 0
+    outbox.sent(key, "call-2")
+    assert row(sql_records, key).publish_at is not None
+    outbox.sent(key, "call-1")
+    found = row(sql_records, key)
+    assert found.publish_at is None
+    assert found.published_at is not None
+    assert found.message is not None
+
+
+def test_a_call_that_was_not_published_leaves_its_key_free(
+    outbox: Outbox, sql_records: SqlRecordStore
+) -> None:
+    """Unless a worker has it already: then the broker had taken it after all."""
+    key, other = fresh_key(), fresh_key()
+    queue(outbox, key, "call-1")
+    outbox.withdraw(key, "call-1", 3600.0)
+    found = row(sql_records, key)
+    assert found.forgotten
+    assert found.expires_at is not None
+    assert reassign(outbox, found, "call-2")
+    assert row(sql_records, key).queued
+    queue(outbox, other, "call-1")
+    won(sql_records, make_claim_request(other, call_id="call-1"), DATABASE)
+    outbox.withdraw(other, "call-1", 3600.0)
+    assert row(sql_records, other).state is State.RUNNING
+
+
+def test_a_key_that_is_with_nobody_is_taken_as_it_was_read(
+    outbox: Outbox, sql_records: SqlRecordStore
+) -> None:
+    """Of two who publish at once, one does; its counts stay unless it begins anew."""
+    key = fresh_key()
+    record = won(sql_records, make_claim_request(key, call_id="call-1"), DATABASE)
+    done = closed(
+        sql_records,
+        record,
+        State.DONE,
+        result='"saved"',
+        failures=2,
+        finished={"call-1": '"saved"'},
+    )
+    assert reassign(outbox, done, "call-2", anew=True)
+    assert not reassign(outbox, done, "call-3", anew=True)
+    found = row(sql_records, key)
+    assert (found.state, found.call_id, found.attempt) == (State.PENDING, "call-2", 0)
+    assert (found.failures, found.result, found.ended) == (0, None, None)
+    assert found.generation == done.generation + 1
+    assert found.fence > done.fence
+    assert found.finished_calls == ("call-1",)
+    assert [past.ended for past in found.history] == [Ended.RETURNED]
+    claimed = won(sql_records, make_claim_request(key, call_id="call-2", rerun=True), DATABASE)
+    assert (claimed.attempt, claimed.generation) == (1, found.generation)
+
+    cooling = fresh_key()
+    record = won(sql_records, make_claim_request(cooling, call_id="call-1"), DATABASE)
+    told = closed(sql_records, record, State.COOLING, ended=Ended.FAILED, failures=2)
+    assert reassign(outbox, replace(told, resumes=False), "call-2")
+    found = row(sql_records, cooling)
+    assert (found.failures, found.attempt, found.queued) == (2, 1, True)

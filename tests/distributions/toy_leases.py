@@ -1,0 +1,269 @@
+"""A lease store in the memory of one process, as another distribution would bring one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from celery_leases.errors import LeaseStoreMismatch
+from celery_leases.protocol.groups import Closing, Gate, admits, closed, remembered_for
+from celery_leases.protocol.ports import (
+    Acquired,
+    Cooling,
+    Held,
+    Holder,
+    LeaseStoreSettings,
+    Renewal,
+    RenewalResult,
+    Shut,
+)
+from celery_leases.protocol.records import ClaimRequest
+
+
+@dataclass
+class Lease:
+    """A lease until ``until``; a cooldown where ``claim_request`` is ``None``."""
+
+    token: str
+    claim_request: ClaimRequest | None
+    until: float
+
+
+@dataclass
+class Memory:
+    """What all stores of one URL and prefix share. ``gates`` have the times they were seen and are
+    forgotten at.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    began: float = field(default_factory=time.monotonic)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    marks: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
+    gates: dict[str, tuple[Gate, float, float]] = field(default_factory=dict)
+
+
+_memories: dict[tuple[str, str], Memory] = {}
+
+
+def open_store(settings: LeaseStoreSettings) -> ToyLeaseStore:
+    """The store of ``toy://name``; all of one name and prefix are one."""
+    memory = _memories.setdefault((settings.url, settings.prefix), Memory())
+    return ToyLeaseStore(memory, f"{settings.url}/{settings.prefix}")
+
+
+class ToyLeaseStore:
+    """A :class:`~celery_leases.protocol.ports.SeparateLeaseStore`."""
+
+    in_records = False
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.name = name
+        self._memory = memory
+
+    def bounded(self, timeout: float, longest_wait: float) -> ToyLeaseStore:
+        """Itself: memory is never slow."""
+        return self
+
+    def check(self) -> str | None:
+        """What there is to warn of."""
+        return f"the lease store {self.name} is in the memory of this process"
+
+    def close(self) -> None:
+        """Nothing: there are no connections."""
+
+    # -- leases ------------------------------------------------------------------------------------
+
+    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut:
+        """Take the lease, unless somebody has it, it cools, or its gate is shut."""
+        key, token = claim_request.stored_key, claim_request.token
+        with self._memory.lock:
+            found = self._found(key)
+            gate = self._gate(claim_request.group) if claim_request.group is not None else None
+            if found is not None and found.claim_request is None:
+                return Cooling(found.until - time.monotonic())
+            if found is not None and found.token != token:
+                holder = _holder(found)
+                if holder.database != claim_request.database:
+                    raise LeaseStoreMismatch(f"{key} is held for another database, {holder.host}")
+                return Held(holder)
+            if found is None and not admits(gate, token):
+                assert gate is not None
+                return Shut(gate)
+            if gate is not None and (gate.probe == token or found is None):
+                probe_for = max(gate.probe_for, claim_request.ttl)
+                self._note(replace(gate, probe=token, probe_for=probe_for))
+            until = time.monotonic() + claim_request.ttl
+            until = max(until, found.until) if found is not None else until
+            self._memory.leases[key] = Lease(token, claim_request, until)
+            return Acquired(gate is not None and (gate.probe == token or found is None))
+
+    def age(self, stored_key: str) -> float:
+        """Seconds since the memory was made."""
+        return time.monotonic() - self._memory.began
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
+        """Renew each by itself."""
+        with self._memory.lock:
+            return [self._renew(renewal) for renewal in renewals]
+
+    def _renew(self, renewal: Renewal) -> RenewalResult:
+        found = self._found(renewal.stored_key)
+        if found is None:
+            return RenewalResult.MISSING
+        if found.claim_request is None or found.token != renewal.token:
+            return RenewalResult.OTHER
+        found.until = max(found.until, time.monotonic() + renewal.ttl)
+        gate = self._gate(renewal.probe) if renewal.probe is not None else None
+        if gate is not None and gate.probe == renewal.token:
+            self._note(replace(gate, probe_for=max(gate.probe_for, renewal.ttl)))
+        return RenewalResult.OURS
+
+    def reassert(self, claim_request: ClaimRequest) -> bool:
+        """Set the lease again, unless the key is somebody else's, or cools."""
+        with self._memory.lock:
+            found = self._found(claim_request.stored_key)
+            if found is None:
+                until = time.monotonic() + claim_request.ttl
+                lease = Lease(claim_request.token, claim_request, until)
+                self._memory.leases[claim_request.stored_key] = lease
+                return True
+            return found.claim_request is not None and found.token == claim_request.token
+
+    def release(self, stored_key: str, token: str) -> bool:
+        """Free the lease if it is *token*'s."""
+        with self._memory.lock:
+            if self._owned(stored_key, token) is None:
+                return False
+            del self._memory.leases[stored_key]
+            return True
+
+    def cool(self, stored_key: str, token: str, seconds: float) -> bool:
+        """Turn the lease into a cooldown; a cooldown of the same token counts as done."""
+        with self._memory.lock:
+            found = self._found(stored_key)
+            if found is not None and found.claim_request is None:
+                return found.token == token
+            if self._owned(stored_key, token) is None:
+                return False
+            self._memory.leases[stored_key] = Lease(token, None, time.monotonic() + seconds)
+            return True
+
+    def end_cooldown(self, stored_key: str) -> bool:
+        """Free the key if it cools."""
+        with self._memory.lock:
+            found = self._found(stored_key)
+            if found is None or found.claim_request is not None:
+                return False
+            del self._memory.leases[stored_key]
+            return True
+
+    def holder(self, stored_key: str) -> Holder | None:
+        """Who has the key."""
+        with self._memory.lock:
+            found = self._found(stored_key)
+            return _holder(found) if found is not None and found.claim_request is not None else None
+
+    def held(self, stored_keys: Sequence[str]) -> set[str]:
+        """Those of the keys that somebody has."""
+        return {key for key in stored_keys if self.holder(key) is not None}
+
+    def _owned(self, stored_key: str, token: str) -> Lease | None:
+        found = self._found(stored_key)
+        ours = found is not None and found.claim_request is not None and found.token == token
+        return found if ours else None
+
+    def _found(self, stored_key: str) -> Lease | None:
+        found = self._memory.leases.get(stored_key)
+        return found if found is not None and found.until > time.monotonic() else None
+
+    # -- marks -------------------------------------------------------------------------------------
+
+    def mark(self, stored_key: str, name: str) -> str | None:
+        """Read a mark."""
+        value, until = self._memory.marks.get((stored_key, name), ("", 0.0))
+        return value if until > time.monotonic() else None
+
+    def swap_mark(
+        self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
+    ) -> bool:
+        """Set a mark if it is absent, as expected, or what it is to be."""
+        with self._memory.lock:
+            if self.mark(stored_key, name) not in (None, expected, value):
+                return False
+            self._memory.marks[stored_key, name] = value, time.monotonic() + ttl
+            return True
+
+    # -- gates -------------------------------------------------------------------------------------
+
+    def gate(self, group: str) -> Gate | None:
+        """The gate of *group*."""
+        with self._memory.lock:
+            return self._gate(group)
+
+    def gates(self, limit: int = 1000) -> Iterator[Gate]:
+        """All gates that are not open."""
+        with self._memory.lock:
+            found = [self._gate(group) for group in list(self._memory.gates)]
+        return islice((gate for gate in found if gate is not None), limit)
+
+    def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
+        """Close the gate as the protocol says."""
+        with self._memory.lock:
+            gate = closed(group, self._gate(group), closing, token)
+            return self._note(gate, remembered_for(gate, closing.policy))
+
+    def open_gate(self, group: str, token: str | None = None) -> bool:
+        """Open the gate; with *token* only that of its probe."""
+        with self._memory.lock:
+            gate = self._gate(group)
+            if gate is None or (token is not None and not (gate.half_open and gate.probe == token)):
+                return False
+            del self._memory.gates[group]
+            return True
+
+    def give_back_probe(self, group: str, token: str) -> bool:
+        """Free the probe's slot if *token* has it."""
+        with self._memory.lock:
+            gate = self._gate(group)
+            if gate is None or gate.probe != token:
+                return False
+            self._note(replace(gate, probe=None, probe_for=0.0))
+            return True
+
+    def _gate(self, group: str) -> Gate | None:
+        gate, seen, forgotten = self._memory.gates.get(group, (None, 0.0, 0.0))
+        now = time.monotonic()
+        if gate is None or forgotten <= now:
+            return None
+        probe_for = max(0.0, gate.probe_for - (now - seen))
+        return replace(
+            gate,
+            closed_for=max(0.0, gate.closed_for - (now - seen)),
+            probe=gate.probe if probe_for else None,
+            probe_for=probe_for,
+        )
+
+    def _note(self, gate: Gate, remembered: float | None = None) -> Gate:
+        now = time.monotonic()
+        known = self._memory.gates.get(gate.group)
+        forgotten = known[2] if known is not None else 0.0
+        if remembered is not None:
+            forgotten = max(forgotten, now + remembered)
+        self._memory.gates[gate.group] = gate, now, max(forgotten, now + gate.probe_for)
+        return gate
+
+
+def _holder(lease: Lease) -> Holder:
+    claim_request = lease.claim_request
+    assert claim_request is not None
+    return Holder(
+        lease.token,
+        claim_request.call_id,
+        claim_request.holder,
+        claim_request.ttl,
+        lease.until - time.monotonic(),
+        claim_request.database,
+    )

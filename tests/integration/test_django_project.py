@@ -1,0 +1,295 @@
+"""A small project of Django's: its own test command, and the tables that its migrations make."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, inspect, text
+
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.schema import Tables
+from tests.contract.test_migrations import make_old
+from tests.support.plugin import WorkerFactory
+from tests.unit.pages import ROOT, blocks, page
+
+PROJECT = Path(__file__).parents[1] / "projects" / "django"
+Manage = Callable[..., str]
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database on each kind of server."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'shop.db'}"
+    name = "leases_postgres_url" if request.param == "postgresql" else "leases_mariadb_url"
+    return str(request.getfixturevalue(name))
+
+
+def manage_with(database_url: str, **env: str) -> Manage:
+    """What runs a command of the project's manage.py and gives its output."""
+
+    def manage(*command: str, code: int = 0) -> str:
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CELERY_", "DJANGO_"))
+        }
+        done = subprocess.run(
+            [sys.executable, "manage.py", *command],
+            cwd=PROJECT,
+            env={**inherited, "SHOP_DATABASE_URL": database_url, **env},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return manage
+
+
+@pytest.fixture
+def manage(database_url: str) -> Manage:
+    """The project's manage.py on *database_url*."""
+    return manage_with(database_url)
+
+
+def test_the_projects_own_tests_pass(manage: Manage) -> None:
+    """Their database can be destroyed afterwards."""
+    said = manage("test", "--noinput", "orders.tests")
+    assert "Destroying test database" in said
+    assert "\nOK" in said
+
+
+def test_the_admin_shows_records_and_acts_on_them(leases_postgres_url: str) -> None:
+    """By the project's own tests of it; none of its tests is skipped there."""
+    said = manage_with(leases_postgres_url)("test", "--noinput")
+    assert "Destroying test database" in said
+    assert "\nOK\n" in said
+
+
+def test_tests_without_a_test_database_do_not_meet_the_configured_one() -> None:
+    """Nobody answers there."""
+    manage = manage_with("postgresql://nobody@127.0.0.1:1/shop")
+    said = manage("test", "orders.tests.WithoutDatabaseTests")
+    assert "Ran 1 test" in said
+    assert "\nOK" in said
+
+
+SETTINGS = "SHOP_SETTINGS"
+
+
+def checked(database_url: str, *command: str, code: int = 0, **settings: Any) -> dict[str, str]:
+    """The messages of `manage.py check` by their ids, with these *settings* in place of the
+    project's.
+    """
+    said = manage_with(database_url, **{SETTINGS: json.dumps(settings)})(
+        "check", *command, code=code
+    )
+    found = re.findall(
+        r"\(celery_leases\.(\w+)\) (.*?)(?=\n\?:|\nSystem check|\n\n|\Z)", said, re.DOTALL
+    )
+    return dict(found)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """The URL of an empty file."""
+    return f"sqlite:///{tmp_path / 'shop.db'}"
+
+
+def test_a_healthy_project_passes_the_checks(sqlite_url: str) -> None:
+    """Those of the database too, once the tables are there."""
+    assert checked(sqlite_url) == {}
+    assert list(checked(sqlite_url, "--database", "default")) == ["W006"]
+    manage_with(sqlite_url)("migrate", "--verbosity", "0")
+    assert checked(sqlite_url, "--database", "default") == {}
+
+
+def test_records_and_brokers_that_do_not_fit_are_named(sqlite_url: str) -> None:
+    """With the setting to write."""
+    found = checked(
+        sqlite_url,
+        CELERY_BROKER_URL="redis://:secret@elsewhere/0",
+        CELERY_LEASES={"url": "database"},
+        CELERY_LEASES_DATABASE_URL="sqlite:///elsewhere.db",
+    )
+    assert found.keys() == {"W001", "W002", "W005"}
+    assert "not in DATABASES['default']" in found["W001"]
+    assert "CELERY_BROKER_TRANSPORT_OPTIONS = {" in found["W002"]
+    assert "redis://elsewhere/0 is on another machine" in found["W005"]
+    assert "secret" not in str(found)
+
+
+def test_a_schema_that_django_does_not_look_into_is_named(sqlite_url: str) -> None:
+    """It is for apps that make their tables by `leases migrate`."""
+    found = checked(sqlite_url, CELERY_LEASES_DATABASE_SCHEMA="leases")
+    assert found.keys() == {"W001"}
+    assert "The records are in the schema leases" in found["W001"]
+
+
+def test_tasks_that_do_not_do_what_they_say_are_named(sqlite_url: str) -> None:
+    """And a call that no relay would publish after a crash."""
+    found = checked(sqlite_url, CELERY_BEAT_SCHEDULE={}, MORE_APPS=["faulty"])
+    assert found.keys() == {"W003", "W004", "W007"}
+    assert "faulty.tasks.retrying" in found["W003"]
+    assert "The task faulty.tasks.bare has lease_key" in found["W004"]
+    assert found["W007"].startswith("faulty.tasks calls delay_in()")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"CELERY_LEASES": {"database": "elsewhere"}},
+            "CELERY_LEASES['database']='elsewhere' is no alias",
+        ),
+        ({"CELERY_LEASES": {"tll": "30s"}}, "unknown setting leases_tll; did you mean leases_ttl?"),
+        ({"MORE_APPS": ["wrong"]}, "lease_ttl"),
+        (
+            {"CELERY_LEASES_URL": "redis://localhost/1"},
+            "CELERY_LEASES['url'] and a setting LEASES_URL",
+        ),
+    ],
+)
+def test_wrong_settings_are_errors(sqlite_url: str, settings: dict[str, Any], said: str) -> None:
+    """Each with what to write."""
+    found = checked(sqlite_url, code=1, **settings)
+    assert said in found["E001"]
+
+
+def test_the_command_line_is_a_command_of_the_project(sqlite_url: str) -> None:
+    """With its options and exit codes."""
+    manage = manage_with(sqlite_url)
+    manage("migrate", "--verbosity", "0")
+    assert json.loads(
+        manage("leases", "--settings", "shop.settings", "show", "charge:1", "--json", code=1)
+    )
+    assert "no leased task of this app" in manage("leases", "list", "--task", "nobody", code=2)
+    assert "rate_limited" in manage(
+        "leases", "explain", "--task", "orders.tasks.charge", "--status", "429"
+    )
+
+
+def reflected(engine: Engine) -> dict[str, Any]:
+    """The tables of celery_leases as the server tells of them."""
+    found = inspect(engine)
+    return {
+        name: {
+            "columns": [
+                {**column, "type": repr(column["type"])} for column in found.get_columns(name)
+            ],
+            "key": found.get_pk_constraint(name)["constrained_columns"],
+            "indexes": sorted(map(str, found.get_indexes(name))),
+            "options": found.get_table_options(name)
+            if engine.dialect.name in ("mysql", "mariadb")
+            else None,
+        }
+        for name in found.get_table_names()
+        if name.startswith("celery_leases")
+    }
+
+
+def test_migrations_make_the_tables_that_the_command_makes(
+    database_url: str, manage: Manage
+) -> None:
+    """Compared on the server; there is nothing to migrate afterwards, and going back drops them."""
+    manage("migrate", "--verbosity", "0")
+    engine = create_engine(engine_for(database_url).url)
+    by_django = reflected(engine)
+    manage("makemigrations", "--check", "--dry-run")
+    manage("migrate", "celery_leases", "zero", "--verbosity", "0")
+    assert reflected(engine) == {}
+    engine.dispose()
+    ours = engine_for(database_url)
+    Tables().create(ours)
+    ours.dispose()
+    assert by_django == reflected(engine)
+    assert len(by_django) == 5
+    engine.dispose()
+
+
+def test_migrations_convert_tables_of_an_older_release(database_url: str, manage: Manage) -> None:
+    """Those that `leases migrate` has made before the project had the Django app."""
+    make_old(database_url)
+    manage("migrate", "celery_leases", "--verbosity", "0")
+    engine = engine_for(database_url)
+    with engine.connect() as connection:
+        assert (
+            connection.execute(text("SELECT version FROM celery_leases_version")).scalar_one() == 2
+        )
+    engine.dispose()
+
+
+def test_every_check_is_explained() -> None:
+    """docs/django.md has each id that the checks give."""
+    source = (ROOT / "celery_leases" / "contrib" / "django" / "checks.py").read_text()
+    given = set(re.findall(r'id="celery_leases\.(\w+)"', source))
+    assert given == set(re.findall(r"`celery_leases\.([EW]\d+)`", page("django")))
+
+
+BUY = """
+from django.db import connection, transaction
+from orders.models import Order
+from orders.tasks import charge
+with transaction.atomic():
+    Order.objects.create(number=1)
+    charge.delay_in(connection, 1)
+charge.delay_on_commit(1)
+"""
+
+
+def test_a_worker_runs_what_a_transaction_has_enqueued(
+    worker_factory: WorkerFactory, leases_redis_url: str, leases_postgres_url: str
+) -> None:
+    """It is started by Celery's own command line, and nobody runs a relay; it logs the checks."""
+    env = {
+        "SHOP_BROKER_URL": leases_redis_url,
+        "SHOP_DATABASE_URL": leases_postgres_url,
+        SETTINGS: json.dumps({"MORE_APPS": ["faulty"]}),
+    }
+    manage = manage_with(leases_postgres_url, **env)
+    manage("migrate", "--verbosity", "0")
+    worker = worker_factory("shop", broker=leases_redis_url, cwd=PROJECT, env=env)
+    worker.wait_for_log(r"The leased task faulty\.tasks\.retrying has autoretry_for")
+    manage("shell", "-c", BUY)
+    worker.wait_for_log(r"key charge:1: attempt 1 returned", timeout=60)
+    worker.wait_for_log(r"key charge:1: answered with the saved result", timeout=60)
+    shown = json.loads(
+        manage("leases", "show", "charge:1", "--task", "orders.tasks.charge", "--json")
+    )
+    assert (shown["state"], shown["result"]) == ("done", {"order": 1, "attempt": 1})
+    engine = engine_for(leases_postgres_url)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT charges FROM orders_order")).scalar_one() == 1
+    engine.dispose()
+
+
+def test_the_examples_of_the_page_pass(tmp_path: Path) -> None:
+    """docs/django.md shows an app, its settings, a function and a test, which go together."""
+    settings, task, configured, buying, testing = blocks(page("django"), "python")
+    assert "celery_leases.contrib.django" in settings
+    names: dict[str, Any] = {}
+    exec(configured, names)  # noqa: S102 - our own page
+    told = tmp_path / "told"
+    told.mkdir()
+    (told / "__init__.py").touch()
+    (told / "tasks.py").write_text(task)
+    called = "with self.captureOnCommitCallbacks(execute=True):\n            buy(Order(number=8))"
+    (told / "tests.py").write_text(
+        f"from orders.models import Order\nfrom told.tasks import charge\n{buying}{testing}\n"
+        f"    def test_buying(self):\n        {called}\n"
+        "        assert charge.lease_status(8).state == 'done'\n"
+    )
+    given = {"MORE_APPS": ["told"], "CELERY_TASK_ALWAYS_EAGER": True}
+    given["CELERY_LEASES"] = names["CELERY_LEASES"]
+    env = {SETTINGS: json.dumps(given), "PYTHONPATH": str(tmp_path)}
+    said = manage_with(f"sqlite:///{tmp_path / 'shop.db'}", **env)("test", "told")
+    assert "Ran 2 tests" in said

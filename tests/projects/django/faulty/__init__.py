@@ -1,0 +1,1 @@
+"""Tasks with mistakes that the system checks name."""

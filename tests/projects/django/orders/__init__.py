@@ -1,0 +1,1 @@
+"""Orders, which are charged by a leased task."""

@@ -1,0 +1,5 @@
+"""A small shop: its Celery app is imported with Django, as Celery's documentation says."""
+
+from shop.celery import app as celery_app
+
+__all__ = ("celery_app",)

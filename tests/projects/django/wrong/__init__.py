@@ -1,0 +1,1 @@
+"""A task with an option that is refused."""

@@ -1,0 +1,2 @@
+${upgrades}
+${downgrades}

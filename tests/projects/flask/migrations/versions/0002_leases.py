@@ -1,0 +1,17 @@
+"""The tables of celery_leases."""
+
+from alembic import op
+
+import celery_leases.alembic as leases
+
+revision, down_revision = "0002", "0001"
+
+
+def upgrade() -> None:
+    """Make them."""
+    leases.upgrade(op, to=2)
+
+
+def downgrade() -> None:
+    """Drop them."""
+    leases.downgrade(op, to=0)

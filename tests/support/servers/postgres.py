@@ -1,0 +1,144 @@
+"""A private PostgreSQL in a temporary directory."""
+
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+
+from tests.support.process import GuardedProcess, NotReady
+from tests.support.servers.local import LocalServer, ServerMissing
+
+_PLACES = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/postgresql*/bin")
+
+
+def find_postgres_binaries() -> Path:
+    """The directory with ``initdb`` and ``postgres``: from PATH, else the newest where
+    distributions put them.
+
+    Raises ServerMissing when there is none.
+    """
+    candidates = []
+    if found := shutil.which("initdb"):
+        candidates.append(Path(found).resolve().parent)
+    for place in _PLACES:
+        versions = Path("/").glob(place.lstrip("/"))
+        candidates += sorted(
+            versions, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], reverse=True
+        )
+    for candidate in candidates:
+        if (candidate / "initdb").exists() and (candidate / "postgres").exists():
+            return candidate
+    raise ServerMissing("no PostgreSQL: install its server (Debian: apt-get install postgresql)")
+
+
+def _unprivileged() -> tuple[int, int] | None:
+    """Whom to run as: PostgreSQL refuses root, anybody else runs it as themselves."""
+    if os.geteuid() != 0:
+        return None
+    for name in ("postgres", "nobody"):
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        return entry.pw_uid, entry.pw_gid
+    raise ServerMissing(
+        "PostgreSQL does not run as root, and there is no user 'postgres' or 'nobody' to run it as"
+    )
+
+
+class PostgresServer(LocalServer):
+    """A private PostgreSQL on 127.0.0.1: trust authentication, no fsync, superuser ``postgres``.
+
+    ``settings`` are server settings such as ``{"max_connections": "20"}``; they go over the
+    defaults.
+    """
+
+    name = "PostgreSQL"
+    stop_signals = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}  # noqa: RUF012
+
+    def __init__(self, *, settings: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self._settings = {
+            "fsync": "off",
+            "full_page_writes": "off",
+            "max_connections": "200",
+            "shared_buffers": "32MB",
+            "unix_socket_directories": "",
+            "lc_messages": "C",
+            **(settings or {}),
+        }
+        self._numbers = count(1)
+
+    @property
+    def url(self) -> str:
+        """``postgresql+psycopg://postgres@127.0.0.1:<port>/postgres``."""
+        return self.database_url("postgres")
+
+    def database_url(self, database: str) -> str:
+        """The SQLAlchemy URL of one database of this server."""
+        return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """Create an empty database and return its URL. Raises subprocess.CalledProcessError."""
+        name = f"leases_{next(self._numbers)}"
+        createdb = find_postgres_binaries() / "createdb"
+        where = ["--host=127.0.0.1", f"--port={self.port}", "--username=postgres", "--no-password"]
+        subprocess.run([createdb, *where, name], check=True, capture_output=True, timeout=60)
+        return self.database_url(name)
+
+    def _launch(self, home: Path, port: int) -> GuardedProcess:
+        binaries = find_postgres_binaries()
+        user = _unprivileged()
+        data = home / "data"
+        if not data.exists():
+            if user:
+                os.chown(home, *user)
+            self._initdb(binaries, data, user)
+        settings = [f"--{name}={value}" for name, value in self._settings.items()]
+        return GuardedProcess(
+            [
+                binaries / "postgres",
+                "-D",
+                data,
+                "-p",
+                str(port),
+                "--listen_addresses=127.0.0.1",
+                *settings,
+            ],
+            log=home / "server.log",
+            cwd=home,
+            user=user,
+            homes=[home],
+        )
+
+    @staticmethod
+    def _initdb(binaries: Path, data: Path, user: tuple[int, int] | None) -> None:
+        options = [
+            "--username=postgres",
+            "--auth=trust",
+            "--no-sync",
+            "--encoding=UTF8",
+            "--locale=C",
+        ]
+        home = data.parent
+        initdb = GuardedProcess(
+            [binaries / "initdb", "--pgdata", data, *options],
+            log=home / "initdb.log",
+            cwd=home,
+            user=user,
+            homes=[home],
+        )
+        try:
+            code = initdb.wait(120)
+        finally:
+            initdb.end()
+        if code:
+            raise NotReady(f"initdb failed with {code}:\n{initdb.logs()}")
+
+    def _await_ready(self, process: GuardedProcess) -> None:
+        process.wait_for_log("database system is ready to accept connections", self.start_timeout)

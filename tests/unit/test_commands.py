@@ -1,0 +1,317 @@
+"""``celery leases`` in this process: what its commands print, change, refuse and exit with."""
+
+# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import click
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+from sqlalchemy import update
+
+from celery_leases import Cooldown, LeaseClient, LeasedTask
+from celery_leases.cli import leases, output
+from celery_leases.cli.parameters import MOMENT
+from celery_leases.worker.stored_messages import kept
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[Any]:
+        """Its output, an object of JSON on each line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Types = Callable[..., Done]
+NAME = "commands.work"
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[Celery]:
+    """An app whose calls run in this process, on a SQLite file that commands see too."""
+    app = Celery("commands", broker="memory://", set_as_current=False)
+    app.conf.update(
+        leases_url="database",
+        leases_database_url=f"sqlite:///{tmp_path}/r.db",
+        leases_eager_stores=True,
+    )
+    broken: set[int] = set()
+    app.broken = broken
+
+    @app.task(base=LeasedTask, name=NAME, lease_key="k:{number}", shared=False)
+    def work(number: int) -> int:
+        if number in broken:
+            raise KeyError(f"no {number}")
+        if number > 99:
+            raise Cooldown("1h", reason="later")
+        return number
+
+    LeaseClient.from_app(app, eager=True).list()
+    yield app
+    LeaseClient.from_app(app)._records.database.close()
+
+
+@pytest.fixture
+def types(app: Celery) -> Types:
+    """Runs ``celery leases`` with some words."""
+
+    def run(*words: str, given: str | None = None) -> Done:
+        found = CliRunner().invoke(leases, list(words), obj=SimpleNamespace(app=app), input=given)
+        if found.exception is not None and not isinstance(found.exception, SystemExit):
+            raise found.exception
+        return Done(found.exit_code, found.stdout, found.stderr)
+
+    return run
+
+
+def call(app: Celery, *numbers: int) -> None:
+    for number in numbers:
+        app.tasks[NAME].apply((number,))
+
+
+def keep_message(app: Celery, number: int) -> None:
+    """As a worker does of a task with ``lease_store_arguments``."""
+    client = LeaseClient.from_app(app)
+    call_id = client.status(f"k:{number}", task=NAME).call_id
+    table = client._records.tables.records
+    keep = update(table).where(table.c.key == f"k:{number}")
+    message = kept(app.tasks[NAME].signature((number,), task_id=call_id))
+    with client._records.database.engine.connect() as connection:
+        connection.execute(keep.values(message=message))
+
+
+def states(types: Types) -> dict[str, str]:
+    return {row["key"]: row["state"] for row in types("list", "--json").lines}
+
+
+def test_the_list_has_age_runtime_next_try_and_reason(app: Celery, types: Types) -> None:
+    app.broken.add(2)
+    call(app, 1, 2, 100)
+    head, *rows = types("list").out.splitlines()
+    assert head.split()[:8] == ["STATE", "KEY", "TASK", "AGE", "RUNTIME", "NEXT", "TRY", "REASON"]
+    assert [row.split()[:2] for row in rows] == [
+        ["cooling", "k:100"],
+        ["cooling", "k:2"],
+        ["done", "k:1"],
+    ]
+    assert "when called, in 59m" in rows[0]
+    assert " asked " in rows[0]
+    assert re.search(r" \d+(\.\d)?s +\d+(\.\d)?s ", rows[2])  # its age and its run time
+
+
+def test_pages_go_on_where_the_one_before_ended(app: Celery, types: Types) -> None:
+    call(app, *range(5))
+    first = types("list", "--limit", "3", "--json")
+    assert [row["key"] for row in first.lines] == ["k:4", "k:3", "k:2"]
+    where = first.err.split("--page ")[1].strip()
+    rest = types("list", "--limit", "3", "--json", "--page", where)
+    assert [row["key"] for row in rest.lines] == ["k:1", "k:0"]
+    assert rest.err == ""
+    assert types("list", "--page", "nonsense").code == 2
+
+
+def test_show_tells_the_attempts_and_what_happens_next(app: Celery, types: Types) -> None:
+    app.broken.add(2)
+    call(app, 2)
+    types("retry", "k:2")
+    call(app, 2)
+    shown = types("show", "k:2").out
+    attempts = [
+        line.split()
+        for line in shown.splitlines()
+        if " failed " in line and "anything-else: KeyError" in line
+    ]
+    assert len(attempts) == 2
+    assert "in work" in shown
+    assert "It does not run by itself: call the task again in" in shown
+    (status,) = types("show", "k:2", "--json").lines
+    assert [each["ended"] for each in status["attempts"]] == ["failed", "failed"]
+    assert types("show", "nothing").code == 1
+
+
+def test_statistics_are_counted(app: Celery, types: Types) -> None:
+    app.broken.add(2)
+    call(app, 0, 1, 2)
+    counts = [line.split()[:3] for line in types("stats").out.splitlines()]
+    assert counts[1:3] == [[NAME, "cooling", "1"], [NAME, "done", "2"]]
+    (found,) = types("stats", "--json").lines
+    assert [(each["state"], each["count"]) for each in found["states"]] == [
+        ("cooling", 1),
+        ("done", 2),
+    ]
+    assert found["rules"] == [{"rule": "anything-else", "reason": "error", "count": 1}]
+
+
+def test_a_filter_is_tried_confirmed_and_carried_out(app: Celery, types: Types) -> None:
+    app.broken |= {1, 2}
+    call(app, 0, 1, 2, 100)
+    keep_message(app, 1)
+    tried = types("retry", "--reason", "error", "--dry-run")
+    assert (tried.code, "2 keys would be retried" in tried.err) == (0, True)
+    assert [line.split()[1] for line in tried.out.splitlines()[1:]] == ["k:1", "k:2"]
+    refused = types("retry", "--reason", "error", given="n\n")
+    assert (refused.code, states(types)["k:1"]) == (1, "cooling")
+    assert types("retry", "--reason", "error").code == 1, "nobody to ask"
+    done = types("retry", "--reason", "error", "--yes")
+    assert (done.code, done.err.splitlines()[-1]) == (
+        0,
+        "2 retried, 1 published, 0 left as they are",
+    )
+    assert states(types) == {"k:0": "done", "k:1": "pending", "k:2": "pending", "k:100": "cooling"}
+    nothing = types("retry", "--reason", "error", "--state", "failed", "--yes")
+    assert (nothing.code, "nothing was found" in nothing.err) == (0, True)
+
+
+def test_several_keys_are_changed_and_what_is_left_is_told(app: Celery, types: Types) -> None:
+    app.broken.add(1)
+    call(app, 0, 1)
+    keep_message(app, 1)
+    done = types("retry", "k:0", "k:1", "k:9", "--json")
+    assert done.code == 1
+    assert [(row["key"], row["done"], row["published"]) for row in done.lines] == [
+        ("k:0", False, None),
+        ("k:1", True, True),
+    ]
+    assert "k:9: there is neither a lease nor a record for it" in done.err
+    assert "1 retried, 1 published, 2 left as they are" in done.err
+    assert types("forget", "k:0", "k:1").code == 0
+    assert states(types) == {}
+
+
+def test_retry_publishes_the_kept_message_and_says_so(app: Celery, types: Types) -> None:
+    app.broken.add(1)
+    call(app, 1)
+    keep_message(app, 1)
+    done = types("retry", "k:1")
+    assert (done.code, "its kept message was published" in done.err) == (0, True)
+    with app.connection_for_read() as connection:
+        message = connection.SimpleQueue("celery").get(timeout=30)
+        assert json.loads(message.body)[0] == [1]
+        message.ack()
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (("forget",), "say which"),
+        (("retry", "k:1", "--state", "failed"), "not both"),
+        (("list", "--since", "soon"), "is no time"),
+        (("list", "--limit", "0"), "--limit"),
+        (("list", "--task", "nobody"), "known are"),
+        (("purge", "--state", "done"), "go with --older"),
+        (("purge", "--older", "soon"), "'soon' is not usable"),
+        (("purge", "--older", "1d", "--state", "running"), "running"),
+        (("forget", "k:1", "--retention", "soon"), "'soon' is not usable"),
+        (("group", "close", "g", "--for", "soon"), "'soon' is not usable"),
+        (("group", "open"), "GROUP"),
+        (("resolve", "k:1"), "--done"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_use_exits_with_2_and_a_word_of_help(
+    types: Types, words: tuple[str, ...], answer: str
+) -> None:
+    done = types(*words)
+    assert (done.code, done.out) == (2, "")
+    assert answer in done.err
+
+
+def test_purge_asks_and_deletes(app: Celery, types: Types) -> None:
+    call(app, 0, 1, 100)
+    assert types("purge").out == "0 records deleted\n"
+    assert types("purge", "--older", "1ms", "--dry-run").out == "3 records would be deleted\n"
+    assert types("purge", "--older", "1ms", given="n\n").code == 1
+    assert types("purge", "--older", "1ms", "--state", "done", "--yes").out == "2 records deleted\n"
+    assert states(types) == {"k:100": "cooling"}
+
+
+def test_watch_looks_again_and_again(app: Celery, types: Types) -> None:
+    call(app, 0)
+    seen = types("watch", "--times", "2", "--every", "1ms").out
+    assert seen.count("k:0") == 2
+    assert seen.count("STATE") == 2
+
+
+def test_groups_are_closed_listed_and_opened(types: Types) -> None:
+    assert types("group", "list").out == "all gates are open\n"
+    closed = types("group", "close", "a", "b", "--for", "5m", "--why", "unpaid", "--json").lines
+    assert [(row["group"], row["error"]) for row in closed] == [("a", "unpaid"), ("b", "unpaid")]
+    assert types("group", "open", "a", "b").out == "all gates are open\n"
+    assert "open already" in types("group", "open", "a").err
+
+
+def test_a_time_is_a_moment_or_a_span_before_now() -> None:
+    """Without a zone it is by the local clock."""
+    assert (
+        MOMENT.convert("2026-04-01T03:00:00+02:00", None, None).isoformat()
+        == "2026-04-01T03:00:00+02:00"
+    )
+    assert MOMENT.convert("2026-04-01", None, None).tzinfo is not None
+    assert MOMENT.convert("1h", None, None) < MOMENT.convert("1m", None, None)
+    for wrong in ("", "yesterday", "9" * 18):
+        with pytest.raises(click.BadParameter):
+            MOMENT.convert(wrong, None, None)
+
+
+PRINTING = """
+from celery_leases.cli.output import echo_table
+echo_table([("STATE", "KEY", "REASON"), *((f"s{n}", "k" * 300, "é界" * 40) for n in range(%d))])
+"""
+
+
+def test_a_table_is_cut_to_the_terminal() -> None:
+    """And only there; characters of East Asia take two columns."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINTING % 2], stdout=theirs, env=os.environ | {"COLUMNS": "60"}
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:  # how a terminal ends on Linux
+        pass
+    os.close(ours)
+    assert process.wait(60) == 0
+    lines = shown.decode().splitlines()
+    assert len(lines) == 3
+    assert max(map(output._width, lines)) <= 60
+    assert lines[1].count("…") == 2
+    piped = subprocess.run(
+        [sys.executable, "-c", PRINTING % 1], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "k" * 300 in piped.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As after ``| head``: nothing is printed about it."""
+    code = f"import click\n@click.command()\ndef main():\n    exec({PRINTING % 100_000!r})\nmain()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) in (1, -signal.SIGPIPE)

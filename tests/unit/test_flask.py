@@ -1,0 +1,370 @@
+"""Flask's part, in process: eager calls, the application context, the status view, ``flask
+leases``.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+flask = pytest.importorskip(
+    "flask", reason="Flask is not installed: it is in the dependency group test"
+)
+pytest.importorskip(
+    "flask_sqlalchemy", reason="Flask-SQLAlchemy is not installed: it is in the group test"
+)
+
+import click  # noqa: E402
+from celery import Celery  # noqa: E402
+from flask import Flask, abort, current_app, request  # noqa: E402
+from flask_sqlalchemy import SQLAlchemy  # noqa: E402
+from kombu.exceptions import OperationalError  # noqa: E402
+from sqlalchemy import Column, Integer, String, func, make_url, select  # noqa: E402
+
+from celery_leases import cli  # noqa: E402
+from celery_leases.contrib.flask import CeleryLeases, FlaskTask, LeasedTask, leases_blueprint  # noqa: E402
+from celery_leases.errors import KeyReused, LeaseConfigurationError, StoreUnavailable  # noqa: E402
+from celery_leases.http import idempotency_key  # noqa: E402
+from tests.unit.celery_apps import apps  # noqa: E402
+
+__all__ = ["apps"]
+
+EAGER = {
+    "broker_url": "memory://",
+    "task_always_eager": True,
+    "leases_url": "database",
+    "leases_eager_stores": True,
+    "task_ignore_result": False,
+}
+
+
+@pytest.fixture
+def shop(apps: None, tmp_path: Path) -> Any:
+    """A shop on Flask, Flask-SQLAlchemy and eager Celery, as its documentation builds one."""
+    app = Flask("shop", instance_path=str(tmp_path))
+    app.config.update(SQLALCHEMY_DATABASE_URI="sqlite:///shop.db", CELERY=dict(EAGER), TESTING=True)
+    db = SQLAlchemy(app)
+
+    class Order(db.Model):  # type: ignore[name-defined]
+        id = Column(Integer, primary_key=True)
+        key = Column(String)
+
+    leases = CeleryLeases(app)
+    celery = app.extensions["celery"]
+    seen: list[Any] = []
+
+    @celery.task(base=LeasedTask, bind=True, name="shop.order", lease_key="order:{key}")
+    def order(self, key, amount=1):
+        seen.append((key, current_app.name, db.session()))
+        if amount < 0:
+            raise ValueError("secret of the body")
+        db.session.add(Order(key=key))
+        self.lease.complete({"amount": amount}, db.session)
+        db.session.commit()
+        return {"amount": amount}
+
+    @celery.task(name="shop.plain")
+    def plain():
+        return current_app.name
+
+    def may(key: str, task: str | None) -> Any:
+        seen.append(("asked", key, task))
+        if request.headers.get("Authorization") == "nobody":
+            abort(401)
+        return request.headers.get("Authorization") == "me"
+
+    app.register_blueprint(leases_blueprint(may))
+
+    @app.post("/orders/<key>")
+    def post(key: str) -> Any:
+        return leases.submit(order, (key,), {"amount": int(request.args.get("amount", 1))})
+
+    @app.post("/orders")
+    def post_once() -> Any:
+        key = idempotency_key(request.headers.get("Idempotency-Key"), caller=7)
+        return leases.submit(order, (key, int(request.args.get("amount", 1))), idempotent=True)
+
+    @app.get("/broken")
+    def broken() -> Any:
+        raise StoreUnavailable("secret host does not answer", False)
+
+    with app.app_context():
+        db.create_all()
+    return SimpleNamespace(
+        app=app,
+        db=db,
+        celery=celery,
+        order=order,
+        plain=plain,
+        seen=seen,
+        http=app.test_client(),
+        leases=leases,
+        Order=Order,
+    )
+
+
+def status_of(shop: Any, key: str, who: str | None = "me", query: str = "") -> Any:
+    """What the status view answers."""
+    return shop.http.get(f"/leases/{key}{query}", headers={"Authorization": who} if who else {})
+
+
+def test_a_body_runs_in_the_application_context_under_its_lease(shop: Any) -> None:
+    """Leased and plain tasks; the session of the body is not that of the caller."""
+    with shop.app.app_context():
+        outside = shop.db.session()
+        assert shop.order.delay("1", 3).get() == {"amount": 3}
+        assert shop.plain.delay().get() == "shop"
+        ((_, name, inside),) = shop.seen
+    assert name == "shop"
+    assert inside is not outside
+    assert shop.order.delay("1", 3).get() == {"amount": 3}  # from the record
+    assert len(shop.seen) == 1
+
+
+def test_the_records_are_in_the_database_of_flask_sqlalchemy(shop: Any, tmp_path: Path) -> None:
+    """The URL is written once; a completion is committed with rows of its own."""
+    assert shop.celery.conf.leases_database_url == f"sqlite:///{tmp_path / 'shop.db'}"
+    shop.order.delay("1")
+    with shop.app.app_context():
+        assert shop.db.session.scalar(select(func.count()).select_from(shop.Order)) == 1
+
+
+def test_a_database_of_its_own_is_kept(apps: None, tmp_path: Path) -> None:
+    """What the settings name comes before Flask-SQLAlchemy; a database in memory is nobody
+    else's.
+    """
+    for url, named in (
+        ("sqlite:///other.db", "sqlite:///records.db"),
+        ("sqlite:///:memory:", None),
+    ):
+        app = Flask("shop", instance_path=str(tmp_path))
+        app.config.update(
+            SQLALCHEMY_DATABASE_URI=url, CELERY=EAGER | {"leases_database_url": named}
+        )
+        SQLAlchemy(app)
+        CeleryLeases(app)
+        assert app.extensions["celery"].conf.leases_database_url == named
+
+
+def test_a_password_of_any_characters_reaches_the_records(apps: None) -> None:
+    """With the query of the URL; the database is not connected to."""
+    pytest.importorskip("psycopg", reason="psycopg is not installed: it is in the group test")
+    url = "postgresql+psycopg://me:p%25%40%2F@db:5433/shop?sslmode=disable"
+    app = Flask("shop")
+    app.config.update(SQLALCHEMY_DATABASE_URI=url, CELERY=EAGER)
+    SQLAlchemy(app)
+    CeleryLeases(app)
+    found = make_url(app.extensions["celery"].conf.leases_database_url)
+    assert found == make_url(url)
+    assert (found.password, found.port) == ("p%@/", 5433)
+
+
+def test_asked_twice_is_done_once_and_answered_twice(shop: Any) -> None:
+    """202 with the place of the status, then 200 with the result."""
+    first = shop.http.post("/orders/x?amount=5")
+    assert first.status_code == 202
+    assert first.headers["Location"] == "/leases/order:x?task=shop.order"
+    done = shop.http.post("/orders/x?amount=5")
+    assert (done.status_code, done.json["result"]) == (200, {"amount": 5})
+    assert [entry[0] for entry in shop.seen].count("x") == 1
+    shown = shop.http.get(first.headers["Location"], headers={"Authorization": "me"})
+    assert (shown.status_code, shown.json["state"], shown.json["result"]) == (
+        200,
+        "done",
+        {"amount": 5},
+    )
+
+
+def test_the_same_key_with_other_content_is_422_and_runs_nothing(shop: Any) -> None:
+    """By the error handler, with a problem."""
+    shop.http.post("/orders/x?amount=5")
+    refused = shop.http.post("/orders/x?amount=6")
+    assert (refused.status_code, refused.json["code"]) == (422, "key_reused")
+    assert refused.content_type == "application/problem+json"
+    assert len(shop.seen) == 1
+
+
+def test_a_failure_cools_down_and_its_text_stays_inside(shop: Any) -> None:
+    """429 for whoever asks again, and for whoever looks 200 with the state."""
+    assert shop.http.post("/orders/x?amount=-1").status_code == 202
+    again = shop.http.post("/orders/x?amount=-1")
+    assert (again.status_code, again.json["code"]) == (429, "cooling_down")
+    assert int(again.headers["Retry-After"]) > 60
+    shown = status_of(shop, "order:x")
+    assert (shown.status_code, shown.json["state"]) == (200, "cooling")
+    assert b"secret" not in again.data + shown.data
+
+
+def test_an_idempotency_key_is_the_key(shop: Any) -> None:
+    """Missing: 400. The same one: one run. With other content: 422."""
+    assert shop.http.post("/orders").json["code"] == "idempotency_key_refused"
+    codes = [
+        shop.http.post(f"/orders?amount={amount}", headers={"Idempotency-Key": '"k-1"'}).status_code
+        for amount in (1, 1, 2)
+    ]
+    assert codes == [202, 200, 422]
+    assert len(shop.seen) == 1
+
+
+@pytest.mark.parametrize(("who", "code"), [("me", 200), ("you", 403), (None, 403), ("nobody", 401)])
+def test_the_authoriser_decides_before_anything_is_looked_up(
+    shop: Any, who: str | None, code: int
+) -> None:
+    """Also for keys that do not exist, which answer the same."""
+    shop.order.delay("1")
+    shop.seen.clear()
+    assert status_of(shop, "order:1", who, "?task=shop.order").status_code == code
+    assert status_of(shop, "order:2", who).status_code == code
+    assert shop.seen == [("asked", "order:1", "shop.order"), ("asked", "order:2", None)]
+
+
+def test_a_stored_key_is_not_a_way_around_the_authoriser(shop: Any) -> None:
+    """Under it the key would be another one than the authoriser was asked about."""
+    shop.order.delay("1")
+    assert status_of(shop, "t:shop.order|order:1").status_code == 404
+    assert status_of(shop, "order:1").json["state"] == "done"
+
+
+def test_nothing_is_changed_by_the_view(shop: Any) -> None:
+    """It knows GET only."""
+    for method in ("post", "put", "delete", "patch"):
+        assert getattr(shop.http, method)("/leases/order:1").status_code == 405
+
+
+@pytest.mark.parametrize("authorise", [None, True, "me"])
+def test_a_blueprint_without_an_authoriser_is_refused(authorise: Any) -> None:
+    """When the app starts, not when somebody finds out."""
+    with pytest.raises(LeaseConfigurationError, match="everybody could see"):
+        leases_blueprint(authorise)
+
+
+def test_an_error_is_a_problem_and_what_it_says_is_in_the_log(
+    shop: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator wants the text that a client must not see."""
+    sent = shop.http.get("/broken")
+    assert (sent.status_code, sent.headers["Retry-After"]) == (503, "5")
+    assert b"secret" not in sent.data
+    assert "secret host" in caplog.text
+
+
+def test_a_task_is_called_in_the_callers_transaction(shop: Any) -> None:
+    """Nothing before the commit, and nothing at all after a rollback."""
+    with shop.app.app_context():
+        shop.db.session.add(shop.Order(key="mine"))
+        shop.order.delay_in(shop.db.session, "1")
+        assert shop.order.lease_status("1").state == "absent"
+        shop.db.session.rollback()
+        assert shop.order.lease_status("1").state == "absent"
+        shop.leases.submit(shop.order, ("1",), session=shop.db.session)
+        shop.db.session.commit()
+        assert shop.order.lease_status("1").state != "absent"
+        with pytest.raises(KeyReused):
+            shop.order.delay_in(shop.db.session, "1", 9)
+
+
+def test_the_celery_app_of_flasks_documentation_is_taken_as_it_is(apps: None) -> None:
+    """With our task class in place of its own; one that is given is, too."""
+    for how in ("extensions", "argument"):
+        app = Flask("shop")
+        celery = Celery("shop", task_cls=LeasedTask)
+        celery.config_from_object(EAGER | {"leases_database_url": "sqlite://"})
+        if how == "extensions":
+            app.extensions["celery"] = celery
+        CeleryLeases(app, celery if how == "argument" else None)
+
+        def name():
+            return current_app.name
+
+        named = celery.task(name=f"shop.{how}")(name)
+        assert isinstance(named, LeasedTask)
+        assert named.apply().get() == "shop"
+
+
+def test_a_task_without_a_flask_app_says_what_to_write(apps: None) -> None:
+    """The worker imports another module than the web server does."""
+    celery = Celery("lost", task_cls=FlaskTask, broker="memory://")
+    celery.conf.task_always_eager = celery.conf.task_eager_propagates = True
+
+    @celery.task(name="lost.body")
+    def body():
+        raise AssertionError
+
+    with pytest.raises(LeaseConfigurationError, match=r"write CeleryLeases\(app\)"):
+        body.delay()
+
+
+def test_an_app_without_settings_for_celery_is_refused(apps: None) -> None:
+    """With the line to write."""
+    with pytest.raises(LeaseConfigurationError, match=r'app.config\["CELERY"\]'):
+        CeleryLeases(Flask("shop"))
+
+
+def test_submitting_a_task_without_a_lease_is_refused(shop: Any) -> None:
+    """It has no status."""
+    with (
+        shop.app.test_request_context(),
+        pytest.raises(LeaseConfigurationError, match="base=LeasedTask"),
+    ):
+        shop.leases.submit(shop.plain)
+
+
+def test_flask_leases_is_the_command_line_of_celery_leases(shop: Any) -> None:
+    """Its commands, its options, its errors and its help."""
+    shop.order.delay("1", 4)
+    runner = shop.app.test_cli_runner()
+    shown = runner.invoke(args=["leases", "show", "order:1", "--json"])
+    assert (shown.exit_code, '"amount": 4' in shown.output) == (0, True), shown.output
+    missing = runner.invoke(args=["leases", "forget", "order:9", "--task", "shop.order"])
+    assert missing.exit_code != 0
+    assert "order:9" in missing.output
+    assert "migrate" in runner.invoke(args=["leases", "--help"]).output
+    assert runner.invoke(args=["leases", "no-such-command"]).exit_code == 2
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["async def", "a function that calls one"])
+def test_an_async_authoriser_is_awaited(shop: Any, wrapped: bool) -> None:
+    """A coroutine that nobody has awaited is true."""
+    pytest.importorskip("asgiref", reason="asgiref is not installed: Django brings it")
+
+    async def only_1(key: str, task: str | None) -> bool:
+        return key == "order:1"
+
+    def calls(key: str, task: str | None) -> Any:
+        return only_1(key, task)
+
+    shop.app.register_blueprint(
+        leases_blueprint(calls if wrapped else only_1, name="waited", url_prefix="/waited")
+    )
+    codes = [shop.http.get(f"/waited/order:{number}").status_code for number in (1, 2)]
+    assert codes == [200, 403]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_flask_leases_exits_as_its_command_does(
+    shop: Any, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A script that asks ``flask leases doctor`` reads the code."""
+    asked: list[str] = []
+
+    @click.pass_context
+    def ends(context: click.Context) -> None:
+        asked.append("doctor")
+        context.exit(code)
+
+    monkeypatch.setitem(cli.leases.commands, "doctor", click.Command("doctor", callback=ends))
+    assert shop.app.test_cli_runner().invoke(args=["leases", "doctor"]).exit_code == code
+    assert asked == ["doctor"]
+
+
+def test_a_broker_that_is_away_is_503(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the time to come back; the address of the broker stays inside."""
+
+    def away(*_: Any, **__: Any) -> None:
+        raise OperationalError("secret host refused")
+
+    monkeypatch.setattr(LeasedTask, "apply_async", away)
+    sent = shop.http.post("/orders/x")
+    assert (sent.status_code, sent.headers["Retry-After"]) == (503, "5")
+    assert b"secret" not in sent.data

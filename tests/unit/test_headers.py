@@ -1,0 +1,307 @@
+"""What travels with a message: headers are read as they were written or not at all, owners are of
+one process.
+"""
+
+import inspect
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.app.task import Context
+
+from celery_leases.errors import KeyUnusable
+from celery_leases.protocol.copies import Copy
+from celery_leases.protocol.keys import STORED_KEY_MAX, CallKey, call_key, stored_key
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.worker.headers import (
+    HEADER,
+    KEY_CARRIED,
+    Header,
+    OnRequest,
+    arrived,
+    call_id_of,
+    group_of,
+    key_of,
+    owner_of,
+    state_of,
+    token_of,
+)
+
+OWNER = owner_of("0123456789abcdef" * 2, 2**22)
+FINGERPRINT = "v1:" + "a" * 64
+FULL = Header(
+    task="billing.send",
+    id="call",
+    key="invoice:7",
+    fingerprint=FINGERPRINT,
+    group="mail",
+    copy=Copy().after("b" * 32),
+    tries=3,
+    away=2,
+    prior=(OWNER,),
+    started=True,
+    met=17,
+)
+PLAIN = Header("billing.send", "call")
+
+
+def test_two_processes_never_share_an_owner() -> None:
+    """Billiard may run one delivery in two children."""
+    assert owner_of("token", 11557) != owner_of("token", 11491)
+    assert owner_of("token", 11557) == owner_of("token", 11557)
+
+
+def test_an_owner_fits_its_column() -> None:
+    """64 characters, whatever the largest process id."""
+    assert len(owner_of("f" * 32, 2**22)) <= 64
+
+
+@pytest.mark.parametrize(("nesting", "call_id"), [(None, "a"), (0, "a"), (1, "a~1")])
+def test_a_replacement_is_another_call(nesting: int | None, call_id: str) -> None:
+    """It goes on under the id of the task it replaces."""
+    assert call_id_of("a", nesting) == call_id
+
+
+class TestAHeader:
+    """What a message of a call carries."""
+
+    @pytest.mark.parametrize(
+        "header", [FULL, PLAIN, Header("billing.send", "call", met=0)], ids=["all", "none", "0"]
+    )
+    def test_is_read_as_it_was_written(self, header: Header) -> None:
+        """Through JSON, as brokers carry it."""
+        headers = {HEADER: json.loads(json.dumps(header.written()))}
+        assert arrived(headers, "billing.send", "call") == header
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            None,
+            "x",
+            [],
+            {},
+            {HEADER: None},
+            {HEADER: FULL.written() | {"task": "o"}},
+            {HEADER: {**FULL.written(), "id": "b"}},
+        ],
+        ids=["none", "text", "list", "empty", "null", "another task", "another call"],
+    )
+    def test_of_anybody_else_is_none(
+        self, headers: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Members of a group share one headers dict; nothing is said about that."""
+        assert arrived(headers, "billing.send", "call") is None
+        assert not caplog.records
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"v": 2},
+            {"v": None},
+            {"key": None},
+            {"key": {"a": 1}},
+            {"key": "x" * (KEY_CARRIED + 1)},
+            {"key": "a\0b"},
+            {"key": "\ud800"},
+            {"stored": 1},
+            {"stored": "x" * 256},
+            {"fingerprint": "v1:x"},
+            {"fingerprint": 7},
+            {"group": ["g"]},
+            {"group": "g" * 256},
+            {"copy": "7"},
+            {"copy": ["7", "a"]},
+            {"tries": "3"},
+            {"tries": True},
+            {"tries": -1},
+            {"tries": 1.5},
+            {"away": {}},
+            {"prior": "x"},
+            {"prior": [OWNER] * 9},
+            {"prior": [1]},
+            {"prior": ["not an owner"]},
+            {"started": 1},
+            {"started": "no"},
+            {"met": "17"},
+            {"met": -1},
+            {"met": 2**63},
+            {"task": 7},
+            {"id": None},
+        ],
+        ids=str,
+    )
+    def test_that_we_cannot_have_written_is_ignored_with_a_warning(
+        self, changed: dict[str, object], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As if there were none: nothing is guessed, and nothing raises."""
+        with caplog.at_level(logging.WARNING):
+            assert arrived({HEADER: FULL.written() | changed}, "billing.send", "call") is None
+        (line,) = caplog.messages
+        assert line.startswith(
+            "billing.send[call]: its message header 'celery_leases' is ignored: its "
+        )
+
+    @pytest.mark.parametrize("value", ["x", 1, [], ["task"], True])
+    def test_that_is_no_mapping_is_ignored_with_a_warning(
+        self, value: object, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Whatever else it is."""
+        assert arrived({HEADER: value}, "billing.send", "call") is None
+        assert len(caplog.messages) == 1
+
+    @pytest.mark.parametrize("length", [1, 200, KEY_CARRIED, KEY_CARRIED + 1, 140_000])
+    def test_is_of_bounded_length(self, length: int) -> None:
+        """Whatever the key, the group and the past of the call."""
+        key = "é" * length
+        header = FULL.of_key(
+            CallKey(key, stored_key("billing.send", key), FINGERPRINT), "g" * length
+        )
+        assert len(json.dumps(header.written(), ensure_ascii=False).encode()) < 6_000
+        assert arrived({HEADER: header.written()}, "billing.send", "call") == header
+
+
+def a_task(**options: Any) -> Any:
+    """A task of one customer's invoice."""
+
+    def send(customer: int, text: str = "") -> None: ...
+
+    given = {"key": "invoice:{customer}", "cooldown_group": "mail:{customer}"} | options
+    return SimpleNamespace(
+        name="billing.send",
+        lease_options=LeaseOptions(**given),
+        lease_signature=inspect.signature(send),
+    )
+
+
+def begun(task: Any, *args: Any, **changes: Any) -> Header:
+    """The header of a call that has begun with those arguments."""
+    key = call_key(task.name, task.lease_options, task.lease_signature, "call", args, {})
+    return Header(task.name, "call", started=True, **changes).of_key(key, None)
+
+
+class TestTheKeyInAHeader:
+    """It counts for a call that has begun, and where it can be one of its task."""
+
+    def test_stays_whatever_arguments_a_retry_brings(self) -> None:
+        """With its fingerprint."""
+        task = a_task()
+        key = key_of(task, begun(task, 7), "call", (8,), {}, 1)
+        assert (key.key, key.stored) == ("invoice:7", "t:billing.send|invoice:7")
+        assert key.fingerprint == begun(task, 7).fingerprint
+
+    def test_stays_where_a_retry_brings_arguments_that_make_none(self) -> None:
+        """And so does the group."""
+        task = a_task()
+        header = begun(task, 7)
+        assert key_of(task, header, "call", (), {}, 1).key == "invoice:7"
+        assert group_of(task, FULL, (), {}, 1) == "mail"
+
+    @pytest.mark.parametrize("namespace", [None, "exports"])
+    def test_stays_where_it_is_too_long_to_be_carried(self, namespace: str | None) -> None:
+        """The header has its stored form, which finds the record that has all of it."""
+        task = a_task(
+            key=lambda customer, *_: "export:" + ",".join(map(str, range(customer))),
+            namespace=namespace,
+        )
+        header = begun(task, 20_000)
+        whole = key_of(task, None, "call", (20_000,), {}, 0)
+        assert not header.key
+        assert len(header.stored) == STORED_KEY_MAX
+        assert key_of(task, header, "call", (20_000,), {}, 1) == whole
+        found = key_of(task, header, "call", (7,), {}, 1)
+        assert (found.stored, found.fingerprint) == (whole.stored, whole.fingerprint)
+        assert found.key.startswith("export:0,1,2")
+        assert len(found.key) < STORED_KEY_MAX
+
+    def test_of_a_call_that_has_not_begun_does_not_count(self) -> None:
+        """Its arguments are those it was sent with, and they say what it is about."""
+        task = a_task()
+        header = Header(
+            **{name: getattr(begun(task, 7), name) for name in ("task", "id", "key", "fingerprint")}
+        )
+        assert key_of(task, header, "call", (8,), {}, 0).key == "invoice:8"
+        with pytest.raises(KeyUnusable):
+            key_of(task, header, "call", (), {}, 0)
+        with pytest.raises(KeyUnusable):
+            group_of(task, header, (), {}, 0)
+
+    def test_without_a_fingerprint_does_not_count_where_they_are_compared(self) -> None:
+        """It would be given the result of any arguments, and leave a record that agrees with all of
+        them.
+        """
+        task = a_task()
+        forged = Header("billing.send", "call", key="invoice:7", started=True)
+        assert key_of(task, forged, "call", (8, "x"), {}, 5).key == "invoice:8"
+        same = key_of(
+            task,
+            Header("billing.send", "call", key="invoice:8", started=True),
+            "call",
+            (8, "x"),
+            {},
+            5,
+        )
+        assert same.fingerprint is not None
+
+    @pytest.mark.parametrize("options", [{"fingerprint": False}, {"on_done": "rerun"}])
+    def test_counts_without_a_fingerprint_where_none_is_compared(self, options: Any) -> None:
+        """A fingerprint in the header does not count either."""
+        task = a_task(**options)
+        for fingerprint in (None, FINGERPRINT):
+            header = Header(
+                "billing.send", "call", key="invoice:7", fingerprint=fingerprint, started=True
+            )
+            assert key_of(task, header, "call", (8,), {}, 1).fingerprint is None
+            assert key_of(task, header, "call", (8,), {}, 1).key == "invoice:7"
+
+    def test_never_counts_for_a_task_without_keys(self) -> None:
+        """Its key is the id of the call."""
+        task = a_task(key=None)
+        header = Header(
+            "billing.send", "call", key="another call", fingerprint=FINGERPRINT, started=True
+        )
+        assert key_of(task, header, "call", (8,), {}, 1).key == "call"
+
+    @pytest.mark.parametrize(
+        "stored",
+        [
+            "",
+            "t:billing.send|invoice:7",
+            "t:billing.other|" + "x" * 200,
+            "g:" + "x" * 253,
+            "t:billing.send|" + "x" * 240,
+        ],
+    )
+    def test_in_a_stored_form_that_is_not_one_of_this_task_does_not_count(
+        self, stored: str
+    ) -> None:
+        """Nor one that is not shortened."""
+        task = a_task()
+        header = Header(
+            "billing.send", "call", stored=stored, fingerprint=FINGERPRINT, started=True
+        )
+        assert key_of(task, header, "call", (8,), {}, 1).key == "invoice:8"
+
+
+class TestARequest:
+    """Its attributes are the headers of a message."""
+
+    @pytest.mark.parametrize("value", [True, "x", {"running": True}, ["t:x|y", "call"]])
+    def test_remembers_nothing_that_a_message_has_brought(self, value: object) -> None:
+        """Headers are its attributes."""
+        names = ("state", "running", "stored_key", "replaced")
+        request = Context({f"celery_leases_{name}": value for name in names})
+        assert state_of(request) == OnRequest()
+
+    def test_remembers_what_this_process_has_noted(self) -> None:
+        """At the same request."""
+        request = Context({"id": "call"})
+        state_of(request).running = True
+        assert state_of(request).running
+
+    @pytest.mark.parametrize("token", [None, 7, "", "x", "A" * 32, "a" * 33])
+    def test_has_no_token_but_one_of_ours(self, token: object) -> None:
+        """Which the worker's main process makes for each delivery."""
+        assert token_of(Context({"celery_leases_token": token})) is None
+        assert token_of(Context({"celery_leases_token": "a" * 32})) == "a" * 32

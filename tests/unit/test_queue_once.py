@@ -1,0 +1,469 @@
+"""``lease_queue_once``: the record is written when a call is published, and a second one is not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.contrib.testing.worker import start_worker
+from celery.exceptions import TaskRevokedError
+from celery.signals import before_task_publish
+from celery.worker.state import revoked
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
+
+from celery_leases import Cooldown, LeaseClient, LeasedTask, testing
+from celery_leases.errors import (
+    AlreadyQueued,
+    CoolingDown,
+    KeyReused,
+    LeaseConfigurationError,
+    StoreUnavailable,
+)
+from celery_leases.protocol.options import gather
+from celery_leases.testing.kit import LeaseKit
+from celery_leases.worker import apps, child_exit, outbox
+
+PATIENCE = 60.0
+
+
+class Shop:
+    """An app whose messages stay in this process, with records in a file."""
+
+    def __init__(self, directory: Path, **conf: Any) -> None:
+        self.app = app = Celery("shop", broker="memory://", backend="cache+memory://")
+        app.conf.update(
+            leases_url="database", leases_database_url=f"sqlite:///{directory}/records.db", **conf
+        )
+        # Messages in memory are those of the whole process.
+        app.conf.task_default_queue = f"queue-{directory.name}"
+        self.published: list[str] = []
+        self.ran: list[Any] = []
+        self.inside: Any = None
+
+        def work(task: Any, number: int, to: str = "home") -> Any:
+            self.ran.append(number)
+            if self.inside is not None:
+                self.inside(task)
+            return {"number": number, "to": to}
+
+        named: dict[str, Any] = {"base": LeasedTask, "bind": True, "shared": False}
+        once: dict[str, Any] = named | {"lease_queue_once": True}
+        app.task(work, name="work", lease_key="work:{number}", **once)
+        app.task(work, name="strict", lease_key="s:{number}", lease_on_queued="raise", **once)
+        app.task(work, name="again", lease_key="a:{number}", lease_on_done="rerun", **once)
+        app.task(work, name="plain", lease_key="p:{number}", **named)
+        app.finalize()
+        self.work, self.strict = app.tasks["work"], app.tasks["strict"]
+        self.again, self.plain = app.tasks["again"], app.tasks["plain"]
+        # Before 5.6 Celery knew a bound method by the id of an object that is gone at once.
+        before_task_publish.connect(self.note, weak=False, dispatch_uid=str(directory))
+
+    def note(self, headers: Any = None, **_: Any) -> None:
+        """A message is on its way."""
+        self.published.append(headers["id"])
+
+    def client(self) -> LeaseClient:
+        """Status and repair."""
+        return LeaseClient.from_app(self.app)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    """A fresh one."""
+    shop = Shop(tmp_path)
+    yield shop
+    before_task_publish.disconnect(dispatch_uid=str(tmp_path))
+    apps.forget()
+
+
+@pytest.fixture
+def worker(shop: Shop) -> Iterator[None]:
+    """A worker in this process, which leaves the logging of the tests as it was."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    with start_worker(shop.app, pool="solo", perform_ping_check=False, shutdown_timeout=PATIENCE):
+        yield
+    root.setLevel(level)
+    for added in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(added)
+
+
+def test_a_queued_key_says_since_when_and_is_not_published_twice(shop: Shop) -> None:
+    """The second call gets the handle of the first, as with celery-singleton."""
+    assert shop.work.lease_status(7).state == "absent"
+    first = shop.work.delay(7)
+    status = shop.work.lease_status(7)
+    assert (status.state, status.call_id, status.message()) == ("pending", first.id, "Queued")
+    assert status.queued_at == status.created_at
+    assert shop.work.delay(7).id == first.id
+    assert shop.work.apply_async((), {"number": 7}, countdown=5).id == first.id
+    other = shop.work.delay(8)
+    assert shop.published == [first.id, other.id]
+    with pytest.raises(KeyReused):
+        shop.work.delay(7, "office")
+    with pytest.raises(TypeError):
+        shop.work.delay()
+    assert len(shop.published) == 2
+
+
+def test_other_tasks_publish_as_ever_and_ask_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is off by default, and free then."""
+    monkeypatch.setattr(outbox, "publish_once", None)
+    shop.plain.delay(7)
+    shop.plain.delay(7)
+    assert len(shop.published) == 2
+    assert shop.plain.lease_status(7).state == "absent"
+
+
+def test_the_setting_counts_for_tasks_with_a_key(tmp_path: Path) -> None:
+    """A task without one has a key for each call; asked for by itself, that is refused."""
+    shop = Shop(tmp_path, leases_queue_once=True)
+    assert shop.plain.delay(7).id == shop.plain.delay(7).id
+
+    def nothing() -> None:
+        """A body."""
+
+    keyless = shop.app.task(nothing, base=LeasedTask, name="keyless", shared=False)
+    assert keyless.delay().id != keyless.delay().id
+    with pytest.raises(LeaseConfigurationError, match="needs a lease_key"):
+        gather("t", {"queue_once": True}, {}, [])
+    with pytest.raises(LeaseConfigurationError, match="does nothing without lease_queue_once"):
+        gather("t", {"key": "k", "on_queued": "raise"}, {}, [])
+    with pytest.raises(LeaseConfigurationError, match="'return' or 'raise'"):
+        gather("t", {"key": "k", "queue_once": True, "on_queued": "ignore"}, {}, [])
+    apps.forget()
+
+
+def test_a_queued_key_can_be_refused(shop: Shop) -> None:
+    """``lease_on_queued="raise"``, as with celery-once."""
+    first = shop.strict.delay(7)
+    with pytest.raises(
+        AlreadyQueued, match=f"s:7 is pending, and belongs to call {first.id}"
+    ) as told:
+        shop.strict.delay(7)
+    assert (told.value.key, told.value.call_id, told.value.state) == ("s:7", first.id, "pending")
+    assert shop.published == [first.id]
+
+
+def test_a_worker_runs_it_and_the_done_key_is_not_published_again(shop: Shop, worker: None) -> None:
+    """Whoever asks gets the result of the call that did it."""
+    seen: list[str] = []
+    shop.inside = lambda task: seen.append(task.delay(7).id)
+    first = shop.work.delay(7)
+    assert first.get(timeout=PATIENCE) == {"number": 7, "to": "home"}
+    assert seen == [first.id]  # from inside of it, too
+    assert shop.work.lease_status(7).state == "done"
+    assert shop.work.lease_status(7).queued_at is None
+    again = shop.work.delay(7)
+    assert (again.id, again.get(timeout=PATIENCE)["number"]) == (first.id, 7)
+    assert shop.ran == [7]
+    assert shop.published == [first.id]
+
+
+def test_a_mutex_is_queued_again_once_it_has_ended(tmp_path: Path) -> None:
+    """``lease_on_done="rerun"``: what celery-once and celery-singleton do after the end."""
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False) as kit:
+        first = shop.again.delay(7)
+        assert shop.again.delay(7).id == first.id
+        kit.run_queued()
+        second = shop.again.delay(7)
+        assert second.id != first.id
+        assert kit.status(shop.again, 7).message() == "Queued"
+        # A copy of the first message, which comes late, is answered and does not run.
+        assert shop.again.apply((7,), task_id=first.id).get() == {"number": 7, "to": "home"}
+        assert shop.ran == [7]
+        kit.run_queued()
+        assert shop.ran == [7, 7]
+        assert kit.status(shop.again, 7).attempt == 1
+
+
+def test_a_call_that_failed_is_queued_again_when_its_key_has_cooled_down(tmp_path: Path) -> None:
+    """While it cools down, the handle is that of the call that failed."""
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False) as kit:
+
+        def fail(_: Any) -> None:
+            raise Cooldown("1h")
+
+        shop.inside = fail
+        first = shop.work.delay(7)
+        kit.run_queued()
+        assert kit.status(shop.work, 7).state == "cooling"
+        assert shop.work.delay(7).id == first.id
+        assert len(kit.published) == 1
+        kit.tick("1h")
+        second = shop.work.delay(7, "office")
+        assert second.id != first.id
+        status = kit.status(shop.work, 7)
+        assert (status.state, status.message(), status.failures) == ("pending", "Queued", 1)
+        assert shop.work.delay(7, "office").id == second.id
+        shop.inside = None
+        assert kit.run_queued()[0].get()["to"] == "office"
+        assert kit.status(shop.work, 7).state == "done"
+
+
+def test_a_failed_key_is_published_after_an_operator_says_so(tmp_path: Path) -> None:
+    """Before that the handle is that of the call that failed for good."""
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False) as kit:
+
+        def fail(_: Any) -> None:
+            raise Cooldown("1h")
+
+        shop.inside = fail
+        first = shop.again.delay(7)
+        kit.run_queued()
+        client = shop.client()
+        client.retry("a:7", task="again")
+        second = shop.again.delay(7)
+        assert second.id not in (first.id, shop.work.delay(7).id)
+        assert shop.again.delay(7).id == second.id
+        client.forget("a:7", task="again")
+        assert shop.again.delay(7).id != second.id
+
+
+def test_a_crash_between_the_row_and_the_message_is_mended_by_the_relay(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row was there first; nobody else is let in, and the relay publishes what it keeps."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shop.app.amqp, "send_task_message", killed)
+        patched.setattr("celery_leases.stores.sql.outbox.Outbox.withdraw", killed)
+        with pytest.raises(Killed):
+            shop.work.delay(7)
+    waiting = shop.work.lease_status(7)
+    assert waiting.state == "pending"
+    assert shop.work.delay(7).id == waiting.call_id
+    assert shop.published == []
+    monkeypatch.setattr("celery_leases.stores.sql.outbox.Outbox.due", lambda *_: ["t:work|work:7"])
+    monkeypatch.setattr(
+        "celery_leases.stores.sql.outbox.Outbox.take_due", outbox_take_at_once, raising=True
+    )
+    assert [record.key for record in shop.client().relay().published] == ["work:7"]
+    assert shop.published == [waiting.call_id]
+    assert not shop.client().relay()
+
+
+def outbox_take_at_once(self: Any, stored_key: str) -> Any:
+    """As if the grace of its own process were over."""
+    return self.take(stored_key)
+
+
+def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has the error, and calls again."""
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("no broker")
+
+        patched.setattr(shop.app.amqp, "send_task_message", refuse)
+        with pytest.raises(ConnectionError):
+            shop.work.delay(7)
+    assert shop.work.lease_status(7).state == "absent"
+    first = shop.work.delay(7)
+    assert shop.published == [first.id]
+    assert shop.work.lease_status(7).call_id == first.id
+
+
+def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
+    """The broker has it; the record keeps it for a rescue."""
+    shop.work.delay(7)
+    record = apps.parts_of(shop.app).records.read("t:work|work:7")
+    assert record is not None
+    assert (record.publish_at, record.published_at is None) == (None, False)
+    assert record.message is not None
+    assert not shop.client().relay()
+
+
+def test_calls_that_others_wait_for_are_published_whatever_the_record_says(
+    shop: Shop, worker: None
+) -> None:
+    """A group and a link would hang; a retry is the same call."""
+    first = shop.work.delay(7)
+    results = group(shop.work.s(7), shop.work.s(8))()
+    assert [found["number"] for found in results.get(timeout=PATIENCE)] == [7, 8]
+    assert first.get(timeout=PATIENCE)["number"] == 7
+    assert shop.ran.count(7) == 1
+    assert len(shop.published) == 3
+    tries: list[int] = []
+
+    def retry_once(task: Any) -> None:
+        tries.append(task.request.retries)
+        if not task.request.retries:
+            raise task.retry(countdown=0.1)
+
+    shop.inside = retry_once
+    assert shop.work.delay(9).get(timeout=PATIENCE)["number"] == 9
+    assert tries == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["chain", "link", "chord"])
+def test_a_last_step_is_published_whatever_the_record_says(
+    shop: Shop, worker: None, kind: str
+) -> None:
+    """Its options name nothing that follows it; the step before it must not fail either."""
+    shop.strict.delay(7).get(timeout=PATIENCE)
+    before = len(shop.published)
+    step, last = shop.plain.s(1), shop.strict.si(7)
+    if kind == "chain":
+        assert chain(step, last)().get(timeout=PATIENCE)["number"] == 7
+    elif kind == "chord":
+        first = shop.plain.si(2)
+        assert chord([step, first])(last).get(timeout=PATIENCE)["number"] == 7
+    else:
+        assert step.apply_async(link=last).get(timeout=PATIENCE)["number"] == 1
+    assert len(shop.published) == before + (3 if kind == "chord" else 2)
+    assert shop.ran.count(7) == 1
+
+
+def test_a_plain_call_in_a_body_is_queued_once(shop: Shop, worker: None) -> None:
+    """Its parent does not wait for it."""
+    seen: list[str] = []
+
+    def call_twice(task: Any) -> None:
+        if task.name == "plain":
+            seen.extend((shop.work.delay(7).id, shop.work.s(7).apply_async().id))
+
+    shop.inside = call_twice
+    shop.plain.delay(1).get(timeout=PATIENCE)
+    assert seen[0] == seen[1]
+    assert shop.published.count(seen[0]) == 1
+
+
+def test_arguments_that_no_record_keeps_are_refused(shop: Shop) -> None:
+    """Nothing is written and nothing is published."""
+    with pytest.raises(LeaseConfigurationError, match="lease_queue_once does not take these"):
+        shop.again.apply_async((7, (1, 2)), serializer="pickle")
+    assert shop.again.lease_status(7).state == "absent"
+    assert shop.published == []
+
+
+def test_a_database_that_does_not_answer_is_told_to_the_caller(shop: Shop) -> None:
+    """It is not known whether the key is queued, so nothing is published."""
+    shop.app.conf.leases_database_url = "sqlite:////nowhere/at/all.db"
+    with pytest.raises(StoreUnavailable):
+        shop.work.delay(7)
+    assert shop.published == []
+
+
+def test_eager_calls_are_in_the_same_world(tmp_path: Path) -> None:
+    """A done key is replayed, a held one is not run."""
+    shop = Shop(tmp_path, task_always_eager=True)
+    seen: list[Any] = []
+    shop.inside = lambda task: seen.append(task.delay(7).id)
+    first = shop.work.delay(7)
+    assert first.get() == {"number": 7, "to": "home"}
+    assert seen == [first.id]
+    shop.inside = None
+    assert shop.work.delay(7).get() == first.get()
+    assert shop.work.lease_status(7).call_id == first.id
+    assert shop.strict.delay(8).get()["number"] == 8
+    with pytest.raises(AlreadyQueued, match="is done"):
+        shop.strict.delay(8)
+    assert shop.again.delay(9).get() == shop.again.delay(9).get()
+    assert shop.ran == [7, 8, 9, 9]
+    apps.forget()
+
+
+def test_a_revoked_call_frees_its_key(
+    shop: Shop, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker has discarded its message: no rescue publishes it again, and the next call runs."""
+    monkeypatch.setattr(child_exit, "call_off", child_exit._call_off)  # in the worker's thread
+    first = shop.work.delay(7)
+    revoked.add(first.id)
+    request.getfixturevalue("worker")
+    with pytest.raises(TaskRevokedError):
+        first.get(timeout=PATIENCE)
+    shop.plain.delay(1).get(timeout=PATIENCE)  # the worker is past the first
+    assert shop.work.lease_status(7).message() == "Revoked: runs when called again"
+    record = apps.parts_of(shop.app).records.read("t:work|work:7")
+    assert record is not None
+    assert record.message is None  # which a rescue would publish
+    assert shop.work.delay(7).get(timeout=PATIENCE)["number"] == 7
+    assert shop.ran == [1, 7]
+
+
+def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> None:
+    """No backend has the result of the call that failed."""
+    shop = Shop(tmp_path, task_always_eager=True)
+
+    def fail(_: Any) -> None:
+        raise Cooldown("1h")
+
+    shop.inside = fail
+    assert shop.work.delay(7).state == "FAILURE"
+    assert shop.work.lease_status(7).state == "cooling"
+    with pytest.raises(CoolingDown):
+        shop.work.delay(7).get(timeout=PATIENCE)
+    assert shop.ran == [7]
+    apps.forget()
+
+
+def test_calls_in_an_eager_body_of_a_kept_message_are_queued_once(tmp_path: Path) -> None:
+    """They are not that message."""
+    shop = Shop(tmp_path, task_always_eager=True)
+    shop.strict.delay(7)
+    refused: list[str] = []
+
+    def call(task: Any) -> None:
+        if task.name == "plain":
+            for _ in range(2):
+                with pytest.raises(AlreadyQueued) as told:
+                    shop.strict.delay(7)
+                refused.append(told.value.state)
+
+    shop.inside = call
+    engine = create_engine(f"sqlite:///{tmp_path}/records.db")
+    with Session(engine) as session:
+        shop.plain.delay_in(session, 1)
+        session.commit()
+    engine.dispose()
+    assert shop.ran == [7, 1]
+    assert refused == ["done", "done"]
+    apps.forget()
+
+
+def test_a_call_that_expired_in_the_queue_frees_its_key(tmp_path: Path) -> None:
+    """By the clock of the records; a worker would discard its message."""
+    shop = Shop(tmp_path)
+    with testing.leases(shop.app, eager=False) as kit:
+        kit.tick("1h")
+        first = shop.work.apply_async((7,), expires=60)
+        assert shop.work.delay(7).id == first.id
+        kit.tick("61s")
+        assert shop.work.delay(7).id != first.id
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "done"])
+def test_the_test_kit_sees_a_key_that_is_queued(tmp_path: Path, state: str) -> None:
+    """And a held one, and a done one: nothing more is published."""
+    shop = Shop(tmp_path)
+    with LeaseKit(shop.app, eager=False) as kit:
+        if state == "running":
+            with kit.hold(shop.work, 7):
+                assert shop.work.delay(7).id.startswith("held-")
+            assert kit.published == []
+            return
+        first = shop.work.delay(7)
+        if state == "done":
+            kit.run_queued()
+        assert shop.work.delay(7).id == first.id
+        assert len(kit.published) == 1

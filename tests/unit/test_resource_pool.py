@@ -1,0 +1,329 @@
+"""Things that threads or greenlets use in turn: never more than allowed, in the order of asking,
+and none is lost.
+"""
+
+import gc
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from celery_leases.concurrency import resource_pool as resource_pools
+from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Turn, patience
+from celery_leases.testing.waits import wait_until
+from tests.unit.test_forked_leases import in_a_fork
+
+
+class Thing:
+    """What is lent."""
+
+
+@contextmanager
+def allowed(seconds: float) -> Iterator[None]:
+    """This thread may wait for so long."""
+    before = patience.set(lambda: seconds)
+    try:
+        yield
+    finally:
+        patience.reset(before)
+
+
+def waiting(resource_pool: ResourcePool[Any], number: int) -> None:
+    """Return when so many callers wait."""
+    wait_until(lambda: len(resource_pool._waiting) == number, 10, f"{number} to wait")
+
+
+def in_threads(*calls: Callable[[], None]) -> list[threading.Thread]:
+    """Each call in a thread of its own."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+# -- who gets what ---------------------------------------------------------------------------------
+
+
+def test_there_are_never_more_than_allowed_and_nobody_shares() -> None:
+    """Thirty threads use three things two hundred times each."""
+    resource_pool, users, seen = ResourcePool(3, Thing, 30.0), dict[int, int](), set[int]()
+
+    def use() -> None:
+        for _ in range(200):
+            thing = resource_pool.lend()
+            users[id(thing)] = users.get(id(thing), 0) + 1
+            seen.add(users[id(thing)])
+            time.sleep(0)
+            users[id(thing)] -= 1
+            resource_pool.take_back(thing)
+
+    for thread in in_threads(*[use] * 30):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert (len(users), seen) == (3, {1})
+
+
+def test_the_one_that_was_used_last_is_used_next() -> None:
+    """So that a quiet process keeps few connections warm, and opens no second one for one call
+    after the other.
+    """
+    resource_pool = ResourcePool(3, Thing, 1.0)
+    first, second = resource_pool.lend(), resource_pool.lend()
+    resource_pool.take_back(first)
+    resource_pool.take_back(second)
+    assert resource_pool.lend() is second
+    assert len(resource_pool.all()) == 2
+
+
+def test_who_has_waited_longest_comes_first() -> None:
+    """Also before one who asks just when something is given back."""
+    resource_pool, came = ResourcePool(1, Thing, 30.0), list[int]()
+    thing = resource_pool.lend()
+
+    def ask(number: int) -> None:
+        lent = resource_pool.lend()
+        came.append(number)
+        resource_pool.take_back(lent)
+
+    threads: list[threading.Thread] = []
+    for number in range(5):
+        threads += in_threads(lambda number=number: ask(number))  # type: ignore[misc]
+        waiting(resource_pool, number + 1)
+    resource_pool.take_back(thing)
+    assert resource_pool.lend() is thing
+    assert came == list(range(5))
+    for thread in threads:
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("longest", "own", "waits"), [(0.3, None, 0.3), (30.0, 0.2, 0.2), (0.0, 0.3, 0.3)]
+)
+def test_a_wait_ends_when_the_caller_may_wait_no_longer(
+    longest: float, own: float | None, waits: float
+) -> None:
+    """As long as the pool says, unless the thread has said something else; and nothing is kept of
+    it.
+    """
+    resource_pool = ResourcePool(2, Thing, longest)
+    things = [resource_pool.lend(), resource_pool.lend()]
+    began = time.monotonic()
+    with (
+        pytest.raises(PoolExhausted, match="all 2 were in use"),
+        allowed(own if own is not None else longest),
+    ):
+        resource_pool.lend()
+    assert waits <= time.monotonic() - began < waits + 5
+    assert not resource_pool._waiting
+    resource_pool.take_back(things.pop())
+    assert resource_pool.lend() is not things[0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_without_time_nothing_is_waited_for_and_what_is_there_is_given(seconds: float) -> None:
+    """As after the deadline of a lease."""
+    resource_pool = ResourcePool(1, Thing, 30.0)
+    with allowed(seconds):
+        thing = resource_pool.lend()
+        with pytest.raises(PoolExhausted):
+            resource_pool.lend()
+    resource_pool.take_back(thing)
+
+
+def test_what_one_thread_may_wait_is_nothing_to_another() -> None:
+    """A short lease of one body does not shorten the waits of the others."""
+    resource_pool, got = ResourcePool(1, Thing, 30.0), list[Thing]()
+    thing = resource_pool.lend()
+    with allowed(0.0):
+        threads = in_threads(lambda: got.append(resource_pool.lend()))
+        waiting(resource_pool, 1)
+        resource_pool.take_back(thing)
+        threads[0].join(10)
+    assert got == [thing]
+
+
+# -- what is cut short -----------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """What a signal raises."""
+
+
+def test_a_wait_that_is_interrupted_takes_nothing() -> None:
+    """The next in the queue gets what would have been its own."""
+
+    def raises(_: int, __: FrameType | None) -> None:
+        raise Interrupted
+
+    resource_pool = ResourcePool(1, Thing, 30.0)
+    thing = resource_pool.lend()
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            resource_pool.lend()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not resource_pool._waiting
+    resource_pool.take_back(thing)
+    with allowed(0.0):
+        assert resource_pool.lend() is thing
+
+
+@pytest.mark.parametrize(
+    "raised", [Interrupted, KeyboardInterrupt, None], ids=["error", "exit", "too late"]
+)
+def test_what_comes_in_the_moment_in_which_a_wait_ends_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, raised: type[BaseException] | None
+) -> None:
+    """It goes on to the next, or to the one whose time was over."""
+    resource_pool = ResourcePool(1, Thing, 30.0)
+    thing = resource_pool.lend()
+
+    class Late(resource_pools._Waiter[Thing]):
+        """One whose thing comes just as it gives up."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wakeup: Any = self
+
+        def acquire(self, *, timeout: float) -> bool:
+            """Be given up, one way or another."""
+            self.wakeup = threading.Lock()
+            self.wakeup.acquire()
+            resource_pool.take_back(thing)
+            if raised is not None:
+                raise raised
+            return False
+
+    monkeypatch.setattr(resource_pools, "_Waiter", Late)
+    if raised is None:
+        assert resource_pool.lend() is thing
+        resource_pool.take_back(thing)
+    else:
+        with pytest.raises(raised):
+            resource_pool.lend()
+    monkeypatch.undo()
+    with allowed(0.0):
+        assert resource_pool.lend() is thing
+
+
+def test_what_is_lost_with_its_frame_is_replaced() -> None:
+    """An exception may come between the lending and the first line that would give it back."""
+    resource_pool = ResourcePool(1, Thing, 0.0)
+    resource_pool.lend()
+    gc.collect()
+    assert isinstance(resource_pool.lend(), Thing)
+
+
+def test_nothing_is_lost_whatever_happens() -> None:
+    """Random waits that end, and threads that are many: in the end everything can be lent."""
+    resource_pool = ResourcePool(4, Thing, 30.0)
+
+    def use(seed: int) -> None:
+        rand = random.Random(seed)
+        for _ in range(100):
+            with allowed(rand.choice([0.0, 0.0005, 0.002, 30.0])):
+                try:
+                    thing = resource_pool.lend()
+                except PoolExhausted:
+                    continue
+            if rand.random() < 0.3:
+                time.sleep(rand.random() / 500)
+            resource_pool.take_back(thing)
+
+    for thread in in_threads(*[lambda seed=seed: use(seed) for seed in range(24)]):  # type: ignore[misc]
+        thread.join(60)
+        assert not thread.is_alive()
+    with allowed(0.0):
+        assert len({resource_pool.lend() for _ in range(4)}) == 4
+    assert not resource_pool._waiting
+
+
+# -- processes and greenlets -----------------------------------------------------------------------
+
+
+def test_a_forked_process_has_things_of_its_own() -> None:
+    """What was lent is with threads of the parent, and so may the lock be."""
+    resource_pool = ResourcePool(1, Thing, 0.0)
+    thing, held, forked = resource_pool.lend(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with resource_pool._lock:
+            held.set()
+            forked.wait(30)
+
+    (thread,) = in_threads(hold)
+    held.wait(10)
+    assert in_a_fork(lambda: type(resource_pool.lend()).__name__) == "Thing"
+    forked.set()
+    thread.join(10)
+    with pytest.raises(PoolExhausted):
+        resource_pool.lend()
+    assert resource_pool.all() == [thing]
+
+
+GREEN = """
+import sys
+if sys.argv[1] == "gevent":
+    from gevent import monkey, spawn, sleep
+    monkey.patch_all()
+else:
+    import eventlet
+    eventlet.monkey_patch()
+    from eventlet import spawn, sleep
+from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Turn, patience
+
+resource_pool, busy, most, late = ResourcePool(3, Turn, 30.0), 0, 0, 0
+
+def use():
+    global busy, most
+    for _ in range(5):
+        turn = resource_pool.lend()
+        busy += 1
+        most = max(most, busy)
+        sleep(0.002)
+        busy -= 1
+        resource_pool.take_back(turn)
+
+def hurry():
+    global late
+    patience.set(lambda: 0.001)
+    try:
+        resource_pool.take_back(resource_pool.lend())
+    except PoolExhausted:
+        late += 1
+
+for greenlet in [spawn(use) for _ in range(50)] + [spawn(hurry) for _ in range(10)]:
+    greenlet.get() if hasattr(greenlet, "get") else greenlet.wait()
+print(most, late, len(resource_pool.all()), len(resource_pool._waiting))
+"""
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+def test_greenlets_wait_for_one_another(library: str) -> None:
+    """Each with a patience of its own, and the hub goes on."""
+    pytest.importorskip(library)
+    done = subprocess.run(
+        [sys.executable, "-c", GREEN, library],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["3", "10", "3", "0"]
+
+
+def test_turns_are_told_apart() -> None:
+    """Each is the right of one caller."""
+    resource_pool = ResourcePool(2, Turn, 0.0)
+    one, other = resource_pool.lend(), resource_pool.lend()
+    assert one is not other

@@ -1,0 +1,94 @@
+"""What a kept call gives back is what would have been delivered, or it is not kept."""
+
+from datetime import UTC, datetime
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any
+from uuid import UUID
+
+import pytest
+from celery import Celery, chord, signature
+
+from celery_leases.protocol.results import decode
+from celery_leases.worker.stored_messages import NotKept, as_delivered, kept
+
+APP = Celery("kept", set_as_current=False)
+
+
+class Size(StrEnum):
+    """Equal to its text, and of another type."""
+
+    LARGE = "large"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1,
+        1.5,
+        True,
+        "ä",
+        [1, [2]],
+        {"a": {"b": [None]}},
+        b"x",
+        Decimal("1.50"),
+        dict.fromkeys(("task", "args", "kwargs", "options")),
+        UUID(int=7),
+        datetime(2026, 4, 1, tzinfo=UTC),
+    ],
+    ids=repr,
+)
+def test_what_json_gives_back_is_kept(value: Any) -> None:
+    """With its type, as argument and as keyword."""
+    text = kept(signature("t", (value,), {"k": value}, app=APP))
+    assert (decode(text)["args"], decode(text)["kwargs"]) == ([value], {"k": value})
+
+
+@pytest.mark.parametrize(
+    "value", [(1, 2), [(1,)], {1: 2}, {"a": {True: 0}}, Size.LARGE, [{"a": Size.LARGE}]], ids=repr
+)
+def test_what_json_would_change_is_not_kept(value: Any) -> None:
+    """However deep, as argument, as keyword, and in a call that follows."""
+    following = signature("t", (value,), app=APP)
+    calls = [
+        following,
+        signature("t", (), {"k": value}, app=APP),
+        signature("t", link=[following], app=APP),
+    ]
+    for call in calls:
+        with pytest.raises(NotKept, match="would change"):
+            kept(call)
+
+
+def test_what_json_does_not_know_is_not_kept() -> None:
+    """Any object."""
+    with pytest.raises(NotKept, match="no JSON form"):
+        kept(signature("t", (object(),), app=APP))
+
+
+def test_a_canvas_is_kept_as_it_is() -> None:
+    """Signatures are dicts with a tuple of arguments, in arguments and in what follows."""
+    whole = chord([signature("t", (1,), app=APP)], signature("t", (2,), app=APP), app=APP)
+    call = signature("t", (whole,), {"then": whole}, link=[whole], chain=[whole], app=APP)
+    assert decode(kept(call))["args"][0]["task"] == "celery.chord"
+
+
+@pytest.mark.parametrize(
+    ("serializer", "delivered"),
+    [("json", [[1, 2], {"1": Decimal(2)}]), ("pickle", [(1, 2), {1: Decimal(2)}])],
+)
+def test_arguments_are_delivered_as_their_serializer_gives_them_back(
+    serializer: str, delivered: list[Any]
+) -> None:
+    """JSON has no tuples; pickle has, and is read though none from others would be."""
+    assert as_delivered([(1, 2), {1: Decimal(2)}], {}, serializer) == (delivered, {})
+
+
+@pytest.mark.parametrize(
+    ("serializer", "value"), [("json", object()), ("pickle", lambda: 1), ("unheard-of", 1)]
+)
+def test_what_cannot_be_published_says_so(serializer: str, value: Any) -> None:
+    """With the serializer's name."""
+    with pytest.raises(NotKept, match=f"cannot be published with the serializer '{serializer}'"):
+        as_delivered([value], {}, serializer)

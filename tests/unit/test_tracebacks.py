@@ -1,0 +1,68 @@
+"""Tracebacks as records keep them."""
+
+# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from celery_leases.worker.tracebacks import FRAMES, TRACEBACK_MAX, traceback_of
+
+
+def raised(depth: int = 0, cause: BaseException | None = None) -> BaseException:
+    """An exception with so many frames."""
+
+    def sink(left: int) -> None:
+        if left:
+            sink(left - 1)
+        raise ValueError("boom") from cause
+
+    try:
+        sink(depth)
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def test_it_names_file_line_and_function_and_shows_the_line() -> None:
+    text = traceback_of(raised())
+    assert text is not None
+    lines = text.splitlines()
+    assert "test_tracebacks.py:" in lines[-2]
+    assert lines[-2].endswith(" in sink")
+    assert lines[-1] == '    raise ValueError("boom") from cause'
+
+
+def test_of_many_frames_the_first_and_the_last_ones_are_kept() -> None:
+    text = traceback_of(raised(500))
+    assert text is not None
+    assert f"{502 - FRAMES} frames left out" in text or len(text) > TRACEBACK_MAX - 400
+    assert text.endswith('raise ValueError("boom") from cause')
+    assert len(text) <= TRACEBACK_MAX
+
+
+def test_it_says_what_the_error_was_raised_from_without_secrets() -> None:
+    text = traceback_of(raised(cause=OSError("postgres://me:hunter2@db refused\nat once")))
+    assert text is not None
+    assert (
+        text.splitlines()[-1] == "  raised from OSError: postgres://[redacted]@db refused at once"
+    )
+
+
+def test_causes_that_go_in_a_circle_end() -> None:
+    error = raised()
+    error.__context__, error.__suppress_context__ = error, False
+    assert traceback_of(error) is not None
+
+
+def test_an_exception_that_was_never_raised_has_none() -> None:
+    assert traceback_of(ValueError("boom")) is None
+
+
+def test_a_source_that_is_gone_leaves_names_and_numbers() -> None:
+    code = "from tests.unit.test_tracebacks import traceback_of as of\ntry: 1 / 0\nexcept Exception as e: print(of(e))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "<string>:2 in <module>"

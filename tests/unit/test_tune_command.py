@@ -1,0 +1,149 @@
+"""``celery leases tune``, on records of a SQLite file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner, Result
+from sqlalchemy import update
+
+from celery_leases import LeaseClient, LeasedTask
+from celery_leases.cli import leases
+
+Types = Callable[..., Result]
+RUN_TIMES = [number / 10 for number in range(1, 201)]
+"""Seconds: p50 is 10.0, p95 19.0, p99 19.8, and the longest run takes 20.0."""
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
+    """Two hundred finished runs of one task, and a task without any."""
+    path = tmp_path_factory.mktemp("tuned")
+    app = Celery("tuned", broker="memory://", set_as_current=False)
+    app.conf.update(
+        leases_url="database",
+        leases_database_url=f"sqlite:///{path}/r.db",
+        leases_eager_stores=True,
+    )
+
+    @app.task(
+        base=LeasedTask, name="tuned.work", lease_key="k:{number}", time_limit=90, shared=False
+    )
+    def work(number: int) -> None:
+        pass
+
+    @app.task(base=LeasedTask, name="tuned.idle", lease_key="k", lease_ttl="2m", shared=False)
+    def idle() -> None:
+        pass
+
+    for number in range(len(RUN_TIMES)):
+        work.apply((number,))
+    records = LeaseClient.from_app(app, eager=True)._records
+    table = records.tables.records
+    with records.database.engine.begin() as connection:
+        for number, took in enumerate(RUN_TIMES):
+            connection.execute(
+                update(table)
+                .where(table.c.key == f"k:{number}")
+                .values(finished_at=table.c.started_at + round(took * 1e6))
+            )
+    yield app
+    LeaseClient.from_app(app)._records.database.close()
+
+
+@pytest.fixture
+def types(app: Celery) -> Types:
+    """Runs ``celery leases tune`` with some words."""
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(leases, ["tune", *words], obj=SimpleNamespace(app=app))
+
+    return run
+
+
+def test_the_numbers_are_those_of_the_recorded_run_times(types: Types) -> None:
+    """Nearest rank; p99 + jitter + guard is 19.8 + 0.2 + 2 s."""
+    found = types("--json", "--task", "tuned.work").stdout
+    work, advice = map(json.loads, found.splitlines())
+    assert (work["runs"], work["p50"], work["p95"], work["p99"]) == (200, 10.0, 19.0, 19.8)
+    assert (work["longest"], work["time_limit"], work["ttl"]) == (20.0, 90, 15.0)
+    assert work["unrenewed_ttl"] == pytest.approx(22.0)
+    assert advice["ttl"] == 10.0
+    assert advice["missed"] == []
+
+
+def test_the_options_change_jitter_and_guard(types: Types) -> None:
+    """19.8 + 4 + 1 s."""
+    found = types("--json", "--task", "tuned.work", "--jitter", "4s", "--guard", "1s").stdout
+    assert json.loads(found.splitlines()[0])["unrenewed_ttl"] == pytest.approx(24.8)
+
+
+def test_a_process_that_stands_still_needs_a_longer_ttl(types: Types) -> None:
+    """Ten seconds of standstill are outlasted by 33 s and a little for the store."""
+    advice = json.loads(types("--json", "--lateness", "10s").stdout.splitlines()[-1])
+    assert advice["ttl"] >= 33.0
+
+
+def test_an_slo_that_is_missed_is_exit_code_1_with_the_line_to_write(types: Types) -> None:
+    """A ttl of two minutes, and 30 s: the advice is the longest ttl that meets it."""
+    found = types("--takeover-slo", "40s")
+    assert found.exit_code == 1
+    assert "tuned.idle: with lease_ttl=120" in found.stdout
+    assert "write at most lease_ttl=18" in found.stdout
+    assert "tuned.work: with" not in found.stdout
+    assert types("--takeover-slo", "5m").exit_code == 0
+    assert "No lease_ttl meets a takeover within 5.0s" in types("--takeover-slo", "5s").stdout
+
+
+def test_a_redis_broker_that_redelivers_late_is_named(
+    types: Types, app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call of the dead worker waits for the visibility timeout and the sweep."""
+    monkeypatch.setitem(app.conf, "broker_url", "redis://localhost:1")
+    found = types("--task", "tuned.work", "--takeover-slo", "40s")
+    assert found.exit_code == 1
+    assert "lower visibility_timeout" in found.stdout
+    soon = {
+        "visibility_timeout": 20,
+        "unacked_restore_interval": 5,
+        "unacked_restore_throttle": 1,
+    }
+    monkeypatch.setitem(app.conf, "broker_transport_options", soon)
+    assert types("--task", "tuned.work", "--takeover-slo", "60s").exit_code == 0
+
+
+def test_few_runs_are_said_to_be_few(types: Types) -> None:
+    """And a task without a run has no numbers."""
+    found = types("--task", "tuned.idle").stdout
+    assert "Fewer than 100 finished runs, so p99 is a guess: tuned.idle." in found
+    assert "Fewer than" not in types("--task", "tuned.work").stdout
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_the_picture_shows_ttl_and_limits(types: Types, tmp_path: Path, kind: str) -> None:
+    """A file of the kind that its name says."""
+    path = tmp_path / f"runs.{kind}"
+    assert types("--picture", str(path)).exit_code == 0
+    begin = path.read_bytes()[:200]
+    assert begin.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--picture", "runs.pdf"), "write a .svg or a .png"),
+        (("--task", "nothing"), "no leased task of this app"),
+        (("--takeover-slo", "soon"), "--takeover-slo"),
+        (("--runs", "0"), "--runs"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(types: Types, words: tuple[str, ...], said: str) -> None:
+    """With what to write."""
+    found = types(*words)
+    assert found.exit_code == 2
+    assert said in found.stderr

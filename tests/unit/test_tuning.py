@@ -1,0 +1,87 @@
+"""Advice on ``lease_ttl``: the numbers are those that a person works out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_leases.protocol.tuning import (
+    Delivery,
+    RunTimes,
+    advised,
+    shortest_ttl,
+    unrenewed_ttl,
+)
+from tests.unit.pages import page
+
+
+def test_percentiles_are_run_times_that_were_seen() -> None:
+    """By the nearest rank: of a hundred runs the 50th, the 95th and the 99th."""
+    times = RunTimes.of([float(number) for number in range(100, 0, -1)])
+    assert times == RunTimes(100, 50.0, 95.0, 99.0, 100.0)
+    assert RunTimes.of([3.0]) == RunTimes(1, 3.0, 3.0, 3.0, 3.0)
+    assert RunTimes.of([]) is None
+
+
+def test_a_lock_without_renewal_needs_p99_and_jitter_and_guard() -> None:
+    """18 s + 4 s + 2 s."""
+    times = RunTimes(1000, 6.0, 15.0, 18.0, 22.0)
+    assert unrenewed_ttl(times, guard=2.0) == 24.0
+    assert unrenewed_ttl(times, guard=2.0, jitter=4.0) == 24.0
+    assert unrenewed_ttl(times, guard=1.0, jitter=0.5) == 19.5
+
+
+@pytest.mark.parametrize(
+    ("latency", "lateness", "ttl"),
+    [
+        (0.001, 0.0, 10.0),  # never below the advised shortest
+        (1.0, 0.0, 20.0),  # a renewal may take a tenth, so ten times twice 1 s
+        (0.005, 5.0, 5.01 / (1 - 0.01 - 1 / 6 - 1 / 3 - 0.1 - 1 / 12)),
+    ],
+)
+def test_the_shortest_ttl_outlasts_a_failed_renewal(
+    latency: float, lateness: float, ttl: float
+) -> None:
+    """The call timeout, or standing still while a renewal is due and fails."""
+    assert shortest_ttl(latency, lateness) == pytest.approx(ttl)
+
+
+def test_the_advice_is_a_whole_number_of_seconds() -> None:
+    """Rounded up, and not by a rounding error."""
+    assert advised(5.0) == 5.0
+    assert advised(5.01) == 6.0
+    assert advised(4.999999999999) == 5.0
+
+
+def test_takeovers_are_those_of_the_guarantees() -> None:
+    """The table of docs/guarantees.md: 31 s, 62 minutes, 111 s."""
+    defaults = Delivery(3600.0 + 100.0, visibility_timeout=3600.0)
+    ours = Delivery(90.0 + 5.0, visibility_timeout=90.0)
+    assert defaults.key_free(15.0) == ours.key_free(15.0) == 31.0
+    assert round(defaults.work_resumed(15.0) / 60) == 62
+    assert ours.work_resumed(15.0) == 111.0
+    assert Delivery(0.0).work_resumed(15.0) == 31.0
+    assert Delivery(0.0, database_leases=True).key_free(15.0) == 34.0
+
+
+@pytest.mark.parametrize("slo", [12.0, 30.0, 60.0, 200.0])
+@pytest.mark.parametrize(
+    "delivery", [Delivery(0.0), Delivery(95.0, False, 90.0), Delivery(0.0, True)]
+)
+def test_the_longest_ttl_for_an_slo_just_meets_it(slo: float, delivery: Delivery) -> None:
+    """A little longer misses it."""
+    ttl = delivery.longest_ttl(slo)
+    if ttl is None:
+        assert delivery.key_free(10.0) > slo
+    else:
+        assert delivery.key_free(ttl) <= slo + 1e-9
+        assert delivery.key_free(ttl + 0.01) > slo
+
+
+def test_the_page_names_the_numbers_of_the_formula() -> None:
+    """docs/tuning.md: the part of the ttl that is left, and its example of SLO and ttl."""
+    text = page("tuning")
+    assert f"{1.0 / shortest_ttl(0.0, 1.0 * 100) * 100:.3f}" in text
+    longest = Delivery(95.0, False, 90.0).longest_ttl(40.0)
+    assert longest is not None
+    assert f"write at most lease_ttl={int(longest)}." in text
+    assert Delivery(95.0, False, 90.0).key_free(60.0) == 105.0
