@@ -66,6 +66,8 @@ class Parts:
         """Close all connections. *inherited*: they belong to the parent process, which continues to
         use them.
         """
+        if not inherited:  # its threads are not in this process
+            self.renewer.close()
         for leases, records in self._opened:
             records.database.close(inherited=inherited)
             if not inherited:

@@ -8,7 +8,7 @@ body whose deadline has passed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -72,6 +72,7 @@ class Renewer:
         # At once, because a process may live for one task only.
         self._purge_at = clock.now() if purged is not None else math.inf
         self._purging = False
+        self._closed = False
         self._keeper_bell = native.Wakeup()
         self._watcher_bell = native.Wakeup()
         self._keeper_wakes = math.inf
@@ -98,6 +99,21 @@ class Renewer:
                 self._held_leases.pop(held_lease.claim_request.token, None)
         if held_lease.in_flight:
             self._let_answer(held_lease, DROP_PATIENCE)
+
+    def close(self) -> None:
+        """Delete no more expired records, and end the threads once no lease is held.
+
+        Waits for a deletion in progress, at most 5 seconds, so that the caller may close the
+        connections.
+        """
+        with self._lock:
+            self._closed = True
+            self._purge_at = math.inf
+        self._keeper_bell.ring()
+        self._watcher_bell.ring()
+        until = self._clock.now() + DROP_PATIENCE
+        while self._purging and self._clock.now() < until:
+            self._clock.sleep(0.002)
 
     @property
     def held_leases(self) -> list[HeldLease]:
@@ -158,12 +174,21 @@ class Renewer:
         """Whether this attempt has completed the record; raises :class:`StoreUnavailable`."""
         return _is_still(held_lease, State.DONE, self._asking)
 
+    def _ends(self, thread: Callable[[], None]) -> bool:
+        """Whether *thread* ends now; :meth:`add` starts it again. Under the lock."""
+        if not self._closed or self._held_leases:
+            return False
+        self._unstarted.append(thread)
+        return True
+
     # -- the keeper --------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         while True:
             now = self._clock.now()
             with self._lock:
+                if self._ends(self._keep):
+                    return
                 held_leases = [
                     held_lease
                     for held_lease in self._held_leases.values()
@@ -183,7 +208,8 @@ class Renewer:
                         held_lease.in_flight = False
                 continue
             if now >= self._purge_at:
-                self._purge_at = now + PURGE_EVERY
+                with self._lock:
+                    self._purge_at = math.inf if self._closed else now + PURGE_EVERY
                 if not self._purging:
                     self._purging = True
                     with suppress(
@@ -302,8 +328,10 @@ class Renewer:
         """
         try:
             with suppress(Exception):  # the next round, of this process or another, deletes them
-                while self._purged is not None and self._purged.purge_in_turn(
-                    PURGE_BATCH, PURGE_EVERY
+                while (
+                    self._purged is not None
+                    and not self._closed
+                    and self._purged.purge_in_turn(PURGE_BATCH, PURGE_EVERY)
                 ):
                     native.Wakeup().wait(PURGE_PAUSE)
         finally:
@@ -315,6 +343,8 @@ class Renewer:
         while True:
             now = self._clock.now()
             with self._lock:
+                if self._ends(self._watch):
+                    return
                 held_leases = list(self._held_leases.values())
             for held_lease in held_leases:
                 if held_lease.lost is None and (reason := held_lease.overdue(now)):

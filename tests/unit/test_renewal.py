@@ -645,3 +645,42 @@ def test_max_hold_is_kept_by_the_threads(running: Bench) -> None:
     until(lambda: held_lease.lost, "the loss")
     assert held_lease.lost == HELD_TOO_LONG
     assert len(running.leases.renewed) >= 3
+
+
+def test_close_waits_for_the_deletion_in_progress_and_begins_no_other(running: Bench) -> None:
+    """Else it would open a connection that nobody closes."""
+    let_go, entered = threading.Event(), threading.Event()
+    batches = []
+
+    def purge(*_: Any) -> bool:
+        batches.append(1)
+        entered.set()
+        let_go.wait(SOON)
+        return True  # there is more to delete
+
+    running.records.purge_in_turn = purge  # type: ignore[method-assign]
+    held_lease = start(running, 3.0)
+    assert entered.wait(SOON)
+    closed = threading.Event()
+    thread = threading.Thread(target=lambda: (running.renewer.close(), closed.set()))
+    thread.start()
+    assert not closed.wait(0.1)
+    let_go.set()
+    assert closed.wait(SOON)
+    thread.join()
+    assert batches == [1]
+    running.renewer.drop(held_lease)
+
+
+def test_the_threads_end_once_it_is_closed_and_begin_again_with_another_lease(
+    running: Bench,
+) -> None:
+    """A process that makes and closes many apps does not collect threads."""
+    held_lease = start(running, 3.0)
+    running.renewer.close()
+    assert not running.renewer._unstarted  # the lease that is held is renewed as before
+    running.renewer.drop(held_lease)
+    running.renewer.close()
+    until(lambda: len(running.renewer._unstarted) == 2, "the end of both threads")
+    start(running, 0.3)
+    until(lambda: len(running.leases.renewed) >= 2, "a renewal")
