@@ -13,7 +13,12 @@ from tests.combinations import chosen, dealt
 settings.register_profile("without_deadline", deadline=None)
 settings.load_profile("without_deadline")
 
-pytest_plugins = ["tests.support.plugin", "tests.support.node_plugin", "pytester"]
+pytest_plugins = [
+    "tests.support.plugin",
+    "tests.support.node_plugin",
+    "tests.support.browser",
+    "pytester",
+]
 
 SLOW_FIRST = ("crash", "integration", "contract", "clients", "unit")
 """Directories with what takes long first: where the last tests are short, all processes end at the

@@ -1,0 +1,164 @@
+"""A real Chromium without a window, driven by its ChromeDriver; nothing of it outlives the test.
+
+Debian's packages ``chromium`` and ``chromium-driver`` have the programs, and selenium talks to
+them. Nothing is ever downloaded. ``.ci/run`` installs them; where it cannot, it sets
+``LEASES_NO_BROWSER``, and the tests are skipped there too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from celery_leases.testing.waits import wait_until
+from tests.support.process import GuardedProcess
+
+T = TypeVar("T")
+PATIENCE = 60.0
+"""Seconds for which a page is awaited; a busy machine may need many of them."""
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",  # root has none
+    "--disable-gpu",
+    "--disable-dev-shm-usage",  # containers have little of it
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--no-proxy-server",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
+    "--lang=en-US",
+)
+
+
+class Browser:
+    """One Chromium with one window; ``driver`` is selenium's, for all that has no method here."""
+
+    def __init__(self, home: Path, chromium: str, chromedriver: str) -> None:
+        from selenium import webdriver
+
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for flag in (*FLAGS, f"--user-data-dir={home / 'profile'}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self._process = GuardedProcess(
+            [chromedriver, "--port=0"], log=home / "chromedriver.log", homes=[home]
+        )
+        try:
+            started = self._process.wait_for_log(r"started successfully on port (\d+)", PATIENCE)
+            self.driver: Any = webdriver.Remote(f"http://127.0.0.1:{started[1]}", options=options)
+        except BaseException:
+            self._process.end()
+            raise
+        self.driver.set_page_load_timeout(PATIENCE)
+
+    def close(self) -> None:
+        """End it, with all its processes."""
+        self._process.end()
+
+    def open(self, url: str) -> None:
+        """Load a page; for HTTP's basic authentication write ``http://user:password@host/``."""
+        self.driver.get(url)
+
+    def find(self, css: str) -> Any:
+        """The first element for a selector, once it is there and shown."""
+
+        def shown() -> Any:
+            return next((one for one in self.all(css) if one.is_displayed()), None)
+
+        return self.until(shown, f"an element {css!r}")
+
+    def all(self, css: str) -> list[Any]:
+        """The elements for a selector that are there now."""
+        return list(self.driver.find_elements("css selector", css))
+
+    def click(self, css: str) -> None:
+        """Click on the first element for a selector, once it is there."""
+        self.find(css).click()
+
+    def write(self, css: str, text: str) -> None:
+        """Write into a field in place of what it has."""
+        field = self.find(css)
+        field.clear()
+        field.send_keys(text)
+
+    def text(self) -> str:
+        """What a reader sees of the page."""
+        return str(
+            self.driver.execute_script("return document.body ? document.body.innerText : ''")
+        )
+
+    def reads(self, words: str) -> None:
+        """Wait until the page has the words; fails with what it has instead."""
+        try:
+            self.until(lambda: words in self.text(), repr(words))
+        except TimeoutError as error:
+            raise AssertionError(
+                f"{error}; the page at {self.driver.current_url}:\n{self.text()}"
+            ) from None
+
+    def until(self, condition: Callable[[], T], what: str) -> T:
+        """Wait until *condition* is true, and return it; an element that a new page has replaced
+        meanwhile does not count.
+        """
+        from selenium.common.exceptions import WebDriverException
+
+        found: list[T] = []
+
+        def met() -> bool:
+            try:
+                value = condition()
+            except WebDriverException:
+                return False
+            found[:] = [value]
+            return bool(value)
+
+        wait_until(met, PATIENCE, what)
+        return found[0]
+
+    def problems(self) -> list[str]:
+        """What the console says since the last look: errors of scripts, refused styles, missing
+        files.
+        """
+        told = self.driver.execute("getLog", {"type": "browser"})["value"]
+        return [entry["message"] for entry in told if entry["level"] in ("SEVERE", "WARNING")]
+
+    def picture(self, path: Path, width: int = 1100, height: int = 700) -> None:
+        """Write what a window of this size shows as a PNG."""
+        self.driver.set_window_size(width, height)
+        path.write_bytes(self.driver.get_screenshot_as_png())
+
+
+def missing_browser(what: str) -> None:
+    """Skip the test; fail it in CI, unless ``.ci/run`` has said that it cannot install a
+    browser.
+    """
+    in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
+    if in_ci and not os.environ.get("LEASES_NO_BROWSER"):
+        pytest.fail(f"missing browser: {what} (a skip on a laptop)", pytrace=False)
+    pytest.skip(f"missing browser: {what}")
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A :class:`Browser` for one test."""
+    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        missing_browser("install Debian's chromium and chromium-driver")
+    pytest.importorskip("selenium", reason="selenium is in the dependency group test")
+    assert chromium is not None
+    assert chromedriver is not None
+    home = Path(tempfile.mkdtemp(prefix="leases-browser-"))
+    started = Browser(home, chromium, chromedriver)
+    yield started
+    started.close()
+    shutil.rmtree(home, ignore_errors=True)
