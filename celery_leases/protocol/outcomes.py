@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import assert_never
+from typing import Final, assert_never
 
 from celery_leases.common.texts import printable
 from celery_leases.errors import PermanentFailure
@@ -48,6 +48,20 @@ class Death(Enum):
     KILLED = "its process died"
     TIME_LIMIT = "hard time limit"
     REVOKED = "revoked"
+
+
+ENDS_CALL: Final = (Death.TIME_LIMIT.value, Death.REVOKED.value)
+"""The reasons of ended processes whose call Celery has ended too."""
+
+
+def has_ended(record: Record) -> bool:
+    """Whether Celery has been told the end of the record's last call, which does not run again by
+    itself, though its key may.
+    """
+    if record.resumes or record.state not in (State.PENDING, State.COOLING):
+        return False
+    stopped = record.ended is Ended.TERMINATED and record.reason in ENDS_CALL
+    return stopped or record.ended is Ended.FAILED
 
 
 def after_run(

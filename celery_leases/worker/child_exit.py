@@ -151,14 +151,7 @@ def _call_off(revoked: DeadChild) -> None:
     try:
         call, parts = revoked.call(), apps.parts_of(revoked.task.app, eager=False)
         with nullcontext() if native.green() else _stores:
-            record = _patiently(parts, lambda: parts.records.read(call.key.stored))
-            if (
-                record is None
-                or record.call_id != call.call_id
-                or record.state not in (State.PENDING, State.COOLING)
-            ):
-                return
-            if _patiently(parts, lambda: parts.records.call_off(record)):
+            if _written_off(parts, call):
                 event = events.CallDropped(**call.subject, reason="it was revoked while it waited")
                 parts.context.observer.observe(event)
     except Exception as error:  # noqa: BLE001 - as said above
@@ -168,6 +161,18 @@ def _call_off(revoked: DeadChild) -> None:
             revoked.call_id,
             error,
         )
+
+
+def _written_off(parts: apps.AppParts, call: Call) -> bool:
+    """Write that *call* was revoked, unless it runs, has finished, or the key is another call's."""
+    record = _patiently(parts, lambda: parts.records.read(call.key.stored))
+    if (
+        record is None
+        or record.call_id != call.call_id
+        or record.state not in (State.PENDING, State.COOLING)
+    ):
+        return False
+    return _patiently(parts, lambda: parts.records.call_off(record))
 
 
 def watch(pid: int) -> None:
@@ -239,6 +244,8 @@ def _close(dead_child: DeadChild, call: Call) -> None:
     settled: Exception | None = None
     try:
         _settle(parts, call, dead_child)
+        if dead_child.death is Death.REVOKED:  # a child that a signal ended cannot tell why
+            _written_off(parts, call)
     except StoreUnavailable as error:
         settled = error
     if not leases.in_records:

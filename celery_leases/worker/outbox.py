@@ -27,6 +27,7 @@ from celery_leases.errors import (
 )
 from celery_leases.protocol.decisions import refused_for_good
 from celery_leases.protocol.keys import CallKey, call_key, differing
+from celery_leases.protocol.outcomes import has_ended
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.results import kept_value, unreadable
 from celery_leases.signals import logger
@@ -468,7 +469,9 @@ def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) ->
     while len(found) < limit:
         page = outbox.stranded(older, LOOKED_AT_ONCE, last)
         found += [
-            record for record in page if _can_be_published(record) and not _is_live(parts, record)
+            record
+            for record in page
+            if _can_be_published(record) and not (_is_over(record) or _is_live(parts, record))
         ]
         if len(page) < LOOKED_AT_ONCE:
             break
@@ -482,6 +485,19 @@ def _can_be_published(record: Record) -> bool:
     except RecordUnreadable as error:
         logger.error("not published: %s", error)
         return False
+
+
+def _is_over(record: Record) -> bool:
+    """Whether the call that the kept message is of has ended."""
+    return record.publish_at is None and has_ended(record) and not _has_message_of_another(record)
+
+
+def _has_message_of_another(record: Record) -> bool:
+    """Whether a message of another call was published since the last attempt."""
+    if record.published_at is None or record.published_at <= (record.finished_at or 0):
+        return False
+    call_id = _message_of(record).get("options", {}).get("task_id")
+    return call_id is not None and call_id != record.call_id.partition("~")[0]
 
 
 def _is_live(parts: apps.AppParts, record: Record) -> bool:
@@ -510,15 +526,8 @@ def _is_with_nobody(record: Record) -> bool:
     expired = _has_expired(record)
     if record.publish_at is not None and not expired:
         return False
-    told = (
-        record.state in (State.PENDING, State.COOLING)
-        and record.ended is Ended.FAILED
-        and not record.resumes
-    )
+    told = has_ended(record) and (expired or not _has_message_of_another(record))
     forgotten = not record.call_id and record.message is None
-    revoked = record.ended is Ended.TERMINATED and not record.resumes and record.message is None
-    if revoked and record.state in (State.PENDING, State.COOLING):
-        return True
     return told or (
         record.state is State.PENDING and (record.ended is Ended.RELEASED or forgotten or expired)
     )
@@ -546,10 +555,11 @@ def _has_begun(record: Record, options: Mapping[str, Any]) -> bool:
 
 
 def _queued_call(record: Record) -> str:
-    """The call a record belongs to; where another one's message is still to be published, that
-    one.
+    """The call a record belongs to; where another one's message is to be published or was since
+    the last attempt, that one.
     """
-    kept = _message_of(record) if record.publish_at is not None else {}
+    queued = record.publish_at is not None or _has_message_of_another(record)
+    kept = _message_of(record) if queued else {}
     return str(kept.get("options", {}).get("task_id") or record.call_id)
 
 

@@ -4,7 +4,9 @@ them.
 
 import pytest
 import redis
+from billiard.exceptions import TimeLimitExceeded
 from celery import chain, chord
+from celery.exceptions import TaskRevokedError
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
@@ -190,6 +192,44 @@ def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> No
     change(stage, name, "publish_at = NULL", "kept")
     gate.touch()
     assert result.get(timeout=PATIENCE) == by(name, result.id)
+
+
+def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
+    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call before was left to its callers; this one is theirs."""
+    with pytest.raises(Exception, match="Retry available"):
+        stage.tasks.order.delay(name, None, "cool").get(timeout=PATIENCE)
+    with monkeypatch.context() as lossy:
+        lossy.setattr(apps.parts_of(stage.app).copies, "publish", lambda _: None)
+        with Session(engine) as session, session.begin():
+            handle = stage.tasks.order.delay_in(session, name, None, "cool")
+    assert record(stage, name)["publish_at"] is None
+    with Session(engine) as session, session.begin():  # it is queued, as far as anybody knows
+        assert stage.tasks.order.delay_in(session, name, None, "cool").id == handle.id
+    assert rescued(stage, name) == 0
+    let_be_old(stage, name, "order")
+    assert rescued(stage, name) == 1
+    assert handle.get(timeout=PATIENCE) == by(name, handle.id)
+    assert begins(stage, name)[1:] == [handle.id]
+
+
+@pytest.mark.every_argument
+@pytest.mark.parametrize("how", ["revoked", "hard time limit"])
+def test_a_call_that_celery_has_ended_is_not_rescued(stage: Stage, name: str, how: str) -> None:
+    """Whoever revoked it, or waits for it, was told that it is over."""
+    limit = {} if how == "revoked" else {"time_limit": 1}
+    result = stage.tasks.kept.apply_async((name, str(stage.gate())), **limit)
+    stage.wait_for("begin", name=name)
+    if how == "revoked":
+        result.revoke(terminate=True)
+    with pytest.raises((TaskRevokedError, TimeLimitExceeded)):
+        result.get(timeout=PATIENCE)
+    wait_until(
+        lambda: record(stage, name, "kept")["reason"] == how, PATIENCE, "the end of the attempt"
+    )
+    let_be_old(stage, name)
+    assert rescued(stage, name, dry_run=True) == rescued(stage, name) == 0
 
 
 def test_live_ones_do_not_hide_a_stranded_one(

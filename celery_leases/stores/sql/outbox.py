@@ -11,6 +11,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from celery_leases.protocol import repairs
 from celery_leases.protocol.keys import CallKey
+from celery_leases.protocol.outcomes import ENDS_CALL
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import mysql
@@ -196,6 +197,9 @@ class Outbox:
         the lease of the running ones. A copy may wait in a long queue, so a row with a later
         publish is skipped. The oldest rows are first, after *last*. A row that cannot be read
         completely has the reason in ``unreadable``.
+
+        Among them are rows whose call has ended, if a message was published since: check whether
+        it is that of another call.
         """
         found = self.records.on_layout(
             lambda by: self.database.all(self._stranded(by, older, last).limit(limit), {}),
@@ -209,12 +213,22 @@ class Outbox:
         moved = case(
             (table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at
         )
-        failure_delivered = and_(
-            table.c.ended.is_not_distinct_from(Ended.FAILED), table.c.resumes == 0
+        stopped = and_(
+            table.c.ended.is_not_distinct_from(Ended.TERMINATED),
+            table.c.reason.is_not(None),
+            table.c.reason.in_(ENDS_CALL),
+        )
+        failed = table.c.ended.is_not_distinct_from(Ended.FAILED)
+        has_ended = and_(table.c.resumes == 0, or_(failed, stopped))
+        published_since = and_(
+            table.c.published_at.is_not(None),
+            table.c.finished_at.is_not(None),
+            table.c.published_at > table.c.finished_at,
         )
         idle = or_(
-            and_(table.c.state == State.PENDING, not_(failure_delivered)),
+            and_(table.c.state == State.PENDING, not_(has_ended)),
             and_(table.c.state == State.COOLING, table.c.resumes == 1),
+            and_(table.c.state.in_((State.PENDING, State.COOLING)), published_since),
         )
         stuck = and_(
             table.c.publish_at.is_(None),
