@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from celery_leases.protocol.status import LeaseStatus
 
 _OF_DJANGO = ("delay_on_commit", "apply_async_on_commit")
+_MADE_AT_BINDING = ("lease_options", "lease_signature")
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
 
 
@@ -87,12 +88,22 @@ class LeasedMixin:
         """Collect and check the options once the task is registered."""
         super().on_bound(app)  # type: ignore[misc]
         if cls.name:  # type: ignore[attr-defined]
-            _check_class(cls)
-            cls.lease_signature = _signature(cls)
-            cls.lease_options = _options(cls, app)
+            _set_options(cls, app)
             # Log Cooldown and the like in one line, without a traceback.
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
             _take_over_from(app, cls)
+
+    def __getattr__(self, name: str) -> Any:
+        """Bind a task that is not bound yet.
+
+        Celery lists a task before it binds it, so another thread may meet it in between, for
+        example the second request of a web process.
+        """
+        cls: Any = type(self)
+        if name in _MADE_AT_BINDING and cls.name:
+            _set_options(cls, cls.app)  # the same as the other thread sets
+            return getattr(cls, name)
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker whenever it connects to the broker."""
@@ -279,6 +290,12 @@ def _refuse_task_options(task: Any, options: Mapping[str, Any]) -> None:
                 f"task {task.name}: {name}={value!r} was given to one call, where it does nothing; it is an option of "
                 f"the task, write @app.task({name}={value!r})"
             )
+
+
+def _set_options(cls: Any, app: Celery) -> None:
+    _check_class(cls)
+    cls.lease_signature = _signature(cls)
+    cls.lease_options = _options(cls, app)
 
 
 def _check_class(cls: Any) -> None:

@@ -459,3 +459,21 @@ def test_an_unknown_setting_names_the_one_that_was_meant(setting: str, hint: str
     with pytest.raises(LeaseConfigurationError) as caught:
         settings_of(an_app(**{setting: 1}))
     assert str(caught.value).startswith(f"unknown setting {setting}; {hint}")
+
+
+def test_a_task_that_another_thread_meets_before_it_is_bound_has_its_options() -> None:
+    """Celery lists a task, and binds it afterwards: the first two requests of a web process."""
+    app, met = an_app(), []
+
+    class Registry(type(app._tasks)):  # type: ignore[misc]
+        def __setitem__(self, name: str, task: Any) -> None:
+            super().__setitem__(name, task)
+            met.append((task.lease_options, task.lease_signature))
+
+    app.finalize()
+    app._tasks = Registry()
+    task = registered(app, lease_key="send:{customer_id}")
+    assert met == [(task.lease_options, task.lease_signature)]
+    assert task.lease_options.key == "send:{customer_id}"
+    with pytest.raises(AttributeError, match="no attribute 'lease_nothing'"):
+        _ = task.lease_nothing
