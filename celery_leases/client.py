@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -383,6 +384,27 @@ class LeaseClient:
         app = self._app("publish")
         self._ready()
         return outbox.publish_kept(app, self._stored(key, namespace or task))
+
+    def arguments(
+        self, key: str, *, task: str | None = None, namespace: str | None = None
+    ) -> Mapping[str, Any] | None:
+        """The ``args`` and ``kwargs`` in the message that the record of *key* keeps, as JSON has
+        them; ``None``: it keeps none. Nothing is redacted.
+
+        Raises :class:`~celery_leases.errors.StoreUnavailable`, also for a message that cannot be
+        read.
+        """
+        self._ready()
+        record = self._records.read(self._stored(key, namespace or task), lenient=True)
+        if record is None or record.message is None:
+            return None
+        try:
+            kept = json.loads(record.message)
+            return {"args": kept["args"], "kwargs": kept["kwargs"]}
+        except (ValueError, TypeError, KeyError):
+            raise RecordUnreadable(
+                f"{key}: its message cannot be read", False, key, "message"
+            ) from None
 
     def stats(self) -> Stats:
         """Counts by task and state, failures by rule, and the groups that are not open. Looks at

@@ -11,6 +11,7 @@ from celery_leases.cli import (
     migrate,
     repair,
     tune,
+    web,
 )
 from celery_leases.cli.root import leases
 
@@ -24,4 +25,5 @@ __all__ = [
     "migrate",
     "repair",
     "tune",
+    "web",
 ]

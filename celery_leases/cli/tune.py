@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
@@ -13,19 +13,10 @@ from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line
 from celery_leases.cli.parameters import SPAN
 from celery_leases.cli.root import app_of, check_task, client_of, leases
 from celery_leases.common.durations import in_short, seconds
-from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.tuning import (
-    Delivery,
-    RunTimes,
-    advised,
-    shortest_ttl,
-    unrenewed_ttl,
-)
-from celery_leases.worker.app_settings import leased_tasks, settings_of
-from celery_leases.worker.setting_checks import redelivery_of
+from celery_leases.protocol.tuning import Delivery, RunTimes, advised, shortest_ttl
+from celery_leases.worker.app_settings import leased_tasks
+from celery_leases.worker.ttl_advice import FEW, advice_of, delivery_of
 
-FEW: Final = 100
-"""With fewer runs than these the slowest of a hundred is not known."""
 HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNRENEWED", "LIMIT")
 
 
@@ -92,7 +83,7 @@ def tune(
     shortest = shortest_ttl(in_store, seconds(lateness))
     slo = _span(takeover_slo)
     known = leased_tasks(app)
-    delivery = redelivery_of(app, settings_of(app).leases_url == DATABASE)
+    delivery = delivery_of(app)
     advice = {
         "store_p99": in_store,
         "database_p99": in_database,
@@ -106,7 +97,7 @@ def tune(
     }
     names = sorted({*times, *((task,) if task else known)})
     tasks = [
-        _of_task(name, times.get(name, ()), known, delivery, seconds(guard), _span(jitter))
+        advice_of(name, times.get(name, ()), known, delivery, seconds(guard), _span(jitter))
         for name in names
     ]
     missed = _missed(tasks, advice, delivery, slo) if slo is not None else []
@@ -121,32 +112,6 @@ def tune(
         draw(times, tasks, advised(shortest))
     if missed:
         ctx.exit(1)
-
-
-def _of_task(
-    name: str,
-    took: Any,
-    known: Mapping[str, Any],
-    delivery: Delivery,
-    guard: float,
-    jitter: float | None,
-) -> dict[str, Any]:
-    found = RunTimes.of(took)
-    task = known.get(name)
-    ttl = task.lease_options.ttl if task is not None else None
-    return {
-        "task": name,
-        "runs": found.count if found else 0,
-        "p50": found.p50 if found else None,
-        "p95": found.p95 if found else None,
-        "p99": found.p99 if found else None,
-        "longest": found.longest if found else None,
-        "ttl": ttl,
-        "key_free_within": delivery.key_free(ttl) if ttl is not None else None,
-        "work_resumed_within": delivery.work_resumed(ttl) if ttl is not None else None,
-        "unrenewed_ttl": unrenewed_ttl(found, guard, jitter) if found else None,
-        "time_limit": getattr(task, "time_limit", None),
-    }
 
 
 def _row(task: Mapping[str, Any]) -> Row:

@@ -1,0 +1,154 @@
+"""Pictures as SVG without any style or script of their own: the attempts of a key in time, and
+histograms of run times.
+
+What is given here are numbers and texts for the templates, which escape them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from celery_leases.common.durations import in_short
+from celery_leases.protocol.status import AttemptStatus
+
+WIDTH: Final = 860
+LABELS: Final = 150
+ROW: Final = 22
+NARROWEST: Final = 3.0
+BINS: Final = 48
+HEIGHT: Final = 120
+SHORTEST_RUN: Final = 0.001
+"""Seconds at which the axis of a histogram begins at the earliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One attempt: where it begins and how wide it is, in units of the drawing; *open*: nobody
+    knows when it ended.
+    """
+
+    x: float
+    y: float
+    width: float
+    ended: str
+    label: str
+    title: str
+    open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The attempts of a key, one below the other, on one axis of time."""
+
+    width: int
+    height: int
+    bars: Sequence[Bar]
+    first: datetime
+    span: str
+
+
+def timeline(attempts: Sequence[AttemptStatus], now: datetime) -> Timeline | None:
+    """The drawing of *attempts*, the oldest first; ``None`` without any."""
+    if not attempts:
+        return None
+    first = attempts[0].started_at
+    ends = [_end(attempts, place, now) for place in range(len(attempts))]
+    span = max(0.001, *((end - first).total_seconds() for end in ends))
+    scale = (WIDTH - LABELS) / span
+    bars = [
+        Bar(
+            x=round((each.started_at - first).total_seconds() * scale, 2),
+            y=place * ROW + 4,
+            width=round(max(NARROWEST, (end - each.started_at).total_seconds() * scale), 2),
+            ended=each.ended,
+            label=f"{each.ended}{f' {in_short(each.runtime)}' if each.runtime is not None else ''}",
+            title=f"{each.started_at:%Y-%m-%d %H:%M:%S} UTC, {each.host}"
+            + (f": {each.error}" if each.error else ""),
+            open=each.runtime is None,
+        )
+        for place, (each, end) in enumerate(zip(attempts, ends, strict=True))
+    ]
+    return Timeline(WIDTH, len(bars) * ROW + 4, bars, first, in_short(span))
+
+
+def _end(attempts: Sequence[AttemptStatus], place: int, now: datetime) -> datetime:
+    """When an attempt ended, as far as is known: at the latest when the next one began."""
+    each = attempts[place]
+    if each.finished_at is not None:
+        return each.finished_at
+    return (
+        attempts[place + 1].started_at if place + 1 < len(attempts) else max(now, each.started_at)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A moment on the axis of a histogram: a ttl, a limit, a percentile."""
+
+    kind: str
+    text: str
+    x: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often runs took how long; the axis is logarithmic."""
+
+    width: int
+    height: int
+    bars: Sequence[tuple[float, float, float, float, str]]
+    lines: Sequence[Line]
+    ticks: Sequence[tuple[float, str]]
+
+
+def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | None]]) -> Histogram:
+    """The drawing of run times in seconds, with *marks*: a kind, a text, and seconds if there are
+    any.
+    """
+    given = [(kind, text, at) for kind, text, at in marks if at is not None and at > 0]
+    runs = [max(SHORTEST_RUN, each) for each in took]
+    ends = [*runs, *(at for _, _, at in given)] or [1.0]
+    low, high = math.log10(min(ends)) - 0.05, math.log10(max(ends)) + 0.05
+
+    def x(seconds: float) -> float:
+        place = (math.log10(max(SHORTEST_RUN, seconds)) - low) / (high - low)
+        return round(place * WIDTH, 2)
+
+    counts = [0] * BINS
+    for each in runs:
+        counts[min(BINS - 1, int((math.log10(each) - low) / (high - low) * BINS))] += 1
+    most, wide = max([*counts, 1]), WIDTH / BINS
+    bars = [
+        (
+            round(place * wide, 2),
+            round(HEIGHT - count / most * HEIGHT, 2),
+            round(wide - 1, 2),
+            round(count / most * HEIGHT, 2),
+            _title(count, *(10 ** (low + at * (high - low) / BINS) for at in (place, place + 1))),
+        )
+        for place, count in enumerate(counts)
+        if count
+    ]
+    ticks = [
+        (x(10.0**power), precise(10.0**power))
+        for power in range(math.ceil(low), math.floor(high) + 1)
+    ]
+    lines = [Line(kind, f"{text} {precise(at)}", x(at)) for kind, text, at in given]
+    return Histogram(WIDTH, HEIGHT + 24, bars, lines, ticks)
+
+
+def _title(count: int, shortest: float, longest: float) -> str:
+    """What a bar of a histogram says."""
+    runs = f"{count:,} run{'s' if count > 1 else ''}"
+    return f"{runs}, {precise(shortest)} to {precise(longest)}"
+
+
+def precise(span: Any) -> str:
+    """*span* seconds with its milliseconds, where they matter."""
+    if span < 0.0995:
+        return f"{1000 * span:.3g} ms"
+    return f"{span:.3g} s" if span < 120 else in_short(span)

@@ -1,0 +1,23 @@
+// Live parts are not replaced while somebody has selected keys or looks elsewhere, and a board that does not answer says so.
+"use strict";
+document.addEventListener("htmx:beforeRequest", function (event) {
+  const part = event.target;
+  if (document.hidden || (part.querySelector && part.querySelector("input:checked"))) event.preventDefault();
+});
+// A selection may have been made while the answer was on its way.
+document.addEventListener("htmx:beforeSwap", function (event) {
+  if (event.target.querySelector && event.target.querySelector("input:checked")) event.detail.shouldSwap = false;
+});
+function stale(isStale) {
+  document.getElementById("stale").hidden = !isStale;
+}
+for (const problem of ["htmx:responseError", "htmx:sendError", "htmx:timeout"]) {
+  document.addEventListener(problem, function () { stale(true); });
+}
+document.addEventListener("htmx:afterOnLoad", function (event) {
+  if (event.detail.successful !== false && event.detail.xhr.status < 400) stale(false);
+});
+document.addEventListener("change", function (event) {
+  if (event.target.id !== "all") return;
+  for (const box of document.querySelectorAll('input[name="seen"]')) box.checked = event.target.checked;
+});

@@ -1,0 +1,78 @@
+"""The cooldown groups: those whose gate is not open; open them, or close one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from celery_leases.board import texts
+from celery_leases.board.application import Answer, Asked, GoTo
+from celery_leases.board.forms import Fields, bad
+from celery_leases.board.jobs import Step
+from celery_leases.board.views.overview import trouble_of
+from celery_leases.client import LeaseClient
+from celery_leases.common.durations import in_words, seconds
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+
+USUAL_SPAN: Final = "5m"
+MOST: Final = 200
+LABELS: Final = {"open": "Open", "close": "Close"}
+
+
+def listed(asked: Asked) -> Answer:
+    """The groups that are not open."""
+    try:
+        groups, trouble = [*asked.client.groups()], None
+    except StoreUnavailable as error:
+        groups, trouble = [], trouble_of(error)
+    return Answer("groups.html", {"groups": groups, "trouble": trouble, "span": USUAL_SPAN})
+
+
+def confirm(asked: Asked) -> Answer:
+    """Ask whether it is meant; nothing is changed."""
+    return Answer("confirm_groups.html", _wanted(asked.form))
+
+
+def act(asked: Asked) -> Answer | GoTo:
+    """Open or close the groups."""
+    if asked.form.get("confirmed") != "yes":
+        raise bad("Confirm it first.")
+    wanted = _wanted(asked.form)
+    name = f"{wanted['label']}: {len(wanted['groups'])} group{'s' * (len(wanted['groups']) > 1)}"
+    steps = _steps(asked.client, wanted)
+    return asked.board.begun(
+        asked, asked.board.jobs.start(name, asked.who, len(wanted["groups"]), steps)
+    )
+
+
+def _wanted(form: Fields) -> dict[str, Any]:
+    what, groups = form.get("action"), [*dict.fromkeys(form.all("group"))]
+    if what not in LABELS:
+        raise bad("There is no such action.")
+    if not groups or len(groups) > MOST:
+        raise bad("Select a group, or write the name of one.")
+    span = form.get("span") or USUAL_SPAN
+    try:
+        wait = seconds(span, "For")
+    except LeaseConfigurationError as error:
+        raise bad(texts.printed(error)) from None
+    return {
+        "what": what,
+        "label": LABELS[what],
+        "groups": groups,
+        "span": span,
+        "wait": in_words(wait),
+        "why": form.get("why")[:500],
+    }
+
+
+def _steps(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
+    for group in wanted["groups"]:
+        shown = texts.printed(group)
+        if wanted["what"] == "close":
+            client.close_group(group, wanted["span"], wanted["why"])
+            yield Step(f"close group {shown} for {wanted['wait']}")
+        elif client.open_group(group):
+            yield Step(f"open group {shown}")
+        else:
+            yield Step(f"open group {shown}", changed=0, why=f"{shown} was open already")

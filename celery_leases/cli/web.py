@@ -1,0 +1,111 @@
+"""``celery leases web``: serve the board."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_leases.cli.root import app_of, leases
+from celery_leases.worker.app_settings import settings_of
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+GRACE = 5
+"""Seconds that requests have when the board is stopped."""
+AT_ONCE = 200
+
+
+@leases.command(cls=CeleryCommand)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8765,
+    show_default=True,
+    help="The port; 0 takes a free one.",
+)
+@click.option(
+    "--password-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Ask for a name and a password: a line name:password for each person.",
+)
+@click.option(
+    "--authoriser",
+    metavar="MODULE:FUNCTION",
+    help="Ask this function of yours who a request is from.",
+)
+@click.option(
+    "--origin",
+    "origins",
+    multiple=True,
+    metavar="URL",
+    help="Where else the board is seen, as https://ops.example.com, behind a proxy.",
+)
+@click.pass_context
+@handle_preload_options
+def web(
+    ctx: click.Context,
+    *,
+    host: str,
+    port: int,
+    password_file: Path | None,
+    authoriser: str | None,
+    origins: tuple[str, ...],
+    **_: Any,
+) -> None:
+    """Serve the board: records and cooldown groups as web pages. Needs celery-leases[web].
+
+    On another address than a loopback one only with --password-file or --authoriser.
+    """
+    try:
+        import uvicorn
+
+        from celery_leases.board import Passwords, leases_board
+        from celery_leases.board.access import everybody_here, is_loopback
+    except ImportError:
+        raise click.UsageError("web needs more: pip install 'celery-leases[web]'") from None
+    if password_file is not None and authoriser is not None:
+        raise click.UsageError("give --password-file or --authoriser, not both")
+    if not is_loopback(host) and password_file is None and authoriser is None:
+        raise click.UsageError(
+            f"--host {host}: everybody who reaches it could release and forget every key; give --password-file, "
+            "or --authoriser"
+        )
+    authorise: Any = everybody_here
+    if password_file is not None:
+        authorise = Passwords(password_file)
+    elif authoriser is not None:
+        authorise = _imported(authoriser)
+    app = app_of(ctx)
+    settings_of(app)  # a wrong setting is said now
+    # Without a password, a page elsewhere whose name points here would read and change all.
+    hosts = LOCAL if authorise is everybody_here else None
+    board = leases_board(app, authorise, origins=origins, hosts=hosts)
+    log = logging.getLogger("celery_leases")
+    if not log.handlers and not logging.getLogger().handlers:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("celery_leases.board").setLevel(logging.INFO)
+    uvicorn.run(
+        board,
+        host=host,
+        port=port,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        limit_concurrency=AT_ONCE,
+        timeout_graceful_shutdown=GRACE,
+    )
+
+
+def _imported(name: str) -> Any:
+    """The function that ``module:function`` names."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise click.BadParameter(f"{name}: {error}", param_hint="--authoriser") from None

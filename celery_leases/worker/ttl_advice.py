@@ -1,0 +1,52 @@
+"""What the run times of tasks, their options and the broker say about ``lease_ttl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from celery import Celery
+
+from celery_leases.protocol.options import DATABASE
+from celery_leases.protocol.tuning import Delivery, RunTimes, unrenewed_ttl
+from celery_leases.worker.app_settings import settings_of
+from celery_leases.worker.setting_checks import redelivery_of
+
+FEW: Final = 100
+"""With fewer runs than these the slowest of a hundred is not known."""
+
+
+def delivery_of(app: Celery) -> Delivery:
+    """How messages of a dead worker come back to *app*."""
+    return redelivery_of(app, settings_of(app).leases_url == DATABASE)
+
+
+def advice_of(
+    name: str,
+    took: Sequence[float],
+    known: Mapping[str, Any],
+    delivery: Delivery,
+    guard: float,
+    jitter: float | None,
+) -> dict[str, Any]:
+    """What the run times of a task say about its ttl, as plain values; times are seconds.
+
+    *took* are its runs, *known* the leased tasks of the app; *guard* and *jitter* are those of
+    :func:`~celery_leases.protocol.tuning.unrenewed_ttl`.
+    """
+    found = RunTimes.of(took)
+    task = known.get(name)
+    ttl = task.lease_options.ttl if task is not None else None
+    return {
+        "task": name,
+        "runs": found.count if found else 0,
+        "p50": found.p50 if found else None,
+        "p95": found.p95 if found else None,
+        "p99": found.p99 if found else None,
+        "longest": found.longest if found else None,
+        "ttl": ttl,
+        "key_free_within": delivery.key_free(ttl) if ttl is not None else None,
+        "work_resumed_within": delivery.work_resumed(ttl) if ttl is not None else None,
+        "unrenewed_ttl": unrenewed_ttl(found, guard, jitter) if found else None,
+        "time_limit": getattr(task, "time_limit", None),
+    }

@@ -1,0 +1,132 @@
+"""A board on records that a test has put, and somebody who looks at it and acts on it."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from sqlalchemy import text
+
+from celery_leases import LeaseClient, LeasedTask
+from celery_leases.protocol.records import Ended, Failure, Record, State
+from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.record_case import closed, won
+
+TASK = "shop.order"
+SECRET = "hunter2-hunter2"
+ERROR = Failure("shop.Broken", f"<script>alert(1)</script> password={SECRET}", "error", "error")
+
+
+class Shop:
+    """A Celery app, and records of its one task."""
+
+    def __init__(self, database_url: str, leases_url: str = "database") -> None:
+        self.app = Celery("shop", broker="memory://", set_as_current=False)
+        self.app.conf.update(leases_url=leases_url, leases_database_url=database_url)
+
+        @self.app.task(
+            base=LeasedTask, name=TASK, lease_key="order:{number}", time_limit=90, shared=False
+        )
+        def order(number: int) -> None:
+            pass
+
+        self.client = LeaseClient.from_app(self.app, eager=False)
+        self.records = self.client._records
+
+    def put(self, key: str, state: State = State.DONE, **more: Any) -> Record:
+        """Make a record in this state; a running one is held for a day."""
+        request = make_claim_request(f"t:{TASK}|{key}", task=TASK, key=key, ttl=86_400.0)
+        record = won(self.records, request, "database")
+        if state is not State.RUNNING:
+            ended = Ended.RETURNED if state is State.DONE else Ended.FAILED
+            if state is not State.DONE:
+                more = {"failure": ERROR, "reason": "error"} | more
+            closed(self.records, record, state, ended=ended, retention=864_000.0, **more)
+        return record
+
+    def abandon(self, key: str) -> None:
+        """Let the lease of a running key run out."""
+        self.sql(
+            f"UPDATE celery_leases_records SET lease_until = 1 WHERE stored_key = 't:{TASK}|{key}'"  # noqa: S608
+        )
+
+    def sql(self, statement: str) -> None:
+        """Change the tables."""
+        with self.records.database.engine.begin() as connection:
+            connection.execute(text(statement))
+
+    def state(self, key: str) -> str:
+        """Where a key stands."""
+        return self.client.status(f"t:{TASK}|{key}").state
+
+    def close(self) -> None:
+        """Let the connections go."""
+        self.records.database.close()
+
+
+class Visitor:
+    """Somebody with a browser of httpx: sends the fields of forms as a page has them."""
+
+    def __init__(self, board: Any, base_url: str = "http://board", under: str = "") -> None:
+        from starlette.testclient import TestClient
+
+        self.http = TestClient(board, base_url=base_url, raise_server_exceptions=False)
+        self.origin, self.under = base_url, under
+
+    def sees(self, path: str, status: int = 200) -> str:
+        """What a page says, with its tags."""
+        found = self.http.get(self.under + path)
+        assert found.status_code == status, found.text
+        return str(found.text)
+
+    def sends(self, path: str, fields: Any, **headers: str) -> Any:
+        """The answer to a form with a token."""
+        page = self.sees("/upkeep")
+        held = re.search(r'name="token" value="(\w+)"', page)
+        pairs = [*(fields.items() if isinstance(fields, dict) else fields)]
+        given = [("token", held[1])] if held else []
+        return self.posts(path, [*given, *pairs], **headers)
+
+    def posts(self, path: str, pairs: Any, **headers: str) -> Any:
+        """The answer to any form."""
+        from urllib.parse import urlencode
+
+        sent = {"Origin": self.origin, "Content-Type": "application/x-www-form-urlencoded"}
+        return self.http.post(
+            self.under + path,
+            content=urlencode(pairs),
+            headers=sent | headers,
+            follow_redirects=True,
+        )
+
+    def confirms(self, path: str, fields: Any) -> tuple[list[tuple[str, str]], str]:
+        """The fields of the page that asks whether it is meant, and its text."""
+        page = self.sends(path, fields)
+        assert page.status_code == 200, page.text
+        return hidden(page.text), words(page.text)
+
+
+def hidden(page: str) -> list[tuple[str, str]]:
+    """The hidden fields of the form that confirms."""
+    form = page.partition('class="confirm"')[2]
+    found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form)
+    return [(name, html.unescape(value)) for name, value in found if name != "token"]
+
+
+def seen_in(page: str) -> dict[str, str]:
+    """The values of the boxes of a list, by key."""
+    found = re.findall(r'name="seen" value="([^"]*)"', page)
+    return {html.unescape(value).partition("|")[2]: html.unescape(value) for value in found}
+
+
+def words(page: str) -> str:
+    """What a reader sees of a page."""
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)))
+
+
+def sqlite(where: Path) -> str:
+    """The URL of an empty database."""
+    return f"sqlite:///{where / 'records.db'}"

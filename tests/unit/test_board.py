@@ -1,0 +1,600 @@
+"""The board in process: who may see and change what, what its pages say, and that an action changes
+what was seen and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("jinja2", reason="the board is not installed: it is in the group test")
+pytest.importorskip("starlette", reason="the board is not installed: it is in the group test")
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import RedirectResponse
+
+from celery_leases.board import Operator, Passwords, leases_board
+from celery_leases.board.jobs import Jobs, Step, TooManyJobs
+from celery_leases.board.shared import Shared, value_of
+from celery_leases.board.views import ROUTES
+from celery_leases.cli import leases
+from celery_leases.client import LeaseClient
+from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
+from celery_leases.protocol.records import State
+from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
+from tests.support.servers.local import free_port
+from tests.unit.celery_apps import apps
+
+__all__ = ["apps"]
+
+BOARD = Path(leases_board.__code__.co_filename).parent
+PAGES = ("/", "/keys", "/groups", "/runtimes", "/doctor", "/upkeep", "/keys?state=failed")
+ACTIONS = tuple(path for method, path, _ in ROUTES if method == "POST")
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def shop(apps: None, tmp_path: Path) -> Iterator[Shop]:
+    """A shop whose leases are in the database."""
+    made = Shop(sqlite(tmp_path))
+    yield made
+    made.close()
+
+
+def board_of(shop: Shop, **options: Any) -> Any:
+    """A board that lets in whoever names themselves in a header."""
+
+    def authorise(request: Request) -> Any:
+        who = request.headers.get("x-who", "ann")
+        return (
+            Operator(who, may_change=False) if who == "reader" else who if who != "nobody" else None
+        )
+
+    return leases_board(shop.app, authorise, **options)
+
+
+@pytest.fixture
+def ann(shop: Shop) -> Visitor:
+    """An operator."""
+    return Visitor(board_of(shop))
+
+
+def box(shop: Shop, key: str) -> str:
+    """The value of the box of a key, as it is now."""
+    status = shop.client.status(f"t:{TASK}|{key}")
+    return f"{status.fence}:{status.state}:{status.stored_key}"
+
+
+# -- who may come in -------------------------------------------------------------------------------
+
+
+def test_a_board_without_an_authoriser_is_not_made(shop: Shop) -> None:
+    with pytest.raises(LeaseConfigurationError, match="give a function that says who"):
+        leases_board(shop.app, None)  # type: ignore[arg-type]
+
+
+def test_whoever_the_authoriser_does_not_know_sees_and_changes_nothing(shop: Shop) -> None:
+    """Not even the names of files; and an authoriser that fails lets nobody in."""
+    shop.put("order:1", State.FAILED)
+    visitor = Visitor(board_of(shop))
+    for path in (*PAGES, "/static/board.css", "/nowhere"):
+        found = visitor.http.get(path, headers={"x-who": "nobody"})
+        assert found.status_code == 403
+        assert "order:1" not in found.text
+    for path in ACTIONS:
+        assert visitor.posts(path, [], **{"x-who": "nobody"}).status_code == 403
+
+    def fails(request: Request) -> str:
+        raise ValueError(SECRET)
+
+    failed = Visitor(leases_board(shop.app, fails)).sees("/", 500)
+    assert SECRET not in failed
+
+    async def to_login(request: Request) -> RedirectResponse:
+        return RedirectResponse("/login")
+
+    sent = Visitor(leases_board(shop.app, to_login)).http.get("/", follow_redirects=False)
+    assert sent.headers["location"] == "/login"
+
+
+def test_a_reader_has_no_buttons_and_is_refused(shop: Shop) -> None:
+    shop.put("order:1", State.FAILED)
+    visitor = Visitor(board_of(shop))
+    visitor.http.headers["x-who"] = "reader"
+    for path in (*PAGES, f"/key?stored=t:{TASK}|order:1"):
+        assert '<button name="action"' not in visitor.sees(path)
+    for path in ACTIONS:
+        assert visitor.posts(path, []).status_code == 403
+    assert shop.state("order:1") == "failed"
+
+
+def test_a_password_is_asked_for(shop: Shop, tmp_path: Path) -> None:
+    """Whoever has none, a wrong one or another's name gets 401; the file must be its owner's."""
+    path = tmp_path / "passwords"
+    path.write_text("ann:correct horse battery\n\nbob:another long one\n")
+    path.chmod(0o644)
+    with pytest.raises(LeaseConfigurationError, match="chmod 600"):
+        Passwords(path)
+    path.chmod(0o600)
+    visitor = Visitor(leases_board(shop.app, Passwords(path)))
+
+    def status(said: str) -> int:
+        coded = base64.b64encode(said.encode()).decode()
+        return int(visitor.http.get("/", headers={"Authorization": f"Basic {coded}"}).status_code)
+
+    refused = visitor.http.get("/")
+    assert (refused.status_code, refused.headers["www-authenticate"][:5]) == (401, "Basic")
+    assert [status(f"ann:{word}") for word in ("", "wrong", "another long one")] == [401] * 3
+    assert status("eve:correct horse battery") == 401
+    assert visitor.http.get("/", headers={"Authorization": "Basic ???"}).status_code == 401
+    assert status("ann:correct horse battery") == 200
+    for text, problem in (
+        ("ann:short", "at least 12"),
+        ("\n", "empty"),
+        ("no colon here at all", "line 1"),
+    ):
+        path.write_text(text)
+        with pytest.raises(LeaseConfigurationError, match=problem):
+            Passwords(path)
+
+
+def test_the_command_listens_elsewhere_with_a_password_only(shop: Shop, tmp_path: Path) -> None:
+    def types(*more: str) -> Any:
+        return CliRunner().invoke(leases, ["web", *more], obj=SimpleNamespace(app=shop.app))
+
+    for host in ("0.0.0.0", "192.0.2.1", "::", "board.example.com"):  # noqa: S104 - it is refused
+        done = types("--host", host)
+        assert done.exit_code == 2
+        assert "--password-file" in done.output
+    assert types("--password-file", str(tmp_path / "none")).exit_code == 1
+    assert types("--authoriser", "no.such:thing").exit_code == 2
+
+
+def test_no_action_is_a_get(ann: Visitor) -> None:
+    for path in ACTIONS:
+        assert ann.http.get(path).status_code == 405
+
+
+def test_a_form_from_elsewhere_is_refused(shop: Shop) -> None:
+    """By its origin, also without one; by the token of this browser and this operator. A proxy that
+    ends TLS, and one whose origin was given, are let through.
+    """
+    shop.put("order:1", State.FAILED)
+    visitor = Visitor(board_of(shop, origins=["https://ops.example.com"]))
+    act = {"action": "retry", "seen": box(shop, "order:1"), "confirmed": "yes"}
+    for origin in (
+        "http://evil.example",
+        "null",
+        "",
+        "http://board.evil.example",
+        "http://[",
+        "https://board:8443",
+    ):
+        for path in ACTIONS:
+            assert visitor.sends(path, act, Origin=origin).status_code == 403, origin
+    assert visitor.posts("/keys/act", act).status_code == 403
+    assert visitor.posts("/keys/act", act | {"token": "0" * 64}).status_code == 403
+    assert visitor.sends("/keys/act", act, **{"x-who": "eve"}).status_code == 403, "another's token"
+    stranger = Visitor(visitor.http.app)
+    token = re.search(r'name="token" value="(\w+)"', visitor.sees("/upkeep"))
+    assert token is not None
+    assert stranger.posts("/keys/act", act | {"token": token[1]}).status_code == 403
+    assert shop.state("order:1") == "failed"
+    for origin in ("https://board", "https://ops.example.com"):
+        assert visitor.sends("/keys/confirm", act, Origin=origin).status_code == 200
+
+
+def test_a_name_that_was_made_to_point_here_is_refused(shop: Shop) -> None:
+    """A board without a password would give everything to the page that has that name."""
+    board = board_of(
+        shop, hosts=("localhost", "127.0.0.1", "::1"), origins=["https://ops.example.com"]
+    )
+    for host in ("localhost:8765", "127.0.0.1:8765", "[::1]:8765", "ops.example.com"):
+        Visitor(board, f"http://{host}").sees("/groups")
+    for host in ("evil.example", "evil.example:8765", "localhost.evil.example"):
+        Visitor(board, f"http://{host}").sees("/groups", 403)
+
+
+def test_pages_obey_a_strict_policy(shop: Shop, ann: Visitor) -> None:
+    """No script, style or handler is in a page, and each has the headers."""
+    shop.put("order:1", State.FAILED)
+    for path in (*PAGES, f"/key?stored=t:{TASK}|order:1", "/nowhere"):
+        found = ann.http.get(path)
+        assert not re.search(r"<style|style=|<script(?! src=)|\son\w+=|javascript:", found.text), (
+            path
+        )
+        policy = found.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert found.headers["cache-control"] == "no-store"
+        assert found.headers["referrer-policy"] == "same-origin"
+    for name in re.findall(r'(?:src|href)="(/static/[^"]+)"', ann.sees("/")):
+        assert ann.http.get(name).headers["cache-control"] == "no-cache"
+    (cookie,) = Visitor(board_of(shop)).http.get("/").headers.get_list("set-cookie")
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+
+
+def test_htmx_is_vendored_with_its_licence() -> None:
+    (script,) = (BOARD / "static").glob("htmx-*.min.js")
+    version = script.name.removeprefix("htmx-").removesuffix(".min.js")
+    assert f'version:"{version}"' in script.read_text()
+    licence = BOARD / "static" / f"htmx-{version}.LICENSE.txt"
+    assert "Permission to use, copy, modify" in licence.read_text()
+    assert script.name in (BOARD / "templates" / "base.html").read_text()
+
+
+UNREADABLE_QUERIES = (
+    "/keys?state=nonsense",
+    "/keys?since=yesterday",
+    "/keys?since=99999999d",
+    "/keys?until=2026-99-99",
+    "/keys?order=random",
+    "/keys?after=%21%21",
+    "/keys?after=OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTp4",
+    "/keys?prefix=%00",
+    "/keys?prefix=%ff%fe",
+    "/keys?" + "&".join(["state=done"] * 1001),
+    "/key",
+    "/key?stored=nothing",
+    "/key?stored=t:" + "x" * 300 + "|",
+)
+UNREADABLE_FORMS: tuple[tuple[str, Any], ...] = (
+    ("/keys/confirm", {}),
+    ("/keys/confirm", {"action": "drop"}),
+    ("/keys/confirm", {"action": "retry"}),
+    ("/keys/confirm", {"action": "retry", "seen": "x"}),
+    ("/keys/confirm", {"action": "retry", "seen": "\u0661:done:t:a|b"}),
+    ("/keys/confirm", {"action": "retry", "seen": f"{2**63}:done:t:a|b"}),
+    ("/keys/confirm", {"action": "retry", "seen": "1:gone:t:a|b"}),
+    ("/keys/confirm", {"action": "resolve_done", "scope": "filter"}),
+    ("/keys/confirm", {"action": "retry", "scope": "filter", "state": "nonsense"}),
+    (
+        "/keys/confirm",
+        [("action", "retry"), *[("seen", f"{n}:done:t:a|{n}") for n in range(501)]],
+    ),
+    ("/keys/act", {"action": "retry", "seen": "1:done:t:a|b"}),
+    ("/keys/act", {"action": "retry", "scope": "filter", "confirmed": "yes"}),
+    (
+        "/keys/act",
+        {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": "-1"},
+    ),
+    ("/groups/confirm", {"action": "open"}),
+    ("/groups/confirm", {"action": "close", "group": "g", "span": "for ever"}),
+    ("/groups/act", {"action": "close", "group": "g", "span": "5m"}),
+    ("/upkeep/confirm", {"action": "purge", "older": "-5"}),
+    ("/upkeep/confirm", {"action": "purge", "older": "30d", "state": "running"}),
+    ("/upkeep/act", {"action": "purge", "older": "30d"}),
+)
+
+
+def test_a_query_that_cannot_be_read_is_400(ann: Visitor) -> None:
+    for path in UNREADABLE_QUERIES:
+        ann.sees(path, 400)
+
+
+def test_a_form_that_cannot_be_read_is_400_and_changes_nothing(shop: Shop, ann: Visitor) -> None:
+    shop.put("b", State.FAILED)
+    for path, fields in UNREADABLE_FORMS:
+        assert ann.sends(path, fields).status_code == 400, (path, fields)
+    assert shop.state("b") == "failed"
+
+
+def test_what_is_no_form_or_too_large_is_refused(ann: Visitor) -> None:
+    """Before it is read to its end."""
+    sent = {"Origin": ann.origin, "Content-Type": "application/json"}
+    assert ann.http.post("/keys/act", content="{}", headers=sent).status_code == 415
+    assert ann.posts("/keys/act", {"action": "x" * 3_000_000}).status_code == 413
+    assert ann.sends("/jobs/stop", {"number": "nothing"}).status_code == 404
+    form = sent | {"Content-Type": "application/x-www-form-urlencoded"}
+    assert ann.http.post("/keys/act", content=b"\xff\xfe=\x00", headers=form).status_code == 400
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def test_the_overview_has_what_needs_a_look_first(shop: Shop, ann: Visitor) -> None:
+    shop.put("order:1")
+    shop.put("order:2", State.UNCERTAIN)
+    shop.put("order:3", State.RUNNING)
+    shop.abandon("order:3")
+    shop.client.close_group("openai:x", "5m", f"token={SECRET}")
+    page = words(ann.sees("/"))
+    assert (
+        page.index("order:3")
+        < page.index("order:2")
+        < page.index("openai:x")
+        < page.index(TASK + " 1 1")
+    )
+    assert "order:1" not in page
+    assert "5 minutes" in page
+    assert SECRET not in page
+
+
+def test_keys_are_filtered_and_paged_without_a_count(
+    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million records cost the first page no look at each."""
+    for number in range(60):
+        shop.put(f"order:{number:02}", State.FAILED if number % 2 else State.DONE)
+    for name in ("how_many", "stats", "matching", "run_times"):
+        monkeypatch.delattr(LeaseClient, name)
+    first = ann.sees("/keys")
+    assert len(seen_in(first)) == 50
+    link = re.search(r'href="(/keys\?[^"]+)" rel="next"', first)
+    assert link is not None
+    rest = seen_in(ann.sees(link[1]))
+    assert len(rest) == 10
+    assert not rest.keys() & seen_in(first).keys()
+    failed = seen_in(ann.sees("/keys?state=failed&prefix=order:0&since=1h"))
+    assert failed.keys() == {f"order:0{number}" for number in (1, 3, 5, 7, 9)}
+    assert seen_in(ann.sees("/keys?until=1h")) == {}
+
+
+def test_one_key_tells_all_but_secrets(shop: Shop, ann: Visitor) -> None:
+    """Its sentence, its attempts as a drawing, error and arguments, nothing as markup."""
+    shop.put("<b>&1", State.FAILED)
+    message = (
+        f'{{"args": [1], "kwargs": {{"password": "{SECRET}", "to": "ann<i>"}}, "options": {{}}}}'
+    )
+    shop.sql(f"UPDATE celery_leases_records SET message = '{message}'")  # noqa: S608
+    page = ann.sees(f"/key?stored=t:{TASK}|%3Cb%3E%261")
+    assert "Failed for good" in page
+    assert '<svg class="timeline"' in page
+    assert 'class="attempt ended-failed"' in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "&lt;b&gt;&amp;1" in page
+    assert "ann&lt;i&gt;" in page
+    assert SECRET not in page
+    assert not re.search(r"<script>|<b>|<i>", page)
+    assert "There is no record" in ann.sees(f"/key?stored=t:{TASK}|none", 404)
+
+
+def test_run_times_are_drawn_with_ttl_and_limit(shop: Shop, ann: Visitor) -> None:
+    for number in range(5):
+        shop.put(f"order:{number}")
+    shop.sql("UPDATE celery_leases_records SET finished_at = started_at + 4000000")
+    page = ann.sees("/runtimes")
+    assert "5 runs: p50 4 s, p95 4 s, p99 4 s, longest 4 s" in words(page)
+    assert 'class="runs"' in page
+    for mark in ("p99 4 s", "ttl now 15 s", "time limit 90 s", "shortest safe ttl 10 s"):
+        assert mark in words(page)
+    assert "Fewer than 100 runs" in words(page)
+
+
+def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: Path) -> None:
+    """It says so on each page that misses something; an action says why it changed nothing."""
+    shop = Shop(sqlite(tmp_path), f"redis://127.0.0.1:{free_port()}/0")
+    shop.put("order:1", State.FAILED)
+    shop.put("order:2", State.RUNNING)
+    visitor = Visitor(board_of(shop))
+    for path in ("/", "/keys", "/groups", f"/key?stored=t:{TASK}|order:2", "/runtimes"):
+        assert "the lease store does not answer" in visitor.sees(path), path
+    assert "order:1" in visitor.sees("/keys")
+    assert "does not answer" in visitor.sees("/doctor")
+    act = {"action": "retry", "seen": box(shop, "order:1"), "confirmed": "yes"}
+    assert "lease store" in visitor.sends("/keys/act", act).text
+    assert shop.state("order:1") == "failed"
+    shop.close()
+
+
+def test_the_board_says_that_the_records_do_not_answer(apps: None, tmp_path: Path) -> None:
+    """503 with the reason and without the password."""
+    shop = Shop(f"postgresql+psycopg://ann:{SECRET}@127.0.0.1:{free_port()}/nothing")
+    for path in ("/", "/keys", "/runtimes"):
+        found = Visitor(board_of(shop)).sees(path, 503)
+        assert SECRET not in found
+        assert "celery_leases" not in found
+    shop.close()
+
+
+def test_an_unexpected_error_is_not_told(
+    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError(SECRET)
+
+    monkeypatch.setattr(LeaseClient, "page", fails)
+    assert SECRET not in ann.sees("/keys", 500)
+    monkeypatch.setattr(
+        LeaseClient,
+        "page",
+        lambda *_, **__: fails_with(StoreUnavailable(f"<b> token={SECRET}", False)),
+    )
+    found = ann.sees("/keys", 503)
+    assert SECRET not in found
+    assert "&lt;b&gt;" in found
+
+
+def fails_with(error: Exception) -> None:
+    """Raise it, in an expression."""
+    raise error
+
+
+# -- actions ---------------------------------------------------------------------------------------
+
+
+def test_a_selection_is_changed_as_it_was_seen(
+    shop: Shop, ann: Visitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that changes after the list, or after the question, is left alone; the log has who,
+    what and which keys.
+    """
+    caplog.set_level(logging.INFO, "celery_leases.board")
+    for number in range(4):
+        shop.put(f"order:{number}", State.FAILED)
+    boxes = seen_in(ann.sees("/keys"))
+    assert len(boxes) == 4
+    shop.client.retry(f"t:{TASK}|order:3")
+    shop.put("order:3", State.FAILED)  # failed again: the same state, another attempt
+    given, text = ann.confirms(
+        "/keys/confirm", [("action", "retry"), *[("seen", value) for value in boxes.values()]]
+    )
+    assert "Retry: 3 keys?" in text
+    assert "changed since you looked" in text
+    assert {key for key in boxes if shop.state(key) == "failed"} == set(boxes), (
+        "asking changes nothing"
+    )
+    shop.client.forget(f"t:{TASK}|order:2")
+    done = words(ann.sends("/keys/act", given).text)
+    assert "2 changed , 1 left as they are" in done
+    assert [shop.state(f"order:{number}") for number in range(4)] == [
+        "pending",
+        "pending",
+        "absent",
+        "failed",
+    ]
+    log = caplog.text
+    assert "ann (testclient) asks: Retry: 3 selected keys" in log
+    assert f"ann (testclient): retry t:{TASK}|order:0" in log
+    assert f"left alone: t:{TASK}|order:2" in log
+    again = words(ann.sends("/keys/act", given).text)
+    assert "0 changed , 3 left as they are" in again, "sent twice, done once"
+
+
+def test_a_filter_is_changed_as_of_the_question(shop: Shop, ann: Visitor) -> None:
+    """What joins or changes afterwards is left alone."""
+    for number in range(3):
+        shop.put(f"order:{number}", State.FAILED)
+    shop.put("order:9")
+    shop.put("other:1", State.FAILED)
+    given, text = ann.confirms(
+        "/keys/confirm", {"action": "retry", "scope": "filter", "prefix": "order:", "since": "1h"}
+    )
+    assert "Retry: 3 keys?" in text
+    assert "state=failed" in text
+    shop.put("order:5", State.FAILED)
+    shop.client.retry(f"t:{TASK}|order:2")
+    shop.put("order:2", State.FAILED)
+    assert "2 changed , 0 left" in words(ann.sends("/keys/act", given).text)
+    states = [
+        shop.state(key)
+        for key in ("order:0", "order:1", "order:2", "order:5", "order:9", "other:1")
+    ]
+    assert states == ["pending", "pending", "failed", "failed", "done", "failed"]
+    _, text = ann.confirms("/keys/confirm", {"action": "forget", "scope": "filter"})
+    assert "as the filter is empty" in text
+
+
+def test_an_uncertain_key_is_resolved(shop: Shop, ann: Visitor) -> None:
+    """With a result that is JSON."""
+    shop.put("order:1", State.UNCERTAIN)
+    fields = [("action", "resolve_done"), ("seen", box(shop, "order:1"))]
+    given, _ = ann.confirms("/keys/confirm", fields)
+    wrong = ann.sends("/keys/act", [*given, ("result", "{no json")])
+    assert wrong.status_code == 400
+    assert "is no JSON" in wrong.text
+    assert "1 changed" in words(ann.sends("/keys/act", [*given, ("result", '{"sent": 2}')]).text)
+    assert shop.client.status(f"t:{TASK}|order:1").result == {"sent": 2}
+    assert "1 left as they are" in words(ann.sends("/keys/act", given).text)
+
+
+def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
+    given, text = ann.confirms(
+        "/groups/confirm",
+        {"action": "close", "group": "openai:<x>", "span": "10m", "why": "a test"},
+    )
+    assert "No body of it starts for 10 minutes" in text
+    assert shop.client.groups() == []
+    ann.sends("/groups/act", given)
+    (gate,) = shop.client.groups()
+    assert (gate.group, gate.state, gate.error) == ("openai:<x>", "closed", "a test")
+    assert "openai:&lt;x&gt;" in ann.sees("/groups")
+    given, _ = ann.confirms("/groups/confirm", {"action": "open", "group": "openai:<x>"})
+    ann.sends("/groups/act", given)
+    assert shop.client.groups() == []
+    assert "was open already" in ann.sends("/groups/act", given).text
+
+
+def test_old_records_are_deleted_after_a_count(shop: Shop, ann: Visitor) -> None:
+    for number in range(3):
+        shop.put(f"order:{number}")
+    day = 86_400_000_000
+    old = f"started_at = started_at - 40 * {day}, finished_at = finished_at - 40 * {day}"
+    shop.sql(f"UPDATE celery_leases_records SET {old} WHERE key <> 'order:2'")  # noqa: S608
+    given, text = ann.confirms("/upkeep/confirm", {"action": "purge", "older": "30d"})
+    assert "have not changed for 30d: 2 records?" in text
+    assert "2 changed" in words(ann.sends("/upkeep/act", given).text)
+    assert [shop.state(f"order:{number}") for number in range(3)] == ["absent", "absent", "done"]
+
+
+# -- mounted ---------------------------------------------------------------------------------------
+
+
+def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
+    """Links, forms, files and the cookie stay below its path."""
+    shop.put("order:1", State.FAILED)
+    site = FastAPI()
+    site.mount("/ops/leases", board_of(shop))
+    visitor = Visitor(site, under="/ops/leases")
+    for path in PAGES:
+        page = visitor.sees(path)
+        links = re.findall(r'(?:href|src|action|hx-get)="([^"]+)"', page)
+        assert links
+        assert all(link.startswith("/ops/leases/") for link in links), path
+    for name in re.findall(r'(?:src|href)="(/ops/leases/static/[^"]+)"', page):
+        assert visitor.http.get(name).status_code == 200
+    assert 'aria-current="page">Keys' in visitor.sees("/keys")
+    given, _ = visitor.confirms("/keys/confirm", {"action": "retry", "seen": box(shop, "order:1")})
+    assert "1 changed" in words(visitor.sends("/keys/act", given).text)
+    assert shop.state("order:1") == "pending"
+    (cookie,) = Visitor(site).http.get("/ops/leases/").headers.get_list("set-cookie")
+    assert "Path=/ops/leases" in cookie
+
+
+# -- what is shared, and what goes on --------------------------------------------------------------
+
+
+def test_what_takes_long_is_read_once_for_all() -> None:
+    """Nobody waits longer than they want to, and a failed reading is told and tried again."""
+    go, calls = threading.Event(), []
+
+    def read() -> int:
+        calls.append(1)
+        assert go.wait(PATIENCE)
+        if len(calls) == 2:
+            raise StoreUnavailable("away", False)
+        return len(calls)
+
+    shared = Shared(read, 3600.0)
+    assert [shared.look(0.0) for _ in range(3)] == [None] * 3
+    go.set()
+    first = shared.look(PATIENCE)
+    assert first is not None
+    assert value_of(first) == 1
+    assert shared.look(0.0) is first
+    assert len(calls) == 1
+    shared.forget()
+    failed = shared.look(PATIENCE)
+    assert failed is not None
+    with pytest.raises(StoreUnavailable):
+        value_of(failed)
+
+
+def test_a_change_can_be_stopped_and_not_too_many_run_at_once() -> None:
+    go, jobs = threading.Event(), Jobs()
+
+    def steps() -> Iterator[Step]:
+        for number in range(1000):
+            assert go.wait(PATIENCE)
+            yield Step(str(number))
+
+    running = [jobs.start(f"job {number}", "ann", 1000, steps()) for number in range(4)]
+    with pytest.raises(TooManyJobs):
+        jobs.start("one too many", "ann", 1, [])
+    for job in running:
+        job.stop()
+    go.set()
+    assert all(job.ended.wait(PATIENCE) for job in running)
+    assert all(job.changed == 1 for job in running)
+    assert jobs.start("the next", "ann", 0, []).ended.wait(PATIENCE)
