@@ -10,6 +10,7 @@ from celery import _state
 from django.contrib import admin
 
 from celery_leases.client import LeaseClient
+from celery_leases.contrib.django import configuration
 from celery_leases.errors import LeaseConfigurationError
 
 STYLES = {"all": ["celery_leases/admin.css"]}
@@ -29,6 +30,10 @@ class Operated(admin.ModelAdmin):
     def has_delete_permission(self, request: Any, obj: Any = None) -> bool:
         """Nobody deletes rows; `forget` makes a key as good as new."""
         return False
+
+    def board_url(self) -> str | None:
+        """The address of the board, if the settings have one."""
+        return configuration.board_url()
 
     def may(self, request: Any, what: str) -> bool:
         """Whether the user has the permission *what*, such as ``retry``, on this model."""

@@ -67,6 +67,7 @@ class LeaseGateAdmin(Operated):
             "problem": problem,
             "given": {name: request.POST.get(name, "") for name in ("group", "span", "why")},
             "usual_span": USUAL_SPAN,
+            "leases_board": self.board_url(),
             **(extra_context or {}),
         }
         return TemplateResponse(request, "admin/celery_leases/leasegate/groups.html", context)

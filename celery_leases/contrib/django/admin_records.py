@@ -248,7 +248,11 @@ class LeaseRecordAdmin(Operated):
         extra_context: dict[str, Any] | None = None,
     ) -> Any:
         """The page of one record."""
-        context = {**(extra_context or {}), "leases_actions": self._permitted(request)}
+        context = {
+            **(extra_context or {}),
+            "leases_actions": self._permitted(request),
+            "leases_board": self.board_url(),
+        }
         row = self.get_object(request, object_id)
         if row is not None and self.has_view_permission(request, row):
             context |= _shown(row)
@@ -261,7 +265,8 @@ class LeaseRecordAdmin(Operated):
         name = request.POST.get("action") if request.method == "POST" else None
         if name in ACTIONS and not self.may(request, ACTIONS[name][0]):
             raise PermissionDenied
-        return super().changelist_view(request, extra_context)
+        context = {**(extra_context or {}), "leases_board": self.board_url()}
+        return super().changelist_view(request, context)
 
     def get_actions(self, request: Any) -> dict[str, Any]:
         """The actions that the user may take."""

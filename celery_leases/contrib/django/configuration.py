@@ -3,8 +3,8 @@ live in.
 
 ``CELERY_LEASES = {"database": "default"}`` names an alias of ``DATABASES``. Its other entries are
 the settings ``leases_*`` without their prefix, such as ``{"url": "redis://localhost/2", "ttl":
-"30s"}``. Each setting is written once: there, or as a setting of the Celery app such as
-``CELERY_LEASES_URL``.
+"30s"}``, and ``"board_url"``, the address of the board that the admin links to. Each setting is
+written once: there, or as a setting of the Celery app such as ``CELERY_LEASES_URL``.
 
 Under Django's test runner the records are in the test database. Where there is none, or it is in
 memory, they are in the memory of the process. So a test never meets the records of the configured
@@ -25,6 +25,7 @@ from celery_leases.errors import LeaseConfigurationError
 
 SETTING: Final = "CELERY_LEASES"
 DATABASE: Final = "database"
+BOARD: Final = "board_url"
 _ELSEWHERE: Final = {
     "database_url": 'write the alias of a database, {"database": "<alias>"}, or CELERY_LEASES_DATABASE_URL for a '
     "database that Django does not know",
@@ -74,6 +75,18 @@ def given_settings() -> Mapping[str, Any]:
     return given
 
 
+def board_url() -> str | None:
+    """The address of the board, with a slash at its end; ``None`` without one."""
+    url = given_settings().get(BOARD)
+    if url is None:
+        return None
+    if not isinstance(url, str) or not url.startswith(("/", "http://", "https://")):
+        raise LeaseConfigurationError(
+            f'{SETTING}[{BOARD!r}]={url!r} is not usable; write a path or a URL, such as "/leases/"'
+        )
+    return f"{url.rstrip('/')}/"
+
+
 def alias_of_records() -> str:
     """The alias in ``DATABASES`` that the records live in."""
     alias = given_settings().get(DATABASE, DEFAULT_DB_ALIAS)
@@ -120,7 +133,9 @@ def complete(written: Mapping[str, Any]) -> dict[str, Any]:
     twice.
     """
     given = {
-        f"leases_{name}": value for name, value in given_settings().items() if name != DATABASE
+        f"leases_{name}": value
+        for name, value in given_settings().items()
+        if name not in (DATABASE, BOARD)
     }
     for name, value in given.items():
         if name in written and written[name] != value:

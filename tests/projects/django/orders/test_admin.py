@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import skipIf
+from urllib.parse import quote
 
+from django.conf import settings
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.db import connection
@@ -15,6 +17,7 @@ from shop.celery import app
 
 from celery_leases import LeaseClient
 from celery_leases.contrib.django.models import LeaseRecord
+from celery_leases.errors import LeaseConfigurationError
 from celery_leases.worker import apps
 from orders.models import Order
 from orders.tasks import charge, refund
@@ -76,6 +79,19 @@ class AdminTests(TransactionTestCase):
         seen = re.findall(r'name="seen" value="([^"]+)"', asked)
         self.assertEqual(len(seen), len(records))
         return self.post(what, *records, confirmed="yes", seen=seen, **more)
+
+    def test_the_pages_link_to_the_board(self) -> None:
+        """Where the settings have its address; a wrong one is said."""
+        self.login()
+        key = quote(self.failed.pk, safe="")
+        links = {RECORDS: "", GROUPS: "groups", page_of(self.failed): f"key?stored={key}"}
+        for url in links:
+            self.assertNotIn("leases-board", self.client.get(url).content.decode())
+        with self.settings(CELERY_LEASES={**settings.CELERY_LEASES, "board_url": "/ops"}):
+            for url, link in links.items():
+                self.assertIn(f'href="/ops/{link}"', self.client.get(url).content.decode())
+        with self.settings(CELERY_LEASES={"board_url": "javascript:alert(1)"}):
+            self.assertRaises(LeaseConfigurationError, self.client.get, GROUPS)
 
     def test_only_the_filters_of_the_list_can_be_looked_up(self) -> None:
         """What the pages leave out cannot be guessed by the rows that a lookup finds."""
