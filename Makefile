@@ -61,7 +61,7 @@ demo: $(VENV)/.group-demo
 	@$(BIN)/python -m example_project.demo
 
 demo-cooldown: $(VENV)/.group-demo
-	@$(BIN)/python -m example_project.demo_cooldown
+	@$(BIN)/python -m example_project.demo.cooldown
 
 # PEERS_ARGS=--check compares with docs/comparison.md; the environments of the others are made in build/environments.
 peers: $(VENV)/.group-demo

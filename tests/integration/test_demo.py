@@ -19,7 +19,7 @@ from tests.support.process import GuardedProcess
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "example_project.demo"]
-COOLDOWN = [sys.executable, "-m", "example_project.demo_cooldown"]
+COOLDOWN = [sys.executable, "-m", "example_project.demo.cooldown"]
 
 
 def play(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:

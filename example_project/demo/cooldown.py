@@ -15,12 +15,12 @@ from typing import Any
 
 import click
 
-from example_project.bill import LEASES, PLAIN, Account, Bill, Promise
-from example_project.conversation import ask
-from example_project.model import PRICE, Charge, charges
-from example_project.narrator import Narrator
-from example_project.play import Play, perform
-from example_project.stage import CommandFailed, Stage
+from example_project.demo.bill import LEASES, PLAIN, Account, Bill, Promise
+from example_project.demo.conversation import ask
+from example_project.demo.model import PRICE, Charge, charges
+from example_project.demo.narrator import Narrator
+from example_project.demo.stage import CommandFailed, Stage
+from example_project.demo.story import Story, perform
 
 FIVE_MINUTES = 300
 """Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5
@@ -32,7 +32,7 @@ COOLDOWN = 1.0
 PRESSES = 20
 ACCOUNTS = {LEASES: "leases", PLAIN: "plain"}
 WEBS = {LEASES: "web-1", PLAIN: "web-2"}
-MODULES = {LEASES: "example_project.tasks", PLAIN: "example_project.plain"}
+MODULES = {LEASES: "example_project.tasks", PLAIN: "example_project.demo.plain"}
 EXPLANATION = f"""
   Every call is billed, {PRICE} cents, whether the model answers it or not. Plain Celery: the same bodies,
   for the button without retries, overnight with autoretry_for and retry_backoff.
@@ -45,14 +45,14 @@ EXPLANATION = f"""
 class PaidStage(Stage):
     """A stage with a paid model and two web sites, each a process of its own."""
 
-    modules = (*Stage.modules, "example_project.plain")
+    modules = (*Stage.modules, "example_project.demo.plain")
 
     def furnish(self) -> dict[str, str]:
         """Start the servers, and tell the workers where the model is."""
         os.environ["no_proxy"] = "127.0.0.1"
         self._ledger = self.home / "ledger.jsonl"
-        servers = {"model": ["example_project.model", str(self._ledger)]}
-        servers |= {web: ["example_project.website", web] for web in WEBS.values()}
+        servers = {"model": ["example_project.demo.model", str(self._ledger)]}
+        servers |= {web: ["example_project.demo.website", web] for web in WEBS.values()}
         started = {name: self.start(name, command) for name, command in servers.items()}
         ports = {
             name: server.wait_for_log(r"listens on port (\d+)$", 20)[1]
@@ -126,7 +126,7 @@ NIGHT = Scene("the night", "plume", [11, 12, 13, 14, 15, 16])
 NONSENSE = Scene("the nonsense", "nib", [21])
 
 
-class Demo(Play[PaidStage]):
+class Demo(Story[PaidStage]):
     """The story: three scenes, each with its own model and its own trouble."""
 
     explanation = EXPLANATION

@@ -1,8 +1,8 @@
 """The web process of the demo: a button that publishes calls, and a page that says where a document
 stands.
 
-``python -m example_project.website web-1`` notes the ids of its calls in the journal, under that
-name. It imports no task.
+``python -m example_project.demo.website web-1`` notes the ids of its calls in the journal, under
+that name. It imports no task.
 
 * ``POST /button`` with ``{"task", "times", "model", "documents"}`` presses it *times* times for
   each document.
@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from socketserver import TCPServer
 
 from celery_leases import LeaseClient
-from example_project import app, journal
-from example_project.conversation import Conversation, serve
+from example_project import app
+from example_project.demo import journal
+from example_project.demo.conversation import Conversation, serve
 
 PAUSE = 0.05
 """Seconds between two presses; a hurried finger."""
@@ -41,7 +42,7 @@ class Website(TCPServer):
                 call = app.send_task(task, kwargs={"document_id": document, "model": model})
                 calls.append((f"document:{document}", call.id))
             time.sleep(PAUSE)
-        how = task.removeprefix("example_project.")
+        how = task.removeprefix("example_project.").removeprefix("demo.")
         journal.write("Asked", t=began, worker=self.name, how=how, key=calls[0][0], calls=calls)
 
     def page(self, task: str, key: str) -> str:

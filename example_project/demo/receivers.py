@@ -15,7 +15,7 @@ from celery.signals import task_postrun, task_prerun
 
 from celery_leases import signals
 from celery_leases.task import LeasedMixin
-from example_project import journal
+from example_project.demo import journal
 
 
 def _receive(event: Any, **_: Any) -> None:

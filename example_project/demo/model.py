@@ -1,8 +1,8 @@
 """A paid language model, as small as can be: a server of its own that bills every call it is sent,
 answered or not.
 
-``python -m example_project.model LEDGER [PORT]`` listens on 127.0.0.1, by default on a free port,
-and prints which.
+``python -m example_project.demo.model LEDGER [PORT]`` listens on 127.0.0.1, by default on a free
+port, and prints which.
 
 * ``POST /summaries`` with ``{"document", "model"}`` and the account as bearer token: a line in the
   ledger, a summary.
@@ -24,7 +24,7 @@ from pathlib import Path
 from socketserver import ThreadingTCPServer
 
 from example_project import jsonlines
-from example_project.conversation import Conversation, serve
+from example_project.demo.conversation import Conversation, serve
 
 PRICE = 2
 """Cents for each call."""

@@ -1,8 +1,8 @@
 """A web process of a demo: ask for the invoices of some customers, and note the ids of the calls in
 the journal.
 
-``python -m example_project.web web-1 delay 2026-04 1842 1843``. With ``send_task`` it imports no
-task, as a process that shares no code with the workers would.
+``python -m example_project.demo.web web-1 delay 2026-04 1842 1843``. With ``send_task`` it imports
+no task, as a process that shares no code with the workers would.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import time
 
-from example_project import app, journal
+from example_project import app
+from example_project.demo import journal
 
 
 def ask(how: str, month: str, customers: list[int]) -> list[tuple[str, str]]:

@@ -18,9 +18,8 @@ import click
 import kombu
 
 from example_project import jsonlines
-from example_project.narrator import Narrator, short
-from example_project.play import Play, perform
-from example_project.stage import (
+from example_project.demo.narrator import Narrator, short
+from example_project.demo.stage import (
     KEY_BOUND,
     LONGEST_PUT_BACK,
     SWEEP,
@@ -29,7 +28,8 @@ from example_project.stage import (
     WORK_BOUND,
     Stage,
 )
-from example_project.verdict import Kill, Verdict
+from example_project.demo.story import Story, perform
+from example_project.demo.verdict import Kill, Verdict
 from tests.support.process import GuardedProcess
 
 MONTH = "2026-04"
@@ -59,7 +59,7 @@ class InvoiceStage(Stage):
         """
         asked = [MONTH, *map(str, customers)]
         return {
-            web: self.start(web, ["example_project.web", web, how, *asked])
+            web: self.start(web, ["example_project.demo.web", web, how, *asked])
             for web, how in webs.items()
         }
 
@@ -71,7 +71,7 @@ class InvoiceStage(Stage):
         ]
 
 
-class Demo(Play[InvoiceStage]):
+class Demo(Story[InvoiceStage]):
     """The story: two scenes on one stage."""
 
     explanation = EXPLANATION
@@ -153,7 +153,3 @@ def main(*, without_leases: bool) -> None:
         )
         sys.exit(1)
     perform(Demo(InvoiceStage(leases=not without_leases), Narrator(done="mailed")))
-
-
-if __name__ == "__main__":
-    main(standalone_mode=False)

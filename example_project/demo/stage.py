@@ -17,12 +17,12 @@ from typing import Any, Self
 
 from celery import Celery
 
-from example_project import journal
+from example_project.demo import journal
 from tests.support.process import GuardedProcess
 from tests.support.servers.redis import RedisServer
 from tests.support.workers import LocalWorker
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TTL = 3.0
 VISIBILITY_TIMEOUT = 6.0
 SWEEP = 1.0
@@ -49,7 +49,7 @@ class Stage:
     behind.
     """
 
-    modules: Sequence[str] = ("example_project.receivers",)
+    modules: Sequence[str] = ("example_project.demo.receivers",)
     """What workers import beside the application."""
 
     def __init__(self, *, leases: bool = True) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from example_project.narrator import short, table
-from example_project.stage import Request
+from example_project.demo.narrator import short, table
+from example_project.demo.stage import Request
 
 
 @dataclass(frozen=True)

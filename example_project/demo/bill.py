@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from example_project.narrator import table
+from example_project.demo.narrator import table
 
 LEASES = "celery_leases"
 PLAIN = "plain Celery"

@@ -1,4 +1,4 @@
-"""A play: a story on a stage, told while it happens, and judged when all is over."""
+"""A story on a stage, told while it happens, and judged when all is over."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import click
 
-from example_project.narrator import Narrator
-from example_project.stage import CommandFailed, Stage
+from example_project.demo.narrator import Narrator
+from example_project.demo.stage import CommandFailed, Stage
 from tests.support.process import NotReady
 from tests.support.servers import ServerMissing
 
 TIME_LIMIT = 80.0
-"""Seconds; three times what a play takes on an idle machine."""
+"""Seconds; three times what a story takes on an idle machine."""
 
 StageT = TypeVar("StageT", bound=Stage)
 
@@ -35,7 +35,7 @@ class Verdict(Protocol):
         """Print what became of it."""
 
 
-class Play(ABC, Generic[StageT]):
+class Story(ABC, Generic[StageT]):
     """A story of some scenes on one stage."""
 
     explanation: str
@@ -100,37 +100,37 @@ class Play(ABC, Generic[StageT]):
             self.narrator.tell(event)
 
 
-def perform(play: Play[Any]) -> NoReturn:
-    """Play and judge; exits with 1 when a promise was broken or the play could not go on, 130 after
+def perform(story: Story[Any]) -> NoReturn:
+    """Play and judge; exits with 1 when a promise was broken or the story broke off, 130 after
     Ctrl-C.
     """
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _end)
     try:
-        with play.stage:
-            verdict = play.play()
+        with story.stage:
+            verdict = story.play()
     except KeyboardInterrupt:
         click.echo("\nstopped; nothing is left behind", err=True)
         sys.exit(130)
     except (ServerMissing, NotReady, RuntimeError) as error:
         click.secho(f"BROKEN: the demo could not run: {error}", fg="red", err=True)
         sys.exit(1)
-    sys.exit(_judge(play, verdict))
+    sys.exit(_judge(story, verdict))
 
 
 def _end(signum: int, _: Any) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def _judge(play: Play[Any], verdict: Verdict) -> int:
-    left_behind = [f"{left} was left behind" for left in play.stage.left_behind()]
-    broken = [*verdict.broken(), *play.cut_short, *left_behind]
-    play.narrator.scene("What became of it")
+def _judge(story: Story[Any], verdict: Verdict) -> int:
+    left_behind = [f"{left} was left behind" for left in story.stage.left_behind()]
+    broken = [*verdict.broken(), *story.cut_short, *left_behind]
+    story.narrator.scene("What became of it")
     verdict.show()
-    click.echo(play.explanation)
+    click.echo(story.explanation)
     for line in broken:
         click.secho(f"BROKEN: {line}", fg="red", bold=True)
     if not broken:
         click.secho(f"KEPT: {verdict.kept()}, nothing left behind", fg="green", bold=True)
-    click.echo(f"({time.monotonic() - play.narrator.began:.0f} s)")
+    click.echo(f"({time.monotonic() - story.narrator.began:.0f} s)")
     return 1 if broken else 0
