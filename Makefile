@@ -1,7 +1,7 @@
 # Everything builds its own environment; only Python 3.11+ and GNU make are needed.
 #   make test            each test on one combination of broker, lease store and database
 #   make test-all        each test on all of them, and the client libraries whose errors the rules are tested with
-#   make lowest | lint | check | demo | demo-cooldown | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
+#   make lowest | lint | check | demo | demo-cooldown | play | peers | bench | clean       PYTHON=python3.12 chooses the interpreter
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -15,7 +15,7 @@ TEST_GROUPS := test $(if $(CI),clients)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-again test-all lowest lint check demo demo-cooldown peers bench clean
+.PHONY: help test test-again test-all lowest lint check demo demo-cooldown play peers bench clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ demo: $(VENV)/.group-demo
 
 demo-cooldown: $(VENV)/.group-demo
 	@$(BIN)/python -m example_project.demo.cooldown
+
+play: $(VENV)/.group-demo
+	@$(BIN)/python -m example_project.play $(PLAY_ARGS)
 
 # PEERS_ARGS=--check compares with docs/comparison.md; the environments of the others are made in build/environments.
 peers: $(VENV)/.group-demo

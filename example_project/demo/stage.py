@@ -52,6 +52,9 @@ class Stage:
     modules: Sequence[str] = ("example_project.demo.receivers",)
     """What workers import beside the application."""
 
+    visibility_timeout = VISIBILITY_TIMEOUT
+    concurrency = 3
+
     def __init__(self, *, leases: bool = True) -> None:
         self._leases = leases
         self._stack = ExitStack()
@@ -92,7 +95,7 @@ class Stage:
             "LEASES_URL": self._database(2),
             "LEASES_DATABASE_URL": f"sqlite:///{self.home / 'records.db'}",
             "LEASES_TTL": str(TTL),
-            "VISIBILITY_TIMEOUT": str(VISIBILITY_TIMEOUT),
+            "VISIBILITY_TIMEOUT": str(self.visibility_timeout),
             "RESTORE_INTERVAL": str(SWEEP),
             journal.FILE: str(self.home / "journal.jsonl"),
             journal.WITHOUT_LEASES: "" if self._leases else "1",
@@ -107,7 +110,7 @@ class Stage:
             self.workers[name] = LocalWorker(
                 "example_project",
                 directory=self.home,
-                concurrency=3,
+                concurrency=self.concurrency,
                 name=name,
                 env={journal.WORKER: name},
                 options=("--include", ",".join(self.modules)),

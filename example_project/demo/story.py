@@ -104,8 +104,7 @@ def perform(story: Story[Any]) -> NoReturn:
     """Play and judge; exits with 1 when a promise was broken or the story broke off, 130 after
     Ctrl-C.
     """
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _end)
+    end_in_order()
     try:
         with story.stage:
             verdict = story.play()
@@ -116,6 +115,12 @@ def perform(story: Story[Any]) -> NoReturn:
         click.secho(f"BROKEN: the demo could not run: {error}", fg="red", err=True)
         sys.exit(1)
     sys.exit(_judge(story, verdict))
+
+
+def end_in_order() -> None:
+    """Leave the stage when this process is told to end."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _end)
 
 
 def _end(signum: int, _: Any) -> NoReturn:

@@ -2,6 +2,8 @@
 Docker.
 """
 
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,15 +44,32 @@ def test_a_misspelt_key_is_found(tmp_path: Path) -> None:
 
 
 def test_every_server_is_waited_for_until_it_is_healthy() -> None:
-    """What the schema cannot say: each server has a health check, and the worker waits for all of
-    them.
+    """What the schema cannot say: each server has a health check, and the workers and the page wait
+    for all of them.
     """
     services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
     servers = {name for name, service in services.items() if "image" in service}
     assert servers == {"redis", "postgres", "rabbitmq"}
     assert all("healthcheck" in services[name] for name in servers)
-    waited = services["worker"]["depends_on"] | services["migrate"]["depends_on"]
-    assert {
-        name for name, how in waited.items() if how["condition"] == "service_healthy"
-    } == servers
-    assert waited["migrate"] == {"condition": "service_completed_successfully"}
+    for service in ("worker-a", "worker-b", "page"):
+        waited = services[service]["depends_on"] | services["migrate"]["depends_on"]
+        assert {name for name, how in waited.items() if how["condition"] == "service_healthy"} == {
+            *servers,
+            "provider",
+        }
+        assert waited["migrate"] == {"condition": "service_completed_successfully"}
+
+
+def test_every_module_that_a_service_runs_exists() -> None:
+    """Programs and included tasks; and a worker can be killed, which comes back."""
+    services = YAML(typ="safe").load(ROOT / "docker-compose.yml")["services"]
+    commands = [" ".join(service.get("command", ())) for service in services.values()]
+    modules = {
+        name for command in commands for name in re.findall(r"example_project[\w.]*", command)
+    }
+    assert len(modules) == 5
+    for name in modules:
+        assert importlib.util.find_spec(name) is not None, name
+    for name in ("worker-a", "worker-b"):
+        assert (services[name]["init"], services[name]["restart"]) == (True, "always")
+        assert f"--hostname={name}@%h" in services[name]["command"]

@@ -1,0 +1,95 @@
+"""``make play``: a private Redis, two workers, the provider and the page, until Ctrl-C.
+
+A worker that is killed starts again after a few seconds.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import click
+
+from example_project.demo.stage import Stage
+from example_project.demo.story import end_in_order
+from tests.support.process import GuardedProcess, NotReady
+from tests.support.servers import ServerMissing
+
+PORT = 8321
+GONE_FOR = 4.0
+"""Seconds after which a killed worker starts again; meanwhile the other one is alone."""
+
+
+class PlayStage(Stage):
+    """A stage with the provider on it."""
+
+    modules = ("example_project.play.tasks", "example_project.play.worker_commands")
+    visibility_timeout = (
+        12.0  # a body takes up to 9 s, and plain Celery would run a longer one twice
+    )
+    concurrency = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.servers: list[GuardedProcess] = []
+
+    def furnish(self) -> dict[str, str]:
+        """Start the provider."""
+        return {"PROVIDER_URL": f"http://127.0.0.1:{self._serve('provider', '127.0.0.1', '0')}"}
+
+    def open_page(self, port: int) -> int:
+        """Start the page's server; the port it listens on."""
+        return self._serve("web", "127.0.0.1", str(port))
+
+    def _serve(self, name: str, *arguments: str) -> int:
+        server = self.start(name, [f"example_project.play.{name}", *arguments])
+        self.servers.append(server)
+        return int(server.wait_for_log(r"listens on port (\d+)$", 30)[1])
+
+    def keep(self) -> None:
+        """Start killed workers again, until one of the servers ends."""
+        gone: dict[str, float] = {}
+        while all(server.alive for server in self.servers):
+            for name, worker in self.workers.items():
+                if not worker.alive and time.monotonic() > gone.setdefault(
+                    name, time.monotonic() + GONE_FOR
+                ):
+                    worker.launch()
+                    del gone[name]
+            time.sleep(0.2)
+
+
+def free(port: int) -> int:
+    """The port, or 0 for any other one if somebody has it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return 0
+    return port
+
+
+@click.command()
+@click.option("--port", default=PORT, show_default=True, help="Of the page; 0: any free one.")
+def main(*, port: int) -> None:
+    """Start everything, say where the page is, and stay until Ctrl-C."""
+    click.echo("starting a private Redis, two workers and the page; this takes about ten seconds")
+    end_in_order()
+    try:
+        with PlayStage() as stage:
+            stage.start_workers("worker-a", "worker-b")
+            where = stage.open_page(free(port))
+            click.secho(f"\nOpen http://127.0.0.1:{where}/ (Ctrl-C ends it)\n", bold=True)
+            stage.keep()
+    except KeyboardInterrupt:
+        click.echo("\nstopped; nothing is left behind", err=True)
+        return
+    except (ServerMissing, NotReady, RuntimeError) as error:
+        click.secho(f"BROKEN: the play could not run: {error}", fg="red", err=True)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(standalone_mode=False)

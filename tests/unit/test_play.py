@@ -1,0 +1,239 @@
+"""The page of ``make play`` without workers: its web server, and the provider of its documents."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from flask.testing import FlaskClient
+
+from example_project.play import web
+from example_project.play.desk import Desk, NotPossible, Workers
+from example_project.play.json_over_http import Refused
+from example_project.play.provider import Provider, Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+class FakeDesk:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.raises: Exception | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def note(*values: Any) -> int:
+            self.told.append((name, *values))
+            if self.raises is not None:
+                raise self.raises
+            return 7
+
+        return note
+
+
+@pytest.fixture
+def desk() -> FakeDesk:
+    """What the page of the test controls."""
+    return FakeDesk()
+
+
+@pytest.fixture
+def news() -> web.News:
+    """What the page of the test shows."""
+    return web.News(lambda: {"documents": []})
+
+
+@pytest.fixture
+def page(desk: FakeDesk, news: web.News) -> FlaskClient:
+    """A client of the page."""
+    return web.make_page(cast(Desk, desk), news, hosts=["localhost"]).test_client()
+
+
+BUTTONS = [
+    ("/documents", {}, ("submit",)),
+    ("/documents/3/presses", {"times": 2}, ("press", 3, 2)),
+    ("/documents/3/retry", {}, ("retry", 3)),
+    ("/documents/3/resolution", {"outcome": "done"}, ("resolve", 3, "done")),
+    ("/group/opening", {}, ("open_group",)),
+    ("/provider", {"latency": 2}, ("configure", {"latency": 2})),
+    ("/workers/worker-a@here/death", {}, ("kill", "worker-a@here")),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "told"), BUTTONS)
+def test_a_button_is_a_post_of_this_page_and_nothing_else(
+    page: FlaskClient, desk: FakeDesk, path: str, value: Any, told: tuple[Any, ...]
+) -> None:
+    """No GET, no form, and no other site does anything."""
+    assert page.get(path).status_code == 405
+    assert page.post(path, data=value).status_code == 415
+    elsewhere = {"Sec-Fetch-Site": "cross-site"}
+    assert page.post(path, json=value, headers=elsewhere).status_code == 403
+    assert page.post(path, json=value, base_url="http://rebound.example").status_code == 400
+    assert desk.told == []
+    assert page.post(path, json=value).status_code == 200
+    assert desk.told == [told]
+
+
+def test_what_cannot_be_done_is_said(page: FlaskClient, desk: FakeDesk) -> None:
+    """As JSON with an error, with the status that fits."""
+    for value in ({}, {"times": 0}, {"times": 11}, {"times": True}, []):
+        refused = page.post("/documents/3/presses", json=value)
+        assert (refused.status_code, type(refused.get_json()["error"])) == (422, str)
+    assert page.post("/documents/3/resolution", json={"outcome": "maybe"}).status_code == 422
+    assert desk.told == []
+    desk.raises = NotPossible("the group is open")
+    answer = page.post("/group/opening", json={})
+    assert (answer.status_code, answer.get_json()) == (409, {"error": "the group is open"})
+    desk.raises = Refused(422, {}, {"error": "latency is a number from 0 to 5"})
+    answer = page.post("/provider", json={})
+    assert (answer.status_code, answer.get_json()["error"]) == (422, desk.raises.body["error"])
+
+
+def test_the_page_needs_nothing_inline_and_nothing_from_elsewhere(page: FlaskClient) -> None:
+    """Its Content-Security-Policy allows neither, and it has neither; every file comes with it."""
+    text = page.get("/").get_data(as_text=True)
+    assert not re.findall(r"\son\w+=|\sstyle=|<style|https?://|<script(?! src=)", text)
+    for path in ("/", *re.findall(r'(?:src|href)="([^"]+)"', text), "state"):
+        answer = page.get(path if path.startswith("/") else f"/{path}")
+        assert answer.status_code == 200, path
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    labelled = set(re.findall(r'for="([^"]+)"', text))
+    fields = re.findall(r"<input id=\"([^\"]+)\" type=\"range\"", text)
+    assert set(fields) <= labelled
+
+
+def luminance(colour: str) -> float:
+    """As WCAG defines it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_every_text_colour_can_be_read() -> None:
+    """On both backgrounds, with a contrast of at least 4.5 (WCAG AA)."""
+    text = (web.PAGE / "play.css").read_text()
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", text.replace("#fff;", "#ffffff;")))
+    grounds = [luminance(colours.pop(name)) for name in ("paper", "ground")]
+    colours.pop("line")
+    assert len(colours) == 6
+    for name, colour in colours.items():
+        for ground in grounds:
+            assert (ground + 0.05) / (luminance(colour) + 0.05) >= 4.5, name
+
+
+def test_the_stream_begins_with_the_state_and_goes_on_with_what_is_new() -> None:
+    """And says that it lives while there is nothing new."""
+    looks = iter([{"documents": [1]}, {"documents": [1]}, {"documents": [1, 2]}])
+    news = web.News(lambda: next(looks))
+    news.refresh()
+    stream = web._stream(news, heartbeat=0.0)
+    first = next(stream)
+    assert json.loads(re.findall(r"^data: (.*)$", first, re.MULTILINE)[0])["documents"] == [1]
+    news.refresh()
+    assert next(stream).startswith(":")
+    news.refresh()
+    assert '"documents": [1, 2]' in next(stream)
+
+
+def test_a_server_that_does_not_answer_is_shown_beside_the_last_state() -> None:
+    """Until it answers again."""
+    away = [False]
+
+    def look() -> dict[str, Any]:
+        if away[0]:
+            raise ConnectionRefusedError("no")
+        return {"documents": [1]}
+
+    news = web.News(look)
+    seen = []
+    for away[0] in (False, True, False):
+        news.refresh()
+        seen.append(json.loads(news.latest()[1]))
+    assert [one["documents"] for one in seen] == [[1], [1], [1]]
+    problem = "A server does not answer: ConnectionRefusedError"
+    assert [one["problem"] for one in seen] == [None, problem, None]
+
+
+def test_a_worker_is_gone_after_two_missed_answers() -> None:
+    """One may be late. A killed one is gone at once, and comes back by itself."""
+    workers = Workers()
+
+    def up() -> list[bool]:
+        return [worker["up"] for worker in workers.listed()]
+
+    workers.heard(["b@x", "a@x"])
+    assert [worker["short"] for worker in workers.listed()] == ["a", "b"]
+    workers.heard(["a@x"])
+    assert up() == [True, True]
+    workers.heard(["a@x"])
+    assert up() == [True, False]
+    workers.gone("a@x")
+    assert up() == [False, False]
+    workers.heard(["a@x", "b@x"])
+    assert up() == [True, True]
+
+
+# -- the provider ----------------------------------------------------------------------------------
+
+
+def test_the_provider_turns_away_for_as_long_as_it_says() -> None:
+    """With a Retry-After or without one, and charges nothing for it."""
+    now = [100.0]
+    provider = Provider(clock=lambda: now[0])
+    provider.configure(Settings(trouble="limited", limit=20))
+    refused = provider.summarise("leases", 1, "k")
+    assert (refused.status, refused.headers) == (429, (("Retry-After", "20"),))
+    now[0] += 19.5
+    assert provider.summarise("leases", 1, "k").headers == (("Retry-After", "1"),)
+    now[0] += 0.5
+    assert provider.summarise("leases", 1, "k").status == 200
+    provider.configure(Settings(trouble="limited_silently"))
+    silent = provider.summarise("plain", 1, "l")
+    assert (silent.status, silent.headers) == (429, ())
+    books = provider.books()
+    assert books["calls"] == {"leases": 3, "plain": 1}
+    assert books["refused"] == {"leases": 2, "plain": 1}
+    assert [charge["account"] for charge in books["charges"]] == ["leases"]
+
+
+def test_the_provider_charges_for_what_it_does_not_answer() -> None:
+    """And tells of it, unless it shall not."""
+    provider = Provider(rand=lambda: 0.5)
+    assert provider.find("k").status == 404
+    provider.configure(Settings(trouble="timeout"))
+    assert provider.summarise("leases", 4, "k").after > 10
+    assert provider.find("k").body == {"id": "sum_1", "summary": "What matters in document 4"}
+    provider.configure(Settings(tells=False, error_rate=0.6))
+    assert provider.find("k").status == 501
+    assert provider.summarise("leases", 4, "k").status == 500
+    provider.configure(Settings(trouble="quota"))
+    quota = provider.summarise("leases", 4, "k")
+    assert (quota.status, quota.body["error"]["code"]) == (429, "insufficient_quota")
+    assert len(provider.books()["charges"]) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        {"colour": 1},
+        {"latency": 6},
+        {"latency": True},
+        {"error_rate": "1"},
+        {"limit": -1},
+        {"trouble": "ill"},
+        {"tells": 1},
+    ],
+)
+def test_the_provider_refuses_settings_that_it_does_not_know(values: object) -> None:
+    """With what is wrong."""
+    with pytest.raises(ValueError, match=r"is|are"):
+        Settings.of(values)
