@@ -43,7 +43,7 @@ test-again:
 	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-all: $(VENV)/.group-test $(VENV)/.group-clients
-	@$(BIN)/python -m pytest $(PYTEST_ARGS) --all-combinations
+	@CELERY_LEASES_TEST_EXEC=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --all-combinations
 
 # The oldest release of everything the package allows, on the tests that see a difference.
 lowest: $(VENV)/.group-matrix

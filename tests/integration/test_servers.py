@@ -18,6 +18,7 @@ from kombu import Connection
 from celery_leases.testing.waits import wait_until
 from tests.support.guard import descendants, parents
 from tests.support.plugin import missing_server
+from tests.support.preloaded import EXEC_VARIABLE
 from tests.support.process import GuardedProcess, NotReady
 from tests.support.servers import (
     LocalServer,
@@ -185,6 +186,42 @@ def test_nothing_outlives_an_owner_that_was_killed(tmp_path: Path) -> None:
     wait_until(
         lambda: not any(home.exists() for home in homes), 10, "the removal of their directories"
     )
+
+
+WORKER_AND_WAIT = """
+import sys
+from pathlib import Path
+from tests.support.workers import LocalWorker
+
+worker = LocalWorker("tests.apps.leased", directory=Path(sys.argv[1]))
+print(worker.start().pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("exec_variable", ["", "1"], ids=["forked", "executed"])
+@pytest.mark.every_argument
+def test_a_worker_is_the_same_whether_it_was_forked_or_executed(
+    tmp_path: Path, exec_variable: str
+) -> None:
+    """In its session, its directory and its log; it ends with its owner."""
+    env = {**os.environ, "CELERY_BROKER_URL": "memory://", EXEC_VARIABLE: exec_variable}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", WORKER_AND_WAIT, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in env.items() if value},
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    assert (os.getsid(pid), Path(f"/proc/{pid}/cwd").readlink()) == (pid, Path.cwd())
+    assert Path(f"/proc/{pid}/fd/2").readlink().parent == tmp_path
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    assert ("tests.support.preloaded" in command) == (not exec_variable)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    wait_until(lambda: pid not in parents(), 10, "the end of the worker")
 
 
 def test_a_daemon_that_left_its_session_is_ended_too(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,13 @@ def reap(main: int) -> None:
             tell("exit", os.waitstatus_to_exitcode(status))
 
 
-def guard(task: dict[str, Any]) -> None:
-    """Start the command and stay until the owner says ``end``, closes the pipe, or dies."""
+def guard(task: dict[str, Any], start: Callable[[dict[str, Any]], int] = spawn) -> None:
+    """Start the command and stay until the owner says ``end``, closes the pipe, or dies.
+
+    *start* starts the command of a task; ``task["parent"]`` is the parent of this process where
+    that is not the owner.
+    """
+    parent = task.get("parent", task["owner"])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -161,10 +166,10 @@ def guard(task: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             owner = os.pidfd_open(task["owner"])
             poll.register(owner, select.POLLIN)
-    main = spawn(task)
+    main = start(task)
     tell("pid", main)
     orderly = False
-    while os.getppid() == task["owner"]:
+    while os.getppid() == parent:
         ready = {fd for fd, _ in poll.poll()}
         if wake in ready:
             os.read(wake, 4096)

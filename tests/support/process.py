@@ -14,6 +14,7 @@ from pathlib import Path
 
 from celery_leases.testing.waits import pause, wait_until
 from tests.support import guard
+from tests.support.preloaded import ForkedGuard, preloaded
 
 
 class NotReady(RuntimeError):
@@ -53,13 +54,18 @@ class GuardedProcess:
             "owner": os.getpid(),
         }
         self._log_start = log.stat().st_size if log.exists() else 0
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, json.dumps(task)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(os.environ if env is None else env),
-            start_new_session=True,
-        )
+        wanted = dict(os.environ if env is None else env)
+        self._guard: subprocess.Popen[bytes] | ForkedGuard
+        if preloaded.can_run(self.argv, wanted) and user is None:
+            self._guard = preloaded.start(task, wanted)
+        else:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, json.dumps(task)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=wanted,
+                start_new_session=True,
+            )
         self._unread = b""
         self._returncode: int | None = None
         word, number = self._hear(30) or ("ended", -1)
