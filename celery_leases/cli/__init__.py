@@ -5,6 +5,7 @@ tables.
 from celery_leases.cli import (
     cooldown_groups,
     doctor,
+    drill,
     explain,
     keys,
     messages,
@@ -18,6 +19,7 @@ from celery_leases.cli.root import leases
 __all__ = [
     "cooldown_groups",
     "doctor",
+    "drill",
     "explain",
     "keys",
     "leases",

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Update,
     bindparam,
     case,
+    delete,
     or_,
     select,
 )
@@ -162,6 +163,11 @@ class DatabaseLeaseStore(SqlGates):
             "ttl": int(ttl * 1e6),
         }
         return self.database.touch(self._swap, values)
+
+    def delete_marks(self, stored_keys: Sequence[str]) -> None:
+        """Delete all marks of these keys, before they expire."""
+        marks = self._marks
+        self.database.count(delete(marks).where(marks.c.stored_key.in_(stored_keys)), {})
 
     def close(self) -> None:
         """Nothing of its own to close."""

@@ -1,0 +1,149 @@
+"""``celery leases drill`` with its own workers, on Redis and PostgreSQL: what it finds, and that it
+leaves nothing behind and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from sqlalchemy import text
+
+from celery_leases.protocol.records import State
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.record_case import won
+from celery_leases.testing.waits import wait_until
+from tests.support.guard import descendants, parents
+
+ROOT = Path(__file__).parents[2]
+CELERY = [sys.executable, "-m", "celery", "-A", "tests.apps.leased"]
+SOMEBODYS = json.dumps([{"body": "e30="}, "", "celery"])
+"""A message of another queue that a worker has not acknowledged yet, as kombu keeps it in Redis."""
+
+
+class Place:
+    """An operator's broker, lease store and database, with work of their own in each."""
+
+    def __init__(self, redis_url: str, database_url: str, directory: Path) -> None:
+        self.broker = redis.Redis.from_url(redis_url)
+        self.lease_url = urlsplit(redis_url)._replace(path="/1").geturl()
+        self.leases = redis.Redis.from_url(self.lease_url)
+        self.records = SqlRecordStore(engine_for(database_url))
+        self.records.migrate()
+        won(self.records, make_claim_request("t:other|1", task="other", key="1"), "redis")
+        self.broker.rpush("celery", "a message")
+        self.broker.hset("unacked", "tag", SOMEBODYS)
+        self.broker.zadd("unacked_index", {"tag": 4e9})  # not due before 2096
+        self.directory = directory
+        self.env = os.environ | {
+            "CELERY_BROKER_URL": redis_url,
+            "LEASES_URL": self.lease_url,
+            "LEASES_DATABASE_URL": database_url,
+            "C_FORCE_ROOT": "1",
+            "TMPDIR": str(directory),
+        }
+
+    def drills(self, *words: str, visibility: float) -> subprocess.Popen[str]:
+        """``celery leases drill --yes --json`` with *words*, started."""
+        return subprocess.Popen(
+            [*CELERY, "leases", "drill", "--yes", "--json", *words],
+            env=self.env | {"VISIBILITY": str(visibility)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def check_nothing_is_left(self) -> None:
+        """Only what was there before is there, in broker, lease store, database and directory."""
+        with self.records.database.engine.connect() as connection:
+            found = connection.execute(text("SELECT stored_key FROM celery_leases_records"))
+            assert [key for (key,) in found] == ["t:other|1"]
+        record = self.records.read("t:other|1")
+        assert record is not None
+        assert record.state is State.RUNNING
+        assert {*self.broker.keys()} == {b"celery", b"unacked", b"unacked_index"}
+        assert self.broker.lrange("celery", 0, -1) == [b"a message"]
+        assert self.broker.hgetall("unacked") == {b"tag": SOMEBODYS.encode()}
+        assert {*self.leases.keys()} <= {b"celery_leases:epoch"}
+        assert [*self.directory.iterdir()] == []
+
+
+@pytest.fixture
+def place(leases_redis_url: str, leases_postgres_url: str, tmp_path: Path) -> Place:
+    """The servers of an operator."""
+    return Place(leases_redis_url, leases_postgres_url, tmp_path)
+
+
+def ended(drill: subprocess.Popen[str]) -> tuple[int, list[Any], str]:
+    """How a drill has ended: exit code, objects printed, stderr."""
+    out, err = drill.communicate(timeout=120)
+    return drill.returncode, [json.loads(line) for line in out.splitlines()], err
+
+
+def test_a_good_set_up_passes(place: Place) -> None:
+    """Each step is met, every takeover is measured, and what it saw is told."""
+    code, steps, err = ended(place.drills("--ttl", "3s", visibility=4))
+    assert code == 0, (steps, err)
+    assert [(step["step"], step["met"]) for step in steps] == [
+        ("child", True),
+        ("double", True),
+        ("pause", True),
+        ("worker", True),
+    ]
+    took = {
+        (step["step"], takeover["who"]): takeover["took"]
+        for step in steps
+        for takeover in step["takeovers"]
+    }
+    assert {*took} == {
+        ("child", "its own call"),
+        ("pause", "another call"),
+        ("worker", "another call"),
+        ("worker", "its own call"),
+    }
+    assert took["worker", "another call"] > 1.5  # a lease cannot end sooner after its renewal
+    assert took["worker", "its own call"] > 3.0  # nor the visibility timeout
+    double = next(step for step in steps if step["step"] == "double")
+    assert sum("began the body" in each["what"] for each in double["seen"]) == 1
+    place.check_nothing_is_left()
+
+
+def test_a_ttl_that_is_too_long_fails_and_is_named(place: Place) -> None:
+    """And so is the visibility timeout; what the dead worker had is deleted, although it has not
+    come back.
+    """
+    drill = place.drills("--ttl", "1m", "--takeover-slo", "2s", "--step", "worker", visibility=600)
+    code, (step,), err = ended(drill)
+    assert code == 1
+    assert "missed: worker" in err
+    another, own = step["takeovers"]
+    assert (another["took"], own["took"]) == (None, None)
+    assert another["why"].startswith("the ttl: ")
+    assert own["why"].startswith("the broker: ")
+    place.check_nothing_is_left()
+
+
+def test_ctrl_c_leaves_nothing_behind(place: Place) -> None:
+    """In the middle of a step, while a worker is paused: the workers end too."""
+    drill = place.drills("--ttl", "1m", "--step", "pause", visibility=600)
+    wait_until(
+        lambda: any(b"pause" in key for key in place.leases.keys("*:lease")), 60, "a running body"
+    )
+    workers = {*descendants(drill.pid)}
+    assert workers
+    drill.send_signal(signal.SIGINT)
+    code, steps, _ = ended(drill)
+    assert (code, steps) == (1, [])
+    wait_until(lambda: not workers & parents().keys(), 60, "the end of the workers")
+    place.check_nothing_is_left()
