@@ -93,17 +93,19 @@ class LeasedMixin:
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
             _take_over_from(app, cls)
 
-    def __getattr__(self, name: str) -> Any:
-        """Bind a task that is not bound yet.
+    if not TYPE_CHECKING:  # for a type checker there would be any attribute
 
-        Celery lists a task before it binds it, so another thread may meet it in between, for
-        example the second request of a web process.
-        """
-        cls: Any = type(self)
-        if name in _MADE_AT_BINDING and cls.name:
-            _set_options(cls, cls.app)  # the same as the other thread sets
-            return getattr(cls, name)
-        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+        def __getattr__(self, name: str) -> Any:
+            """Bind a task that is not bound yet.
+
+            Celery lists a task before it binds it, so another thread may meet it in between, for
+            example the second request of a web process.
+            """
+            cls: Any = type(self)
+            if name in _MADE_AT_BINDING and cls.name:
+                _set_options(cls, cls.app)  # the same as the other thread sets
+                return getattr(cls, name)
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker whenever it connects to the broker."""

@@ -194,7 +194,9 @@ def can_be_read_by_all(browser: Browser) -> None:
 
 STATE: dict[str, Any] = {
     "documents": [],
-    "totals": dict.fromkeys(("leases", "plain"), {"paid": 0, "cents": 0, "calls": 0, "refused": 0}),
+    "totals": {
+        side: {"paid": 0, "cents": 0, "calls": 0, "refused": 0} for side in ("leases", "plain")
+    },
     "group": {"name": "provider", "state": "open", "retry_after": None, "reason": None},
     "workers": [],
     "provider": {
