@@ -23,14 +23,18 @@ help:
 # pip learned --group in 25.1.
 $(VENV)/.pip:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "celery_leases needs Python 3.11 or newer, and this is %d.%d: try make PYTHON=python3.12" % v[:2])'
-	@echo "== building $(VENV) with $$($(PYTHON) --version)"
+	@echo "== building $(VENV) with $$($(PYTHON) --version): a few seconds"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --upgrade "pip>=25.1"
 	@touch $@
 
+# What is told while pip is silent; on a slow line it takes longer.
+TIME_FOR_demo := about a minute
+TIME_FOR_matrix := about a minute
+
 # One stamp per dependency group, renewed when pyproject.toml changes.
 $(VENV)/.group-%: $(VENV)/.pip pyproject.toml
-	@echo "== installing the group '$*'"
+	@echo "== installing the group '$*': once, $(or $(TIME_FOR_$*),a few minutes)"
 	@$(PIP) install --editable . --group $*
 	@touch $@
 

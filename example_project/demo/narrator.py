@@ -1,4 +1,4 @@
-"""Tells what happens on a demo's stage, line by line: seconds, who, and what."""
+"""Tells what happens on a demo's stage, line by line, sorted by time: seconds, who, and what."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 WIDTH = 100
+HOLD = 1.0
+"""Seconds for which a line is held back, as another process may still write what came before it."""
 _COLOURS = {
     "worker-a": "cyan",
     "worker-b": "magenta",
@@ -22,8 +24,8 @@ _COLOURS = {
 
 
 class Narrator:
-    """Prints lines, each with the seconds since it was made. *done* says what a worker has done
-    with a key.
+    """Prints lines, each with the seconds since it was made, the earliest first. *done* says what a
+    worker has done with a key.
     """
 
     def __init__(self, done: str) -> None:
@@ -32,29 +34,46 @@ class Narrator:
         self._webs: dict[str, str] = {}
         self._reschedule: set[str] = set()
         self._refused: set[str] = set()
+        self._held: list[tuple[float, int, list[str]]] = []
+        self._said = 0
 
     def scene(self, text: str) -> None:
-        """Print a headline."""
+        """Print a headline, after all lines before it."""
+        self.print_held()
         click.secho(f"\n{text}", bold=True)
 
     def say(
         self, who: str, text: str, *, at: float | None = None, colour: str | None = None
     ) -> None:
-        """Print one line of the timeline; *at*: when it happened, by default now."""
-        seconds = (time.monotonic() if at is None else at) - self.began
+        """Add one line to the timeline; *at*: when it happened, by default now."""
+        at = time.monotonic() if at is None else at
+        seconds = at - self.began
         first, *more = textwrap.wrap(text, WIDTH - 27)
         shown = click.style(f"{who:<16}", fg=_COLOURS.get(who.split(maxsplit=1)[0]))
-        click.echo(f"{seconds:6.2f} s  {shown} {click.style(first, fg=colour)}")
-        for line in more:
-            click.echo(f"{'':26}{click.style(line, fg=colour)}")
+        lines = [f"{seconds:6.2f} s  {shown} {click.style(first, fg=colour)}"]
+        lines += [f"{'':26}{click.style(line, fg=colour)}" for line in more]
+        self._hold(at, lines)
 
     def quote(self, lines: Iterable[str]) -> None:
-        """Print what a program has printed."""
-        for line in lines:
-            click.secho(f"{'':10}| {line[: WIDTH - 12]}", dim=True)
+        """Add what a program has printed."""
+        quoted = [click.style(f"{'':10}| {line[: WIDTH - 12]}", dim=True) for line in lines]
+        self._hold(time.monotonic(), quoted)
+
+    def print_held(self, before: float | None = None) -> None:
+        """Print the lines about what happened *before* a time, the earliest first; by default all
+        that there are.
+        """
+        self._held.sort()
+        while self._held and (before is None or self._held[0][0] < before):
+            for line in self._held.pop(0)[2]:
+                click.echo(line)
+
+    def _hold(self, at: float, lines: list[str]) -> None:
+        self._said += 1
+        self._held.append((at, self._said, lines))
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Print one event of the journal, unless a call is rescheduled, or a key refused, for the
+        """Add one event of the journal, unless a call is rescheduled, or a key refused, for the
         second time.
         """
         if event["what"] == "Asked":

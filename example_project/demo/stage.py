@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,7 @@ class Stage:
 
     visibility_timeout = VISIBILITY_TIMEOUT
     concurrency = 3
+    worker_names: Sequence[str] = ("worker-a", "worker-b")
 
     def __init__(self, *, leases: bool = True) -> None:
         self._leases = leases
@@ -78,7 +79,7 @@ class Stage:
                 del os.environ[name]
             os.environ |= self._environment()
             os.environ |= self.furnish()
-            self.app = Celery("demo", broker=self._database(0), backend=self._database(1))
+            self.app = Celery("demo", broker=self.database(0), backend=self.database(1))
             undo.pop_all()
         return self
 
@@ -90,9 +91,9 @@ class Stage:
 
     def _environment(self) -> dict[str, str]:
         return {
-            "CELERY_BROKER_URL": self._database(0),
-            "CELERY_RESULT_BACKEND": self._database(1),
-            "LEASES_URL": self._database(2),
+            "CELERY_BROKER_URL": self.database(0),
+            "CELERY_RESULT_BACKEND": self.database(1),
+            "LEASES_URL": self.database(2),
             "LEASES_DATABASE_URL": f"sqlite:///{self.home / 'records.db'}",
             "LEASES_TTL": str(TTL),
             "VISIBILITY_TIMEOUT": str(self.visibility_timeout),
@@ -101,25 +102,30 @@ class Stage:
             journal.WITHOUT_LEASES: "" if self._leases else "1",
         }
 
-    def _database(self, number: int) -> str:
+    def database(self, number: int) -> str:
+        """The URL of one of the databases of the private Redis."""
         return f"{self.redis.url.rpartition('/')[0]}/{number}"
 
-    def start_workers(self, *names: str) -> None:
-        """Start workers side by side and wait until all consume."""
-        for name in names:
+    def environment_of(self, name: str) -> Mapping[str, str]:
+        """What one process has in its environment beside what all have."""
+        return {}
+
+    def start_workers(self) -> None:
+        """Start all workers side by side and wait until all consume."""
+        for name in self.worker_names:
             self.workers[name] = LocalWorker(
                 "example_project",
                 directory=self.home,
                 concurrency=self.concurrency,
                 name=name,
-                env={journal.WORKER: name},
+                env={journal.WORKER: name, **self.environment_of(name)},
                 options=("--include", ",".join(self.modules)),
                 cwd=ROOT,
             )
             self._stack.callback(self.workers[name].teardown)
             with undisturbed():
                 self.workers[name].launch()
-        for name in names:
+        for name in self.worker_names:
             self._pids |= {
                 self.workers[name].wait_ready().pid,
                 *self.workers[name].wait_for_children(),
@@ -129,7 +135,8 @@ class Stage:
         """Start a Python module, ``command``, which ends with the stage at the latest."""
         with undisturbed():
             argv = [sys.executable, "-m", *command]
-            process = GuardedProcess(argv, log=self.home / f"{name}.log", cwd=ROOT)
+            env = {**os.environ, **self.environment_of(name)}
+            process = GuardedProcess(argv, log=self.home / f"{name}.log", cwd=ROOT, env=env)
             self._stack.callback(process.end)
         self._pids.add(process.pid)
         return process

@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import click
 
-from example_project.demo.narrator import Narrator
+from example_project.demo.narrator import HOLD, Narrator
 from example_project.demo.stage import CommandFailed, Stage
 from tests.support.process import NotReady
 from tests.support.servers import ServerMissing
@@ -90,7 +90,7 @@ class Story(ABC, Generic[StageT]):
         self.narrator.say(
             "demo", f"has started {program} on port {redis.port}; records are kept in SQLite"
         )
-        self.stage.start_workers("worker-a", "worker-b")
+        self.stage.start_workers()
         for name, worker in self.stage.workers.items():
             children = " ".join(map(str, worker.children()))
             self.narrator.say(name, f"is ready: pid {worker.pid}, pool children {children}")
@@ -98,6 +98,7 @@ class Story(ABC, Generic[StageT]):
     def _listen(self) -> None:
         for event in self.stage.journal.news():
             self.narrator.tell(event)
+        self.narrator.print_held(time.monotonic() - HOLD)
 
 
 def perform(story: Story[Any]) -> NoReturn:
@@ -109,6 +110,7 @@ def perform(story: Story[Any]) -> NoReturn:
         with story.stage:
             verdict = story.play()
     except KeyboardInterrupt:
+        story.narrator.print_held()
         click.echo("\nstopped; nothing is left behind", err=True)
         sys.exit(130)
     except (ServerMissing, NotReady, RuntimeError) as error:

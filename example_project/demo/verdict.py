@@ -41,6 +41,8 @@ class Verdict:
     events: Sequence[Mapping[str, Any]]
     mailed: Sequence[str]
     results: Mapping[str, Any]
+    plainly_mailed: Sequence[str] | None = None
+    """What plain Celery has mailed beside it; nothing is promised of that."""
 
     def of(self, what: str, key: str) -> list[Mapping[str, Any]]:
         """The events of one kind about one key."""
@@ -64,7 +66,10 @@ class Verdict:
 
     def kept(self) -> str:
         """What there is to say when all were kept."""
-        return f"{len(self.keys)} invoices, {len(self.requests)} calls, each invoice mailed once, each call answered"
+        mails = f"{len(self.mailed)} mails"
+        if self.plainly_mailed is not None:
+            mails += f" (plain Celery: {len(self.plainly_mailed)})"
+        return f"{len(self.keys)} invoices, {len(self.requests)} calls, {mails}, each call answered"
 
     def _broken_mails(self) -> list[str]:
         mails = Counter(self.mailed)
@@ -114,11 +119,14 @@ class Verdict:
     def show(self) -> None:
         """Print the two tables."""
         webs = sorted({request.web for request in self.requests})
-        rows = [["invoice", "mailed", "attempts", "crashes", *(f"{web} got" for web in webs)]]
-        mails = Counter(self.mailed)
+        beside = ["plain Celery mailed"] if self.plainly_mailed is not None else []
+        head = ["invoice", "mailed", *beside, "attempts", "crashes"]
+        rows = [[*head, *(f"{web} got" for web in webs)]]
+        mails, plain = Counter(self.mailed), Counter(self.plainly_mailed or ())
         for key in self.keys:
             counts = (
                 mails[key],
+                *([plain[key]] if beside else []),
                 len(self.of("LeaseAcquired", key)),
                 len(self.of("CrashSeen", key)),
             )

@@ -9,32 +9,34 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+
+from celery.result import AsyncResult
 
 from example_project import app
 from example_project.demo import journal
 
 
-def ask(how: str, month: str, customers: list[int]) -> list[tuple[str, str]]:
-    """Publish one call per customer; key and id of each."""
-    calls = []
-    for customer in customers:
-        if how == "delay":
-            from example_project.tasks import send_invoice
+def publisher(how: str) -> Callable[[int, str], AsyncResult]:
+    """What publishes one call."""
+    if how == "delay":
+        from example_project.tasks import send_invoice
 
-            call = send_invoice.delay(customer, month)
-        else:
-            call = app.send_task(
-                "example_project.tasks.send_invoice",
-                kwargs={"customer_id": customer, "month": month},
-            )
-        calls.append((f"invoice:{customer}:{month}", call.id))
-    return calls
+        delay: Callable[[int, str], AsyncResult] = send_invoice.delay
+        return delay
+    name = "example_project.tasks.send_invoice"
+    return lambda customer, month: app.send_task(
+        name, kwargs={"customer_id": customer, "month": month}
+    )
 
 
 def main(web: str, how: str, month: str, *customers: str) -> None:
     """Ask, and note when and under which ids."""
+    publish = publisher(how)
     began = time.monotonic()
-    calls = ask(how, month, [int(customer) for customer in customers])
+    calls = [
+        (f"invoice:{customer}:{month}", publish(int(customer), month).id) for customer in customers
+    ]
     journal.write("Asked", t=began, worker=web, how=f"{how}()", key=calls[0][0], calls=calls)
 
 

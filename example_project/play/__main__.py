@@ -79,7 +79,7 @@ def main(*, port: int) -> None:
     end_in_order()
     try:
         with PlayStage() as stage:
-            stage.start_workers("worker-a", "worker-b")
+            stage.start_workers()
             where = stage.open_page(free(port))
             click.secho(f"\nOpen http://127.0.0.1:{where}/ (Ctrl-C ends it)\n", bold=True)
             stage.keep()

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from celery_leases.testing.waits import wait_until
+from example_project.demo.narrator import Narrator
 from tests.support.guard import descendants
 from tests.support.process import GuardedProcess
 
@@ -50,11 +51,26 @@ def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
     """
     done = play(tmp_path, *DEMO)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"SIGKILLs", done.stdout)) == 2
+    assert len(re.findall(r"SIGKILLs .*, in the middle of", done.stdout)) == 2
     assert len(re.findall(r"begins \d+, attempt 2", done.stdout)) == 2
-    assert "KEPT: 6 invoices, 12 calls" in done.stdout
+    assert re.search(r"KEPT: 6 invoices, 12 calls, 6 mails \(plain Celery: \d\d\)", done.stdout)
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_timeline_is_sorted_by_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that another process writes late still comes in its place; a headline comes after
+    what was before it.
+    """
+    narrator = Narrator(done="mailed")
+    began = narrator.began
+    narrator.say("web-1", "later", at=began + 3)
+    narrator.say("web-2", "earlier", at=began + 2)
+    narrator.print_held(before=began + 2.5)
+    narrator.say("web-1", "between", at=began + 2.7)
+    narrator.scene("A headline")
+    lines = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line]
+    assert lines == ["earlier", "between", "later", "headline"]
 
 
 def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:

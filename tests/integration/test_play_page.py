@@ -136,7 +136,8 @@ def counts_down_and_drains(page: Page, pictures: Path) -> None:
     first = left()
     assert 240 < first <= 305
     browser.until(lambda: left() < first - 1, "a countdown")
-    browser.picture(pictures / "play.png", 1000, 760)
+    browser.driver.execute_script("window.scrollTo(0, 0)")
+    browser.picture(pictures / "play.png", 1100, 800)
     calls = browser.find("#leases-calls").text
     page.press(waiting[0], "often")
     page.shows(f'[data-document="{waiting[0]}"]', "pressed 11 times")
