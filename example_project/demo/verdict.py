@@ -69,7 +69,7 @@ class Verdict:
         mails = f"{len(self.mailed)} mails"
         if self.plainly_mailed is not None:
             mails += f" (plain Celery: {len(self.plainly_mailed)})"
-        return f"{len(self.keys)} invoices, {len(self.requests)} calls, {mails}, each call answered"
+        return f"{len(self.keys)} invoices, {len(self.requests)} calls, {mails}, all answered"
 
     def _broken_mails(self) -> list[str]:
         mails = Counter(self.mailed)
