@@ -119,7 +119,7 @@ class Verdict:
     def show(self) -> None:
         """Print the two tables."""
         webs = sorted({request.web for request in self.requests})
-        beside = ["plain Celery mailed"] if self.plainly_mailed is not None else []
+        beside = ["plain Celery"] if self.plainly_mailed is not None else []
         head = ["invoice", "mailed", *beside, "attempts", "crashes"]
         rows = [[*head, *(f"{web} got" for web in webs)]]
         mails, plain = Counter(self.mailed), Counter(self.plainly_mailed or ())
