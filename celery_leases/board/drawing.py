@@ -21,6 +21,8 @@ ROW: Final = 22
 NARROWEST: Final = 3.0
 BINS: Final = 48
 HEIGHT: Final = 120
+EDGE: Final = 20
+"""So near to an end of the axis no number has room."""
 SHORTEST_RUN: Final = 0.001
 """Seconds at which the axis of a histogram begins at the earliest."""
 
@@ -136,6 +138,7 @@ def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | Non
     ticks = [
         (x(10.0**power), precise(10.0**power))
         for power in range(math.ceil(low), math.floor(high) + 1)
+        if EDGE < x(10.0**power) < WIDTH - EDGE
     ]
     lines = [Line(kind, f"{text} {precise(at)}", x(at)) for kind, text, at in given]
     return Histogram(WIDTH, HEIGHT + 24, bars, lines, ticks)

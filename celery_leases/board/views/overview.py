@@ -16,7 +16,10 @@ from celery_leases.protocol.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UN
 
 SHOWN: Final = 10
 LOOKS: Final = (
-    (ABANDONED, "their process died; the broker delivers them again, or `rescue` does"),
+    (
+        ABANDONED,
+        "their process died; the broker delivers them again, or leases rescue publishes them",
+    ),
     (State.UNCERTAIN.value, "they may have been executed: look in the other system, then resolve"),
 )
 STATES: Final = (
