@@ -125,7 +125,7 @@ class Board:
         """What is read once for all who look, by its name."""
         return self._shared.setdefault(name, Shared(read, fresh_for))
 
-    def begun(self, asked: Asked, job: Job) -> Answer | GoTo:
+    def begun(self, job: Job) -> Answer | GoTo:
         """The page of a job that has begun: what became of it, if that is known soon."""
         for shared in self._shared.values():
             shared.forget()

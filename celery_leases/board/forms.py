@@ -26,6 +26,8 @@ MOST_FIELDS: Final = 1_000
 MOST_SELECTED: Final = 500
 LONGEST_FIELD: Final = 100_000
 _INT_MAX: Final = 2**63
+_LAST_MOMENT: Final = 253_402_300_799_000_000
+"""Microseconds since the epoch, at the end of the year 9999."""
 URLENCODED: Final = "application/x-www-form-urlencoded"
 
 What = Literal["retry", "release", "forget", "resolve_done", "resolve_retry"]
@@ -174,7 +176,7 @@ def _moment(text: str, now: datetime) -> int | None:
         span = parsed(text)
         when = now - timedelta(seconds=span) if span is not None else datetime.fromisoformat(text)
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
-        return round(when.timestamp() * 1e6)
+        return max(0, round(when.timestamp() * 1e6))
     except (ValueError, OverflowError):
         raise bad(
             f"{printable(text)} is no time: write one such as 2026-04-01T03:00 (UTC), or a span "
@@ -207,6 +209,8 @@ def confirmed(given: Fields) -> RecordFilter:
         raise bad("The form cannot be read.")
     texts: dict[str, Any] = {name: given.get(name) or None for name in _TEXTS}
     numbers: dict[str, Any] = {name: given.number(name) for name in _NUMBERS}
+    if any(value is not None and value > _LAST_MOMENT for value in numbers.values()):
+        raise bad("The form cannot be read.")
     return RecordFilter(states, **texts, **numbers, crashed=bool(given.get("crashed")))
 
 

@@ -8,11 +8,11 @@ import logging
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from celery_leases.client import Change
+from celery_leases.client import Change, LeaseStatus
 from celery_leases.common.redaction import redact
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeasesError
@@ -136,13 +136,26 @@ def _count(job: Job, step: Step) -> None:
         logger.info("%s: %s", job.who, step.line)
 
 
-def steps_of(what: str, changes: Iterable[Change]) -> Iterator[Step]:
-    """The changes of keys as steps."""
-    for change in changes:
-        key = printable(change.status.stored_key or change.status.key)
-        if change.done:
-            yield Step(f"{what} {key}, fence {change.status.fence}", published=change.published)
+def steps_of(
+    what: str,
+    change: Callable[[Iterable[LeaseStatus]], Iterable[Change]],
+    found: Iterable[LeaseStatus],
+) -> Iterator[Step]:
+    """What *change* does to each key that was *found*, as steps."""
+    seen: list[LeaseStatus] = []
+
+    def each_found() -> Iterator[LeaseStatus]:
+        for status in found:
+            seen[:] = [status]
+            yield status
+
+    for made in change(each_found()):
+        before = seen[0]
+        key = printable(before.stored_key or before.key)
+        was = f"{key}, which was {before.state} at fence {before.fence}"
+        if made.done:
+            yield Step(f"{what} {was}", published=made.published)
         else:
-            why = printable(redact(change.why or ""), 500)
-            told = why if change.status.key in why else f"{key}: {why}"
-            yield Step(f"left alone: {key}", changed=0, why=told)
+            why = printable(redact(made.why or ""), 500)
+            told = why if before.key in why else f"{key}: {why}"
+            yield Step(f"left alone: {was}", changed=0, why=told)

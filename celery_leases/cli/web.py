@@ -10,8 +10,7 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases.cli.root import app_of, leases
-from celery_leases.worker.app_settings import settings_of
+from celery_leases.cli.root import app_of, client_of, leases
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 GRACE = 5
@@ -81,7 +80,7 @@ def web(
     elif authoriser is not None:
         authorise = _imported(authoriser)
     app = app_of(ctx)
-    settings_of(app)  # a wrong setting is said now
+    client_of(ctx)  # a wrong setting is said now, and the first page does not wait for imports
     # Without a password, a page elsewhere whose name points here would read and change all.
     hosts = LOCAL if authorise is everybody_here else None
     board = leases_board(app, authorise, origins=origins, hosts=hosts)

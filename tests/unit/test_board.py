@@ -269,6 +269,10 @@ UNREADABLE_FORMS: tuple[tuple[str, Any], ...] = (
         "/keys/act",
         {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": "-1"},
     ),
+    (
+        "/keys/act",
+        {"action": "retry", "scope": "filter", "confirmed": "yes", "unmoved_since": str(2**62)},
+    ),
     ("/groups/confirm", {"action": "open"}),
     ("/groups/confirm", {"action": "close", "group": "g", "span": "for ever"}),
     ("/groups/act", {"action": "close", "group": "g", "span": "5m"}),
@@ -456,7 +460,7 @@ def test_a_selection_is_changed_as_it_was_seen(
     ]
     log = caplog.text
     assert "ann (testclient) asks: Retry: 3 selected keys" in log
-    assert f"ann (testclient): retry t:{TASK}|order:0" in log
+    assert f"ann (testclient): retry t:{TASK}|order:0, which was failed at fence " in log
     assert f"left alone: t:{TASK}|order:2" in log
     again = words(ann.sends("/keys/act", given).text)
     assert "0 changed , 3 left as they are" in again, "sent twice, done once"

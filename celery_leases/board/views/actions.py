@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 from celery_leases.board import texts
@@ -111,25 +112,22 @@ def act(asked: Asked) -> Answer | GoTo:
     what, form = action_of(asked.form), asked.form
     if form.get("confirmed") != "yes":
         raise bad("Confirm it first.")
-    publish = form.get("publish") == "yes"
     label, client = LABELS[what][0], asked.client
+    publish = form.get("publish") == "yes"
+    change: Any = partial(client.change, what, publish=publish)  # type: ignore[arg-type]
     if form.get("scope") == "filter":
         if what not in MEANT:
             raise bad("This is done with keys that are selected.")
         wanted, count = confirmed(form), form.number("count") or 0
         name = f"{label}: all with {_in_words(wanted)}"
-        found = client.matching(wanted)
-        changes = client.change(what, found, publish=publish)  # type: ignore[arg-type]
-        return asked.board.begun(
-            asked, asked.board.jobs.start(name, asked.who, count, steps_of(what, changes))
-        )
+        steps = steps_of(what, change, client.matching(wanted))
+        return asked.board.begun(asked.board.jobs.start(name, asked.who, count, steps))
     seen = seen_of(form)
     if not seen:
         raise bad("Select keys first.")
     name = f"{label}: {len(seen)} selected key{'s' if len(seen) > 1 else ''}"
     if what in MEANT:
-        changes = client.change(what, seen, publish=publish)  # type: ignore[arg-type]
-        steps = steps_of(what, changes)
+        steps = steps_of(what, change, seen)
     else:
         problem, result = _result(form.get("result")) if what == "resolve_done" else (None, None)
         if problem is not None:
@@ -137,7 +135,7 @@ def act(asked: Asked) -> Answer | GoTo:
             context = {"what": what, "label": label, "means": means, "problem": problem}
             return Answer("confirm.html", context | _of_selection(client, seen), 400)
         steps = _resolved(client, seen, what, result)
-    return asked.board.begun(asked, asked.board.jobs.start(name, asked.who, len(seen), steps))
+    return asked.board.begun(asked.board.jobs.start(name, asked.who, len(seen), steps))
 
 
 def _resolved(
@@ -150,15 +148,13 @@ def _resolved(
             if not is_as_seen(client.status(each.key), each):
                 yield Step(f"left alone: {key}", changed=0, why=f"{key} has changed meanwhile")
                 continue
-            after = client.resolve(
-                each.key, "done" if what == "resolve_done" else "retry", result=result
-            )
+            client.resolve(each.key, "done" if what == "resolve_done" else "retry", result=result)
         except StoreUnavailable:
             raise
         except LeasesError as error:
             yield Step(f"left alone: {key}", changed=0, why=texts.printed(redact(str(error))))
             continue
-        yield Step(f"{what} {key}, fence {after.fence}")
+        yield Step(f"{what} {key}, which was {each.state} at fence {each.fence}")
 
 
 def _result(text: str) -> tuple[str | None, Any]:
@@ -173,4 +169,10 @@ def _result(text: str) -> tuple[str | None, Any]:
 
 def _in_words(wanted: RecordFilter) -> str:
     """A filter for the log, with its moments."""
-    return texts.printed(" ".join(f"{name}={value}" for name, value in hidden(wanted)))
+    told = [
+        (name, f"{datetime.fromtimestamp(int(value) / 1e6, UTC):%Y-%m-%dT%H:%M:%SZ}")
+        if name in _MOMENTS
+        else (name, value)
+        for name, value in hidden(wanted)
+    ]
+    return texts.printed(" ".join(f"{name}={value}" for name, value in told))

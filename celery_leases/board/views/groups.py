@@ -40,9 +40,7 @@ def act(asked: Asked) -> Answer | GoTo:
     wanted = _wanted(asked.form)
     name = f"{wanted['label']}: {len(wanted['groups'])} group{'s' * (len(wanted['groups']) > 1)}"
     steps = _steps(asked.client, wanted)
-    return asked.board.begun(
-        asked, asked.board.jobs.start(name, asked.who, len(wanted["groups"]), steps)
-    )
+    return asked.board.begun(asked.board.jobs.start(name, asked.who, len(wanted["groups"]), steps))
 
 
 def _wanted(form: Fields) -> dict[str, Any]:

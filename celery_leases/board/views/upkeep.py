@@ -52,7 +52,7 @@ def act(asked: Asked) -> Answer | GoTo:
         else _published(client, wanted)
     )
     total = asked.form.number("count") or 0
-    return asked.board.begun(asked, asked.board.jobs.start(name, asked.who, total, steps))
+    return asked.board.begun(asked.board.jobs.start(name, asked.who, total, steps))
 
 
 def _wanted(form: Fields) -> dict[str, Any]:
