@@ -406,9 +406,9 @@ class LeaseClient:
                 f"{key}: its message cannot be read", False, key, "message"
             ) from None
 
-    def stats(self) -> Stats:
-        """Counts by task and state, failures by rule, and the groups that are not open. Looks at
-        every record.
+    def stats(self, *, rules: bool = True) -> Stats:
+        """Counts by task and state, failures by rule unless *rules* is ``False``, and the groups
+        that are not open. Looks at every record.
         """
         self._ready()
         rows = self._records.counts()
@@ -423,15 +423,14 @@ class LeaseClient:
                 self._tell_abandoned(counts)
         except StoreUnavailable as error:
             trouble = f"the lease store does not answer: {error}"
-        rules = Counter(
-            (failure.rule or "", failure.reason or "") for failure in self._records.errors()
-        )
+        failures = self._records.errors() if rules else ()
+        by_rule = Counter((failure.rule or "", failure.reason or "") for failure in failures)
         return Stats(
             [
                 StateCount(task, state, count, datetime.fromtimestamp(oldest / 1e6, UTC))
                 for (task, state), (count, oldest) in sorted(counts.items())
             ],
-            [RuleCount(rule, reason, count) for (rule, reason), count in rules.most_common()],
+            [RuleCount(rule, reason, count) for (rule, reason), count in by_rule.most_common()],
             gates,
             trouble,
         )

@@ -16,6 +16,7 @@ from celery_leases.attempt.context import Context
 from celery_leases.attempt.renewal import Renewer, Stores
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import native
+from celery_leases.counting import Counting
 from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
 from celery_leases.protocol.ports import (
@@ -31,6 +32,7 @@ from celery_leases.stores.registry import open_lease_store
 if TYPE_CHECKING:  # SQLAlchemy and redis-py are imported when the first store is opened
     from celery_leases.stores.sql.effects import SqlEffectStore
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
+    from celery_leases.stores.sql.metrics import SqlMetrics
     from celery_leases.stores.sql.records import SqlRecordStore
 
 AnyStore: TypeAlias = "SeparateLeaseStore | DatabaseLeaseStore"
@@ -60,6 +62,8 @@ class Parts:
     renewer: Renewer
     context: Context
     execution: Execution
+    #: Counts what the calls do, with ``leases_metrics``.
+    counting: Counting | None = None
     _opened: list[tuple[AnyStore, SqlRecordStore]] = field(default_factory=list)
 
     def close(self, *, inherited: bool = False) -> None:
@@ -68,6 +72,8 @@ class Parts:
         """
         if not inherited:  # its threads are not in this process
             self.renewer.close()
+            if self.counting is not None:
+                self.counting.end()
         for leases, records in self._opened:
             records.database.close(inherited=inherited)
             if not inherited:
@@ -102,6 +108,10 @@ def build(
     asked = _bounded(leases, records, within, wait), records
     # The thread that purges is a system thread too.
     purged = open_records(settings, 1) if native.green() and not in_memory else records
+    counting: Counting | None = None
+    if settings.metrics and not in_memory:
+        observer = counting = _counting(observer, purged)
+        records.tag = counting.tag
     renewer = renewed_by(
         Stores(*kept), Stores(*asked), observer, clock, None if in_memory else purged
     )
@@ -112,7 +122,9 @@ def build(
     effects = open_effects(records)
     opened = [(leases, records), kept, asked, (leases, purged)]
     execution = Execution(context, renewer)
-    return Parts(settings, leases, records, effects, leases, renewer, context, execution, opened)
+    return Parts(
+        settings, leases, records, effects, leases, renewer, context, execution, counting, opened
+    )
 
 
 def open_records(
@@ -139,6 +151,13 @@ def open_effects(records: SqlRecordStore) -> SqlEffectStore:
     return SqlEffectStore(records.database, records.tables)
 
 
+def open_metrics(records: SqlRecordStore) -> SqlMetrics:
+    """The counts of all processes in the database of *records*."""
+    from celery_leases.stores.sql.metrics import SqlMetrics
+
+    return SqlMetrics(records.database, records.tables)
+
+
 def lease_store(
     settings: Settings,
     records: SqlRecordStore,
@@ -162,6 +181,13 @@ def lease_store(
             settings.transport_options,
         )
     )
+
+
+def _counting(observer: Observer, records: SqlRecordStore) -> Counting:
+    """Counts what *observer* observes, over the connections of *records*, from a system thread."""
+    from celery_leases.stores.sql.metrics import tag
+
+    return Counting(observer, open_metrics(records), tag)
 
 
 def _bounded(

@@ -36,6 +36,7 @@ _SETTINGS = (
     "prefix",
     "eager_stores",
     "consumer_timeout",
+    "metrics",
 )
 _NOT_APP_WIDE = ("key", "fingerprint", "namespace")
 _VISIBILITY_TIMEOUTS = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
@@ -52,6 +53,8 @@ class Settings:
     pool_size: int = POOL_SIZE
     prefix: str = "celery_leases"
     eager_stores: bool = False
+    #: Whether processes count what their calls do, for ``leases exporter``.
+    metrics: bool = False
     #: kombu's transport options for the lease store: its own, or the broker's where that is the
     #: lease store.
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -95,10 +98,9 @@ def read_settings(
         raise LeaseConfigurationError(
             f"leases_{name} cannot be set for a whole app; set lease_{name} on each task"
         )
-    if given.get("eager_stores") not in (None, True, False):
-        raise LeaseConfigurationError(
-            f"leases_eager_stores={given['eager_stores']!r}: write True or False"
-        )
+    for switch in ("eager_stores", "metrics"):
+        if given.get(switch) not in (None, True, False):
+            raise LeaseConfigurationError(f"leases_{switch}={given[switch]!r}: write True or False")
     pool_size = given.get("pool_size")
     pool_size = POOL_SIZE if pool_size is None else pool_size
     if type(pool_size) is not int or pool_size < SMALLEST_POOL:
@@ -126,6 +128,7 @@ def read_settings(
         pool_size=pool_size,
         prefix=given.get("prefix") or "celery_leases",
         eager_stores=bool(given.get("eager_stores")),
+        metrics=bool(given.get("metrics")),
         transport_options=own
         if own is not None
         else options

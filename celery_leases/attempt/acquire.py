@@ -331,7 +331,7 @@ class Entry:
         """
         try:
             if self.context.records.settle(record, outcome):
-                self.report(call, outcome, 0.0)
+                self.report(call, record, outcome, 0.0)
         except StoreUnavailable as error:
             again = self.away(error, 0)
             raise Away(Again(again.delay, again.reason, prior=record.owner, away=True)) from error
@@ -367,8 +367,18 @@ class Entry:
             )
         )
 
-    def report(self, call: Call, outcome: Outcome, runtime: float) -> None:
-        """Emit the event that an attempt was closed; *runtime* is in seconds."""
+    def report(
+        self,
+        call: Call,
+        record: Record,
+        outcome: Outcome,
+        runtime: float,
+        held_lease: HeldLease | None = None,
+    ) -> None:
+        """Emit the event that an attempt on *record* was closed; *runtime* is in seconds."""
         if outcome.failure is None and not self.context.observer.hears(events.AttemptSettled):
             return  # the log level of a failure may be higher than usual
-        self.context.observer.observe(events.AttemptSettled.by(call.subject, outcome, runtime))
+        held = self.context.clock.now() - held_lease.since if held_lease is not None else 0.0
+        self.context.observer.observe(
+            events.AttemptSettled.by(call.subject, record, outcome, runtime, held)
+        )

@@ -42,6 +42,8 @@ class HeldLease:
         max_hold: float = 86_400.0,
     ) -> None:
         self.claim_request = claim_request
+        #: When it was requested, by the local clock.
+        self.since = sent
         self.fence = 0
         #: The state of the body.
         self.work = Work()

@@ -258,11 +258,12 @@ class Renewer:
         elif held_lease.unverified and not _is_still(held_lease, State.RUNNING, stores):
             self._take_away(held_lease, stores)
         else:
+            late = max(0.0, sent - held_lease.due) if stores is self._keeping else None
             held_lease.unverified = False
             held_lease.extended(sent, ttl)
             if self._observer.hears(LeaseRenewed):
                 self._observer.observe(
-                    LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining())
+                    LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), late=late)
                 )
 
     def _reassert(self, held_lease: HeldLease, sent: float, stores: Stores) -> None:

@@ -170,7 +170,7 @@ class Execution:
         self._let_go(call, held_lease, outcome if written else None, verdict)
         if not written:
             return _passing(ending) or self._stale(call, record)
-        self.entry.report(call, outcome, runtime)
+        self.entry.report(call, record, outcome, runtime, held_lease)
         return self._ended(call, ending, outcome)
 
     def _unexpected(self, call: Call, error: Exception, away: int) -> Again:
@@ -212,7 +212,7 @@ class Execution:
             self.context.observer.observe(
                 events.CompletionStands(**call.subject, fence=done.fence, error=_said(ending))
             )
-        self.entry.report(call, outcome, runtime)
+        self.entry.report(call, done, outcome, runtime, held_lease)
         if isinstance(ending, Interrupted | Terminated):
             return Throw(ending.error)
         if done.result is None and isinstance(ending, Returned):

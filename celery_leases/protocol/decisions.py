@@ -67,7 +67,7 @@ for ``leases_settle_timeout``, then the lease is left to expire and the delivery
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Final, assert_never
 
 from celery_leases.common.texts import printable
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
@@ -93,6 +93,17 @@ from celery_leases.protocol.verdicts import (
 )
 from celery_leases.protocol.waiting import hop, hop_until_woken, jitter, too_early
 
+SENT: Final = "its result and callbacks are already sent"
+ENDED_ALREADY: Final = "it has ended without a result"
+DONE_ELSEWHERE: Final = "another call has done it"
+HELD_ELSEWHERE: Final = "another call holds the key"
+OUTCOME_KNOWN: Final = "its outcome is already known"
+_BY_THE_TASK: Final = "it was {} by the task itself"
+SAVING: Final = (
+    *(SENT, ENDED_ALREADY, DONE_ELSEWHERE, HELD_ELSEWHERE, OUTCOME_KNOWN),
+    *map(_BY_THE_TASK.format, WITHOUT_RESULT),
+)
+"""Why a delivery is dropped whose work is done, or is being done: a run is saved."""
 LONGEST_LOOK = 60.0
 """Seconds between two looks at the result of a task that stands for another one."""
 DISPATCH_GRACE = 5.0
@@ -108,7 +119,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
         assert record is not None
         return _after_claim(call, record)
     if facts.callbacks_out:
-        return Drop("its result and callbacks are already sent")
+        return Drop(SENT)
     why = claims.refusal(record, call)
     if why is not None and record is not None and why not in (Refusal.HELD, Refusal.EARLY):
         return _answered(call, record, why, facts)
@@ -159,7 +170,7 @@ def _answered(call: Call, record: Record, why: Refusal, facts: Facts) -> Verdict
 def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
     if record.state is State.DONE and record.call_id == call.call_id:
         if record.reason in WITHOUT_RESULT:
-            return Drop(f"it was {record.reason} by the task itself")
+            return Drop(_BY_THE_TASK.format(record.reason))
         if call.canvas and (wait := _dispatching(record)) > 0:
             return Reschedule(
                 hop(call, wait + jitter(facts)),
@@ -170,7 +181,7 @@ def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
         return _saved(record, own=True)
     result = (record.finished_results or {}).get(call.call_id)
     if result == NO_RESULT:
-        return Drop("it has ended without a result")
+        return Drop(ENDED_ALREADY)
     if result is not None:
         return Replay(result, call.call_id)
     message = f"{printable(record.key)}: this call is done, but its result was not stored"
@@ -192,7 +203,7 @@ def _done_by_other(call: Call, record: Record, facts: Facts) -> Verdict:
             message = f"{printable(record.key)} was done by call {record.call_id}"
             return Refuse(AlreadyDone(message, record.key, record.call_id))
         case "ignore" if not call.canvas:
-            return Drop("another call has done it")
+            return Drop(DONE_ELSEWHERE)
         case "replay" | "ignore":
             return (
                 _gone_on(call, record, facts) if record.reason == Ended.REPLACED else _saved(record)
@@ -240,7 +251,7 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         case "reschedule":
             return reschedule
         case "ignore":
-            return reschedule if call.canvas else Drop("another call holds the key")
+            return reschedule if call.canvas else Drop(HELD_ELSEWHERE)
         case "raise":
             more = f"for another {holder.remaining:.1f} s"
             message = f"{printable(call.key.key)} is held by call {holder.call_id} on {holder.host} {more}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self, TypedDict
 
-from celery_leases.protocol.records import Failure, Outcome
+from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 
 
 class Subject(TypedDict):
@@ -80,11 +80,12 @@ class CallRefused(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRenewed(Event):
     """A renewal succeeded; ``reasserted``: the store had lost the lease, and the renewal wrote it
-    again.
+    again. ``late``: how many seconds after its time the renewal was sent, if one was due.
     """
 
     remaining: float
     reasserted: bool = False
+    late: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,8 @@ class AttemptSettled(Event):
     """An attempt was closed; ``state`` is the state of the key afterwards, ``runtime`` the run time
     of the body.
 
-    ``retry_after``: how long the key must wait now; ``failure`` names the rule.
+    ``retry_after``: how long the key must wait now; ``failure`` names the rule. ``held``: how long
+    the attempt had the key. ``repeated``: it has done what was done already in this generation.
     """
 
     state: str
@@ -129,10 +131,18 @@ class AttemptSettled(Event):
     failure: Failure | None = None
     reason: str | None = None
     retry_after: float | None = None
+    fence: int = 0
+    held: float = 0.0
+    repeated: bool = False
 
     @classmethod
-    def by(cls, subject: Subject, outcome: Outcome, runtime: float) -> Self:
-        """The event for *outcome*, written after a body of *runtime* seconds."""
+    def by(
+        cls, subject: Subject, record: Record, outcome: Outcome, runtime: float, held: float
+    ) -> Self:
+        """The event for *outcome*, written for the attempt on *record* after a body of *runtime*
+        seconds; *held*: for how many seconds it had the key.
+        """
+        before = record.previous
         return cls(
             **subject,
             state=outcome.state.value,
@@ -142,6 +152,11 @@ class AttemptSettled(Event):
             failure=outcome.failure,
             reason=outcome.reason,
             retry_after=outcome.retry_after,
+            fence=record.fence,
+            held=held,
+            repeated=outcome.state is State.DONE
+            and before is not None
+            and before.ended is Ended.RETURNED,
         )
 
 

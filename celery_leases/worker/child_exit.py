@@ -268,9 +268,8 @@ def _settle(parts: apps.AppParts, call: Call, dead_child: DeadChild) -> None:
         observer.observe(
             events.CrashSeen(**call.subject, crashes=outcome.crashes, host=record.holder)
         )
-    observer.observe(
-        events.AttemptSettled.by(call.subject, outcome, (record.now - record.started_at) / 1e6)
-    )
+    took = (record.now - record.started_at) / 1e6
+    observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
 
 
 def _patiently(parts: apps.AppParts, step: Callable[[], T]) -> T:

@@ -43,6 +43,7 @@ from celery_leases.protocol.celery_replies import (
     Throw,
     callbacks_mark,
 )
+from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.endings import Ending, Returned
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
 from celery_leases.protocol.records import Failure, Record, State
@@ -298,7 +299,7 @@ class Delivery:
             case Throw(error, own, news):
                 self._announce(call, news)
                 if own and self._celery_knows():
-                    self._drop(call, "its outcome is already known")
+                    self._drop(call, OUTCOME_KNOWN)
                 raise error
             case Elsewhere():
                 return self._result_of(call, reply)
@@ -517,7 +518,7 @@ class Delivery:
         if may_be_given_back(*self._spent(call)):
             self._give_back(call, again, "a copy of it is running, and no other can be published")
         if self._celery_knows():
-            self._drop(call, "its outcome is already known")
+            self._drop(call, OUTCOME_KNOWN)
 
     def _sleep(self, seconds: float) -> None:
         """Wait, unless the process is shutting down."""

@@ -41,5 +41,13 @@ def _at_shutdown(sender: Any, **_: Any) -> None:
     unrelayed.end(sender)
 
 
+def _last_counts(**_: Any) -> None:
+    from celery_leases.counting import end_all
+
+    end_all()
+
+
+signals.worker_process_shutdown.connect(_last_counts, weak=False)
+signals.worker_shutdown.connect(_last_counts, weak=False)
 signals.worker_ready.connect(_when_ready, weak=False)
 signals.worker_shutdown.connect(_at_shutdown, weak=False)

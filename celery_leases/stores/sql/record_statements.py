@@ -82,6 +82,19 @@ class RecordStatements:
         whole = f"new_{self.layout.settled[-1]}" in values
         return self._settling if whole else self._settling_alone, values
 
+    def tagged_settlement(
+        self, record: Record, outcome: Outcome, tag: str
+    ) -> tuple[Executable, dict[str, Any]]:
+        """The same, and leave *tag* in the row, in the place of the lease store, which is asked of
+        running rows only. Version 1 has no place for it.
+        """
+        if self.layout.version == 1:
+            return self.settlement(record, outcome)
+        values = self.layout.of_outcome(record, outcome)
+        whole = f"new_{self.layout.settled[-1]}" in values
+        values["tag"] = tag
+        return self._tagging if whole else self._tagging_alone, values
+
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
         """Write what of *new* differs from the row *found*, if what is compared is still as it was
         found.
@@ -100,6 +113,18 @@ class RecordStatements:
     def _settling_alone(self) -> Update:
         """The settling of an attempt whose details stay as they are."""
         return self._settled(self.layout.settled[:-1])
+
+    @cached_property
+    def _tagging(self) -> Update:
+        return self._settling.values(
+            lease_store=bindparam("tag", type_=self.table.c.lease_store.type)
+        )
+
+    @cached_property
+    def _tagging_alone(self) -> Update:
+        return self._settling_alone.values(
+            lease_store=bindparam("tag", type_=self.table.c.lease_store.type)
+        )
 
     def _inserting_or_reading(self, *, gated: bool) -> Select[Any]:
         """One statement that reads, and inserts what is not there; it answers with what was there

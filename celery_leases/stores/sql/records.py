@@ -64,6 +64,9 @@ class SqlRecordStore(SqlClaims):
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         super().__init__(Database(engine), tables or Tables())
+        #: Gives a word that an outcome leaves in its row; see
+        #: :class:`celery_leases.counting.Counting`.
+        self.tag: Callable[[Record], str] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and pushes out the lease if the row is one;
         #: see :func:`celery_leases.stores.sql.rows.of_guard`.
@@ -169,10 +172,16 @@ class SqlRecordStore(SqlClaims):
         """The statement that :meth:`settle` executes and its parameters, for a transaction of the
         user's.
         """
-        return self.by.settlement(record, outcome)
+        if self.tag is None:
+            return self.by.settlement(record, outcome)
+        return self.by.tagged_settlement(record, outcome, self.tag(record))
 
     def _settled(self, by: RecordStatements, record: Record, outcome: Outcome) -> bool:
-        statement, values = by.settlement(record, outcome)
+        statement, values = (
+            by.settlement(record, outcome)
+            if self.tag is None
+            else by.tagged_settlement(record, outcome, self.tag(record))
+        )
         if self.database.count(statement, values):
             return True
         row = self.database.first(by.one, {"stored_key": record.stored_key})

@@ -1,0 +1,217 @@
+"""The counts of all processes in each database: written, folded, and told from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import select
+
+from celery_leases.counting import Counting
+from celery_leases.protocol import metrics as counted
+from celery_leases.protocol.events import AttemptSettled, CrashSeen, Event
+from celery_leases.protocol.metrics import Tally, Written
+from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
+from celery_leases.stores.sql.metrics import SqlMetrics, tag
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.testing.contracts.claim_requests import make_claim_request
+from celery_leases.testing.contracts.record_case import won
+from tests.contract.sql_stores import database_url, sql_records
+
+__all__ = ["database_url", "sql_records"]
+
+DONE = Outcome(State.DONE, Ended.RETURNED, attempt=1, failures=0, crashes=0, retention=3600.0)
+SUBJECT = {"task": "t", "key": "k", "call_id": "c"}
+
+
+class Deaf:
+    """An observer that nobody listens to."""
+
+    def observe(self, event: Event) -> None:
+        """Nothing."""
+
+    def hears(self, kind: type[Event]) -> bool:
+        """Never."""
+        return False
+
+
+@pytest.fixture
+def store(sql_records: SqlRecordStore) -> SqlMetrics:
+    return SqlMetrics(sql_records.database, sql_records.tables)
+
+
+@pytest.fixture
+def counting(store: SqlMetrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counting]:
+    """Makes what a process counts with, without its thread."""
+    monkeypatch.setattr(Counting, "_start", lambda _: None)
+    return lambda: Counting(Deaf(), store, tag)
+
+
+def some(**attempts: int) -> Written:
+    """That many attempts by outcome, each of a second."""
+    tally = Tally()
+    for outcome, number in attempts.items():
+        for _ in range(number):
+            tally.closed("t", outcome, None, 1.0, 1.0)
+    return Written(tally)
+
+
+def attempts(store: SqlMetrics) -> dict[str, int]:
+    """How many attempts all processes have counted, by outcome."""
+    found = store.read().tally.counts
+    return {series[2]: count for series, count in found.items() if series[0] == "attempts"}
+
+
+def run(records: SqlRecordStore, counting: Counting, key: str, outcome: Outcome = DONE) -> Record:
+    """A whole attempt, of which *counting* is not told yet."""
+    records.tag = counting.tag
+    request = replace(make_claim_request(f"t:t|{key}", task="t", key=key), call_id=key)
+    record = won(records, request)
+    assert records.settle(record, outcome)
+    return record
+
+
+def told(counting: Counting, record: Record, outcome: Outcome = DONE) -> None:
+    subject = {"task": record.task, "key": record.key, "call_id": record.call_id}
+    counting.observe(AttemptSettled.by(subject, record, outcome, 0.5, 0.6))
+
+
+def test_folding_changes_no_count_and_leaves_one_row(
+    store: SqlMetrics, sql_records: SqlRecordStore
+) -> None:
+    """Also when a row is written twice, as after a lost reply."""
+    assert store.write("a" * 12, some(returned=2), first=True, closed=False)
+    for _ in range(2):
+        assert store.write("a" * 12, some(returned=3), first=False, closed=True)
+    assert store.write("b" * 12, some(failed=1), first=True, closed=False)
+    before = store.read()
+    assert (attempts(store), before.processes) == ({"returned": 3, "failed": 1}, 1)
+    assert store.fold() == 1
+    assert (store.read().tally, store.read().processes) == (before.tally, 1)
+    assert store.fold(silent=0.0) == 1
+    assert store.fold(silent=0.0) == 0
+    assert (store.read().tally, store.read().processes) == (before.tally, 0)
+    effects = sql_records.tables.effects
+    assert [row["scope"] for row in sql_records.database.all(select(effects.c.scope), {})] == [
+        "total"
+    ]
+    assert sql_records.purge(100) == 0
+    assert store.read().tally == before.tally
+
+
+@pytest.mark.parametrize("step", ["before the total", "after it"])
+def test_a_fold_that_is_interrupted_is_done_by_the_next(
+    store: SqlMetrics, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the total is written, and before the rows are deleted."""
+    for process in ("a" * 12, "b" * 12):
+        store.write(process, some(returned=2), first=True, closed=False)
+
+    class Killed(Exception):
+        pass
+
+    added = store._added
+
+    def dies(*given: object) -> bool:
+        if step == "after it":
+            assert added(*given)  # type: ignore[arg-type]
+        raise Killed
+
+    monkeypatch.setattr(store, "_added", dies)
+    with pytest.raises(Killed):
+        store.fold(silent=0.0)
+    monkeypatch.undo()
+    assert attempts(store) == {"returned": 4}
+    store.fold(silent=0.0)
+    assert attempts(store) == {"returned": 4}
+    assert not store.write("a" * 12, some(returned=3), first=False, closed=False)
+
+
+def test_two_that_fold_at_once_count_once(
+    store: SqlMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a" * 12, some(returned=2), first=True, closed=True)
+    store.write("b" * 12, some(returned=1), first=True, closed=False)
+    total = store._total
+
+    def beaten() -> object:
+        found = total()
+        monkeypatch.setattr(store, "_total", total)
+        assert store.fold(silent=0.0) == 2
+        return found
+
+    monkeypatch.setattr(store, "_total", beaten)
+    assert store.fold(silent=0.0) == 0
+    assert attempts(store) == {"returned": 3}
+
+
+def test_what_a_killed_process_had_not_written_is_told_from_the_records(
+    store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
+) -> None:
+    """Each outcome once: those that it has written, those that it has not, and one that it began
+    before the last write and was told of after it.
+    """
+    mine, other = counting(), counting()
+    failed = Outcome(
+        State.COOLING,
+        Ended.FAILED,
+        attempt=1,
+        failures=1,
+        crashes=0,
+        retention=3600.0,
+        retry_after=40.0,
+        failure=Failure("E", "no", "a-rule", "why"),
+    )
+    told(mine, run(sql_records, mine, "written"))
+    run(sql_records, mine, "begun")
+    mine.observe(CrashSeen(**SUBJECT, crashes=1, host=None))
+    mine.flush()
+    run(sql_records, mine, "later")
+    run(sql_records, mine, "failed", failed)
+    told(other, run(sql_records, other, "of another"))
+    other.flush()
+    assert attempts(store) == {"returned": 2}
+    store.fold(silent=0.0)
+    found = store.read().tally
+    assert found.counts["attempts", "t", "failed", "a-rule"] == 1
+    assert found.counts["attempts", "t", "returned", ""] == 4
+    assert found.counts["abandonments", "t"] == 1
+    assert sum(found.spans["run", "t"][:-1]) == 5
+    assert found.spans["cooldown", "t"][-1] == 40 * counted.MICROSECONDS
+
+
+def test_a_process_that_was_taken_for_dead_counts_nothing_twice(
+    store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
+) -> None:
+    """It stood still, another has folded its row, and it goes on."""
+    mine = counting()
+    told(mine, run(sql_records, mine, "one"))
+    mine.flush()
+    two = run(sql_records, mine, "two")
+    told(mine, two)
+    mine.observe(CrashSeen(**SUBJECT, crashes=1, host=None))
+    store.fold(silent=0.0)
+    assert attempts(store) == {"returned": 2}
+    mine.flush()
+    mine.flush()
+    told(mine, run(sql_records, mine, "three"))
+    mine.flush(closing=True)
+    told(mine, run(sql_records, mine, "four"))
+    mine.flush()
+    assert attempts(store) == {"returned": 4}
+    assert store.read().tally.counts["abandonments", "t"] == 1
+
+
+def test_a_claim_and_its_refusal_do_not_see_the_tag(
+    sql_records: SqlRecordStore, counting: Callable[[], Counting]
+) -> None:
+    """An outcome that is written twice is the same outcome, and the row is as without a tag."""
+    mine = counting()
+    record = run(sql_records, mine, "k")
+    assert sql_records.settle(record, DONE)
+    tagged = sql_records.read(record.stored_key)
+    assert tagged is not None
+    assert tagged.lease_store == tag(mine._process, 1)
+    again = replace(make_claim_request(record.stored_key, task="t", key="k"), rerun=True)
+    assert won(sql_records, again).generation == 1
