@@ -125,7 +125,7 @@ class LeaseClient:
 
         parts = apps.parts_of(app, eager=eager)
         if parts.client is None:
-            client = cls.on(parts.parts.leases, parts.records)
+            client = cls.on(parts.leases, parts.records)
             client._parts, client._wall_time = parts, parts.context.wall_time  # noqa: SLF001 - as in a constructor
             parts.client = client
         found: LeaseClient = parts.client

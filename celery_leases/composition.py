@@ -50,9 +50,11 @@ class BootClock:
         time.sleep(max(0.0, seconds))
 
 
-@dataclass
+@dataclass(eq=False)
 class Parts:
-    """The components of one app in one process."""
+    """The components of one app in one process: *renewer* renews its leases, *execution* runs its
+    calls, and *marks* are those of waiting copies and callbacks.
+    """
 
     settings: Settings
     leases: AnyStore

@@ -59,7 +59,7 @@ def delete_keys(parts: AppParts, calls: Collection[tuple[str, str]]) -> None:
     """
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
 
-    records, leases = parts.records, parts.parts.leases
+    records, leases = parts.records, parts.leases
     keys = {stored_key(TASK, key) for key, _ in calls}
     for stored in keys:
         records.reset(stored, keep=True)  # first the fence: a late outcome is refused

@@ -118,7 +118,7 @@ class Drill:
         """The stores of the app; raises unless they and the broker answer, and tables are there."""
         parts = apps.parts_of(self.app, eager=False)
         parts.check_once()
-        parts.parts.leases.held([self._name])
+        parts.leases.held([self._name])
         try:
             with self.app.connection_for_write() as connection:
                 kind = connection.transport.driver_type

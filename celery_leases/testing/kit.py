@@ -280,7 +280,7 @@ class LeaseKit:
     def _close(self) -> None:
         if self._parts is not None:
             apps.use(self.app, self._before)
-            self._parts.parts.close()
+            self._parts.close()
             self._parts = None
 
     def _keep_calls_here(self, stack: ExitStack) -> None:
@@ -373,7 +373,7 @@ class LeaseKit:
         is done or cools down.
         """
         name, key = self._named(what, args, kwargs, task)
-        parts = self._here.parts
+        parts = self._here
         before = parts.records.read(key.stored)
         span = HELD_FOR if self.in_memory else HELD_FOR_REALLY
         token = uuid4().hex

@@ -13,11 +13,8 @@ from weakref import WeakKeyDictionary, ref
 
 from celery import Celery
 
-from celery_leases.attempt.context import Context
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.renewal import Renewer
-from celery_leases.attempt.run import Execution
 from celery_leases.attempt.steps import Steps
 from celery_leases.composition import Parts, build
 from celery_leases.errors import StoreUnavailable
@@ -25,47 +22,32 @@ from celery_leases.protocol.effects import scope_of
 from celery_leases.protocol.endings import Returned
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
 from celery_leases.protocol.outcomes import after_run
-from celery_leases.protocol.ports import Clock, EffectStore, MarkStore
+from celery_leases.protocol.ports import Clock
 from celery_leases.protocol.records import Outcome, Record
 from celery_leases.protocol.results import encode
 from celery_leases.protocol.verdicts import Call
-from celery_leases.settings import IN_MEMORY, Settings
+from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.signals import interrupt_guard_here
 from celery_leases.worker.reschedule import Copies
 
 if TYPE_CHECKING:
-    from celery_leases.stores.sql.records import SqlRecordStore
     from celery_leases.stores.sql.transactions import JoinedTransaction
 
 Closed = Callable[[], AbstractContextManager[None]]
 
 
-class AppParts:
+class AppParts(Parts):
     """The components of one app in one process, and the copies it publishes."""
 
     def __init__(self, app: Celery, parts: Parts, copies: Copies) -> None:
+        super().__init__(**vars(parts))
         self._app = ref(app)
-        self.parts = parts
         #: The ``LeaseClient`` on the same stores, once it has been used.
         self.client: Any = None
         self.copies = copies
         self._checked = False
-        #: The app's settings.
-        self.settings: Settings = parts.settings
-        #: What its calls are run with.
-        self.context: Context = parts.context
-        #: Runs its calls.
-        self.execution: Execution = parts.execution
-        #: Its records.
-        self.records: SqlRecordStore = parts.records
-        #: Effects and progress of its attempts.
-        self.effects: EffectStore = parts.effects
-        #: Its waiter and callback marks.
-        self.marks: MarkStore = parts.marks
-        #: Renews its leases in this process.
-        self.renewer: Renewer = parts.renewer
         #: The clock of its deadlines.
         self.clock: Clock = parts.context.clock
 
@@ -101,7 +83,9 @@ class AppParts:
             record=record,
             store=self.effects,
             clock=self.clock,
-            judge=lambda error: options.classifier.judge(error, time.time(), time.monotonic),
+            judge=lambda error: options.classifier.judge(
+                error, self.context.wall_time(), time.monotonic
+            ),
             closed=closed,
             prefix=self.settings.prefix,
             scope=scope_of(record, rerun=options.rerun, retention=options.retention),
@@ -222,7 +206,7 @@ def forget(*, inherited: bool = False) -> None:
     _lock = threading.Lock()
     for made in list(_parts.values()):
         for parts in made.values():
-            parts.parts.close(inherited=inherited)
+            parts.close(inherited=inherited)
     _parts.clear()
 
 

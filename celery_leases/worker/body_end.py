@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -59,6 +60,7 @@ class BodyEnd:
     interrupt_guard: InterruptGuard
     call: Call
     held_lease: HeldLease
+    wall_time: Callable[[], float]
 
     def by(self, error: BaseException, elapsed: float) -> Ending:
         """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
@@ -112,7 +114,7 @@ class BodyEnd:
         return self._judged(error, traceback_of(error))
 
     def _judged(self, error: BaseException, traceback: str | None) -> Raised:
-        judgement = self.call.options.classifier.judge(error, time.time(), time.monotonic)
+        judgement = self.call.options.classifier.judge(error, self.wall_time(), time.monotonic)
         return Raised(error, failure_of(error), judgement, traceback)
 
     def _arguments_fit(self) -> bool:

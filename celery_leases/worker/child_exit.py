@@ -240,7 +240,7 @@ def _close(dead_child: DeadChild, call: Call) -> None:
     if _is_there(dead_child.pid):
         raise TimeoutError(f"process {dead_child.pid} is still there")
     parts = apps.parts_of(dead_child.task.app, eager=False)
-    leases, stored = parts.parts.leases, call.key.stored
+    leases, stored = parts.leases, call.key.stored
     settled: Exception | None = None
     try:
         _settle(parts, call, dead_child)

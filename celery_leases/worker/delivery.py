@@ -279,9 +279,11 @@ class Delivery:
                 if os.getpid() != self.process:
                     _end_the_forked()
         except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
-            return BodyEnd(self.task, self.request, self.interrupt_guard, call, held_lease).by(
-                error, time.monotonic() - began
+            wall_time = self.parts.context.wall_time
+            end = BodyEnd(
+                self.task, self.request, self.interrupt_guard, call, held_lease, wall_time
             )
+            return end.by(error, time.monotonic() - began)
         return Returned(value, *encode(value, self.options.result_max))
 
     # -- what Celery gets --------------------------------------------------------------------------

@@ -417,7 +417,7 @@ class HeldCalls:
 
     def _ask(self, app: Any, stored_keys: Sequence[str]) -> None:
         try:
-            leases = apps.parts_of(app, eager=False).parts.leases
+            leases = apps.parts_of(app, eager=False).leases
             for some in _parts_of(stored_keys, ASKED_AT_ONCE):
                 self._answers.append((some, leases.held(some)))
         except LeasesError as error:

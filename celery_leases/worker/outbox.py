@@ -501,9 +501,7 @@ def _has_message_of_another(record: Record) -> bool:
 
 
 def _is_live(parts: apps.AppParts, record: Record) -> bool:
-    return (
-        record.state is State.RUNNING and parts.parts.leases.holder(record.stored_key) is not None
-    )
+    return record.state is State.RUNNING and parts.leases.holder(record.stored_key) is not None
 
 
 def _unless_locked(step: Callable[[], T]) -> T | None:

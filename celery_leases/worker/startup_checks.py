@@ -61,7 +61,7 @@ def _check_records(parts: AppParts) -> None:
 
 def _check_lease_store(parts: AppParts) -> None:
     try:
-        if warning := parts.parts.leases.check():
+        if warning := parts.leases.check():
             logger.warning("%s", warning)
     except StoreUnavailable as error:
         logger.warning("the lease store does not answer yet: %s", error)

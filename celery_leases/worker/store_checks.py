@@ -37,7 +37,7 @@ class StoreChecks:
         """Look at the broker, the lease store and the records, each even if another is away."""
         with self._part("broker", "broker-away", _shown_broker(self._parts.app)):
             self._broker(self._parts.app)
-        leases = self._parts.parts.leases
+        leases = self._parts.leases
         if not leases.in_records:
             with self._part("lease store", "lease-store-away", leases.name):
                 self._lease_store(leases)

@@ -253,5 +253,5 @@ def test_an_eager_call_says_that_a_store_does_not_answer(
         raise StoreUnavailable("gone", False)
 
     monkeypatch.setattr(type(records), "claim", unavailable)
-    monkeypatch.setattr(type(apps.parts_of(shop.app).parts.leases), "acquire", unavailable)
+    monkeypatch.setattr(type(apps.parts_of(shop.app).leases), "acquire", unavailable)
     assert isinstance(shop.ship.apply((1,)).result, StoreUnavailable)

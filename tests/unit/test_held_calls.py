@@ -344,7 +344,7 @@ def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.M
         return set()
 
     store = SimpleNamespace(held=held)
-    parts = SimpleNamespace(parts=SimpleNamespace(leases=store))
+    parts = SimpleNamespace(leases=store)
     monkeypatch.setattr("celery_leases.worker.apps.parts_of", lambda _, **__: parts)
     calls = HeldCalls()
     keys = [f"t:shop.work|{number}" for number in range(1_234)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +172,23 @@ def test_time_passes_when_it_is_moved(shop: Shop, kit: LeaseKit) -> None:
     assert shop.pay.delay(7).successful()
     testing.tick("8d")
     assert testing.status(shop.pay, 7).state == "absent"
+
+
+def test_a_date_of_the_server_counts_by_the_moved_clock(shop: Shop, kit: LeaseKit) -> None:
+    """The wait until a ``Retry-After`` that is a date is seen from the time of the kit."""
+    testing.tick("2h")
+    until = datetime.now(UTC) + timedelta(hours=2, minutes=10)
+
+    def limited(_: Any) -> None:
+        error = ConnectionError("slow down")
+        error.response = SimpleNamespace(  # type: ignore[attr-defined]
+            status_code=429, headers={"Retry-After": format_datetime(until, usegmt=True)}
+        )
+        raise error
+
+    shop.inside = limited
+    shop.report.delay("monday")
+    assert testing.status(shop.report, "monday").retry_after == pytest.approx(600, abs=40)
 
 
 def test_a_crash_after_the_charge_and_its_resumption(shop: Shop, kit: LeaseKit) -> None:

@@ -73,7 +73,7 @@ class Plugged:
         @self.app.task(base=LeasedTask, bind=True, name="plugged.work", lease_key="k", shared=False)
         def work(task: Any) -> str:
             parts = apps.parts_of(self.app, eager=True)
-            leases, (record,) = parts.parts.leases, parts.records.search()
+            leases, (record,) = parts.leases, parts.records.search()
             held = leases.holder(record.stored_key)
             ours = held is not None and held.token == task.lease.token
             self.seen.append((leases, ours, task.apply().result))
