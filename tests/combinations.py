@@ -127,8 +127,29 @@ def _sampled(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
     """The same tests, so that each of the *processes*, which begin with equal shares of the list
     one after the other, gets its part of the slow ones at the front.
+
+    Tests of one module and combination stay together, as they share a worker.
     """
-    return [item for start in range(processes) for item in items[start::processes]]
+    together: dict[tuple[Path, object], list[pytest.Item]] = {}
+    quick: list[pytest.Item] = []
+    for item in items:
+        if item.path.parent.name in SAMPLED:
+            place = Place.of(item)
+            together.setdefault((item.path, place and place.parts), []).append(item)
+        else:
+            quick.append(item)
+    slow: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for same in sorted(together.values(), key=len, reverse=True):
+        min(slow, key=len).extend(same)
+    quick = [item for start in range(processes) for item in quick[start::processes]]
+    order = {item: number for number, item in enumerate(items)}
+    found: list[pytest.Item] = []
+    for number, some in enumerate(slow):
+        share = (len(items) - len(found)) // (processes - number)
+        filled = max(0, share - len(some))
+        found += [*sorted(some, key=order.__getitem__), *quick[:filled]]
+        del quick[:filled]
+    return [*found, *quick]
 
 
 def _taking_turns(places: Iterable[Place]) -> Iterator[Place]:

@@ -185,11 +185,27 @@ def test_tests_with_workers_take_turns_in_their_arguments(pytester: pytest.Pytes
 
 
 def test_each_process_gets_its_part_of_the_slow_tests_at_its_front(
-    items: list[pytest.Item],
+    items: list[pytest.Item], pytester: pytest.Pytester
 ) -> None:
     """The shares of the processes are parts of one list, and nothing gets lost."""
-    shares = dealt(items, 3)
-    assert shares[0] is items[0]
-    assert shares[-(-len(items) // 3)] is items[1]
-    assert sorted(map(id, shares)) == sorted(map(id, items))
+    crash = pytester.mkdir("crash")
+    slow = []
+    for name in ("test_a.py", "test_b.py", "test_c.py"):
+        (crash / name).write_text(MODULE)
+        slow += list(pytester.genitems([pytester.getpathnode(crash / name)]))
+    shares = dealt([*slow, *items], 3)
+    assert sorted(map(id, shares)) == sorted(map(id, [*slow, *items]))
+    size = len(shares) // 3
+    for number in range(3):
+        share = shares[number * size : (number + 1) * size]
+        here = [item for item in share if item.path.parent == crash]
+        assert share[: len(here)] == here
+        assert abs(len(here) - len(slow) / 3) < 10
+    # Tests that share a worker of a module are in one share.
+    shared = [
+        (item.path, place.parts, shares.index(item) // size)
+        for item in slow
+        if (place := Place.of(item)) is not None
+    ]
+    assert len(set(shared)) == len({(path, parts) for path, parts, _ in shared})
     assert dealt(items, 1) == items
