@@ -109,8 +109,10 @@ def main() -> None:
     app = find_app(orders.app)
     app.loader.import_default_modules()
     register(app, orders.ttl, partial(_body, notes, directory))
-    # It answers no remote control and takes no place in anybody's monitoring.
-    app.conf.update(worker_enable_remote_control=False, worker_send_task_events=False)
+    # It answers no remote control, and no monitoring sees it.
+    app.conf.update(
+        worker_enable_remote_control=False, worker_send_task_events=False, leases_metrics=False
+    )
     _listen(notes)
     app.worker_main(
         [
