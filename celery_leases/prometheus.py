@@ -43,11 +43,6 @@ COUNT_EVERY: Final = 60.0
 SHARE: Final = 20
 """A count of the records may take at most one part in so many of the time."""
 FOLD_EVERY: Final = 30.0
-ALWAYS: Final = ("duplicate_terminal_states",)
-"""Counters that are shown for each task that has run, with 0 too: an alert needs a value to rise
-from.
-"""
-
 GAUGES: Final = {
     "up": "Whether the records database answered: 1 or 0.",
     "lease_store_up": "Whether the lease store answered when the records were counted: 1 or 0.",
@@ -154,8 +149,8 @@ def _counted(tally: Tally) -> Iterator[Metric]:
         found = {
             series[1:]: count for series, count in tally.counts.items() if series[0] == metric.name
         }
-        if metric.name in ALWAYS:
-            found = dict.fromkeys(((task,) for task in tasks), 0) | found
+        if metric.labels == ("task",):  # an alert needs a value to rise from
+            found = {(task,): 0 for task in tasks} | found
         for labels, count in sorted(found.items()):
             family.add_metric(list(labels), count)
         yield family

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from celery_leases.counting import Counting
 from celery_leases.protocol import metrics as counted
-from celery_leases.protocol.events import AttemptSettled, CrashSeen, Event
+from celery_leases.protocol.events import AttemptSettled, CrashSeen, Event, Subject
 from celery_leases.protocol.metrics import Tally, Written
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.stores.sql.metrics import SqlMetrics, tag
@@ -73,7 +73,7 @@ def run(records: SqlRecordStore, counting: Counting, key: str, outcome: Outcome 
 
 
 def told(counting: Counting, record: Record, outcome: Outcome = DONE) -> None:
-    subject = {"task": record.task, "key": record.key, "call_id": record.call_id}
+    subject: Subject = {"task": record.task, "key": record.key, "call_id": record.call_id}
     counting.observe(AttemptSettled.by(subject, record, outcome, 0.5, 0.6))
 
 
