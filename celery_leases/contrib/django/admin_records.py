@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 from celery import _state
 from django.contrib import admin, messages
 from django.contrib.admin import helpers
+from django.contrib.admin.utils import unquote
 from django.contrib.admin.views.main import PAGE_VAR, ChangeList
 from django.core.exceptions import PermissionDenied
 from django.db.models import Q
@@ -253,7 +254,7 @@ class LeaseRecordAdmin(Operated):
             "leases_actions": self._permitted(request),
             "leases_board": self.board_url(),
         }
-        row = self.get_object(request, object_id)
+        row = self.get_object(request, unquote(object_id))
         if row is not None and self.has_view_permission(request, row):
             context |= _shown(row)
         return super().change_view(request, object_id, form_url, context)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from django.conf import settings
 from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import quote as as_in_links
 from django.contrib.auth.models import Permission, User
 from django.db import connection
 from django.test import TransactionTestCase
@@ -37,7 +38,7 @@ def on_the_database() -> Iterator[None]:
 
 def page_of(record: LeaseRecord) -> str:
     """The URL of one record's page."""
-    return reverse("admin:celery_leases_leaserecord_change", args=[record.pk])
+    return reverse("admin:celery_leases_leaserecord_change", args=[as_in_links(record.pk)])
 
 
 @skipIf(IN_MEMORY, "the records are not in the database")

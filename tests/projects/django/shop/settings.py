@@ -58,6 +58,7 @@ INSTALLED_APPS = [
     "orders",
 ]
 MIDDLEWARE = [
+    "shop.policy.policy",
     "django.middleware.security.SecurityMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",

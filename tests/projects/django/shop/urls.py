@@ -1,6 +1,10 @@
-"""The admin and nothing else."""
+"""The admin, and no icon, which browsers ask for."""
 
 from django.contrib import admin
+from django.http import HttpResponse
 from django.urls import path
 
-urlpatterns = [path("admin/", admin.site.urls)]
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("favicon.ico", lambda _: HttpResponse(status=204)),
+]
