@@ -17,6 +17,9 @@ REST: Final = 10
 time at most, however many look.
 """
 
+AFTER_ERROR: Final = 2.0
+"""Seconds after which a reading that has failed is tried again, however long it took."""
+
 
 @dataclass(frozen=True, slots=True)
 class Read(Generic[T]):
@@ -49,8 +52,7 @@ class Shared(Generic[T]):
         """
         with self._lock:
             last, reading = self._last, self._reading
-            rest = max(self._fresh_for, REST * last.took) if last is not None else 0.0
-            if last is not None and time.monotonic() - self._ended < rest:
+            if last is not None and time.monotonic() - self._ended < self._kept_for(last):
                 return last
             if reading is None:
                 reading = self._reading = threading.Event()
@@ -64,6 +66,11 @@ class Shared(Generic[T]):
         """Read it anew at the next look: something was changed."""
         with self._lock:
             self._ended = 0.0 if self._last is None else self._ended - REST * 3600.0
+
+    def _kept_for(self, last: Read[T]) -> float:
+        if last.error is not None:
+            return AFTER_ERROR
+        return max(self._fresh_for, REST * last.took)
 
     def _refresh(self, reading: threading.Event) -> None:
         began = time.monotonic()

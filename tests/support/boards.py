@@ -84,7 +84,7 @@ class Visitor:
 
     def sends(self, path: str, fields: Any, **headers: str) -> Any:
         """The answer to a form with a token."""
-        page = self.sees("/upkeep")
+        page = self.sees("/groups")
         held = re.search(r'name="token" value="(\w+)"', page)
         pairs = [*(fields.items() if isinstance(fields, dict) else fields)]
         given = [("token", held[1])] if held else []

@@ -9,6 +9,8 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +30,12 @@ from celery_leases.board.jobs import Jobs, Step, TooManyJobs
 from celery_leases.board.shared import Shared, value_of
 from celery_leases.board.views import ROUTES
 from celery_leases.cli import leases
-from celery_leases.client import LeaseClient
+from celery_leases.client import AttemptStatus, EffectStatus, LeaseClient
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.records import State
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
 from tests.support.servers.local import free_port
+from tests.unit import pages
 from tests.unit.celery_apps import apps
 
 __all__ = ["apps"]
@@ -113,8 +116,11 @@ def test_a_reader_has_no_buttons_and_is_refused(shop: Shop) -> None:
     visitor.http.headers["x-who"] = "reader"
     for path in (*PAGES, f"/key?stored=t:{TASK}|order:1"):
         assert '<button name="action"' not in visitor.sees(path)
+    act = {"action": "retry", "seen": box(shop, "order:1"), "confirmed": "yes"}
     for path in ACTIONS:
-        assert visitor.posts(path, []).status_code == 403
+        refused = visitor.sends(path, act)
+        assert refused.status_code == 403
+        assert "You may look" in refused.text
     assert shop.state("order:1") == "failed"
 
 
@@ -364,6 +370,33 @@ def test_one_key_tells_all_but_secrets(shop: Shop, ann: Visitor) -> None:
     assert "There is no record" in ann.sees(f"/key?stored=t:{TASK}|none", 404)
 
 
+def test_one_key_shows_its_effects_progress_and_result(
+    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an attempt that runs, in a group that waits."""
+    shop.put("order:1")
+    now = datetime.now(UTC)
+    effects = (
+        EffectStatus("charge", "done", "ch_1", "idem", now, now),
+        EffectStatus("mail", "sent", None, "idem", now, None, f"token={SECRET}"),
+    )
+    status = replace(
+        shop.client.status(f"t:{TASK}|order:1"),
+        effects=effects,
+        progress={"items": 120},
+        result={"password": SECRET, "sent": 7},
+        scope="group",
+        group="openai:x",
+        retry_after=240.0,
+        attempts=(AttemptStatus(now - timedelta(minutes=2), None, 120.0, "running", "web1/7"),),
+    )
+    monkeypatch.setattr(LeaseClient, "status", lambda *_: status)
+    page = ann.sees(f"/key?stored=t:{TASK}|order:1")
+    assert SECRET not in page
+    for text in ("charge", "ch_1", '"items": 120', '"sent": 7', "group openai:x", "running 2m"):
+        assert text in words(page), text
+
+
 def test_run_times_are_drawn_with_ttl_and_limit(shop: Shop, ann: Visitor) -> None:
     for number in range(5):
         shop.put(f"order:{number}")
@@ -556,10 +589,22 @@ def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
     assert "Path=/ops/leases" in cookie
 
 
+def test_the_example_of_the_page_refuses_whom_it_does_not_know(apps: None) -> None:
+    """docs/board.md mounts it in FastAPI, with an authoriser that reads a header."""
+    (example,) = pages.blocks(pages.page("board"), "python")
+    with pages.executed(example, "board_example") as names:
+        visitor = Visitor(names["site"], under="/leases")
+        visitor.sees("/upkeep", 403)
+        visitor.http.headers["x-authenticated-user"] = "bob"
+        assert "looking only" in visitor.sees("/upkeep")
+        visitor.http.headers["x-authenticated-user"] = "ann@ops.example.com"
+        assert "Rescue" in visitor.sees("/upkeep")
+
+
 # -- what is shared, and what goes on --------------------------------------------------------------
 
 
-def test_what_takes_long_is_read_once_for_all() -> None:
+def test_what_takes_long_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits longer than they want to, and a failed reading is told and tried again."""
     go, calls = threading.Event(), []
 
@@ -583,6 +628,10 @@ def test_what_takes_long_is_read_once_for_all() -> None:
     assert failed is not None
     with pytest.raises(StoreUnavailable):
         value_of(failed)
+    monkeypatch.setattr("celery_leases.board.shared.AFTER_ERROR", 0.0)
+    better = shared.look(PATIENCE)
+    assert better is not None
+    assert value_of(better) == 3
 
 
 def test_a_change_can_be_stopped_and_not_too_many_run_at_once() -> None:
