@@ -125,6 +125,10 @@ class Board:
         """What is read once for all who look, by its name."""
         return self._shared.setdefault(name, Shared(read, fresh_for))
 
+    def shared_anew(self, name: str) -> None:
+        """Read it anew at the next look."""
+        self._shared[name].forget()
+
     def begun(self, job: Job) -> Answer | GoTo:
         """The page of a job that has begun: what became of it, if that is known soon."""
         for shared in self._shared.values():

@@ -14,9 +14,12 @@ from celery_leases import LeaseClient, LeasedTask
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
+from celery_leases.testing.waits import wait_until
 
 TASK = "shop.order"
 SECRET = "hunter2-hunter2"
+NOT_YET = ("Reading", "Counting", "Examining", "Reading the run times")
+PATIENCE = 60.0
 ERROR = Failure("shop.Broken", f"<script>alert(1)</script> password={SECRET}", "error", "error")
 
 
@@ -77,10 +80,16 @@ class Visitor:
         self.origin, self.under = base_url, under
 
     def sees(self, path: str, status: int = 200) -> str:
-        """What a page says, with its tags."""
-        found = self.http.get(self.under + path)
-        assert found.status_code == status, found.text
-        return str(found.text)
+        """What a page says, with its tags, once all of it was read."""
+        found: list[Any] = []
+
+        def read() -> bool:
+            found[:] = [self.http.get(self.under + path)]
+            return not any(f"{word}…</p>" in found[0].text for word in NOT_YET)
+
+        wait_until(read, PATIENCE, f"all of {path}")
+        assert found[0].status_code == status, found[0].text
+        return str(found[0].text)
 
     def sends(self, path: str, fields: Any, **headers: str) -> Any:
         """The answer to a form with a token."""

@@ -418,6 +418,7 @@ def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: 
     for path in ("/", "/keys", "/groups", f"/key?stored=t:{TASK}|order:2", "/runtimes"):
         assert "the lease store does not answer" in visitor.sees(path), path
     assert "order:1" in visitor.sees("/keys")
+    assert "Which keys are abandoned is not known." in visitor.sees("/")
     assert "does not answer" in visitor.sees("/doctor")
     act = {"action": "retry", "seen": box(shop, "order:1"), "confirmed": "yes"}
     assert "lease store" in visitor.sends("/keys/act", act).text

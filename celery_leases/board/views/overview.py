@@ -15,6 +15,8 @@ from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE
 
 SHOWN: Final = 10
+SOON: Final = 0.5
+"""Seconds for which the page waits for what is being read; it comes without it then."""
 LOOKS: Final = (
     (
         ABANDONED,
@@ -41,11 +43,15 @@ class _Urgent:
 def overview(asked: Asked) -> Answer:
     """The page: at once, also where the counts still take their time."""
     board = asked.board
-    urgent = board.shared("urgent", lambda: _urgent(asked.client), 2.0).look(20.0)
-    counted = board.shared("stats", lambda: asked.client.stats(), 10.0).look(1.0)  # noqa: PLW0108
+    urgent = board.shared("urgent", lambda: _urgent(asked.client), 2.0).look(SOON)
+    counted = board.shared("stats", lambda: asked.client.stats(), 10.0).look(
+        0.0 if urgent is None else SOON
+    )  # noqa: PLW0108
     found: _Urgent | None = value_of(urgent) if urgent is not None else None
     stats: Stats | None = value_of(counted) if counted is not None else None
     trouble = (found.trouble if found is not None else None) or (stats.trouble if stats else None)
+    if stats is not None and stats.trouble and found is not None and not found.trouble:
+        board.shared_anew("stats")  # the lease store is back
     context = {
         "looks": [(state, why, found.pages[state]) for state, why in LOOKS] if found else [],
         "shown": SHOWN,

@@ -10,7 +10,7 @@ from typing import Any, Final
 from celery_leases.board.application import Answer, Asked
 from celery_leases.board.drawing import histogram
 from celery_leases.board.shared import value_of
-from celery_leases.board.views.overview import trouble_of
+from celery_leases.board.views.overview import SOON, trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.tuning import RunTimes, advised, shortest_ttl
@@ -28,7 +28,7 @@ NOTHING: Final[dict[str, Any]] = dict.fromkeys(("ttl", "store_p99", "database_p9
 def runtimes(asked: Asked) -> Answer:
     """The page; it says so while the records are still read."""
     shared = asked.board.shared("runtimes", lambda: _read(asked.client), 60.0)
-    read = shared.look(2.0)
+    read = shared.look(SOON)
     if read is None:
         return Answer(
             "runtimes.html",
