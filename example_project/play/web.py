@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 from flask import Flask, Response, abort, jsonify, request, send_from_directory
 from werkzeug.exceptions import HTTPException
@@ -46,6 +47,7 @@ class News:
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._version = 0
+        self._run = uuid4().hex
         self._text = json.dumps({"problem": "The page has just been started."})
 
     def watch(self, every: float = LOOK_EVERY) -> None:
@@ -62,7 +64,7 @@ class News:
     def refresh(self) -> None:
         """Look once; a store that does not answer is shown."""
         try:
-            text = json.dumps(self._look() | {"problem": None})
+            text = json.dumps(self._look() | {"run": self._run, "problem": None})
         except Exception as error:  # noqa: BLE001 - any of four servers may be away
             log.warning("cannot look: %s", error)
             last = json.loads(self._text)

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,20 +27,24 @@ class Page:
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
 
-    def document(self, number: int, css: str) -> str:
-        """What a part of a document says, once it says something."""
-        place = f'[data-document="{number}"] {css}'
+    def text(self, css: str) -> str:
+        """What the elements for a selector say now."""
+        script = (
+            "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText).join(' ')"
+        )
+        return str(self.browser.driver.execute_script(script, css)).strip()
 
-        def said() -> str:
-            return " ".join(one.text for one in self.browser.all(place)).strip()
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait, and leave the processor to what is awaited."""
+        return self.browser.until(lambda: condition() or time.sleep(0.25), what)
 
-        return self.browser.until(said, f"a text in {place}")
+    def shows(self, css: str, words: str) -> None:
+        """Wait until an element has the words."""
+        self.until(lambda: words in self.text(css), f"{words!r} in {css}")
 
     def says(self, number: int, words: str) -> None:
-        """Wait until the leased side of a document says so."""
-        self.browser.until(
-            lambda: words in self.document(number, ".leases"), f"{words!r} at document {number}"
-        )
+        """Wait until the leased side of a document has the words."""
+        self.shows(f'[data-document="{number}"] .leases', words)
 
     def press(self, number: int, kind: str) -> None:
         """Press a button of a document."""
@@ -47,23 +52,16 @@ class Page:
 
     def submit(self) -> int:
         """Submit a document; its number."""
-        before = len(self.browser.all("#list > li"))
+        number = len(self.browser.all("#list > li")) + 1
         self.browser.click("#submit")
-        self.browser.until(lambda: len(self.browser.all("#list > li")) > before, "the new document")
-        return before + 1
-
-    def shows(self, css: str, words: str) -> None:
-        """Wait until an element has the words."""
-        self.browser.until(
-            lambda: words in " ".join(one.text for one in self.browser.all(css)),
-            f"{words!r} in {css}",
-        )
+        self.shows(f'[data-document="{number}"]', f"Document {number}")
+        return number
 
     def trouble(self, kind: str) -> None:
         """Choose the provider's trouble, and wait until the provider has it."""
         self.browser.click(f'input[name="trouble"][value="{kind}"]')
         asked = "return fetch('state').then(answer => answer.json())"
-        self.browser.until(
+        self.until(
             lambda: self.browser.driver.execute_script(asked)["provider"]["trouble"] == kind,
             f"the trouble {kind!r}",
         )
@@ -130,12 +128,12 @@ def counts_down_and_drains(page: Page, pictures: Path) -> None:
     page.shows("#gate", "The group is closed (rate limited)")
 
     def left() -> int:
-        minutes, seconds = page.document(waiting[0], "[role=timer]").split(":")
+        minutes, seconds = page.text(f'[data-document="{waiting[0]}"] [role=timer]').split(":")
         return 60 * int(minutes) + int(seconds)
 
     first = left()
     assert 240 < first <= 305
-    browser.until(lambda: left() < first - 1, "a countdown")
+    page.until(lambda: left() < first - 1, "a countdown")
     browser.driver.execute_script("window.scrollTo(0, 0)")
     browser.picture(pictures / "play.png", 1100, 800)
     calls = browser.find("#leases-calls").text
@@ -173,7 +171,7 @@ def is_decided_by_a_person(page: Page) -> None:
     page.trouble("timeout")
     number = page.submit()
     page.says(number, "It may have been executed; an operator must look")
-    assert "books have charge sum_" in page.document(number, ".decide")
+    assert "books have charge sum_" in page.text(f'[data-document="{number}"] .decide')
     page.press(number, "charged")
     page.says(number, "Done")
     page.says(number, "paid once")
@@ -236,6 +234,10 @@ def test_a_page_without_events_asks_again_and_again(browser: Browser) -> None:
         shown["workers"][0]["up"] = False
         news.refresh()
         browser.reads("worker-a is gone, and starts again")
+        news._run = "another"
+        shown["workers"] = []
+        news.refresh()
+        browser.until(lambda: "worker-a" not in browser.text(), "the page of another run")
         browser.click("#submit")
         browser.reads("Not possible: there are enough documents")
         assert not any(

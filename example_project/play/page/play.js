@@ -10,6 +10,7 @@ const workerRows = new Map();
 let source = null;
 let polling = null;
 let lastLine = 0;
+let run = null;
 
 function make(tag, parent, attributes = {}, text = "") {
   const element = document.createElement(tag);
@@ -81,6 +82,8 @@ function show(state) {
   at("problem").hidden = !state.problem;
   write(at("problem"), state.problem || "");
   if (!state.documents) return;
+  if (run !== null && run !== state.run) location.reload(); // the play was started anew
+  run = state.run;
   at("none").hidden = state.documents.length > 0;
   for (const one of state.documents) showDocument(one);
   for (const side of ["leases", "plain"]) showTotal(side, state.totals[side]);
