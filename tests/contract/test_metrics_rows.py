@@ -13,6 +13,7 @@ from celery_leases.protocol import metrics as counted
 from celery_leases.protocol.events import AttemptSettled, CrashSeen, Event, Subject
 from celery_leases.protocol.metrics import Tally, Written
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
+from celery_leases.stores.sql import metrics as rows
 from celery_leases.stores.sql.metrics import SqlMetrics, tag
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
@@ -126,6 +127,15 @@ def test_a_fold_that_is_interrupted_is_done_by_the_next(
     store.fold(silent=0.0)
     assert attempts(store) == {"returned": 4}
     assert not store.write("a" * 12, some(returned=3), first=False, closed=False)
+
+
+def test_many_rows_are_folded_in_one_go(store: SqlMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches, so that no statement is too long."""
+    monkeypatch.setattr(rows, "AT_ONCE", 2)
+    for number in range(5):
+        store.write(f"{number:012}", some(returned=1), first=True, closed=True)
+    assert store.fold() == 5
+    assert attempts(store) == {"returned": 5}
 
 
 def test_two_that_fold_at_once_count_once(

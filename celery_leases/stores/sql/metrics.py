@@ -45,6 +45,8 @@ SILENT: Final = 90.0
 """Seconds after its last write after which a process counts as dead."""
 AT_ONCE: Final = 200
 """How many rows are folded at once."""
+BATCHES: Final = 25
+"""How often that is repeated in one go: children that run one task each leave many rows."""
 TAG: Final = "#"
 """What a tag begins with; the name of no lease store does."""
 ID_LENGTH: Final = 12
@@ -132,6 +134,16 @@ class SqlMetrics:
 
         *silent*: after so many seconds without a write a process counts as dead.
         """
+        folded = 0
+        for _ in range(BATCHES):
+            some = self._fold_some(silent)
+            folded += some
+            if some < AT_ONCE:
+                break
+        return folded
+
+    def _fold_some(self, silent: float) -> int:
+        """As :meth:`fold`, for at most :data:`AT_ONCE` processes."""
         found = self._over(silent)
         killed = [row["scope"] for row in found if row["state"] != CLOSED and self._marked(row)]
         over = killed + [row["scope"] for row in found if row["state"] == CLOSED]
