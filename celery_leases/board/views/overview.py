@@ -43,10 +43,12 @@ class _Urgent:
 def overview(asked: Asked) -> Answer:
     """The page: at once, also where the counts still take their time."""
     board = asked.board
-    urgent = board.shared("urgent", lambda: _urgent(asked.client), 2.0).look(SOON)
-    counted = board.shared("stats", lambda: asked.client.stats(), 10.0).look(
-        0.0 if urgent is None else SOON
-    )  # noqa: PLW0108
+
+    def count() -> Stats:
+        return board.client().stats()
+
+    urgent = board.shared("urgent", lambda: _urgent(board.client()), 2.0).look(SOON)
+    counted = board.shared("stats", count, 10.0).look(0.0 if urgent is None else SOON)
     found: _Urgent | None = value_of(urgent) if urgent is not None else None
     stats: Stats | None = value_of(counted) if counted is not None else None
     trouble = (found.trouble if found is not None else None) or (stats.trouble if stats else None)

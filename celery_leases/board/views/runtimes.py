@@ -27,7 +27,7 @@ NOTHING: Final[dict[str, Any]] = dict.fromkeys(("ttl", "store_p99", "database_p9
 
 def runtimes(asked: Asked) -> Answer:
     """The page; it says so while the records are still read."""
-    shared = asked.board.shared("runtimes", lambda: _read(asked.client), 60.0)
+    shared = asked.board.shared("runtimes", lambda: _read(asked.board.client()), 60.0)
     read = shared.look(SOON)
     if read is None:
         return Answer(

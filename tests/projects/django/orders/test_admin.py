@@ -15,8 +15,11 @@ from django.test import TransactionTestCase
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from shop.celery import app
+from starlette.testclient import TestClient
 
 from celery_leases import LeaseClient
+from celery_leases.board import leases_board
+from celery_leases.contrib.django.board import TO_CHANGE, staff
 from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.worker import apps
@@ -93,6 +96,27 @@ class AdminTests(TransactionTestCase):
                 self.assertIn(f'href="/ops/{link}"', self.client.get(url).content.decode())
         with self.settings(CELERY_LEASES={"board_url": "javascript:alert(1)"}):
             self.assertRaises(LeaseConfigurationError, self.client.get, GROUPS)
+
+    def test_the_staff_come_to_the_board_by_their_session(self) -> None:
+        """To look with the permissions to view, to change with those of all actions."""
+        board = TestClient(leases_board(app, staff))
+        self.assertEqual(board.get("/upkeep").status_code, 403)
+        User.objects.create_user("ann", password="secret")
+        self.client.login(username="ann", password="secret")
+        every = [name.removeprefix("celery_leases.") for name in TO_CHANGE]
+        for permissions, status, button in (
+            (None, 403, False),
+            ([], 200, False),
+            (every, 200, True),
+        ):
+            if permissions is not None:
+                self.login(*permissions)
+            board.cookies.set("sessionid", self.client.cookies["sessionid"].value)
+            page = board.get("/upkeep")
+            self.assertEqual(page.status_code, status)
+            self.assertEqual("<button" in page.text, button)
+        self.client.logout()
+        self.assertEqual(board.get("/upkeep").status_code, 403)
 
     def test_only_the_filters_of_the_list_can_be_looked_up(self) -> None:
         """What the pages leave out cannot be guessed by the rows that a lookup finds."""
