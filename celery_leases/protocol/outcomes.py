@@ -48,6 +48,7 @@ class Death(Enum):
     KILLED = "its process died"
     TIME_LIMIT = "hard time limit"
     REVOKED = "revoked"
+    STOPPED = "cold shutdown"
 
 
 ENDS_CALL: Final = (Death.TIME_LIMIT.value, Death.REVOKED.value)
@@ -142,9 +143,12 @@ def died(call: Call, record: Record, death: Death) -> Outcome:
     process.
 
     After the hard time limit Celery has already failed the call, and a revoked call has ended:
-    neither runs again by itself.
+    neither runs again by itself. After a cold shutdown the message comes back.
     """
     kept = replace(_kept(call, record), reason=death.value)
+    if death is Death.STOPPED:
+        stopped = replace(kept, ended=Ended.INTERRUPTED, attempt=record.attempt - 1)
+        return _lasting(call, replace(stopped, resumes=call.comes_back))
     if death is Death.REVOKED:
         return _lasting(call, replace(kept, ended=Ended.TERMINATED, attempt=record.attempt - 1))
     other = call.options.rerun and record.crashed_call not in (None, call.call_id)

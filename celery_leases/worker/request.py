@@ -71,6 +71,8 @@ class LeaseRequest(Request):
     _scheduled: Any = None
     #: Whether it has expired; its record says so by itself.
     _over = False
+    #: Celery reports a cold shutdown like a revoke.
+    _killed_by_revoke = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -161,6 +163,7 @@ class LeaseRequest(Request):
 
     def terminate(self, pool: Any, signal: Any = None) -> Any:
         """Kill the body for a revoke; in a greenlet only the body."""
+        self._killed_by_revoke = True
         return super().terminate(pool if self._kill is None else _BodiesOnly(self._kill), signal)
 
     def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,6 +185,8 @@ class LeaseRequest(Request):
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
         death = next((death for kind, death in _DEATHS if isinstance(error, kind)), None)
+        if death is Death.REVOKED and not self._killed_by_revoke:
+            death = Death.STOPPED
         if death is not None:
             for pid in self._children:
                 child_exit.close_dead(self._dead_child(death, pid))

@@ -65,8 +65,11 @@ def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
     )
     about = {"task": stage.tasks.work.name, "key": f"work:{name}", "call_id": call.id}
     assert acquired["event"] == {**about, "fence": fence, "attempt": 1}
-    assert settled["event"] | {"runtime": 0} == {
+    assert settled["event"] | {"runtime": 0, "held": 0} == {
         **about,
+        "fence": fence,
+        "held": 0,
+        "repeated": False,
         "state": "done",
         "ended": "returned",
         "attempt": 1,

@@ -41,7 +41,7 @@ _READ_AT_IMPORT: Final = ("PYTHON", "LD_", "PSYCOPG", "KOMBU", "C_FORCE_ROOT")
 _SET_BY_FORK: Final = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
 _MODULES: Final = (
-    *("celery.__main__", "celery.bin.celery", "celery.bin.worker", "celery.apps.worker"),
+    *("celery.bin.celery", "celery.bin.worker", "celery.apps.worker"),
     *("celery.worker.consumer", "celery.worker.strategy", "celery.app.trace", "celery.app.amqp"),
     *("celery.concurrency.prefork", "celery.concurrency.solo", "celery.concurrency.thread"),
     *("celery.worker.autoscale", "celery.events.state", "celery.worker.pidbox"),
@@ -201,6 +201,8 @@ def _fork_worker(task: dict[str, Any], env: dict[str, str]) -> int:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else bool(ended.code)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - as the interpreter does at the top
         sys.excepthook(*sys.exc_info())
     finally:

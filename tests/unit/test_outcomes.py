@@ -214,6 +214,15 @@ class TestADeadChild:
         )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
 
+    def test_one_killed_by_a_cold_shutdown_is_given_back_and_comes_back(self) -> None:
+        outcome = died(a_call(), RUNNING, Death.STOPPED)
+        assert (outcome.state, outcome.ended, outcome.resumes) == (
+            State.PENDING,
+            Ended.INTERRUPTED,
+            True,
+        )
+        assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
+
     def test_the_last_of_a_crash_loop_fails_for_good(self) -> None:
         outcome = died(a_call(), replace(RUNNING, crashes=2), Death.KILLED)
         assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, CRASH_LOOP)
