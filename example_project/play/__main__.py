@@ -83,6 +83,9 @@ def main(*, port: int) -> None:
             where = stage.open_page(free(port))
             click.secho(f"\nOpen http://127.0.0.1:{where}/ (Ctrl-C ends it)\n", bold=True)
             stage.keep()
+            ended = [server for server in stage.servers if not server.alive]
+            logs = "\n".join(server.logs()[-2000:] for server in ended)
+            click.secho(f"BROKEN: the provider or the page has ended:\n{logs}", fg="red", err=True)
     except KeyboardInterrupt:
         click.echo("\nstopped; nothing is left behind", err=True)
         return

@@ -5,6 +5,7 @@
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -88,6 +89,7 @@ def test_what_the_page_promises_happens(
     says so.
     """
     browser.open(play.wait_for_log(r"Open (http://\S+)", 60)[1])
+    browser.driver.set_window_size(1100, 800)
     page = Page(browser)
     page.shows("#connection", "Live")
     for worker in ("worker-a", "worker-b"):
@@ -98,7 +100,10 @@ def test_what_the_page_promises_happens(
     is_decided_by_a_person(page)
     can_be_read_by_all(browser)
     assert browser.problems() == []
-    play.end()
+    play.send(signal.SIGINT)
+    assert play.wait(60) == 0, play.logs()
+    assert "nothing is left behind" in play.logs()
+    assert list((tmp_path / "temporary").iterdir()) == []
     page.shows("#connection", "Connection lost")
 
 

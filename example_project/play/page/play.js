@@ -140,6 +140,11 @@ function makeDocument(number) {
   make("h3", item, { id: `document-${number}` }, name);
   item.append(" ");
   row.presses = make("small", item);
+  // Above all that grows and shrinks: a button must not move under a double click.
+  const buttons = make("div", item);
+  button(buttons, "Press again", `Press again: ${name}`, `documents/${number}/presses`, { times: 1 }, "again");
+  button(buttons, "Press 10 times", `Press 10 times: ${name}`, `documents/${number}/presses`, { times: 10 }, "often");
+  row.now = button(buttons, "Run now", `Run now: ${name}`, `documents/${number}/retry`, {}, "now");
   const sides = make("div", item, { class: "sides" });
   const leases = make("div", sides, { class: "side leases" });
   make("div", leases, {}, "With leases: ");
@@ -157,9 +162,6 @@ function makeDocument(number) {
   make("div", plain, {}, "Plain Celery: ");
   row.plain = make("span", plain, { class: "state" });
   row.plainPaid = make("div", plain, { class: "paid" });
-  button(item, "Press again", `Press again: ${name}`, `documents/${number}/presses`, { times: 1 }, "again");
-  button(item, "Press 10 times", `Press 10 times: ${name}`, `documents/${number}/presses`, { times: 10 }, "often");
-  row.now = button(item, "Run now", `Run now: ${name}`, `documents/${number}/retry`, {}, "now");
   row.decide = make("div", item, { class: "decide", role: "group", "aria-label": `Decide about ${name}` });
   make("p", row.decide, {}, "It may have been charged. Look, and decide:");
   row.evidence = make("p", row.decide);
