@@ -198,6 +198,15 @@ def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
     assert [event.remaining for event in bench.seen.of(LeaseRenewed)] == [pytest.approx(STOP - 2)]
 
 
+def test_a_renewal_tells_how_late_it_was_sent(bench: Bench) -> None:
+    """One that went along with another one, before its time, was not late."""
+    held_lease = bench.held_lease()
+    bench.clock.time = held_lease.due + 3.0
+    bench.renew(held_lease)
+    bench.renew(held_lease)
+    assert [event.late for event in bench.seen.of(LeaseRenewed)] == [pytest.approx(3.0), 0.0]
+
+
 def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
     """``extend(60)``, then the regular renewal of 6 s: the 60 s stay."""
     held_lease = bench.held_lease()
