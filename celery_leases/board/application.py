@@ -43,6 +43,7 @@ from celery_leases.errors import (
     LeaseIsLive,
     LeaseMisuse,
     LeasesError,
+    SchemaOutdated,
     StoreUnavailable,
     UnknownKey,
 )
@@ -57,6 +58,7 @@ _STATUS: Final[tuple[tuple[type[LeasesError], int], ...]] = (
     (LeaseIsLive, 409),
     (AlreadyDone, 409),
     (StoreUnavailable, 503),
+    (SchemaOutdated, 503),
     (KeyUnusable, 400),
     (LeaseMisuse, 400),
 )
