@@ -48,10 +48,13 @@ def ago(when: datetime | None) -> str:
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON, without secrets and within bounds."""
+    """A value as JSON, without secrets and within bounds; what a reading order would obey, or no
+    page can have, is escaped.
+    """
     if value is None:
         return ""
-    return shortened(redact(json.dumps(value, indent=2, default=str, ensure_ascii=False)), LONGEST)
+    text = redact(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    return shortened(printable(text, LONGEST, keep="\n"), LONGEST)
 
 
 def next_try(status: LeaseStatus) -> str:

@@ -397,6 +397,14 @@ def test_one_key_shows_its_effects_progress_and_result(
         assert text in words(page), text
 
 
+def test_a_result_that_no_page_can_send_as_it_is_is_escaped(shop: Shop, ann: Visitor) -> None:
+    """Half a surrogate pair, and what turns the reading order."""
+    shop.put("order:1", result='{"half": "\\ud800", "turned": "\\u202e"}')
+    page = words(ann.sees(f"/key?stored=t:{TASK}|order:1"))
+    assert r'"half": "\ud800"' in page
+    assert r'"turned": "\u202e"' in page
+
+
 def test_run_times_are_drawn_with_ttl_and_limit(shop: Shop, ann: Visitor) -> None:
     for number in range(5):
         shop.put(f"order:{number}")
