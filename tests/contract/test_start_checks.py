@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
+from celery import Celery, _state
 from sqlalchemy import Engine, create_engine, inspect, make_url, text
 
 from celery_leases import LeaseClient, LeasedTask
@@ -397,9 +397,10 @@ def test_stores_that_do_not_answer_are_warnings(
 
 
 def test_options_on_a_task_without_a_lease_are_a_warning(
-    app: Celery, caplog: pytest.LogCaptureFixture
+    app: Celery, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Task and options are named; a worker without any leased task says so too."""
+    monkeypatch.setattr(_state, "_on_app_finalizers", set())  # shared tasks of other tests
     bare = Celery("bare", broker="memory://", set_as_current=False)
 
     @bare.task(name="bare.send", lease_key="c:{number}", lease_ttl=30, shared=False)
