@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, get_args
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,8 +20,8 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.filters import KNOWN_STATES, Position
 from celery_leases.protocol.keys import STORED_KEY_MAX
 
-LARGEST: Final = 2_000_000
-"""Bytes of a form; 500 selected keys have at most half of that."""
+LARGEST: Final = 4_000_000
+"""Bytes of a form; 500 selected keys have at most two thirds of that, as they are quoted twice."""
 MOST_FIELDS: Final = 1_000
 MOST_SELECTED: Final = 500
 LONGEST_FIELD: Final = 100_000
@@ -218,8 +218,11 @@ def confirmed(given: Fields) -> RecordFilter:
 
 
 def seen_value(status: LeaseStatus) -> str:
-    """A status as the value of a field: what must not have changed when something is done."""
-    return f"{status.fence}:{status.state}:{status.stored_key or status.key}"
+    """A status as the value of a field: what must not have changed when something is done. The key
+    is quoted, as a browser sends each line break of a field as CR LF.
+    """
+    stored = quote(status.stored_key or status.key, safe="/:|", errors="replace")
+    return f"{status.fence}:{status.state}:{stored}"
 
 
 def seen_of(given: Fields) -> list[LeaseStatus]:
@@ -232,7 +235,8 @@ def seen_of(given: Fields) -> list[LeaseStatus]:
 
 def _seen(value: str) -> LeaseStatus:
     fence, _, rest = value.partition(":")
-    state, _, stored = rest.partition(":")
+    state, _, quoted = rest.partition(":")
+    stored = unquote(quoted)
     number = int(fence) if fence.isascii() and fence.isdigit() and len(fence) < 20 else _INT_MAX
     if number >= _INT_MAX or state not in KNOWN_STATES or not is_stored_key(stored):
         raise bad("The selection cannot be read.")

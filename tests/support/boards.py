@@ -6,6 +6,7 @@ import html
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from celery import Celery
 from sqlalchemy import text
@@ -128,7 +129,9 @@ def hidden(page: str) -> list[tuple[str, str]]:
 def seen_in(page: str) -> dict[str, str]:
     """The values of the boxes of a list, by key."""
     found = re.findall(r'name="seen" value="([^"]*)"', page)
-    return {html.unescape(value).partition("|")[2]: html.unescape(value) for value in found}
+    return {
+        unquote(html.unescape(value)).partition("|")[2]: html.unescape(value) for value in found
+    }
 
 
 def words(page: str) -> str:

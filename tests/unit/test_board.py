@@ -5,6 +5,7 @@ what was seen and nothing else.
 from __future__ import annotations
 
 import base64
+import html
 import logging
 import re
 import threading
@@ -26,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse
 
 from celery_leases.board import Operator, Passwords, leases_board
+from celery_leases.board.forms import seen_value
 from celery_leases.board.jobs import Jobs, Step, TooManyJobs
 from celery_leases.board.shared import Shared, value_of
 from celery_leases.board.views import ROUTES
@@ -75,7 +77,7 @@ def ann(shop: Shop) -> Visitor:
 def box(shop: Shop, key: str) -> str:
     """The value of the box of a key, as it is now."""
     status = shop.client.status(f"t:{TASK}|{key}")
-    return f"{status.fence}:{status.state}:{status.stored_key}"
+    return seen_value(status)
 
 
 # -- who may come in -------------------------------------------------------------------------------
@@ -304,7 +306,7 @@ def test_what_is_no_form_or_too_large_is_refused(ann: Visitor) -> None:
     """Before it is read to its end."""
     sent = {"Origin": ann.origin, "Content-Type": "application/json"}
     assert ann.http.post("/keys/act", content="{}", headers=sent).status_code == 415
-    assert ann.posts("/keys/act", {"action": "x" * 3_000_000}).status_code == 413
+    assert ann.posts("/keys/act", {"action": "x" * 5_000_000}).status_code == 413
     assert ann.sends("/jobs/stop", {"number": "nothing"}).status_code == 404
     form = sent | {"Content-Type": "application/x-www-form-urlencoded"}
     assert ann.http.post("/keys/act", content=b"\xff\xfe=\x00", headers=form).status_code == 400
@@ -500,6 +502,21 @@ def test_a_selection_is_changed_as_it_was_seen(
     assert f"left alone: t:{TASK}|order:2" in log
     again = words(ann.sends("/keys/act", given).text)
     assert "0 changed , 3 left as they are" in again, "sent twice, done once"
+
+
+def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann: Visitor) -> None:
+    """A browser sends each line break in a form as CR and LF."""
+    keys = ("order:1", "order:1 ", "order:1\n2", "order:1\r2", "order:%0A|é")
+    for key in keys:
+        shop.put(key, State.FAILED)
+    links = re.findall(r'href="(/key\?stored=[^"]+)"', ann.sees("/keys"))
+    assert len(links) == len(keys)
+    for link in links:
+        (seen,) = seen_in(ann.sees(html.unescape(link))).values()
+        sent = re.sub(r"\r\n|\r|\n", "\r\n", seen)
+        given, _ = ann.confirms("/keys/confirm", {"action": "retry", "seen": sent})
+        assert "1 changed , 0 left" in words(ann.sends("/keys/act", given).text), link
+    assert {key: shop.state(key) for key in keys} == dict.fromkeys(keys, "pending")
 
 
 def test_a_filter_is_changed_as_of_the_question(shop: Shop, ann: Visitor) -> None:

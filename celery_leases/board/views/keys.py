@@ -54,7 +54,7 @@ def listed(asked: Asked) -> Answer:
 
 def one(asked: Asked) -> Answer:
     """One key: where it stands, what happened, and what can be done."""
-    stored = asked.query.get("stored")
+    stored = next(iter(asked.query.all("stored")), "")  # blanks at its end belong to a key
     if not is_stored_key(stored):
         raise bad("There is no such key: take it from the list.")
     client = asked.client
