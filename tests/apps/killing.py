@@ -68,8 +68,11 @@ def lasts(self, name, seconds):
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="counts:{name}")
-def counts(self, name):
-    """Tell which timers the process has that runs a body without one."""
+def counts(self, name, gate=None):
+    """Tell which timers the process has that runs a body without one, once *gate* exists."""
+    note("count", name=name)
+    while gate is not None and not Path(gate).exists():
+        time.sleep(PULSE)
     return {"pid": os.getpid(), "timers": timers()}
 
 

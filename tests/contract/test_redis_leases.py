@@ -2,7 +2,9 @@
 scripts.
 """
 
+import faulthandler
 import multiprocessing
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -341,8 +343,12 @@ def test_a_forked_child_uses_the_store_it_inherited(leases_redis_url: str, key: 
         for _ in range(300):
             assert store.mark(key, name) == name
 
+    def read_in_child(name: str) -> None:
+        faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
+        read_own_mark(name)
+
     fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=read_own_mark, args=(name,)) for name in names[1:]]
+    children = [fork.Process(target=read_in_child, args=(name,)) for name in names[1:]]
     for child in children:
         child.start()
     read_own_mark(names[0])

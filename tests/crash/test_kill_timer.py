@@ -105,12 +105,13 @@ def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
     ]
     for result in results:
         assert result.get(timeout=60)["timers"] == 1
-    left = [
-        scene.tasks.counts.delay(f"{name}-{number}").get(timeout=30)
-        for number in range(3 * CHILDREN)
-    ]
+    gate = scene.gate()
+    counts = [scene.tasks.counts.delay(f"{name}-{number}", str(gate)) for number in range(CHILDREN)]
+    scene.wait_for("count", CHILDREN)  # one in each child
+    gate.touch()
+    left = [result.get(timeout=30) for result in counts]
     assert {told["timers"] for told in left} == {0}
-    assert {event["pid"] for event in scene.events("end")} & {told["pid"] for told in left}
+    assert {event["pid"] for event in scene.events("end")} <= {told["pid"] for told in left}
 
 
 def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
