@@ -16,7 +16,13 @@ from uuid import uuid4
 
 from celery_leases.common.durations import Duration, seconds
 from celery_leases.common.redaction import redact
-from celery_leases.composition import AnyStore, lease_store, open_effects, open_records
+from celery_leases.composition import (
+    AnyStore,
+    lease_store,
+    open_effects,
+    open_metrics,
+    open_records,
+)
 from celery_leases.errors import (
     AlreadyDone,
     KeyUnusable,
@@ -34,7 +40,7 @@ from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding
 from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.keys import stored_key
-from celery_leases.protocol.overview import Change, Page, RuleCount, StateCount, Stats
+from celery_leases.protocol.overview import Change, Page, RuleCount, SavedRuns, StateCount, Stats
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.results import NO_LIMIT, encode
@@ -62,6 +68,7 @@ __all__ = [
     "Page",
     "RecordFilter",
     "RuleCount",
+    "SavedRuns",
     "StateCount",
     "Stats",
 ]
@@ -407,8 +414,8 @@ class LeaseClient:
             ) from None
 
     def stats(self, *, rules: bool = True) -> Stats:
-        """Counts by task and state, failures by rule unless *rules* is ``False``, and the groups
-        that are not open. Looks at every record.
+        """Counts by task and state, failures by rule unless *rules* is ``False``, the groups that
+        are not open, and the runs saved if processes count them. Looks at every record.
         """
         self._ready()
         rows = self._records.counts()
@@ -433,7 +440,27 @@ class LeaseClient:
             [RuleCount(rule, reason, count) for (rule, reason), count in by_rule.most_common()],
             gates,
             trouble,
+            self._saved_runs(),
         )
+
+    def _saved_runs(self) -> Sequence[SavedRuns] | None:
+        """The runs that all processes have counted as saved, by task, the most first; ``None``:
+        nothing has ever counted, and the app does not say that it is to.
+        """
+        counts = open_metrics(self._records).read()
+        if not counts.begun and not (self._parts is not None and self._parts.settings.metrics):
+            return None
+        found: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
+        for (name, *labels), count in counts.tally.counts.items():
+            if name == "saved_runs":
+                task, how = labels
+                found[task] += count
+                dropped[task] += count if how == "dropped" else 0
+        return [
+            SavedRuns(task, count - dropped[task], dropped[task])
+            for task, count in found.most_common()
+        ]
 
     def run_times(
         self, *, task: str | None = None, limit: int = 5_000

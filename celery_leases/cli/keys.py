@@ -25,12 +25,13 @@ from celery_leases.cli.output import (
     echo_table,
 )
 from celery_leases.cli.parameters import SPAN, filtering, selected
-from celery_leases.cli.root import client_of, leases, whose
+from celery_leases.cli.root import app_of, client_of, leases, whose
 from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import in_short, in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LeaseStatus
+from celery_leases.worker.app_settings import settings_of
 
 HEAD: Row = (
     *(
@@ -207,7 +208,9 @@ def _look(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> None:
 @click.pass_context
 @handle_preload_options
 def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
-    """Count the records by task and state, and their last failures by rule. Reads every record."""
+    """Count the records by task and state, their last failures by rule, and the runs saved. Reads
+    every record.
+    """
     found = client_of(ctx).stats()
     if as_json:
         echo_json(found.as_json())
@@ -234,6 +237,17 @@ def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
             for gate in found.groups
         ]
         echo_table([("GROUP", "STATE", "OPENS IN"), *waits])
+    click.echo()
+    if found.saved:
+        runs = [
+            (each.task, *map(str, (each.count, each.replayed, each.dropped)))
+            for each in found.saved
+        ]
+        echo_table([("TASK", "RUNS SAVED", "REPLAYED", "DROPPED"), *runs])
+    elif found.saved is not None:
+        click.echo("No run was saved yet.")
+    if not settings_of(app_of(ctx)).metrics:
+        click.echo("Metrics are off: leases_metrics = True counts the runs saved.")
     if found.trouble is not None:
         echo_line(found.trouble, err=True)
         ctx.exit(1)

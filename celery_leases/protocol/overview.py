@@ -60,17 +60,41 @@ class RuleCount:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedRuns:
+    """Runs of a task that were saved since its processes count.
+
+    ``replayed`` calls and deliveries got the saved result. ``dropped`` ones ended because the work
+    was done or running.
+    """
+
+    task: str
+    replayed: int
+    dropped: int
+
+    @property
+    def count(self) -> int:
+        """Both together: paid calls not made twice."""
+        return self.replayed + self.dropped
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        parts = {"replayed": self.replayed, "dropped": self.dropped}
+        return {"task": self.task, "count": self.count} | parts
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts by task and state, failures by rule, and the groups whose gate is not open.
 
     ``trouble``: why the lease store did not answer; then abandoned records count as running, and
-    groups are missing.
+    groups are missing. ``saved``: the runs saved, the most first; ``None``: nothing counts them.
     """
 
     states: Sequence[StateCount]
     rules: Sequence[RuleCount]
     groups: Sequence[GroupStatus]
     trouble: str | None = None
+    saved: Sequence[SavedRuns] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -78,7 +102,8 @@ class Stats:
         plain: dict[str, Any] = {
             name: [each.as_json() for each in listed] for name, listed in parts
         }
-        return plain | {"trouble": self.trouble}
+        saved = None if self.saved is None else [each.as_json() for each in self.saved]
+        return plain | {"saved_runs": saved, "trouble": self.trouble}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from sqlalchemy import update
 from celery_leases import Cooldown, LeaseClient, LeasedTask
 from celery_leases.cli import leases, output
 from celery_leases.cli.parameters import MOMENT
+from celery_leases.composition import open_metrics
+from celery_leases.protocol.metrics import Tally, Written
 from celery_leases.worker.stored_messages import kept
 
 
@@ -159,6 +161,39 @@ def test_statistics_are_counted(app: Celery, types: Types) -> None:
         ("done", 2),
     ]
     assert found["rules"] == [{"rule": "anything-else", "reason": "error", "count": 1}]
+
+
+def test_without_metrics_the_statistics_name_the_setting(app: Celery, types: Types) -> None:
+    call(app, 0, 0)
+    said = [line for line in types("stats").out.splitlines() if "etrics" in line]
+    assert said == ["Metrics are off: leases_metrics = True counts the runs saved."]
+    assert types("stats", "--json").lines[0]["saved_runs"] is None
+
+
+def test_runs_saved_are_shown_by_task(app: Celery, types: Types) -> None:
+    """Calls that the first result answered, as the processes have counted them; those of processes
+    that have ended count too.
+    """
+    app.conf.leases_metrics = True
+    assert "No run was saved yet." in types("stats").out
+    store = open_metrics(LeaseClient.from_app(app)._records)
+    for process, saved, dropped in (("a" * 12, 3, 1), ("b" * 12, 4, 0)):
+        tally = Tally()
+        tally.count("saved_runs", NAME, "replayed", by=saved)
+        tally.count("saved_runs", NAME, "dropped", by=dropped)
+        tally.count("saved_runs", "other", "dropped", by=2)
+        store.write(process, Written(tally), first=True, closed=process[0] == "a")
+    store.fold()
+    lines = types("stats").out.splitlines()
+    at = next(place for place, line in enumerate(lines) if "RUNS SAVED" in line)
+    assert [line.split() for line in lines[at + 1 :]] == [
+        [NAME, "8", "7", "1"],
+        ["other", "4", "0", "4"],
+    ]
+    assert types("stats", "--json").lines[0]["saved_runs"] == [
+        {"task": NAME, "count": 8, "replayed": 7, "dropped": 1},
+        {"task": "other", "count": 4, "replayed": 0, "dropped": 4},
+    ]
 
 
 def test_a_filter_is_tried_confirmed_and_carried_out(app: Celery, types: Types) -> None:

@@ -58,10 +58,14 @@ one that waited for the commit of the user's transaction.
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counts of all processes; ``processes``: how many of them count at this time."""
+    """The counts of all processes; ``processes``: how many of them count at this time.
+
+    ``begun``: whether any process has ever counted.
+    """
 
     tally: Tally
     processes: int
+    begun: bool
 
 
 def tag(process: str, number: int) -> str:
@@ -127,7 +131,7 @@ class SqlMetrics:
         ]
         tallies = [Written.load(row["result"]).tally for row in others]
         live = sum(row["state"] == LIVE for row in others)
-        return Counts(summed([total.tally, *tallies]), live)
+        return Counts(summed([total.tally, *tallies]), live, bool(found))
 
     def fold(self, silent: float = SILENT) -> int:
         """Add the counts of processes that have ended to the total; how many.
