@@ -344,6 +344,7 @@ def test_a_forked_child_uses_the_store_it_inherited(leases_redis_url: str, key: 
             assert store.mark(key, name) == name
 
     def read_in_child(name: str) -> None:
+        assert sys.__stderr__ is not None
         faulthandler.dump_traceback_later(20, exit=True, file=sys.__stderr__)
         read_own_mark(name)
 
