@@ -40,6 +40,7 @@ from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding
 from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.keys import stored_key
+from celery_leases.protocol.metrics import METRICS
 from celery_leases.protocol.overview import Change, Page, RuleCount, SavedRuns, StateCount, Stats
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Record, State
@@ -54,6 +55,7 @@ from celery_leases.protocol.status import (
     status_of,
     status_of_group,
 )
+from celery_leases.protocol.tuning import Lateness
 from celery_leases.settings import read_settings
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "Examination",
     "Finding",
     "GroupStatus",
+    "Lateness",
     "LeaseClient",
     "LeaseStatus",
     "Page",
@@ -484,6 +487,20 @@ class LeaseClient:
         )
         store, database = (_taken(question, rounds) for question in questions)
         return store, database
+
+    def lateness(self, *, task: str | None = None) -> Lateness | None:
+        """How late the renewals of all tasks, or of *task*, were sent, as all processes have
+        counted; ``None`` without a count, as where ``leases_metrics`` is off.
+        """
+        self._ready()
+        metric = METRICS["renewal_lateness"]
+        spans = open_metrics(self._records).read().tally.spans
+        found = [
+            span[:-1]
+            for (name, of_task), span in spans.items()
+            if name == metric.name and task in (None, of_task)
+        ]
+        return Lateness.of(metric.buckets, [sum(counts) for counts in zip(*found, strict=True)])
 
     def examine(self) -> Examination:
         """Look at the app's settings, tasks, broker and stores: what is wrong, and what to write.

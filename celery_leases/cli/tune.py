@@ -13,9 +13,17 @@ from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line
 from celery_leases.cli.parameters import SPAN
 from celery_leases.cli.root import app_of, check_task, client_of, leases
 from celery_leases.common.durations import in_short, seconds
-from celery_leases.protocol.tuning import Delivery, RunTimes, advised, shortest_ttl
+from celery_leases.protocol.tuning import (
+    FEW,
+    Delivery,
+    RunTimes,
+    Standstill,
+    advised,
+    safe_guard,
+    shortest_ttl,
+)
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.ttl_advice import FEW, advice_of, delivery_of
+from celery_leases.worker.ttl_advice import advice_of, delivery_of
 
 HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNRENEWED", "LIMIT")
 
@@ -30,16 +38,14 @@ HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNR
 @click.option(
     "--lateness",
     type=SPAN,
-    default="1s",
-    show_default=True,
-    help="How long a worker process may stand still: swapping, a pause of its machine.",
+    help="How long a worker process may stand still: swapping, a pause of its machine; by default "
+    "how late renewals were (p99), as leases_metrics counts, or else 1s.",
 )
 @click.option(
     "--guard",
     type=SPAN,
-    default="2s",
-    show_default=True,
-    help="What a ttl without renewal has on top of p99 and jitter.",
+    help="What a ttl without renewal has on top of p99 and jitter; by default lateness and twice "
+    "the p99 of the lease store, at least 2s.",
 )
 @click.option(
     "--jitter",
@@ -61,8 +67,8 @@ def tune(
     ctx: click.Context,
     task: str | None,
     takeover_slo: str | None,
-    lateness: str,
-    guard: str,
+    lateness: str | None,
+    guard: str | None,
     jitter: str | None,
     runs: int,
     picture: Path | None,
@@ -80,14 +86,22 @@ def tune(
     times = client.run_times(task=task, limit=runs)
     slowest = [RunTimes.of(asked) for asked in client.latencies()]
     in_store, in_database = (each.p99 for each in slowest if each is not None)
-    shortest = shortest_ttl(in_store, seconds(lateness))
+    measured = client.lateness(task=task)
+    standstill = Standstill.of(measured, _span(lateness))
+    on_top = _span(guard)
+    on_top = safe_guard(in_store, standstill.seconds) if on_top is None else on_top
+    shortest = shortest_ttl(in_store, standstill.seconds)
     slo = _span(takeover_slo)
     known = leased_tasks(app)
     delivery = delivery_of(app)
     advice = {
         "store_p99": in_store,
         "database_p99": in_database,
-        "lateness": seconds(lateness),
+        "lateness": standstill.seconds,
+        "lateness_from": standstill.source,
+        "renewals": standstill.renewals,
+        "latest_renewal": measured.latest if measured is not None else None,
+        "guard": on_top,
         "ttl": advised(shortest),
         "renewed_every": advised(shortest) / 3,
         "takeover_slo": slo,
@@ -97,7 +111,7 @@ def tune(
     }
     names = sorted({*times, *((task,) if task else known)})
     tasks = [
-        advice_of(name, times.get(name, ()), known, delivery, seconds(guard), _span(jitter))
+        advice_of(name, times.get(name, ()), known, delivery, on_top, _span(jitter))
         for name in names
     ]
     missed = _missed(tasks, advice, delivery, slo) if slo is not None else []
@@ -129,19 +143,40 @@ def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed:
     echo_line(
         f"Shortest safe lease_ttl, however long a body runs: {in_short(advice['ttl'])}. It is "
         f"renewed every {_precise(advice['renewed_every'])} and outlasts a failed renewal and "
-        f"{in_short(advice['lateness'])} of standstill."
+        f"{_precise(advice['lateness'])} of standstill."
     )
+    echo_line(_lateness(advice))
     echo_line(
         f"With it, after a worker was killed another call of its key runs within "
         f"{in_short(advice['key_free_within'])}, and its own call within "
         f"{in_short(advice['work_resumed_within'])}."
     )
-    echo_line("TTL UNRENEWED is what a lock without renewal would need: p99 + jitter + guard.")
+    echo_line(
+        "TTL UNRENEWED is what a lock without renewal would need: p99 + jitter + guard; guard is "
+        f"{_precise(advice['guard'])}."
+    )
     few = [task["task"] for task in tasks if task["runs"] < FEW]
     if few:
         echo_line(f"Fewer than {FEW} finished runs, so p99 is a guess: {', '.join(few)}.")
     for line in missed:
         echo_line(line)
+
+
+def _lateness(advice: Mapping[str, Any]) -> str:
+    """Where the standstill is from."""
+    count, span = advice["renewals"], _precise(advice["lateness"])
+    match advice["lateness_from"]:
+        case "measured":
+            return (
+                f"The standstill is how late renewals were: {span} (p99 of {count} that "
+                f"leases_metrics has counted; the latest {_precise(advice['latest_renewal'])})."
+            )
+        case "given":
+            return "The standstill is that of --lateness."
+        case _ if count:
+            return f"The standstill is assumed: {count} renewals were counted, {FEW} are needed."
+        case _:
+            return "The standstill is assumed: leases_metrics = True counts how late renewals are."
 
 
 def _missed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from celery_leases.protocol.deadlines import RATE_MARGIN, RENEWALS_PER_TTL
 from celery_leases.protocol.options import ADVISED_TTL, LONGEST_HOP
@@ -21,6 +22,11 @@ STOP_PART = 1 / 6
 """The part of the ttl that a body is given to stop."""
 DATABASE_PROOF = 3.0
 """How long a database is watched before the lease in one of its rows counts as lapsed."""
+ASSUMED_LATENESS = 1.0
+"""For how long a process stands still where nobody has measured it."""
+SHORTEST_GUARD = 2.0
+FEW = 100
+"""With fewer measurements than these the slowest of a hundred is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,57 @@ class RunTimes:
         ordered = sorted(seconds)
         p50, p95, p99 = (ordered[math.ceil(part * len(ordered) / 100) - 1] for part in (50, 95, 99))
         return cls(len(ordered), p50, p95, p99, ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How late renewals were sent, from the counts in the buckets of a histogram.
+
+    ``p99`` and ``latest`` are upper bounds of buckets. ``beyond``: p99 is later than the last of
+    these bounds, which stands for it then.
+    """
+
+    count: int
+    p99: float
+    latest: float
+    beyond: bool = False
+
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int]) -> Lateness | None:
+        """From the *counts* up to each of the *bounds*, and beyond the last one; by the nearest
+        rank, and ``None`` without a renewal.
+        """
+        total = sum(counts)
+        if not total:
+            return None
+        rank = math.ceil(99 * total / 100)
+        place = next(at for at, upto in enumerate(accumulate(counts)) if upto >= rank)
+        latest = max(at for at, count in enumerate(counts) if count)
+        upper = (*bounds, bounds[-1])
+        return cls(total, upper[place], upper[latest], place == len(bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """For how long a process may stand still, and where that figure is from: ``given``,
+    ``measured`` or ``assumed``. ``renewals``: how many were measured.
+    """
+
+    seconds: float
+    source: str
+    renewals: int = 0
+
+    @classmethod
+    def of(cls, measured: Lateness | None, given: float | None = None) -> Standstill:
+        """What is *given*, else the p99 of at least :data:`FEW` *measured* renewals, else
+        :data:`ASSUMED_LATENESS`.
+        """
+        count = measured.count if measured is not None else 0
+        if given is not None:
+            return cls(given, "given", count)
+        if measured is not None and count >= FEW:
+            return cls(measured.p99, "measured", count)
+        return cls(ASSUMED_LATENESS, "assumed", count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +156,13 @@ def unrenewed_ttl(times: RunTimes, guard: float, jitter: float | None = None) ->
     *jitter* is how much longer than that a run may take, by default the longest run seen less p99.
     """
     return times.p99 + (times.longest - times.p99 if jitter is None else jitter) + guard
+
+
+def safe_guard(latency: float, lateness: float) -> float:
+    """What a ttl without renewal needs on top of the run: its process may stand still after the
+    body has ended, and the store may be slow to take the outcome. At least 2 s.
+    """
+    return max(SHORTEST_GUARD, lateness + LATENCY_MARGIN * latency)
 
 
 def advised(shortest: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from celery import Celery
 
@@ -11,9 +11,6 @@ from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.tuning import Delivery, RunTimes, unrenewed_ttl
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.setting_checks import redelivery_of
-
-FEW: Final = 100
-"""With fewer runs than these the slowest of a hundred is not known."""
 
 
 def delivery_of(app: Celery) -> Delivery:

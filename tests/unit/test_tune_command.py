@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from sqlalchemy import update
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.cli import leases
+from celery_leases.composition import open_metrics
+from celery_leases.protocol.metrics import Tally, Written
 
 Types = Callable[..., Result]
 RUN_TIMES = [number / 10 for number in range(1, 201)]
@@ -87,6 +90,71 @@ def test_a_process_that_stands_still_needs_a_longer_ttl(types: Types) -> None:
     """Ten seconds of standstill are outlasted by 33 s and a little for the store."""
     advice = json.loads(types("--json", "--lateness", "10s").stdout.splitlines()[-1])
     assert advice["ttl"] >= 33.0
+
+
+@pytest.fixture
+def counts(app: Celery) -> Iterator[Callable[..., None]]:
+    """Writes the lateness of renewals as a process of the app does."""
+    records = LeaseClient.from_app(app, eager=False)._records
+    store = open_metrics(records)
+
+    def write(process: str, *groups: tuple[int, str, float]) -> None:
+        tally = Tally()
+        for number, task, late in groups:
+            for _ in range(number):
+                tally.span("renewal_lateness", task, late)
+        store.write(process * 12, Written(tally), first=True, closed=True)
+
+    yield write
+    effects = records.tables.effects
+    with records.database.engine.begin() as connection:
+        connection.execute(effects.delete().where(effects.c.stored_key == ""))
+
+
+def test_measured_lateness_counts(types: Types, counts: Callable[..., None]) -> None:
+    """Of 1000 renewals the 990th was 4 s late, so in the bucket up to 5 s: (5 s + 2 x p99 of the
+    store) / 0.307 for the ttl, and 19.8 + 0.2 + 5 s + 2 x p99 without renewal.
+    """
+    counts("a", (580, "tuned.work", 0.001), (10, "tuned.work", 9.0))
+    counts("b", (400, "tuned.idle", 0.004), (10, "tuned.idle", 4.0))
+    *_, work, advice = map(json.loads, types("--json").stdout.splitlines())
+    told = (advice["lateness"], advice["lateness_from"], advice["renewals"])
+    assert told == (5.0, "measured", 1000)
+    assert advice["latest_renewal"] == 10.0
+    slow = 2 * advice["store_p99"]
+    assert advice["guard"] == pytest.approx(5.0 + slow)
+    assert advice["ttl"] == math.ceil(max((5.0 + slow) / (0.99 - 1 / 6 - 1 / 3 - 0.1 - 1 / 12), 10))
+    assert advice["ttl"] >= 17.0
+    assert work["unrenewed_ttl"] == pytest.approx(25.0 + slow)
+    said = types().stdout
+    assert "5s of standstill." in said
+    assert "how late renewals were: 5s (p99 of 1000 that leases_metrics has counted; the" in said
+    assert "latest 10s)." in said
+
+
+def test_the_lateness_of_one_task_and_a_given_one(
+    types: Types, counts: Callable[..., None]
+) -> None:
+    """``--task`` takes the renewals of that task alone; ``--lateness`` and ``--guard`` win."""
+    counts("a", (200, "tuned.work", 0.2), (50, "tuned.idle", 9.0))
+    advice = json.loads(types("--json", "--task", "tuned.work").stdout.splitlines()[-1])
+    assert (advice["lateness"], advice["renewals"], advice["guard"]) == (0.25, 200, 2.0)
+    few = json.loads(types("--json", "--task", "tuned.idle").stdout.splitlines()[-1])
+    assert (few["lateness"], few["lateness_from"], few["renewals"]) == (1.0, "assumed", 50)
+    assert (
+        "assumed: 50 renewals were counted, 100 are needed" in types("--task", "tuned.idle").stdout
+    )
+    given = types("--json", "--lateness", "3s", "--guard", "1s").stdout
+    advice = json.loads(given.splitlines()[-1])
+    assert (advice["lateness"], advice["lateness_from"], advice["guard"]) == (3.0, "given", 1.0)
+    assert "that of --lateness" in types("--lateness", "3s").stdout
+
+
+def test_without_metrics_the_standstill_is_said_to_be_assumed(types: Types) -> None:
+    """With the setting that measures it."""
+    found = types().stdout
+    assert "1s of standstill." in found
+    assert "assumed: leases_metrics = True counts how late renewals are" in found
 
 
 def test_an_slo_that_is_missed_is_exit_code_1_with_the_line_to_write(types: Types) -> None:

@@ -6,8 +6,11 @@ import pytest
 
 from celery_leases.protocol.tuning import (
     Delivery,
+    Lateness,
     RunTimes,
+    Standstill,
     advised,
+    safe_guard,
     shortest_ttl,
     unrenewed_ttl,
 )
@@ -43,6 +46,39 @@ def test_the_shortest_ttl_outlasts_a_failed_renewal(
 ) -> None:
     """The call timeout, or standing still while a renewal is due and fails."""
     assert shortest_ttl(latency, lateness) == pytest.approx(ttl)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lateness"),
+    [
+        ([99, 1, 0, 0], Lateness(100, 0.1, 0.5)),  # the 99th of a hundred is in the first bucket
+        ([98, 2, 0, 0], Lateness(100, 0.5, 0.5)),
+        ([980, 9, 10, 1], Lateness(1000, 5.0, 5.0)),  # the 990th of a thousand
+        ([0, 0, 0, 3], Lateness(3, 5.0, 5.0, beyond=True)),
+        ([0, 0, 0, 0], None),
+        ([], None),
+    ],
+)
+def test_lateness_is_the_upper_bound_of_the_bucket_with_the_99th_of_a_hundred(
+    counts: list[int], lateness: Lateness | None
+) -> None:
+    """By the nearest rank, over the counts up to 0.1, 0.5 and 5 s, and beyond."""
+    assert Lateness.of((0.1, 0.5, 5.0), counts) == lateness
+
+
+def test_the_standstill_is_given_or_measured_or_assumed() -> None:
+    """In this order; from a hundred renewals on."""
+    measured = Lateness(100, 2.5, 5.0)
+    assert Standstill.of(measured, 4.0) == Standstill(4.0, "given", 100)
+    assert Standstill.of(measured) == Standstill(2.5, "measured", 100)
+    assert Standstill.of(Lateness(99, 2.5, 5.0)) == Standstill(1.0, "assumed", 99)
+    assert Standstill.of(None) == Standstill(1.0, "assumed", 0)
+
+
+def test_the_guard_has_lateness_and_twice_the_latency() -> None:
+    """2.5 s + 2 x 0.1 s, and never less than 2 s."""
+    assert safe_guard(0.1, 2.5) == pytest.approx(2.7)
+    assert safe_guard(0.001, 1.0) == 2.0
 
 
 def test_the_advice_is_a_whole_number_of_seconds() -> None:

@@ -13,16 +13,24 @@ from celery_leases.board.shared import value_of
 from celery_leases.board.views.overview import SOON, trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.tuning import RunTimes, advised, shortest_ttl
+from celery_leases.protocol.tuning import (
+    FEW,
+    SHORTEST_GUARD,
+    RunTimes,
+    Standstill,
+    advised,
+    safe_guard,
+    shortest_ttl,
+)
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.setting_checks import TimeLimits
-from celery_leases.worker.ttl_advice import FEW, advice_of, delivery_of
+from celery_leases.worker.ttl_advice import advice_of, delivery_of
 
 ROUNDS: Final = 30
-LATENESS: Final = 1.0
-GUARD: Final = 2.0
-"""Seconds; both as the defaults of ``leases tune``."""
-NOTHING: Final[dict[str, Any]] = dict.fromkeys(("ttl", "store_p99", "database_p99", "trouble"))
+NOTHING: Final[dict[str, Any]] = {
+    **dict.fromkeys(("ttl", "store_p99", "database_p99", "standstill", "trouble")),
+    "guard": SHORTEST_GUARD,
+}
 
 
 def runtimes(asked: Asked) -> Answer:
@@ -35,7 +43,7 @@ def runtimes(asked: Asked) -> Answer:
             {"tasks": [], "advice": NOTHING, "reading": True, "at": None, "few": FEW},
         )
     times, advice = value_of(read)
-    tasks = [*_tasks(asked.board.app, times, advice["ttl"])]
+    tasks = [*_tasks(asked.board.app, times, advice)]
     context = {"tasks": tasks, "advice": advice, "reading": False, "at": read.at, "few": FEW}
     return Answer("runtimes.html", context)
 
@@ -48,24 +56,30 @@ def _read(client: LeaseClient) -> tuple[Mapping[str, Sequence[float]], dict[str,
     except StoreUnavailable as error:
         return times, NOTHING | {"trouble": trouble_of(error)}
     in_store, in_database = (each.p99 for each in asked if each is not None)
-    ttl = advised(shortest_ttl(in_store, LATENESS))
-    return times, NOTHING | {"ttl": ttl, "store_p99": in_store, "database_p99": in_database}
+    standstill = Standstill.of(client.lateness())
+    return times, NOTHING | {
+        "ttl": advised(shortest_ttl(in_store, standstill.seconds)),
+        "store_p99": in_store,
+        "database_p99": in_database,
+        "standstill": standstill,
+        "guard": safe_guard(in_store, standstill.seconds),
+    }
 
 
 def _tasks(
-    app: Any, times: Mapping[str, Sequence[float]], shortest: float | None
+    app: Any, times: Mapping[str, Sequence[float]], found_out: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     known, delivery = leased_tasks(app), delivery_of(app)
     limits = TimeLimits(app.conf.task_soft_time_limit, app.conf.task_time_limit)
     found = []
     for name in sorted({*times, *known}):
         took, task = times.get(name, ()), known.get(name)
-        advice = advice_of(name, took, known, delivery, GUARD, None)
+        advice = advice_of(name, took, known, delivery, found_out["guard"], None)
         soft = limits.soft_of(task) if task is not None else None
         hard = limits.hard_of(task) if task is not None else None
         marks = (
             ("p99", "p99", advice["p99"]),
-            ("shortest", "shortest safe ttl", shortest),
+            ("shortest", "shortest safe ttl", found_out["ttl"]),
             ("ttl", "ttl now", advice["ttl"]),
             ("soft", "soft time limit", soft),
             ("hard", "time limit", hard),
