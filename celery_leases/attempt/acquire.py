@@ -6,7 +6,7 @@ The result is a claimed attempt, or the reason why the call does not run now.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
@@ -14,8 +14,8 @@ from celery_leases.attempt.store_retries import retrying
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
 from celery_leases.protocol import claims, decisions, events, outcomes, waiting
-from celery_leases.protocol.celery_replies import Again, callbacks_mark
-from celery_leases.protocol.decisions import before_run
+from celery_leases.protocol.copies import callbacks_mark
+from celery_leases.protocol.decisions import after_claim, before_run
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import (
     Acquired,
@@ -38,11 +38,9 @@ from celery_leases.protocol.verdicts import (
     Call,
     Drop,
     Facts,
-    GiveUp,
-    Refuse,
+    Raise,
     Reschedule,
     Run,
-    StandBack,
     Verdict,
     Wait,
 )
@@ -53,9 +51,9 @@ PEEKS = 20
 
 
 class Away(Exception):
-    """A store did not answer and a row may be open; ``again`` is the reply for the delivery."""
+    """A store did not answer and a row may be open; ``again`` is the answer to the delivery."""
 
-    def __init__(self, again: Again) -> None:
+    def __init__(self, again: Reschedule) -> None:
         super().__init__(again.reason)
         self.again = again
 
@@ -75,7 +73,7 @@ class Entry:
     context: Context
 
     def enter(self, call: Call) -> ClaimedAttempt | Verdict:
-        """Claim the key of *call*, or return what to do instead.
+        """Claim the key of *call*, or return how its delivery ends.
 
         Raises :class:`Away`, :class:`StoreUnavailable` and :class:`LeaseStoreMismatch`: the
         delivery must be rescheduled.
@@ -153,7 +151,7 @@ class Entry:
     def _held(self, call: Call, holder: Holder, waited: float) -> Verdict:
         """The holder of the key may only be reading the record: that does not refuse the call."""
         verdict = before_run(call, Facts(holder=holder, waited=waited, rand=self.context.rand()))
-        if isinstance(verdict, Drop | Refuse):
+        if isinstance(verdict, Drop | Raise):
             record = self.context.records.read(call.key.stored)
             answer = self.decide(call, record, waited)
             if not isinstance(answer, Run):
@@ -223,9 +221,8 @@ class Entry:
             if not may_be_ours:
                 raise
             # The lease expires by itself, and the next attempt knows the token.
-            again = self.away(error, tries=0)
             token = held_lease.claim_request.token
-            raise Away(Again(again.delay, again.reason, prior=token, away=True)) from error
+            raise Away(replace(self.away(error, 0), prior=token)) from error
 
     def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | Shut:
         claim_request = held_lease.claim_request
@@ -265,13 +262,13 @@ class Entry:
             self.context.observer.observe(
                 events.CrashSeen(**call.subject, crashes=record.crashes, host=host)
             )
-        verdict = before_run(call, Facts(record=record, claimed=True))
-        if isinstance(verdict, GiveUp):
+        verdict = after_claim(call, record)
+        if isinstance(verdict, Raise):
             self._close(call, record, outcomes.gave_up(call, record))
             return verdict
-        if isinstance(verdict, StandBack):
+        if isinstance(verdict, Reschedule):
             self._close(call, record, outcomes.stood_back(call, record, verdict.delay))
-            return Reschedule(verdict.delay, "it crashed repeatedly", started=True)
+            return verdict
         if not held_lease.held:
             self._close(call, record, outcomes.stood_back(call, record, 0.0))
             return Reschedule(
@@ -333,8 +330,7 @@ class Entry:
             if self.context.records.settle(record, outcome):
                 self.report(call, record, outcome, 0.0)
         except StoreUnavailable as error:
-            again = self.away(error, 0)
-            raise Away(Again(again.delay, again.reason, prior=record.owner, away=True)) from error
+            raise Away(replace(self.away(error, 0), prior=record.owner)) from error
 
     def give_back(self, held_lease: HeldLease) -> None:
         """Release the lease, and the probe's slot that was taken with it."""
@@ -350,11 +346,12 @@ class Entry:
             with suppress(StoreUnavailable):  # it expires by itself too
                 self.context.leases.release(claim_request.stored_key, claim_request.token)
 
-    def away(self, error: Exception, tries: int) -> Again:
+    def away(self, error: Exception | str, tries: int) -> Reschedule:
         """Reschedule the delivery, because a store did not answer for the *tries*-th time
         in a row.
         """
-        return Again(outcomes.store_pause(tries, self.context.rand()), str(error), away=True)
+        delay = outcomes.store_pause(tries, self.context.rand())
+        return Reschedule(delay, str(error), what="", away=True)
 
     def _report_held(self, call: Call, holder: Holder) -> None:
         self.context.observer.observe(

@@ -32,7 +32,6 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.protocol import events, outcomes
-from celery_leases.protocol.celery_replies import Again, Answer, Elsewhere, News, Over, Reply, Throw
 from celery_leases.protocol.endings import (
     Ending,
     Interrupted,
@@ -50,17 +49,17 @@ from celery_leases.protocol.failure_decisions import (
     says_nothing_of_the_group,
 )
 from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.protocol.results import MESSAGE_MAX, decode, failure_of, given_back, kept_value
+from celery_leases.protocol.results import MESSAGE_MAX, decode, failure_of, given_back
 from celery_leases.protocol.verdicts import (
+    Answer,
     Call,
     Drop,
     Follow,
-    GiveUp,
-    Refuse,
-    Replay,
+    News,
+    Raise,
     Reschedule,
+    Return,
     Run,
-    StandBack,
     Verdict,
     Wait,
 )
@@ -83,7 +82,7 @@ class Execution:
     def __post_init__(self) -> None:
         self.entry = Entry(self.context)
 
-    def run(self, call: Call, body: Body, away: int = 0) -> Reply:
+    def run(self, call: Call, body: Body, away: int = 0) -> Answer:
         """Handle *call* to its end. *away*: how often it was rescheduled before because a store did
         not answer.
         """
@@ -95,7 +94,7 @@ class Execution:
         finally:
             resource_pool.patience.reset(before)
 
-    def _taken(self, call: Call, body: Body, away: int) -> Reply:
+    def _taken(self, call: Call, body: Body, away: int) -> Answer:
         taken = self.context.clock.now()
         try:
             entered = self.entry.enter(call)
@@ -108,7 +107,7 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - a store's own trouble is never the task's failure
             return self._unexpected(call, error, away)
         if not isinstance(entered, ClaimedAttempt):
-            return self._reply(call, entered)
+            return self._answered(call, entered)
         try:
             return self._run(call, entered, body, away, taken)
         finally:
@@ -118,7 +117,7 @@ class Execution:
 
     def _run(
         self, call: Call, claimed_attempt: ClaimedAttempt, body: Body, away: int, taken: float
-    ) -> Reply:
+    ) -> Answer:
         held_lease, record = claimed_attempt.held_lease, claimed_attempt.record
         try:
             self.renewer.add(held_lease)
@@ -173,19 +172,18 @@ class Execution:
         self.entry.report(call, record, outcome, runtime, held_lease)
         return self._ended(call, ending, outcome)
 
-    def _unexpected(self, call: Call, error: Exception, away: int) -> Again:
+    def _unexpected(self, call: Call, error: Exception, away: int) -> Reschedule:
         """Reschedule what met an error that no store is known to raise; its row may stand open
         under its token.
         """
         logger.error(
             "%s[%s] did not begin: %s", call.task, call.call_id, _named(error), exc_info=error
         )
-        again = self.entry.away(error, away)
-        return replace(again, reason=_named(error), prior=call.token)
+        return replace(self.entry.away(_named(error), away), prior=call.token)
 
     def _not_begun(
         self, call: Call, claimed_attempt: ClaimedAttempt, error: Exception, away: int
-    ) -> Again:
+    ) -> Reschedule:
         """Give back an attempt whose lease cannot be renewed."""
         with suppress(StoreUnavailable):  # then the next attempt has its token
             self.context.records.settle(
@@ -194,14 +192,13 @@ class Execution:
         self.entry.give_back(claimed_attempt.held_lease)
         return self._unexpected(call, error, away)
 
-    def _unwritten(self, ending: Ending, record: Record, away: int) -> Reply:
-        delay = outcomes.store_pause(away, self.context.rand())
-        reason = "the outcome could not be written"
-        return _passing(ending) or Again(delay, reason, started=True, prior=record.owner, away=True)
+    def _unwritten(self, ending: Ending, record: Record, away: int) -> Answer:
+        again = self.entry.away("the outcome could not be written", away)
+        return _passing(ending) or replace(again, started=True, prior=record.owner)
 
     def _completed(
         self, call: Call, held_lease: HeldLease, done: Record, ending: Ending, runtime: float
-    ) -> Reply:
+    ) -> Answer:
         """The done record was committed by the body itself: it has succeeded, whatever it did
         afterwards.
         """
@@ -214,12 +211,12 @@ class Execution:
             )
         self.entry.report(call, done, outcome, runtime, held_lease)
         if isinstance(ending, Interrupted | Terminated):
-            return Throw(ending.error)
+            return Raise(ending.error)
         if done.result is None and isinstance(ending, Returned):
-            return Answer(
+            return Return(
                 ending.value
             )  # as it could not be kept, what the body returned is all there is
-        return Answer(decode(done.result))
+        return Return(decode(done.result))
 
     def _not_committed(self, call: Call, record: Record, ending: Ending, what: str) -> Ending:
         """The ending of an attempt whose own transaction was never committed: the same ending, but
@@ -333,52 +330,50 @@ class Execution:
         except Exception:  # noqa: BLE001 - logged; the row waits for the next claim of the call
             return None
 
-    def _ended(self, call: Call, ending: Ending, outcome: Outcome) -> Reply:
+    def _ended(self, call: Call, ending: Ending, outcome: Outcome) -> Answer:
         match ending:
             case Returned(value):
-                return Answer(
+                return Return(
                     given_back(value, outcome.result) if outcome.result is not None else value
                 )
             case Raised() | Snoozed():
                 return self._deferred(call, ending, outcome)
             case Lost(reason):
-                return Again(
-                    SHORT_PAUSE + self.context.rand(), f"the lease was lost: {reason}", started=True
-                )
+                return self._soon(f"the lease was lost: {reason}")
             case Interrupted(error) | Terminated(error) | Passed(error):
-                return Throw(error)
+                return Raise(error)
             case _ as never:
                 assert_never(never)
 
-    def _deferred(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Reply:
+    def _deferred(self, call: Call, ending: Raised | Snoozed, outcome: Outcome) -> Answer:
         """Reschedule a call that runs again by itself; otherwise the caller gets the error, or the
         time of the next try.
         """
         wait, why = outcome.retry_after or 0.0, outcome.reason or "it asked for it"
         cooling = outcome.state is State.COOLING
-        news = News(
-            "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff",
-            wait,
-            why,
-        )
+        what = "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff"
+        news = News(what, wait, why)
         asked = isinstance(ending, Snoozed) or isinstance(ending.error, Cooldown | RetryLater)
         if outcome.resumes:
-            cause = ending.error if isinstance(ending, Raised) else None
-            unknown = outcome.failure is not None and outcome.failure.rule == ANYTHING_ELSE.name
-            known = f"{outcome.state.value}: {why}"
-            unread = isinstance(ending.error, RecordUnreadable)
-            return Again(
-                wait, known, started=True, news=news, cause=cause, unknown=unknown, away=unread
+            return Reschedule(
+                wait,
+                f"{outcome.state.value}: {why}",
+                started=True,
+                what=what,
+                why=why,
+                away=isinstance(ending.error, RecordUnreadable),
+                cause=ending.error if isinstance(ending, Raised) else None,
+                unknown=outcome.failure is not None and outcome.failure.rule == ANYTHING_ELSE.name,
             )
         if not asked:
-            return Throw(ending.error, news=news if cooling else None)
+            return Raise(ending.error, news=news if cooling else None)
         rule = outcome.failure.rule if outcome.failure else None
         if outcome.failure is not None and outcome.state is State.FAILED:
             failed = PermanentFailure(
                 printable(outcome.failure.text, None), rule, outcome.failure.type
             )
             failed.__cause__ = ending.error
-            return Throw(failed)
+            return Raise(failed)
         said = printable(
             message_of(ending.error, MESSAGE_MAX), None
         )  # a body may put a client library's own text into it
@@ -391,9 +386,9 @@ class Execution:
             message, call.key.key, self.context.wall_time() + wait, wait, reason, rule, scope
         )
         refusal.__cause__ = ending.error
-        return Throw(refusal, news=news)
+        return Raise(refusal, news=news)
 
-    def _stale(self, call: Call, record: Record) -> Reply:
+    def _stale(self, call: Call, record: Record) -> Answer:
         """A later attempt owns the key, or the row was deleted: that attempt's answer counts."""
         try:
             now = self.context.records.read(record.stored_key)
@@ -410,59 +405,38 @@ class Execution:
             return self.entry.away(error, 0)
         if isinstance(verdict, Run | Wait):
             why = "a later attempt owns the key" if now is not None else "the record was deleted"
-            return Again(SHORT_PAUSE + self.context.rand(), why, started=True)
-        return self._reply(call, verdict, started=True)
+            verdict = self._soon(why)
+        answer = self._answered(call, verdict)
+        return replace(answer, started=True) if isinstance(answer, Reschedule) else answer
 
-    def _reply(self, call: Call, verdict: Verdict, *, started: bool = False) -> Reply:
+    def _soon(self, reason: str) -> Reschedule:
+        """Run a call again that has lost its lease while it ran."""
+        return Reschedule(SHORT_PAUSE + self.context.rand(), reason, started=True, what="")
+
+    def _answered(self, call: Call, verdict: Verdict) -> Answer:
+        """Report what was decided without a run; the worker reports what it publishes."""
+        observe = self.context.observer.observe
         match verdict:
-            case Replay(result, first_call_id):
-                try:
-                    value = kept_value(result, call.key.key, "result", call.task)
-                except RecordUnreadable as error:
-                    return replace(self.entry.away(error, 0), started=started)
-                self.context.observer.observe(
-                    events.ResultReplayed(**call.subject, first_call_id=first_call_id)
-                )
-                return Answer(value)
-            case Follow(call_id, age, delay, missing):
-                reason = f"call {call_id} continues as another task, which has not ended"
-                again = Again(
-                    delay,
-                    reason,
-                    started=started,
-                    refusal=missing,
-                    news=News("rescheduled", delay, reason),
-                )
-                return Elsewhere(call_id, age, again, missing)
+            case Return(_, first_call_id):
+                observe(events.ResultReplayed(**call.subject, first_call_id=first_call_id))
+            case Raise(error):
+                observe(events.CallRefused(**call.subject, error=str(error)))
             case Drop(reason):
-                self.context.observer.observe(events.CallDropped(**call.subject, reason=reason))
-                return Over(reason)
-            case Refuse(error, own):
-                self.context.observer.observe(events.CallRefused(**call.subject, error=str(error)))
-                return Throw(error, own)
-            case GiveUp(error):
-                self.context.observer.observe(events.CallRefused(**call.subject, error=str(error)))
-                return Throw(error)
-            case Reschedule(delay, reason, begun, refusal, what, retrying, met, held):
-                # One reschedule is not the whole wait.
-                wait = refusal.retry_after if isinstance(refusal, CoolingDown) else delay
-                news = News(what, wait, reason) if what else None
-                begun = started or begun
-                again = Again(
-                    delay, reason, started=begun, refusal=refusal, news=news, retrying=retrying
-                )
-                return replace(again, met=met, held=held)
-            case Run() | Wait() | StandBack():
+                observe(events.CallDropped(**call.subject, reason=reason))
+            case Reschedule() | Follow():
+                pass
+            case Run() | Wait():
                 raise AssertionError(f"{verdict} is not an answer")
             case _ as never:
                 assert_never(never)
+        return verdict
 
 
-def _passing(ending: Ending) -> Throw | None:
+def _passing(ending: Ending) -> Raise | None:
     """The exception that Celery gets whatever happened to the outcome: it has been published, or
     the process is ending.
     """
-    return Throw(ending.error) if isinstance(ending, Interrupted | Terminated | Passed) else None
+    return Raise(ending.error) if isinstance(ending, Interrupted | Terminated | Passed) else None
 
 
 def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 
 from celery_leases.drill.task import TASK
-from celery_leases.protocol.celery_replies import callbacks_mark, waiter_mark
+from celery_leases.protocol.copies import callbacks_mark, waiter_mark
 from celery_leases.protocol.filters import RecordFilter
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.ports import MarkStore

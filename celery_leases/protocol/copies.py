@@ -1,10 +1,12 @@
-"""Which copy of a call a message is, and what a mark proves about published copies."""
+"""Which copy of a call a message is, and the marks about its copies that stand beside its key."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from typing import Final, Self
+
+from celery_leases.protocol.keys import bounded
 
 _WRITTEN: Final = re.compile(r"([1-9][0-9]{0,17}) ([0-9a-f]{32})", re.ASCII)
 
@@ -43,3 +45,17 @@ class Copy:
 
 UNCOPIED: Final = Copy()
 """A message that no leased delivery has published."""
+
+
+def callbacks_mark(call_id: str) -> str:
+    """The mark that the callbacks of a call have been sent."""
+    return bounded(f"callbacks:{call_id}")
+
+
+def waiter_mark(call_id: str, retries: int, met: int | None = None) -> str:
+    """The mark of the latest copy of a call; *retries* counts Celery's retries of the call.
+
+    A fresh message that waits for the failure *met* is not a copy of the earlier ones, and has a
+    mark of its own.
+    """
+    return bounded(f"waiter:{call_id}/{retries}" + (f"/{met}" if met else ""))

@@ -9,27 +9,27 @@ Before the run (first row that matches)
 the record says                              verdict
 ===========================================  =======================================================
 this call's callbacks are sent               ``Drop``
-this call has finished                       ``Replay``;
+this call has finished                       ``Return`` with the saved result;
                                              with callbacks, just now: ``Reschedule``, they are being sent
 this call was ended by the user's ``Ignore``,
 ``Reject`` or ``replace()``                  ``Drop``
 this call's caller got its failure,
-and this is a copy                           ``Refuse`` with the remembered failure
+and this is a copy                           ``Raise`` with the remembered failure
 this call has been retried since             ``Drop``
-failed for good (``rerun``: this call only)  ``Refuse(PermanentFailure)``
-waiting for an operator                      ``Refuse(PermanentFailure)``
-another fingerprint, another call            ``Refuse(KeyReused)``
-done by another call                         ``lease_on_done``: ``Replay``, ``Drop``, ``Refuse``, ``Run``;
-                                             by its ``replace()``: ``Follow`` for ``Replay``
+failed for good (``rerun``: this call only)  ``Raise(PermanentFailure)``
+waiting for an operator                      ``Raise(PermanentFailure)``
+another fingerprint, another call            ``Raise(KeyReused)``
+done by another call                         ``lease_on_done``: ``Return``, ``Drop``, ``Raise``, ``Run``;
+                                             by its ``replace()``: ``Follow`` for ``Return``
 running under a live lease, or lease held    this call: ``Reschedule`` until the lease ends;
                                              another: ``Wait`` for ``lease_wait``, then
-                                             ``lease_on_held``: ``Reschedule``, ``Drop``, ``Refuse``
+                                             ``lease_on_held``: ``Reschedule``, ``Drop``, ``Raise``
 waiting for ``retry_at``                     ``Reschedule`` until then
 cooling, or the gate of its group is shut    this call, or one that has begun: ``Reschedule`` until then;
                                              another: ``lease_on_cooling``:
-                                             ``Refuse(CoolingDown)``, ``Reschedule``, ``Drop``
-claimed, and crashed too often in a row      ``GiveUp``
-claimed, second crash in a row or later      ``StandBack`` 5 s, then 30 s
+                                             ``Raise(CoolingDown)``, ``Reschedule``, ``Drop``
+claimed, and crashed too often in a row      ``Raise(PermanentFailure)``
+claimed, second crash in a row or later      ``Reschedule`` for 5 s, then 30 s
 anything else                                ``Run``
 ===========================================  =======================================================
 
@@ -76,18 +76,16 @@ from celery_leases.protocol.keys import differing
 from celery_leases.protocol.outcomes import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
-from celery_leases.protocol.results import NOT_JSON, TOO_LARGE
+from celery_leases.protocol.results import NOT_JSON, TOO_LARGE, kept_value
 from celery_leases.protocol.verdicts import (
     Call,
     Drop,
     Facts,
     Follow,
-    GiveUp,
-    Refuse,
-    Replay,
+    Raise,
     Reschedule,
+    Return,
     Run,
-    StandBack,
     Verdict,
     Wait,
 )
@@ -113,11 +111,10 @@ them once more.
 
 
 def before_run(call: Call, facts: Facts) -> Verdict:
-    """Decide what the delivery does next; see the table above."""
+    """Decide what the delivery does next; see the table above. Raises :class:`RecordUnreadable` for a
+    saved result that cannot be read.
+    """
     record = facts.record
-    if facts.claimed:
-        assert record is not None
-        return _after_claim(call, record)
     if facts.callbacks_out:
         return Drop(SENT)
     why = claims.refusal(record, call)
@@ -152,17 +149,17 @@ def _answered(call: Call, record: Record, why: Refusal, facts: Facts) -> Verdict
     """The verdict where the record has an answer for this delivery, whoever holds the lease."""
     match why:
         case Refusal.FAILED:
-            return Refuse(
+            return Raise(
                 refused_for_good(record), own=call.repeat and record.call_id == call.call_id
             )
         case Refusal.FINISHED:
             return _own_answer(call, record, facts)
         case Refusal.REPORTED:
-            return Refuse(refused_for_good(record), own=True)
+            return Raise(refused_for_good(record), own=True)
         case Refusal.SUPERSEDED:
             return Drop("a retry of this call has replaced it")
         case Refusal.REUSED:
-            return Refuse(_reused(call, record))
+            return Raise(_reused(call, record))
         case _:
             return _done_by_other(call, record, facts)
 
@@ -183,9 +180,9 @@ def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
     if result == NO_RESULT:
         return Drop(ENDED_ALREADY)
     if result is not None:
-        return Replay(result, call.call_id)
+        return _replay(record, result, call.call_id)
     message = f"{printable(record.key)}: this call is done, but its result was not stored"
-    return Refuse(ResultMissing(message, record.key, "overwritten"), own=True)
+    return Raise(ResultMissing(message, record.key, "overwritten"), own=True)
 
 
 def _dispatching(record: Record) -> float:
@@ -201,7 +198,7 @@ def _done_by_other(call: Call, record: Record, facts: Facts) -> Verdict:
     match "replay" if call.started else call.options.on_done:
         case "raise":
             message = f"{printable(record.key)} was done by call {record.call_id}"
-            return Refuse(AlreadyDone(message, record.key, record.call_id))
+            return Raise(AlreadyDone(message, record.key, record.call_id))
         case "ignore" if not call.canvas:
             return Drop(DONE_ELSEWHERE)
         case "replay" | "ignore":
@@ -218,13 +215,20 @@ def _gone_on(call: Call, record: Record, facts: Facts) -> Verdict:
     """The call has replaced itself by another task, of which Celery alone knows the result."""
     age = (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
     growing = min(2.0 ** min(call.tries, 20), LONGEST_LOOK) + jitter(facts)
-    return Follow(record.call_id, age, hop(call, growing), _missing(record))
+    reason = f"call {record.call_id} continues as another task, which has not ended"
+    missing = _missing(record)
+    again = Reschedule(hop(call, growing), reason, refusal=missing, why=reason)
+    return Follow(record.call_id, age, again, missing)
 
 
 def _saved(record: Record, *, own: bool = False) -> Verdict:
     if record.reason in (TOO_LARGE, NOT_JSON, *WITHOUT_RESULT):
-        return Refuse(_missing(record), own)
-    return Replay(record.result, record.call_id)
+        return Raise(_missing(record), own)
+    return _replay(record, record.result, record.call_id)
+
+
+def _replay(record: Record, result: str | None, first_call_id: str) -> Return:
+    return Return(kept_value(result, record.key, "result", record.task), first_call_id)
 
 
 def _missing(record: Record) -> ResultMissing:
@@ -255,21 +259,22 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         case "raise":
             more = f"for another {holder.remaining:.1f} s"
             message = f"{printable(call.key.key)} is held by call {holder.call_id} on {holder.host} {more}"
-            return Refuse(LeaseHeld(message, call.key.key, holder.remaining, holder.host))
+            return Raise(LeaseHeld(message, call.key.key, holder.remaining, holder.host))
         case _ as never:
             assert_never(never)
 
 
-def _after_claim(call: Call, record: Record) -> Verdict:
+def after_claim(call: Call, record: Record) -> Run | Reschedule | Raise:
+    """Decide whether a claimed attempt runs; see the table above. One that does not is closed."""
     ours = record.crashed_call in (None, call.call_id) or not call.options.rerun
     if (
         record.crashes >= call.options.max_crashes
         and ours
         and (record.just_crashed or call.options.rerun)
     ):
-        return GiveUp(crash_loop(record))
+        return Raise(crash_loop(record))
     pause = crash_pause(record.crashes) if record.just_crashed and ours else 0.0
-    return StandBack(pause) if pause else Run()
+    return Reschedule(pause, "it crashed repeatedly", started=True) if pause else Run()
 
 
 def _reused(call: Call, record: Record) -> KeyReused:

@@ -1,10 +1,11 @@
-"""The input and output of decisions: a call, the facts about it, and the verdicts."""
+"""The input and output of decisions: a call, the facts about it, and how its delivery ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from celery_leases.errors import LeasesError, PermanentFailure
+from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.protocol.events import Subject
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.keys import CallKey
@@ -84,27 +85,45 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """Answer with the saved result (JSON text; ``None``: it has none), first returned to
-    ``first_call_id``.
-    """
+class Wait:
+    """Try again in this process after ``delay`` seconds."""
 
-    result: str | None
-    first_call_id: str
+    delay: float
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """Answer with Celery's result of ``call_id``, which replaced the call; try again in ``delay``
-    seconds.
-
-    ``age``: seconds since then. ``missing`` is raised if Celery has no result and never will.
+class News:
+    """The event for monitors of Celery about a call that does not run now: ``what``, and for how
+    long.
     """
 
-    call_id: str
-    age: float
-    delay: float
-    missing: LeasesError
+    what: str
+    retry_after: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Celery gets this value as the task's result.
+
+    ``first_call_id``: the call that returned it first; empty: the body of this delivery did.
+    """
+
+    value: Any
+    first_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Celery gets this exception.
+
+    ``own``: it is the stored failure of this call, and is omitted if Celery already has the call's
+    outcome.
+    """
+
+    error: BaseException
+    own: bool = False
+    news: News | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +132,51 @@ class Reschedule:
 
     delay: float
     reason: str
-    #: The call is known to have begun.
+    #: The call has begun, so its message no longer expires.
     started: bool = False
     #: The error to raise where a call cannot be rescheduled.
     refusal: LeasesError | None = None
-    #: The state of the call in task events; empty if another copy reports it.
+    #: The state of the call in task events; empty if none is sent.
     what: str = "rescheduled"
+    #: The reason in task events, if it is another one.
+    why: str | None = None
     #: The call has failed before and runs again for that reason: Celery knows of its retry.
     retrying: bool = False
     #: The fence of the failure of this call that its fresh message waits for.
     met: int | None = None
     #: Another call holds the key.
     held: bool = False
+    #: A store did not answer.
+    away: bool = False
+    #: The token of an attempt whose row may be open although it did not crash.
+    prior: str | None = None
+    #: The error of the body for which the call runs again, a retry for Celery.
+    cause: BaseException | None = None
+    #: No rule knows that error.
+    unknown: bool = False
+
+    @property
+    def news(self) -> News | None:
+        """The task event to send. One reschedule is not the whole wait of a key that cools down."""
+        if not self.what:
+            return None
+        refusal = self.refusal
+        wait = refusal.retry_after if isinstance(refusal, CoolingDown) else self.delay
+        return News(self.what, wait, self.why or self.reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Try again in this process after ``delay`` seconds."""
+class Follow:
+    """Celery has, or will have, the result of ``call_id``, which continued as another task ``age``
+    seconds ago.
 
-    delay: float
+    While Celery has no result, ``again`` applies; ``missing`` is raised if it never will have one.
+    """
+
+    call_id: str
+    age: float
+    again: Reschedule
+    missing: LeasesError
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,31 +186,10 @@ class Drop:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Raise ``error`` to the caller; ``own``: unless Celery already knows the outcome of
-    this call.
-    """
+Answer = Return | Raise | Reschedule | Follow | Drop
+"""How a delivery ends: what Celery gets, and what is published."""
 
-    error: LeasesError
-    own: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StandBack:
-    """Give the claimed attempt back and wait ``delay`` seconds: the key has crashed repeatedly."""
-
-    delay: float
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Close the claimed attempt as failed for good, and raise ``error`` to the caller."""
-
-    error: PermanentFailure
-
-
-Verdict = Run | Replay | Follow | Reschedule | Wait | Drop | Refuse | StandBack | GiveUp
+Verdict = Run | Wait | Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +198,6 @@ class Facts:
 
     record: Record | None = None
     holder: Holder | None = None
-    #: The record was claimed by this delivery.
-    claimed: bool = False
     #: The callbacks of this call are known to have been sent, whichever call finished the work.
     callbacks_out: bool = False
     #: Seconds this delivery has been waiting in this process (``lease_wait``).

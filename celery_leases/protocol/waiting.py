@@ -11,7 +11,7 @@ from celery_leases.common.texts import printable
 from celery_leases.errors import CoolingDown
 from celery_leases.failures.actions import Reason
 from celery_leases.protocol.records import MAY_HAVE_BEEN_EXECUTED, Ended, Record, State
-from celery_leases.protocol.verdicts import Call, Drop, Facts, Refuse, Reschedule, Verdict, Wait
+from celery_leases.protocol.verdicts import Call, Drop, Facts, Raise, Reschedule, Verdict, Wait
 
 RETRY_GRACE: Final = 1.0
 SHORTEST_DELAY: Final = 0.05
@@ -65,7 +65,13 @@ def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
     pending = facts.gate is None and record is not None and record.state is State.PENDING
     what = "backoff" if pending else "cooldown"
     reschedule = Reschedule(
-        hop(call, delay + spread(facts)), str(refusal), started, refusal, what, retrying, met
+        hop(call, delay + spread(facts)),
+        str(refusal),
+        started=started,
+        refusal=refusal,
+        what=what,
+        retrying=retrying,
+        met=met,
     )
     if started or call.started or pending:
         return reschedule
@@ -74,7 +80,7 @@ def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
         case "reschedule":
             return reschedule
         case "raise":
-            return Refuse(refusal)
+            return Raise(refusal)
         case "ignore":
             return reschedule if call.canvas else Drop(str(refusal))
         case _ as never:

@@ -33,22 +33,22 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.lease import Lease, enter_body, leave_body
-from celery_leases.protocol.celery_replies import (
-    Again,
-    Answer,
-    Elsewhere,
-    News,
-    Over,
-    Reply,
-    Throw,
-    callbacks_mark,
-)
+from celery_leases.protocol.copies import callbacks_mark
 from celery_leases.protocol.decisions import OUTCOME_KNOWN
 from celery_leases.protocol.endings import Ending, Returned
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
 from celery_leases.protocol.records import Failure, Record, State
 from celery_leases.protocol.results import encode, failure_of
-from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.verdicts import (
+    Answer,
+    Call,
+    Drop,
+    Follow,
+    News,
+    Raise,
+    Reschedule,
+    Return,
+)
 from celery_leases.protocol.waiting import (
     HELD_LONGEST,
     held_for,
@@ -142,14 +142,14 @@ class Delivery:
             call = self._call()
             if call.repeat:
                 self._refuse_expired(call)
-            reply = self.parts.execution.run(call, partial(self._body, call), self.pin.away)
+            answer = self.parts.execution.run(call, partial(self._body, call), self.pin.away)
             if self.interrupt_guard.limited:
                 logger.info(
                     "%s[%s] dropped a soft time limit that fired outside the body",
                     call.task,
                     call.call_id,
                 )
-            return self._give(call, reply)
+            return self._give(call, answer)
 
     # -- what Celery delivered ---------------------------------------------------------------------
 
@@ -288,29 +288,29 @@ class Delivery:
 
     # -- what Celery gets --------------------------------------------------------------------------
 
-    def _give(self, call: Call, reply: Reply) -> Any:
-        if isinstance(reply, Answer | Throw) and not self.request.is_eager:
+    def _give(self, call: Call, answer: Answer) -> Any:
+        if isinstance(answer, Return | Raise) and not self.request.is_eager:
             parts = self.parts
             parts.copies.over(self.task, self.pin, parts.marks, call.key.stored, self.options.ttl)
-        match reply:
-            case Answer(value):
+        match answer:
+            case Return(value):
                 if call.canvas:
                     _note_callbacks()
                     state_of(self.request).answered = call.key.stored, call.call_id
                 return value
-            case Throw(error, own, news):
+            case Raise(error, own, news):
                 self._announce(call, news)
                 if own and self._celery_knows():
                     self._drop(call, OUTCOME_KNOWN)
                 raise error
-            case Elsewhere():
-                return self._result_of(call, reply)
-            case Over(reason):
+            case Follow():
+                return self._result_of(call, answer)
+            case Drop(reason):
                 raise Ignore(reason)
-            case Again():
-                return self._reschedule(call, reply)
+            case Reschedule():
+                return self._reschedule(call, answer)
 
-    def _result_of(self, call: Call, elsewhere: Elsewhere) -> Any:
+    def _result_of(self, call: Call, follow: Follow) -> Any:
         """The result of the task that replaced the one which completed this key: in Celery it has
         the same id.
         """
@@ -318,20 +318,20 @@ class Delivery:
         lasts = expires.total_seconds() if expires else math.inf
         # The RPC backend sends each result to its caller, and no other process can read it.
         hidden = isinstance(backend, DisabledBackend | RPCBackend) or self.request.is_eager
-        if hidden or elsewhere.age > lasts:
-            raise elsewhere.missing
+        if hidden or follow.age > lasts:
+            raise follow.missing
         try:
-            found = backend.get_task_meta(celery_id_of(elsewhere.call_id))
+            found = backend.get_task_meta(celery_id_of(follow.call_id))
         except Exception as error:  # noqa: BLE001 - whatever the backend says, the result may still be there
             reason = f"the result backend does not answer: {type(error).__name__}"
-            return self._reschedule(call, replace(elsewhere.again, reason=reason))
+            return self._reschedule(call, replace(follow.again, reason=reason))
         if found["status"] not in states.READY_STATES:
-            return self._reschedule(call, elsewhere.again)
+            return self._reschedule(call, follow.again)
         if found["status"] == states.SUCCESS:
-            return self._give(call, Answer(found["result"]))
+            return self._give(call, Return(found["result"]))
         raise found["result"]
 
-    def _reschedule(self, call: Call, again: Again) -> NoReturn:
+    def _reschedule(self, call: Call, again: Reschedule) -> NoReturn:
         """End this delivery once the broker has a copy of it; always raises."""
         delay = min(again.delay, call.longest_hop)
         if self.request.is_eager:
@@ -382,7 +382,7 @@ class Delivery:
             else Ignore(reason)
         )
 
-    def _publish(self, call: Call, again: Again, delay: float) -> bool:
+    def _publish(self, call: Call, again: Reschedule, delay: float) -> bool:
         """Publish a copy, and repeat for a while; ``False`` when another copy is known to wait
         already.
 
@@ -446,7 +446,7 @@ class Delivery:
             else until
         )
 
-    def _give_back(self, call: Call, again: Again, why: str) -> NoReturn:
+    def _give_back(self, call: Call, again: Reschedule, why: str) -> NoReturn:
         """Give the delivery back to the broker, which delivers it again."""
         self._observe(
             CallRescheduled(
@@ -459,7 +459,7 @@ class Delivery:
         )
         returned_deliveries.give_back(call.task, call.call_id, "could not be rescheduled", why)
 
-    def _fail(self, call: Call, again: Again, why: str) -> NoReturn:
+    def _fail(self, call: Call, again: Reschedule, why: str) -> NoReturn:
         """End the call with an error, because it cannot be rescheduled; its record, if it has one,
         says the same.
         """
@@ -482,7 +482,7 @@ class Delivery:
         self._observe(CallRefused(**call.subject, error=str(error)))
         raise error from again.cause
 
-    def _close_record(self, call: Call, again: Again, failure: Failure) -> None:
+    def _close_record(self, call: Call, again: Reschedule, failure: Failure) -> None:
         """Write into the record of this call that it does not run again."""
         record = self._own_record(call)
         if record is None:
@@ -500,7 +500,7 @@ class Delivery:
         record = self.parts.records.read(call.key.stored)
         return record if record is not None and record.call_id == call.call_id else None
 
-    def _leave_to_its_copy(self, call: Call, again: Again) -> None:
+    def _leave_to_its_copy(self, call: Call, again: Reschedule) -> None:
         """Hold the delivery while a copy of the call runs: if the process of that copy dies, only
         this delivery runs the call again.
 
@@ -529,7 +529,7 @@ class Delivery:
         while not self.interrupt_guard.stopping and (left := until - clock.now()) > 0:
             clock.sleep(min(left, 0.5))
 
-    def _still_a_retry(self, again: Again) -> None:
+    def _still_a_retry(self, again: Reschedule) -> None:
         """Show the state RETRY for the rest of the wait, because Celery has just set the state of
         the copy to STARTED.
         """
@@ -540,7 +540,7 @@ class Delivery:
             with suppress(Exception):  # its state is STARTED then, and the broker has the copy
                 self.task.backend.mark_as_retry(request.id, again.refusal, request=request)
 
-    def _met(self, call: Call, again: Again) -> int | None:
+    def _met(self, call: Call, again: Reschedule) -> int | None:
         """The failure that the copy of a fresh message waits for; the copy may run after it."""
         if again.met is not None or self.ran:
             return again.met
@@ -596,7 +596,7 @@ def _callbacks_are_out(sender: Any, **_: Any) -> None:
                 marks.swap_mark(stored_key, callbacks_mark(call_id), None, "out", ttl)
 
 
-def _retry_of(again: Again) -> Retry | None:
+def _retry_of(again: Reschedule) -> Retry | None:
     """The exception that Celery gets for a failed call that runs again; ``None`` for a call that
     runs again for another reason.
 

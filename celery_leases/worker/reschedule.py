@@ -17,8 +17,7 @@ from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.celery_replies import waiter_mark
-from celery_leases.protocol.copies import Copy
+from celery_leases.protocol.copies import Copy, waiter_mark
 from celery_leases.protocol.ports import MarkStore
 from celery_leases.signals import logger
 from celery_leases.worker.headers import HEADER, TOKEN, WATCHED, WOKEN, Header

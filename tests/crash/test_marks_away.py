@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from celery.result import AsyncResult
 
-from celery_leases.protocol.celery_replies import waiter_mark
-from celery_leases.protocol.copies import Copy
+from celery_leases.protocol.copies import Copy, waiter_mark
 from celery_leases.protocol.keys import stored_key
 from celery_leases.stores.redis import lease_scripts
 from celery_leases.worker import apps

@@ -10,11 +10,10 @@ from typing import Any
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.run import Execution
-from celery_leases.protocol.celery_replies import Reply, Throw
 from celery_leases.protocol.endings import Ending, Returned
 from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.verdicts import Answer, Call, Raise
 from tests.unit.fake_records import FakeRecords, StillClock
 from tests.unit.fake_stores import FakeStores, Journal, Seen
 from tests.unit.situations import GROUP, KEY, TODAY, a_call
@@ -102,7 +101,7 @@ class Bench:
 
     def run(
         self, call: Call, *endings: Ending, during: Callable[[HeldLease], object] = lambda _: None
-    ) -> Reply:
+    ) -> Answer:
         """Run *call*: its body does *during*, and ends so (by default with a value)."""
 
         def body(held_lease: HeldLease, record: Record) -> Ending:
@@ -159,7 +158,7 @@ class Bench:
         return found is not None and found.claim_request is None and found.until > self.clock.now()
 
 
-def error(reply: Reply) -> BaseException:
+def error(reply: Answer) -> BaseException:
     """What Celery gets to see."""
-    assert isinstance(reply, Throw), reply
+    assert isinstance(reply, Raise), reply
     return reply.error

@@ -19,7 +19,7 @@ from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.options import OPTION_NAMES, LeaseOptions, OnDone, OnHeld
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Failure, Record, State
-from celery_leases.protocol.verdicts import Call, Facts, Refuse, Reschedule, Verdict
+from celery_leases.protocol.verdicts import Call, Facts, Raise, Reschedule, Verdict
 
 NOW = 1_000_000_000_000
 SECOND = 1_000_000
@@ -131,9 +131,9 @@ def decide(
     return before_run(call, Facts(record=record, holder=holder, **({"wall_time": TODAY} | facts)))
 
 
-def refusal(verdict: Verdict) -> Exception:
+def refusal(verdict: Verdict) -> BaseException:
     """The error of a call that is refused."""
-    assert isinstance(verdict, Refuse), verdict
+    assert isinstance(verdict, Raise), verdict
     return verdict.error
 
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
+from celery_leases.errors import PermanentFailure
 from celery_leases.protocol import outcomes
+from celery_leases.protocol.decisions import after_claim
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.verdicts import GiveUp, Run, StandBack, Verdict
+from celery_leases.protocol.verdicts import Raise, Reschedule, Run
 from tests.unit.situations import (
     NOW,
     OURS,
     SECOND,
     a_call,
     a_record,
-    decide,
 )
 
 
@@ -34,8 +35,8 @@ class TestClaimed:
             **changes,
         )
 
-    def verdict(self, record: Record, **options: Any) -> Verdict:
-        return decide(a_call(options=LeaseOptions(key="k", **options)), record, claimed=True)
+    def verdict(self, record: Record, **options: Any) -> Run | Reschedule | Raise:
+        return after_claim(a_call(options=LeaseOptions(key="k", **options)), record)
 
     def test_a_claimed_key_runs(self) -> None:
         assert self.verdict(self.claimed(), max_crashes=3) == Run()
@@ -43,20 +44,19 @@ class TestClaimed:
     def test_the_lease_in_the_claimed_row_is_our_own(self) -> None:
         assert self.verdict(self.claimed(lease_until=NOW + 15 * SECOND)) == Run()
 
-    @pytest.mark.parametrize(
-        ("crashes", "verdict"),
-        [(1, Run()), (2, StandBack(5.0)), (3, StandBack(30.0)), (8, StandBack(30.0))],
-    )
+    @pytest.mark.parametrize(("crashes", "delay"), [(1, None), (2, 5.0), (3, 30.0), (8, 30.0)])
     def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(
-        self, crashes: int, verdict: Verdict
+        self, crashes: int, delay: float | None
     ) -> None:
+        verdict = Reschedule(delay, "it crashed repeatedly", started=True) if delay else Run()
         assert self.verdict(self.claimed(crashes), max_crashes=9) == verdict
 
     @pytest.mark.parametrize("limit", [1, 2, 3])
     def test_it_gives_up_after_so_many_crashes_in_a_row(self, limit: int) -> None:
-        assert not isinstance(self.verdict(self.claimed(limit - 1), max_crashes=limit), GiveUp)
+        assert not isinstance(self.verdict(self.claimed(limit - 1), max_crashes=limit), Raise)
         verdict = self.verdict(self.claimed(limit), max_crashes=limit)
-        assert isinstance(verdict, GiveUp)
+        assert isinstance(verdict, Raise)
+        assert isinstance(verdict.error, PermanentFailure)
         assert verdict.error.rule == outcomes.CRASH_LOOP
         assert f"{limit} times in a row" in str(verdict.error)
 

@@ -19,12 +19,10 @@ from celery_leases.protocol.verdicts import (
     Call,
     Drop,
     Facts,
-    GiveUp,
-    Refuse,
-    Replay,
+    Raise,
     Reschedule,
+    Return,
     Run,
-    StandBack,
     Verdict,
     Wait,
 )
@@ -209,7 +207,7 @@ class TestEveryCombination:
     def test_what_this_call_has_finished_is_answered_and_never_run_or_put_back(self) -> None:
         assert (
             self.breaches(
-                lambda one: one.finished and not isinstance(one.verdict, Replay | Drop | Refuse)
+                lambda one: one.finished and not isinstance(one.verdict, Return | Drop | Raise)
             )
             == []
         )
@@ -237,7 +235,7 @@ class TestEveryCombination:
             self.breaches(
                 lambda one: (
                     one.same
-                    and isinstance(one.verdict, Refuse)
+                    and isinstance(one.verdict, Raise)
                     and isinstance(one.verdict.error, told)
                 )
             )
@@ -249,9 +247,6 @@ class TestEveryCombination:
             self.breaches(lambda one: isinstance(one.verdict, Wait) and not one.call.options.wait)
             == []
         )
-
-    def test_only_a_claim_gives_up_or_stands_back(self) -> None:
-        assert self.breaches(lambda one: isinstance(one.verdict, GiveUp | StandBack)) == []
 
     def test_every_delay_can_be_published(self) -> None:
         assert self.breaches(unpublishable) == []
@@ -300,7 +295,7 @@ class TestEveryCooldown:
 
         def refused(one: Combination) -> bool:
             dropped = isinstance(one.verdict, Drop) and not one.finished
-            told = isinstance(one.verdict, Refuse) and isinstance(one.verdict.error, CoolingDown)
+            told = isinstance(one.verdict, Raise) and isinstance(one.verdict.error, CoolingDown)
             return one.begun and (dropped or told)
 
         assert self.breaches(refused) == []
@@ -327,7 +322,7 @@ class TestEveryCooldown:
             record = one.facts.record
             if record is None or record.ended is not Ended.FAILED or record.resumes or one.finished:
                 return False
-            again = isinstance(one.verdict, Refuse) and one.verdict.own
+            again = isinstance(one.verdict, Raise) and one.verdict.own
             return again is not (one.call.repeat and record.call_id == OURS)
 
         assert self.breaches(told) == []
@@ -354,6 +349,6 @@ def too_early(verdict: Verdict) -> bool:
     return (
         isinstance(verdict, Run)
         or (isinstance(verdict, Reschedule) and verdict.what in ("cooldown", "backoff"))
-        or (isinstance(verdict, Refuse) and isinstance(verdict.error, CoolingDown))
+        or (isinstance(verdict, Raise) and isinstance(verdict.error, CoolingDown))
         or (isinstance(verdict, Drop) and verdict.reason.startswith("Retry available"))
     )

@@ -16,7 +16,7 @@ from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.options import LeaseOptions, OnDone, OnHeld
 from celery_leases.protocol.records import Ended, Failure, State
 from celery_leases.protocol.results import NOT_JSON, TOO_LARGE
-from celery_leases.protocol.verdicts import Drop, Follow, Refuse, Replay, Reschedule, Run, Wait
+from celery_leases.protocol.verdicts import Drop, Follow, Raise, Reschedule, Return, Run, Wait
 from tests.unit.situations import (
     FAILURE,
     KEY,
@@ -45,9 +45,7 @@ class TestFinishedByThisCall:
         self, on_held: OnHeld, on_done: OnDone
     ) -> None:
         done = a_record(State.DONE, OURS, result='{"charge": 1}')
-        assert decide(a_call(on_held=on_held, on_done=on_done), done) == Replay(
-            '{"charge": 1}', OURS
-        )
+        assert decide(a_call(on_held=on_held, on_done=on_done), done) == Return({"charge": 1}, OURS)
 
     @pytest.mark.parametrize("on_done", ON_DONE)
     def test_it_is_dropped_once_its_callbacks_are_out(self, on_done: OnDone) -> None:
@@ -58,11 +56,11 @@ class TestFinishedByThisCall:
 
     def test_with_its_callbacks_unsent_it_is_replayed_so_that_a_chord_goes_on(self) -> None:
         done = a_record(State.DONE, OURS, result="1")
-        assert decide(a_call(canvas=True), done) == Replay("1", OURS)
+        assert decide(a_call(canvas=True), done) == Return(1, OURS)
 
     def test_it_is_answered_even_while_another_holds_the_key(self) -> None:
         done = a_record(State.DONE, OURS, result="1")
-        assert decide(a_call(), done, held_by(THEIRS)) == Replay("1", OURS)
+        assert decide(a_call(), done, held_by(THEIRS)) == Return(1, OURS)
 
     @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REJECTED])
     def test_what_the_task_itself_ended_without_a_result_is_dropped(self, ended: Ended) -> None:
@@ -76,21 +74,21 @@ class TestFinishedByThisCall:
         assert (error.key, error.reason) == (KEY.key, reason)
 
     def test_a_result_of_none_is_a_result(self) -> None:
-        assert decide(a_call(), a_record(State.DONE, OURS)) == Replay(None, OURS)
+        assert decide(a_call(), a_record(State.DONE, OURS)) == Return(None, OURS)
 
     def test_a_record_past_its_retention_counts_as_absent(self) -> None:
         assert decide(a_call(), a_record(State.DONE, OURS, result="1", expires_at=NOW)) == Run()
         kept = a_record(State.DONE, OURS, result="1", expires_at=NOW + 1)
-        assert decide(a_call(), kept) == Replay("1", OURS)
+        assert decide(a_call(), kept) == Return(1, OURS)
 
 
 class TestDoneByAnotherCall:
     def test_replay_gives_the_saved_result_and_names_the_first_call(self) -> None:
-        assert decide(a_call(), a_record(State.DONE, result="7")) == Replay("7", THEIRS)
+        assert decide(a_call(), a_record(State.DONE, result="7")) == Return(7, THEIRS)
 
     def test_it_is_replayed_even_while_a_third_call_holds_the_key(self) -> None:
-        assert decide(a_call(), a_record(State.DONE, result="7"), held_by("call-third")) == Replay(
-            "7", THEIRS
+        assert decide(a_call(), a_record(State.DONE, result="7"), held_by("call-third")) == Return(
+            7, THEIRS
         )
 
     def test_ignore_drops(self) -> None:
@@ -101,7 +99,7 @@ class TestDoneByAnotherCall:
     ) -> None:
         assert decide(
             a_call(on_done="ignore", canvas=True), a_record(State.DONE, result="7")
-        ) == Replay("7", THEIRS)
+        ) == Return(7, THEIRS)
 
     def test_fail_names_the_call_that_did_it(self) -> None:
         error = refusal(decide(a_call(on_done="raise"), a_record(State.DONE, result="7")))
@@ -123,7 +121,7 @@ class TestDoneByAnotherCall:
             assert isinstance(verdict, Follow)
             assert (verdict.call_id, verdict.age) == (THEIRS, 40.0)
             assert isinstance(verdict.missing, ResultMissing)
-            delays.append(verdict.delay)
+            delays.append(verdict.again.delay)
         assert delays == pytest.approx([1.1, 8.1, 60.1])
         assert isinstance(decide(a_call(on_done="ignore"), gone_on), Drop)
         assert isinstance(decide(a_call(), a_record(State.DONE, OURS, reason="replaced")), Drop)
@@ -158,7 +156,7 @@ class TestABegunCall:
     def test_it_gets_the_result_of_the_call_that_finished_it(self, on_done: OnDone) -> None:
         assert decide(
             a_call(on_done=on_done, started=True), a_record(State.DONE, result="7")
-        ) == Replay("7", THEIRS)
+        ) == Return(7, THEIRS)
 
     def test_its_copies_may_no_longer_expire(self) -> None:
         waiting = a_record(State.PENDING, OURS, retry_at=NOW + 9 * SECOND)
@@ -182,7 +180,7 @@ class TestABegunCall:
     ) -> None:
         told = waiting(state, wait, OURS, ended=Ended.FAILED, failure=FAILURE)
         verdict = decide(a_call(repeat=True), told, gate=gate)
-        assert isinstance(verdict, Refuse)
+        assert isinstance(verdict, Raise)
         assert verdict.own
         assert str(verdict.error) == "ValueError: boom"
 
@@ -222,7 +220,7 @@ class TestABegunCall:
             assert decide(copy, waiting(state, 0, OURS, **told)) == Run()
         for met in (16, 18, None):
             assert isinstance(
-                decide(a_call(repeat=True, met=met), waiting(state, 0, OURS, **told)), Refuse
+                decide(a_call(repeat=True, met=met), waiting(state, 0, OURS, **told)), Raise
             )
 
     @pytest.mark.parametrize("state", WAITING)
@@ -264,7 +262,7 @@ class TestOtherContent:
         verdict = decide(
             a_call(), a_record(state, OURS, fingerprint="v1:other", digests={"month": "m2"})
         )
-        assert not (isinstance(verdict, Refuse) and isinstance(verdict.error, KeyReused))
+        assert not (isinstance(verdict, Raise) and isinstance(verdict.error, KeyReused))
 
     @pytest.mark.parametrize(
         ("ours", "theirs"), [(None, "v1:same"), ("v1:same", None), (None, None)]
@@ -274,8 +272,8 @@ class TestOtherContent:
     ) -> None:
         """So a deploy that turns fingerprints on, or rerun off, refuses nobody."""
         call = a_call(key=replace(KEY, fingerprint=ours))
-        assert decide(call, a_record(State.DONE, result="7", fingerprint=theirs)) == Replay(
-            "7", THEIRS
+        assert decide(call, a_record(State.DONE, result="7", fingerprint=theirs)) == Return(
+            7, THEIRS
         )
 
     def test_a_record_past_its_retention_is_not_compared(self) -> None:
@@ -294,7 +292,7 @@ class TestFailedForGood:
     ) -> None:
         """Said once more, the first error would be overwritten, and error callbacks sent twice."""
         verdict = decide(a_call(repeat=repeat), a_record(State.FAILED, call_id, failure=FAILURE))
-        assert isinstance(verdict, Refuse)
+        assert isinstance(verdict, Raise)
         assert verdict.own is own
 
     @pytest.mark.parametrize("call_id", [OURS, THEIRS])

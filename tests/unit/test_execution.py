@@ -12,7 +12,6 @@ import pytest
 
 from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.celery_replies import Again, Answer, News, Over, Throw
 from celery_leases.protocol.endings import (
     Ending,
     Interrupted,
@@ -26,9 +25,10 @@ from celery_leases.protocol.endings import (
 from celery_leases.protocol.events import AttemptSettled, GateClosed, GateOpened
 from celery_leases.protocol.records import Ended, State
 from celery_leases.protocol.results import failure_of
+from celery_leases.protocol.verdicts import Drop, News, Raise, Reschedule, Return
 from celery_leases.protocol.waiting import RETRY_GRACE
 from tests.unit.bench import RATE_LIMITED, Bench
-from tests.unit.situations import FAILURE, GROUP, KEY, THEIRS, TODAY, judged, raised
+from tests.unit.situations import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, judged, raised
 
 KINDS = pytest.mark.parametrize(
     "in_records", [False, True], ids=["leases apart", "rows are leases"]
@@ -52,7 +52,7 @@ class TestAFailure:
 
     def test_a_success_is_settled_and_released(self, bench: Bench) -> None:
         """No gate is asked or told."""
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
 
@@ -81,10 +81,14 @@ class TestAFailure:
         """
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert bench.steps() == ["acquire", "claim", "settle", "cool"]
-        news = News("cooldown", 60.0, "error")
-        assert reply == Again(
-            60.0, "cooling: error", started=True, news=news, cause=OF_THE_KEY.error
-        )
+        expected: dict[str, Any] = {
+            "started": True,
+            "what": "cooldown",
+            "why": "error",
+            "cause": OF_THE_KEY.error,
+        }
+        assert reply == Reschedule(60.0, "cooling: error", **expected)
+        assert reply.news == News("cooldown", 60.0, "error")
         assert (bench.state, bench.row.waits, bench.held, bench.cools) == (
             State.COOLING,
             60.0,
@@ -100,7 +104,7 @@ class TestAFailure:
         """Others must not start while this one is still writing."""
         reply = bench.run(bench.call(), OF_THE_GROUP)
         assert bench.steps() == ["acquire", "claim", "close_gate", "settle", "cool"]
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert bench.gate is not None
         assert (bench.gate.closed_for, bench.gate.trips, bench.row.waits, reply.delay) == (
             60.0,
@@ -116,7 +120,7 @@ class TestAFailure:
         """Which may know of a longer wait than this failure's."""
         longer = replace(RATE_LIMITED, server_delay=600.0)
         reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.shut(longer))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.row.waits) == (600.0, 600.0)
 
     def test_a_gate_that_cannot_be_closed_does_not_keep_the_key_from_cooling(
@@ -125,44 +129,56 @@ class TestAFailure:
         """The next failure of the group closes it."""
         bench.journal.away("close_gate")
         reply = bench.run(bench.call(), OF_THE_GROUP)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.state, bench.gate) == (60.0, State.COOLING, None)
 
     def test_a_quick_retry_is_released_and_put_back(self, bench: Bench) -> None:
         """The row says when."""
         reply = bench.run(bench.call(), SOON)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
-        news = News("backoff", 2.0, "error")
-        assert reply == Again(2.0, "pending: error", started=True, news=news, cause=SOON.error)
+        expected: dict[str, Any] = {
+            "started": True,
+            "what": "backoff",
+            "why": "error",
+            "cause": SOON.error,
+        }
+        assert reply == Reschedule(2.0, "pending: error", **expected)
+        assert reply.news == News("backoff", 2.0, "error")
         assert (bench.state, bench.row.waits, bench.held) == (State.PENDING, 2.0, False)
 
     def test_a_permanent_failure_is_raised_as_it_was(self, bench: Bench) -> None:
         """Its caller gets the error itself."""
-        assert bench.run(bench.call(), FOR_GOOD) == Throw(FOR_GOOD.error)
+        assert bench.run(bench.call(), FOR_GOOD) == Raise(FOR_GOOD.error)
         assert (bench.state, bench.held, bench.cools) == (State.FAILED, False, False)
 
     def test_a_failure_no_rule_knows_to_pass_is_raised_and_cools(self, bench: Bench) -> None:
         """By default; what is known to pass comes back."""
-        assert bench.run(bench.call(resume="transient"), OF_THE_KEY) == Throw(
+        assert bench.run(bench.call(resume="transient"), OF_THE_KEY) == Raise(
             OF_THE_KEY.error, news=News("cooldown", 60.0, "error")
         )
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
         bench.clock.sleep(60.0)
         reply = bench.run(bench.call(resume="transient", call_id=THEIRS), OF_THE_GROUP)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.cause, bench.row.resumes) == (OF_THE_GROUP.error, True)
 
     def test_a_call_that_shall_stop_raises_and_cools(self, bench: Bench) -> None:
         """A person starts it again."""
         reply = bench.run(bench.call(resume="never"), OF_THE_KEY)
-        assert reply == Throw(OF_THE_KEY.error, news=News("cooldown", 60.0, "error"))
+        assert reply == Raise(OF_THE_KEY.error, news=News("cooldown", 60.0, "error"))
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
 
     def test_a_snooze_is_put_back_without_an_attempt(self, bench: Bench) -> None:
         """And without a failure."""
         reply = bench.run(bench.call(), Snoozed(Snooze(60), 60.0, "draft not ready"))
-        expected = News("snoozed", 60.0, "draft not ready")
-        assert reply == Again(60.0, "pending: draft not ready", started=True, news=expected)
+        assert isinstance(reply, Reschedule)
+        assert (reply.delay, reply.reason, reply.started, reply.cause) == (
+            60.0,
+            "pending: draft not ready",
+            True,
+            None,
+        )
+        assert reply.news == News("snoozed", 60.0, "draft not ready")
         assert (bench.state, bench.row.attempt, bench.row.failures, bench.held) == (
             State.PENDING,
             0,
@@ -188,7 +204,7 @@ class TestWhatTheBodyAskedFor:
         """The key has failed for good: there is nothing to wait for."""
         ending = Raised(error, FAILURE, judged(cooldown("60s"), reason=Reason.ASKED))
         reply = bench.run(bench.call(max_failures=1, comes_back=comes_back), ending)
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, PermanentFailure)
         assert (reply.error.rule, reply.error.error, reply.news) == ("row", "ValueError", None)
         assert reply.error.__cause__ is error
@@ -200,7 +216,7 @@ class TestWhatTheBodyAskedFor:
             Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
         )
         reply = bench.run(bench.call(resume="never"), ending)
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert str(reply.error).startswith("Retry available in 60 seconds: ")
 
@@ -212,7 +228,7 @@ class TestEagerCalls:
     def test_an_error_is_raised_as_it_was(self, bench: Bench, ending: Raised) -> None:
         """Whatever the rules say of it."""
         reply = bench.run(bench.call(comes_back=False), ending)
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert reply.error is ending.error
         assert not bench.row.resumes
 
@@ -226,7 +242,7 @@ class TestEagerCalls:
         """With the time; what it raised is the cause."""
         ending = Raised(error, FAILURE, judged(ruling, reason=Reason.ASKED))
         reply = bench.run(bench.call(comes_back=False), ending)
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.key, reply.error.retry_after, reply.error.retry_at) == (
             KEY.key,
@@ -249,8 +265,8 @@ class TestEagerCalls:
         )
         reply = bench.run(bench.call(comes_back=False, max_failures=max_failures), ending)
         again = bench.run(bench.call(comes_back=False, max_failures=max_failures, call_id=THEIRS))
-        assert isinstance(reply, Throw)
-        assert isinstance(again, Throw)
+        assert isinstance(reply, Raise)
+        assert isinstance(again, Raise)
         for told in (str(reply.error), str(again.error)):
             assert "one-nobody-sees" not in told
             assert told.isprintable()
@@ -259,7 +275,7 @@ class TestEagerCalls:
     def test_a_snooze_is_told_as_a_cooldown(self, bench: Bench) -> None:
         """An exception that no ``except Exception`` sees must not reach the caller."""
         reply = bench.run(bench.call(comes_back=False), Snoozed(Snooze(60), 60.0))
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert reply.error.retry_after == 60.0
         assert reply.error.scope == "key"
@@ -273,9 +289,9 @@ class TestEagerCalls:
         reply = bench.run(bench.call(comes_back=False, call_id=THEIRS))
         told = (
             reply.error
-            if isinstance(reply, Throw)
+            if isinstance(reply, Raise)
             else reply.refusal
-            if isinstance(reply, Again)
+            if isinstance(reply, Reschedule)
             else None
         )
         assert isinstance(told, CoolingDown)
@@ -292,9 +308,9 @@ class TestStoresAwayAfterTheRun:
         """The record holds the time, so nobody starts too early."""
         bench.journal.away("cool")
         reply = bench.run(bench.call(), OF_THE_KEY)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert bench.steps() == ["acquire", "claim", "settle", "cool", "release"]
-        assert isinstance(bench.run(bench.call(call_id=THEIRS)), Throw)
+        assert isinstance(bench.run(bench.call(call_id=THEIRS)), Raise)
         assert len(bench.ran) == 1
 
     def test_a_cooldown_whose_reply_was_lost_stays(self, bench: Bench) -> None:
@@ -317,7 +333,7 @@ class TestStoresAwayAfterTheRun:
         bench.journal.away("settle")
         call = bench.call(settle_timeout=5.0)
         reply = bench.run(call, OF_THE_GROUP)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.away, reply.started, reply.prior) == (True, True, call.token)
         assert bench.steps("close_gate", "cool", "release") == ["close_gate"]
         assert bench.held
@@ -357,7 +373,7 @@ class TestALostLease:
         reply = bench.run(
             bench.call(), OF_THE_KEY, during=lambda _: bench.records.reset(KEY.stored)
         )
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert bench.steps("cool", "release") == ["release"]
         assert (bench.state, bench.held) == (State.PENDING, False)
 
@@ -378,7 +394,7 @@ class TestPassingThrough:
         self, bench: Bench, ending: Any, state: State
     ) -> None:
         """Classified by nobody."""
-        assert bench.run(bench.call(), ending) == Throw(ending.error)
+        assert bench.run(bench.call(), ending) == Raise(ending.error)
         assert (bench.state, bench.held, bench.cools, bench.row.failures) == (
             state,
             False,
@@ -391,10 +407,10 @@ class TestPassingThrough:
         call = bench.call()
         bench.run(call, FOR_GOOD)
         told = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(told, Throw)
+        assert isinstance(told, Raise)
         assert isinstance(told.error, PermanentFailure)
         copy = bench.run(bench.again(call))
-        assert isinstance(copy, Throw)
+        assert isinstance(copy, Raise)
         assert (copy.own, len(bench.ran)) == (True, 1)
 
     def test_under_rerun_a_copy_of_a_finished_call_is_dropped_or_replayed(
@@ -404,8 +420,8 @@ class TestPassingThrough:
         first = bench.call(on_done="rerun")
         bench.run(first)
         bench.run(bench.call(on_done="rerun", call_id=THEIRS), OF_THE_KEY)
-        assert bench.run(bench.again(first)) == Answer(1)
-        assert not isinstance(bench.run(bench.again(first)), Over)
+        assert bench.run(bench.again(first)) == Return(1, OURS)
+        assert not isinstance(bench.run(bench.again(first)), Drop)
         assert len(bench.ran) == 2
 
     def test_no_gate_is_opened_without_a_probe(self, bench: Bench) -> None:
@@ -431,14 +447,14 @@ class TestAClaimWithoutAnAnswer:
         """A transaction of the holder may have locked the row: the lease is given back at once."""
         bench.journal.away("claim", times=1)
         reply = bench.run(bench.call())
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.away, reply.prior, bench.ran) == (True, None, [])
         assert bench.steps() == ["acquire", "claim", "release"]
 
     def test_one_that_was_executed_is_repeated_and_won(self, bench: Bench) -> None:
         """Only its reply was lost."""
         bench.journal.away("claim", times=2, done=True)
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "claim", "claim", "settle", "release"]
         assert bench.row.attempt == 1
 
@@ -449,7 +465,7 @@ class TestAClaimWithoutAnAnswer:
         bench.journal.away("claim", done=True)
         call = bench.call()
         reply = bench.run(call)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.away, reply.prior, bench.ran) == (True, call.token, [])
         assert "release" not in bench.steps()
 
@@ -468,17 +484,17 @@ class TestAnUnexpectedError:
         call = bench.call()
         bench.journal.before(step, _raise(error))
         reply = bench.run(call)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.away, reply.prior, bench.ran) == (True, call.token, [])
         assert str(error) in reply.reason
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call, prior=(call.token,))) == Answer(1)
+        assert bench.run(bench.again(call, prior=(call.token,))) == Return(1)
         assert bench.row.crashes == 0
 
     def test_after_the_body_is_met_by_writing_the_outcome_again(self, bench: Bench) -> None:
         """As when the store does not answer."""
         bench.journal.before("settle", _raise(RuntimeError("pool")))
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert (len(bench.ran), bench.state) == (1, State.DONE)
 
     def test_of_the_renewer_gives_the_attempt_back(self, bench: Bench) -> None:
@@ -486,7 +502,7 @@ class TestAnUnexpectedError:
         call = bench.call()
         bench.renewer.add = lambda _: _raise(RuntimeError("can't start new thread"))()  # type: ignore[method-assign]
         reply = bench.run(call)
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (bench.ran, bench.state, bench.row.attempt, bench.held) == (
             [],
             State.PENDING,
@@ -496,9 +512,9 @@ class TestAnUnexpectedError:
 
     def test_of_a_result_that_cannot_be_read_keeps_the_delivery(self, bench: Bench) -> None:
         """It names the key, the column and the command."""
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         bench.records.rows[KEY.stored] = replace(bench.row, result="{")
         reply = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert "column result" in reply.reason
         assert "leases forget" in reply.reason

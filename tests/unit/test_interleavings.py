@@ -13,15 +13,15 @@ import pytest
 
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.celery_replies import Again, Answer, Reply, Throw
 from celery_leases.protocol.endings import Interrupted, Lost, Snoozed
 from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import State
+from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.stores.claiming import COMPARED
 from tests.unit import fake_records
 from tests.unit.bench import RATE_LIMITED, Bench, error
 from tests.unit.claim_model import Broken, beginnings, search, walk
-from tests.unit.situations import GROUP, KEY, THEIRS, raised
+from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
 
 OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
 OF_THE_GROUP = raised(
@@ -49,7 +49,7 @@ class TestAnotherCallDuringACooldown:
         for _ in range(3):
             assert isinstance(error(bench.run(bench.call(call_id=THEIRS))), CoolingDown)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
         assert (len(bench.ran), bench.row.attempt) == (2, 2)
 
     def test_it_may_overtake_the_first_call_which_is_then_replayed(self, bench: Bench) -> None:
@@ -57,8 +57,8 @@ class TestAnotherCallDuringACooldown:
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.call(call_id=THEIRS)) == Return(1)
+        assert bench.run(bench.again(call)) == Return(1, THEIRS)
         assert len(bench.ran) == 2
 
     def test_it_may_fail_in_its_turn_and_both_come_back(self, bench: Bench) -> None:
@@ -67,21 +67,21 @@ class TestAnotherCallDuringACooldown:
         bench.run(first, OF_THE_KEY)
         bench.clock.sleep(60.0)
         bench.run(second, OF_THE_KEY)
-        assert isinstance(bench.run(bench.again(first)), Again)
+        assert isinstance(bench.run(bench.again(first)), Reschedule)
         assert (bench.row.failures, bench.row.cooldowns, bench.row.call_id) == (2, 2, THEIRS)
         bench.clock.sleep(bench.row.waits)
-        assert bench.run(bench.again(first)) == Answer(1)
-        assert bench.run(bench.again(second)) == Answer(1)
+        assert bench.run(bench.again(first)) == Return(1)
+        assert bench.run(bench.again(second)) == Return(1, OURS)
         assert len(bench.ran) == 3
 
     def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(
         self, bench: Bench
     ) -> None:
         """Between settling and cooling it is rescheduled, or told by the row; it never runs."""
-        met: list[Reply] = []
+        met: list[Answer] = []
         bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
         bench.run(bench.call(), OF_THE_KEY)
-        assert isinstance(met[0], Again | Throw)
+        assert isinstance(met[0], Reschedule | Raise)
         assert len(bench.ran) == 1
         assert bench.state is State.COOLING
 
@@ -91,14 +91,14 @@ class TestAnotherCallDuringACooldown:
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(59.5)
-        met: list[Reply] = []
+        met: list[Answer] = []
         bench.journal.before("claim", lambda: met.append(bench.run(bench.again(call))))
         assert isinstance(error(bench.run(bench.call(call_id=THEIRS))), CoolingDown)
-        assert isinstance(met[0], Again)
+        assert isinstance(met[0], Reschedule)
         assert met[0].delay < 2.0
-        assert isinstance(bench.run(bench.again(call)), Again), "a server's time is not cut"
+        assert isinstance(bench.run(bench.again(call)), Reschedule), "a server's time is not cut"
         bench.clock.sleep(0.5)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
 
     def test_two_that_find_the_cooldown_over_do_not_run_together(self) -> None:
         """One of them may remove the cooldown the other has just left: the row still keeps it
@@ -107,12 +107,12 @@ class TestAnotherCallDuringACooldown:
         bench = Bench()
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.reset(KEY.stored)
-        met: list[Reply] = []
+        met: list[Answer] = []
         bench.journal.before(
             "end_cooldown", lambda: met.append(bench.run(bench.call(call_id="third"), OF_THE_KEY))
         )
         reply = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(met[0], Again)
+        assert isinstance(met[0], Reschedule)
         assert isinstance(error(reply), CoolingDown)
         assert len(bench.ran) == 2
 
@@ -127,11 +127,11 @@ class TestAFreshMessage:
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.call())
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.met == bench.row.fence
         copy = bench.again(call, met=reply.met)
         hop = bench.run(copy)
-        assert isinstance(hop, Again)
+        assert isinstance(hop, Reschedule)
         assert hop.met == reply.met
         bench.clock.sleep(60.0)
         assert str(error(bench.run(bench.redelivered(call)))) == "ValueError: boom"
@@ -145,7 +145,7 @@ class TestAFreshMessage:
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call, met=0)) == Answer(1)
+        assert bench.run(bench.again(call, met=0)) == Return(1)
 
 
 class TestAnOperator:
@@ -156,8 +156,8 @@ class TestAnOperator:
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.records.reset(KEY.stored)
-        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.call(call_id=THEIRS)) == Return(1)
+        assert bench.run(bench.again(call)) == Return(1, THEIRS)
         assert len(bench.ran) == 2
 
     def test_the_copy_that_comes_meanwhile_is_put_back(self, bench: Bench) -> None:
@@ -165,18 +165,18 @@ class TestAnOperator:
         call = bench.call(on_held="raise", on_cooling="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
         bench.records.reset(KEY.stored)
-        met: list[Reply] = []
+        met: list[Answer] = []
         other = bench.call(call_id=THEIRS)
         bench.run(other, during=lambda _: met.append(bench.run(bench.again(call))))
-        assert isinstance(met[0], Again)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert isinstance(met[0], Reschedule)
+        assert bench.run(bench.again(call)) == Return(1, THEIRS)
 
     def test_the_copy_may_come_first_as_a_hop(self, bench: Bench) -> None:
         """Nothing keeps it waiting any more, and its counts are forgiven."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.records.reset(KEY.stored)
-        assert isinstance(bench.run(bench.again(call), OF_THE_KEY), Again)
+        assert isinstance(bench.run(bench.again(call), OF_THE_KEY), Reschedule)
         assert (bench.row.failures, bench.row.waits) == (1, 60.0)
 
     def test_a_retry_between_settling_and_cooling_is_not_undone(self) -> None:
@@ -191,7 +191,7 @@ class TestAnOperator:
         bench.journal.before("cool", retry_by_force)
         bench.run(call, OF_THE_KEY)
         assert not bench.cools
-        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
+        assert bench.run(bench.call(call_id=THEIRS)) == Return(1)
 
     def test_a_retry_ends_what_was_told(self, bench: Bench) -> None:
         """A copy of a call that had stopped runs, where it was refused before."""
@@ -199,16 +199,16 @@ class TestAnOperator:
         bench.run(call, OF_THE_KEY)
         assert isinstance(error(bench.run(bench.again(call))), PermanentFailure)
         bench.records.reset(KEY.stored)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
 
     def test_a_retry_of_the_key_does_not_open_its_groups_gate(self, bench: Bench) -> None:
         """That is another decision."""
         call = bench.call()
         bench.run(call, OF_THE_GROUP)
         bench.records.reset(KEY.stored)
-        assert isinstance(bench.run(bench.again(call)), Again)
+        assert isinstance(bench.run(bench.again(call)), Reschedule)
         bench.stores.open_gate(GROUP)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
 
 
 class TestOtherArguments:
@@ -236,7 +236,7 @@ class TestOtherArguments:
             error(bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS))), CoolingDown
         )
         bench.clock.sleep(60.0)
-        assert bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS)) == Answer(1)
+        assert bench.run(bench.call(call_id=THEIRS, key=OTHER_ARGUMENTS)) == Return(1)
         assert isinstance(error(bench.run(bench.redelivered(call))), KeyReused)
         assert len(bench.ran) == 2
 
@@ -252,10 +252,10 @@ class TestRerun:
         bench.run(first, OF_THE_KEY)
         assert isinstance(error(bench.run(second)), CoolingDown)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(second)) == Answer(1)
-        assert bench.run(bench.again(first)) == Answer(1)
+        assert bench.run(bench.again(second)) == Return(1)
+        assert bench.run(bench.again(first)) == Return(1)
         for call in (first, second):
-            assert bench.run(bench.again(call)) == Answer(1)
+            assert bench.run(bench.again(call)) == Return(1, call.call_id)
         assert len(bench.ran) == 3
 
     def test_a_copy_of_the_call_that_cools_does_not_run_twice(self, bench: Bench) -> None:
@@ -263,12 +263,12 @@ class TestRerun:
         call = bench.call(on_done="rerun")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
-        met: list[Reply] = []
+        met: list[Answer] = []
         bench.run(
             bench.again(call), during=lambda _: met.append(bench.run(bench.redelivered(call)))
         )
-        assert isinstance(met[0], Again)
-        assert bench.run(bench.redelivered(call)) == Answer(1)
+        assert isinstance(met[0], Reschedule)
+        assert bench.run(bench.redelivered(call)) == Return(1, OURS)
         assert len(bench.ran) == 2
 
 
@@ -286,11 +286,11 @@ class TestOneGateForManyKeys:
         assert bench.gate is not None
         assert bench.gate.trips == 1
         bench.clock.sleep(60.0)
-        met: list[Reply] = []
+        met: list[Answer] = []
         bench.run(bench.again(first), during=lambda _: met.append(bench.run(bench.again(second))))
-        assert isinstance(met[0], Again)
+        assert isinstance(met[0], Reschedule)
         assert met[0].delay <= 1.1
-        assert bench.run(bench.again(second)) == Answer(1)
+        assert bench.run(bench.again(second)) == Return(1)
         assert len(bench.seen.of(GateOpened)) == 1
 
     def test_a_body_that_began_before_the_gate_closed_does_not_trip_it_again(

@@ -8,11 +8,11 @@ import pytest
 
 from celery_leases.errors import CoolingDown
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.celery_replies import Again, Answer, Throw
 from celery_leases.protocol.records import State
+from celery_leases.protocol.verdicts import Raise, Reschedule, Return
 from tests.unit.bench import Bench
 from tests.unit.fake_stores import Lasting
-from tests.unit.situations import KEY, THEIRS, raised
+from tests.unit.situations import KEY, OURS, THEIRS, raised
 
 KINDS = pytest.mark.parametrize(
     "in_records", [False, True], ids=["leases apart", "rows are leases"]
@@ -39,7 +39,7 @@ class TestAKeyThatCools:
         bench.run(bench.call(), OF_THE_KEY)
         bench.journal.clear()
         reply = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert bench.steps() == ["acquire", "read"]
         assert bench.cools
@@ -50,7 +50,7 @@ class TestAKeyThatCools:
         bench.run(call, OF_THE_KEY)
         before = bench.row
         bench.journal.clear()
-        assert isinstance(bench.run(bench.again(call)), Again)
+        assert isinstance(bench.run(bench.again(call)), Reschedule)
         assert bench.steps() == ["read"]
         assert bench.row == before
 
@@ -61,7 +61,7 @@ class TestAKeyThatCools:
         call = bench.call(longest_hop=10.0)
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.again(call))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.news is not None
         assert (reply.delay, reply.news.what, reply.news.retry_after) == (10.0, "cooldown", 60.0)
 
@@ -70,7 +70,7 @@ class TestAKeyThatCools:
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
         assert (bench.row.attempt, bench.row.failures, bench.row.crashes) == (2, 0, 0)
 
     @pytest.mark.parametrize("record", ["reset by an operator", "gone", "done", "failed"])
@@ -95,11 +95,11 @@ class TestAKeyThatCools:
         bench.journal.clear()
         reply = bench.run(bench.call(call_id=THEIRS))
         if record in ("gone", "reset by an operator"):
-            assert reply == Answer(1)
+            assert reply == Return(1)
             assert bench.steps()[:5] == ["acquire", "read", "end_cooldown", "acquire", "claim"]
             assert not bench.cools
             return
-        assert isinstance(reply, Answer if record == "done" else Throw)
+        assert isinstance(reply, Return if record == "done" else Raise)
         assert bench.steps() == ["acquire", "read"]
 
     def test_a_store_that_forgot_the_cooldown_changes_nothing(self, bench: Bench) -> None:
@@ -108,7 +108,7 @@ class TestAKeyThatCools:
         bench.stores.leases.clear()
         bench.journal.clear()
         reply = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert bench.steps() == ["acquire", "claim", "release"]
         assert (len(bench.ran), bench.held) == (1, False)
@@ -123,7 +123,7 @@ class TestAKeyThatCools:
         )
         bench.journal.away("end_cooldown")
         reply = bench.run(bench.call(call_id=THEIRS))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert len(bench.ran) == 1
 
 
@@ -136,11 +136,11 @@ class TestAShutGate:
         bench = Bench(in_records)
         bench.shut()
         reply = bench.run(bench.call(on_cooling="raise"))
-        assert isinstance(reply, Throw)
+        assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.retry_after, reply.error.reason) == (60.0, "rate_limited")
         waits = bench.run(bench.call())
-        assert isinstance(waits, Again)
+        assert isinstance(waits, Reschedule)
         assert (waits.delay, waits.started) == (60.1, False)
         assert (bench.ran, bench.records.rows, bench.held) == ([], {}, False)
 
@@ -152,7 +152,7 @@ class TestAShutGate:
         bench.run(call)
         bench.shut()
         for copy in (bench.again(call), bench.call(call_id=THEIRS)):
-            assert bench.run(copy) == Answer(1)
+            assert bench.run(copy) == Return(1, OURS)
         assert len(bench.ran) == 1
 
     @KINDS
@@ -160,7 +160,7 @@ class TestAShutGate:
         """Another dependency."""
         bench = Bench(in_records)
         bench.shut()
-        assert bench.run(bench.call(group=None)) == Answer(1)
+        assert bench.run(bench.call(group=None)) == Return(1)
 
     @KINDS
     def test_a_call_that_failed_of_the_group_comes_back_and_probes(self, in_records: bool) -> None:
@@ -169,5 +169,5 @@ class TestAShutGate:
         call = bench.call()
         bench.run(call, OF_THE_GROUP)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
         assert bench.gate is None

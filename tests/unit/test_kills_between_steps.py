@@ -11,9 +11,8 @@ import pytest
 
 from celery_leases.errors import PermanentFailure
 from celery_leases.failures.actions import Reason, cooldown, permanent
-from celery_leases.protocol.celery_replies import Again, Answer, Throw
 from celery_leases.protocol.endings import Raised
-from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
 from tests.unit.bench import Bench, error
 from tests.unit.situations import THEIRS, raised
 
@@ -55,7 +54,7 @@ def test_a_claim_whose_reply_was_lost_is_no_crash_of_ours(bench: Bench) -> None:
     bench.journal.before(
         step, lambda: bench.journal.before(step, lambda: bench.journal.away(step, times=1))
     )
-    assert bench.run(bench.call()) == Answer(1)
+    assert bench.run(bench.call()) == Return(1)
     assert bench.steps(step) == [step] * 3
     assert (bench.row.crashes, bench.row.attempt) == (0, 1)
 
@@ -70,11 +69,11 @@ class TestAKill:
         call = bench.call(on_cooling="raise")
         killed(bench, call, "settle", OF_THE_GROUP)
         reply = bench.run(bench.redelivered(call))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.started
         assert 45.0 <= reply.delay <= 48.0
         bench.clock.sleep(reply.delay)
-        assert bench.run(bench.again(call)) == Answer(1)
+        assert bench.run(bench.again(call)) == Return(1)
         assert bench.row.attempt == 2
 
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
@@ -84,10 +83,10 @@ class TestAKill:
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         reply = bench.run(bench.redelivered(call))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.started
         bench.clock.sleep(60.0)
-        assert bench.run(bench.redelivered(call)) == Answer(1)
+        assert bench.run(bench.redelivered(call)) == Return(1)
         assert (bench.row.attempt, bench.row.crashes) == (2, 0)
 
     def test_after_a_cooldown_that_was_over_when_the_group_closed_its_gate(
@@ -99,7 +98,7 @@ class TestAKill:
         bench.clock.sleep(60.0)
         bench.shut()
         reply = bench.run(bench.redelivered(call))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.started
 
     @pytest.mark.parametrize("on_done", ["replay", "rerun"])
@@ -120,7 +119,7 @@ class TestAKill:
         bench.run(call, ending)
         for _ in range(2):
             reply = bench.run(bench.redelivered(call))
-            assert isinstance(reply, Throw)
+            assert isinstance(reply, Raise)
             assert (str(reply.error), reply.own) == ("ValueError: boom", True)
             bench.clock.sleep(120.0)
         assert len(bench.ran) == 1
@@ -131,4 +130,4 @@ class TestAKill:
         """
         bench.run(bench.call(), OF_THE_KEY)
         bench.clock.sleep(60.0)
-        assert bench.run(bench.call(call_id=THEIRS)) == Answer(1)
+        assert bench.run(bench.call(call_id=THEIRS)) == Return(1)

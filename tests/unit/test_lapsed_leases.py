@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from celery_leases.protocol.celery_replies import Again, Answer
 from celery_leases.protocol.claims import ALWAYS
 from celery_leases.protocol.events import CrashSeen
 from celery_leases.protocol.outcomes import after_run
 from celery_leases.protocol.records import State
-from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.verdicts import Call, Reschedule, Return
 from celery_leases.protocol.waiting import LONGEST_LOOK
 from celery_leases.stores.evidence import GRACE, NEVER, SILENCE, Evidence
 from tests.unit.bench import DONE, Bench
@@ -24,7 +23,7 @@ def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
     """Another call whose body runs in another process: the row is running, the lease is held."""
     other = bench.call(call_id=THEIRS, ttl=ttl, **changes)
     entered = bench.execution.entry.enter(other)
-    assert not isinstance(entered, Again)
+    assert not isinstance(entered, Reschedule)
     bench.journal.clear()
     return other
 
@@ -48,7 +47,7 @@ class TestAnEmptiedLeaseStore:
         emptied(bench)
         bench.clock.sleep(age)
         reply = bench.run(bench.call(ttl=2.0))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.reason, bench.ran, bench.state) == (
             "the lease store was emptied",
             [],
@@ -60,7 +59,7 @@ class TestAnEmptiedLeaseStore:
         runs_elsewhere(bench, ttl=15.0)
         emptied(bench)
         bench.clock.sleep(15.0)
-        assert bench.run(bench.call(ttl=2.0)) == Answer(1)
+        assert bench.run(bench.call(ttl=2.0)) == Return(1)
         assert bench.seen.of(CrashSeen)
 
     @pytest.mark.parametrize("age", [0.0, 1.0, 100.0])
@@ -91,7 +90,7 @@ class TestAnEmptiedLeaseStore:
         bench.journal.away("age")
         began = bench.clock.now()
         reply = bench.run(bench.call())
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (reply.away, reply.prior, bench.clock.now() - began) == (True, None, 0.0)
         assert bench.steps() == ["acquire", "claim", "age", "release"]
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
@@ -105,7 +104,7 @@ class TestAnEmptiedLeaseStore:
         bench.clock.sleep(5.0)
         bench.journal.before("age", lambda: bench.clock.sleep(12.0))
         reply = bench.run(bench.call(ttl=600.0))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.delay == pytest.approx(10.0)
         assert (bench.ran, bench.state) == ([], State.RUNNING)
 
@@ -124,7 +123,7 @@ class TestAnEmptiedLeaseStore:
 
         bench.journal.before("claim", claims)
         reply = bench.run(bench.call())
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert (bench.ran, bench.row.call_id, bench.held) == ([], THEIRS, False)
         assert not bench.seen.of(CrashSeen)
 
@@ -150,7 +149,7 @@ class TestAfterAnOutageOfTheRecords:
             bench.journal.before("acquire", settles)
 
         settles()
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1, THEIRS)
         assert (bench.ran, bench.seen.of(CrashSeen)) == ([], [])
 
     def test_once_there_is_evidence_the_key_is_taken_over(self, bench: Bench) -> None:
@@ -162,7 +161,7 @@ class TestAfterAnOutageOfTheRecords:
             bench.journal.before("acquire", answers)
 
         answers()
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert len(bench.ran) == len(bench.seen.of(CrashSeen)) == 1
 
     @pytest.mark.parametrize("on_held", ["reschedule", "ignore", "raise"])
@@ -172,7 +171,7 @@ class TestAfterAnOutageOfTheRecords:
         bench.clock.sleep(20.0)
         began = bench.clock.now()
         reply = bench.run(bench.call(on_held=on_held))
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert "may be about to write" in reply.reason
         assert LONGEST_LOOK <= bench.clock.now() - began < LONGEST_LOOK + 1
         assert bench.state is State.RUNNING
@@ -182,14 +181,14 @@ class TestAfterAnOutageOfTheRecords:
         bench.clock.sleep(20.0)
         bench.stopping = True
         reply = bench.run(bench.call())
-        assert isinstance(reply, Again)
+        assert isinstance(reply, Reschedule)
         assert reply.reason == "the worker is stopping"
 
     def test_what_we_left_open_ourselves_is_taken_at_once(self, bench: Bench) -> None:
         """The token of an attempt that is known to be over is in the message."""
         other = runs_elsewhere(bench, prior=())
         bench.clock.sleep(20.0)
-        assert bench.run(bench.again(other, prior=(other.token,))) == Answer(1)
+        assert bench.run(bench.again(other, prior=(other.token,))) == Return(1)
         assert not bench.seen.of(CrashSeen)
 
 

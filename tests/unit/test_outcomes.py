@@ -14,6 +14,7 @@ import pytest
 from celery_leases.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
 from celery_leases.protocol import outcomes
+from celery_leases.protocol.decisions import after_claim
 from celery_leases.protocol.endings import (
     Ending,
     Interrupted,
@@ -40,7 +41,7 @@ from celery_leases.protocol.outcomes import (
 )
 from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
 from celery_leases.protocol.results import NOT_JSON
-from celery_leases.protocol.verdicts import GiveUp
+from celery_leases.protocol.verdicts import Raise
 from tests.unit.situations import (
     FAILURE,
     GROUP,
@@ -383,9 +384,10 @@ class TestUnrunAttempts:
 
     def test_the_caller_and_the_record_agree_on_why(self) -> None:
         record = replace(RUNNING, crashes=3, crashed_at=NOW, started_at=NOW)
-        verdict = decide(a_call(), record, claimed=True)
+        verdict = after_claim(a_call(), record)
         outcome = gave_up(a_call(), record)
-        assert isinstance(verdict, GiveUp)
+        assert isinstance(verdict, Raise)
+        assert isinstance(verdict.error, PermanentFailure)
         failed = a_record(State.FAILED, OURS, failure=outcome.failure)
         told = refusal(decide(a_call(), failed))
         assert isinstance(told, PermanentFailure)

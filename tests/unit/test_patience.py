@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import pytest
 
 from celery_leases.concurrency.resource_pool import patience
-from celery_leases.protocol.celery_replies import Answer
 from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
+from celery_leases.protocol.verdicts import Return
 from tests.unit.bench import Bench
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
         bench.clock.sleep(6.0)
         assert now() == pytest.approx((left - 6.0) / 2)
 
-    assert bench.run(bench.call(ttl=TTL), during=during) == Answer(1)
+    assert bench.run(bench.call(ttl=TTL), during=during) == Return(1)
     assert waits["acquire"] is None
     assert waits["claim"] == pytest.approx(left / 2)
     assert waits["settle"] == waits["release"] == pytest.approx((left - 6.0) / 2)

@@ -12,7 +12,6 @@ import pytest
 
 from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.celery_replies import Again, Answer, Throw
 from celery_leases.protocol.endings import (
     Ending,
     Interrupted,
@@ -24,7 +23,7 @@ from celery_leases.protocol.endings import (
 )
 from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import Ended, Record, State
-from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
 from tests.unit.bench import DONE, RATE_LIMITED, Bench
 from tests.unit.situations import GROUP, KEY, THEIRS, a_record, probed, raised, waiting
 
@@ -56,11 +55,11 @@ class TestWhoProbes:
             replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS, on_cooling="raise")))
             replies.append(bench.run(bench.call(key=OTHER_KEY, call_id=THEIRS)))
 
-        assert bench.run(bench.call(), during=meanwhile) == Answer(1)
+        assert bench.run(bench.call(), during=meanwhile) == Return(1)
         told, back = replies
-        assert isinstance(told, Throw)
+        assert isinstance(told, Raise)
         assert isinstance(told.error, CoolingDown)
-        assert isinstance(back, Again)
+        assert isinstance(back, Reschedule)
         assert back.delay < told.error.retry_after == 15.0
         assert len(bench.ran) == 1
 
@@ -69,15 +68,15 @@ class TestWhoProbes:
         dead = bench.call(key=OTHER_KEY)
         bench.stores.known[GROUP] = replace(probed(15.0), probe=dead.token)
         bench.stores.noted[GROUP] = bench.clock.now()
-        assert isinstance(bench.run(bench.call()), Again)
+        assert isinstance(bench.run(bench.call()), Reschedule)
         bench.clock.sleep(15.0)
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert bench.gate is None
 
     def test_after_a_probe_without_a_finding_the_next_one_probes(self, bench: Bench) -> None:
         """The gate is never left without somebody who may try."""
         bench.run(bench.call(), raised(retry("1s")))
-        assert bench.run(bench.call(key=OTHER_KEY)) == Answer(1)
+        assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
         assert bench.gate is None
 
 
@@ -90,11 +89,11 @@ class TestWhatItsEndMeans:
         self, bench: Bench
     ) -> None:
         """Whoever comes next starts, and the next closing is the first again."""
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert bench.gate is None
         assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
         assert bench.steps("open_gate", "give_back_probe") == ["open_gate"]
-        assert bench.run(bench.call(key=OTHER_KEY)) == Answer(1)
+        assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
         assert len(bench.seen.of(GateOpened)) == 1
         bench.run(bench.call(key=replace(OTHER_KEY, stored="t:billing.send|third")), OF_THE_GROUP)
         assert bench.gate is not None
@@ -299,7 +298,7 @@ class TestItsSlotComesBack:
     def test_where_the_key_is_held_it_is_not_even_taken(self, bench: Bench) -> None:
         """A call that waits for another must not keep the dependency from being tried."""
         holder = bench.call(call_id=THEIRS)
-        assert bench.run(holder, during=lambda _: bench.run(bench.call())) == Answer(1)
+        assert bench.run(holder, during=lambda _: bench.run(bench.call())) == Return(1)
         assert bench.ran == [holder.token]
         assert bench.gate is None, "the holder was the probe, and nobody else touched its slot"
 
@@ -308,7 +307,7 @@ class TestItsSlotComesBack:
         bench = Bench()
         bench.half_open()
         bench.journal.away("acquire", times=1, done=True)
-        assert isinstance(bench.run(bench.call()), Again)
+        assert isinstance(bench.run(bench.call()), Reschedule)
         assert free(bench)
         assert not bench.held
 
@@ -321,14 +320,14 @@ class TestItsSlotComesBack:
         taken: list[bool] = []
         call = bench.call(wait=1.0)
         bench.journal.before("release", lambda: taken.append(free(bench)))
-        assert isinstance(bench.run(call), Again)
+        assert isinstance(bench.run(call), Reschedule)
         assert free(bench)
         assert all(taken)
 
     def test_while_the_store_of_gates_is_away_it_ends_by_itself(self, bench: Bench) -> None:
         """Nothing of that reaches the caller."""
         bench.journal.away("give_back_probe", "open_gate")
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert not bench.held
         bench.clock.sleep(15.0)
         assert free(bench)
@@ -336,7 +335,7 @@ class TestItsSlotComesBack:
     def test_a_gate_that_could_not_be_opened_is_given_to_the_next_probe(self, bench: Bench) -> None:
         """The slot is not kept for it."""
         bench.journal.away("open_gate", times=1)
-        assert bench.run(bench.call()) == Answer(1)
+        assert bench.run(bench.call()) == Return(1)
         assert free(bench)
         assert bench.seen.of(GateOpened) == []
 
@@ -346,5 +345,5 @@ def test_a_call_that_gave_up_at_the_gate_is_told_why(bench: Bench) -> None:
     is_running(bench, 3)
     call: Call = bench.call()
     reply = bench.run(call)
-    assert isinstance(reply, Throw)
+    assert isinstance(reply, Raise)
     assert isinstance(reply.error, PermanentFailure)

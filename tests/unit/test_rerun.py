@@ -11,6 +11,7 @@ import pytest
 
 from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
 from celery_leases.failures.actions import cooldown, permanent
+from celery_leases.protocol.decisions import after_claim
 from celery_leases.protocol.endings import Returned
 from celery_leases.protocol.failure_decisions import after_failure
 from celery_leases.protocol.outcomes import (
@@ -20,7 +21,7 @@ from celery_leases.protocol.outcomes import (
     gave_up,
 )
 from celery_leases.protocol.records import Record, State
-from celery_leases.protocol.verdicts import Drop, GiveUp, Refuse, Replay, Reschedule, Run
+from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run
 from tests.unit.situations import (
     NOW,
     OURS,
@@ -54,7 +55,7 @@ class TestRerun:
     ) -> None:
         assert decide(
             a_call(on_done="rerun"), self.listed(state, lease_until=NOW + SECOND)
-        ) == Replay("1", OURS)
+        ) == Return(1, OURS)
 
     def test_a_call_on_the_list_is_dropped_once_its_callbacks_are_out(self) -> None:
         verdict = decide(
@@ -108,7 +109,7 @@ class TestRerun:
 
     def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_shut_gate(self) -> None:
         cooling = self.listed(State.COOLING, retry_at=NOW + 60 * SECOND)
-        assert decide(a_call(on_done="rerun"), cooling, gate=shut(60)) == Replay("1", OURS)
+        assert decide(a_call(on_done="rerun"), cooling, gate=shut(60)) == Return(1, OURS)
 
 
 class TestCrashesUnderRerun:
@@ -116,13 +117,13 @@ class TestCrashesUnderRerun:
         record = a_record(
             State.RUNNING, OURS, crashes=3, crashed_call=OURS, finished_calls=(THEIRS,)
         )
-        assert isinstance(decide(a_call(on_done="rerun"), record, claimed=True), GiveUp)
+        assert isinstance(after_claim(a_call(on_done="rerun"), record), Raise)
 
     def test_another_call_does_not_pay_for_it_and_does_not_clear_it(self) -> None:
         record = a_record(
             State.RUNNING, OURS, crashes=3, crashed_call=THEIRS, crashed_at=NOW - 9 * SECOND
         )
-        assert decide(a_call(on_done="rerun"), record, claimed=True) == Run()
+        assert after_claim(a_call(on_done="rerun"), record) == Run()
         assert after_run(a_call(on_done="rerun"), record, Returned(1, "1")).crashes == 3
 
     def test_a_call_given_up_is_not_run_again(self) -> None:
@@ -178,7 +179,7 @@ class TestRememberedCalls:
             "finished_results": outcome.finished,
         }
         verdict = decide(call, a_record(State.FAILED, OURS, failure=outcome.failure, **listed))
-        assert isinstance(verdict, Refuse)
+        assert isinstance(verdict, Raise)
         assert (str(verdict.error), verdict.own) == ("ValueError: boom", True)
         assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
 
@@ -194,4 +195,4 @@ class TestRememberedCalls:
             finished_results=outcome.finished,
             fingerprint=None,
         )
-        assert decide(a_call(on_done="rerun"), later) == Replay("1", OURS)
+        assert decide(a_call(on_done="rerun"), later) == Return(1, OURS)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from celery_leases.errors import Snooze
 from celery_leases.failures.actions import Reason, cooldown, exactly, permanent, retry
-from celery_leases.protocol.celery_replies import Over
 from celery_leases.protocol.endings import (
     Ending,
     Interrupted,
@@ -22,7 +21,7 @@ from celery_leases.protocol.endings import (
 )
 from celery_leases.protocol.options import OnDone
 from celery_leases.protocol.records import Ended, Record, State
-from celery_leases.protocol.verdicts import Call
+from celery_leases.protocol.verdicts import Call, Drop
 from celery_leases.protocol.waiting import grace_of
 from tests.unit.bench import Bench
 from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
@@ -86,7 +85,7 @@ def runs(bench: Bench, call: Call, what: str) -> None:
     finished = before is not None and (
         call.call_id in before.finished_calls or before.state is State.DONE
     )
-    assert not isinstance(reply, Over) or finished, "a call was dropped unanswered"
+    assert not isinstance(reply, Drop) or finished, "a call was dropped unanswered"
 
 
 def may_start(row: Record, call: Call) -> bool:

@@ -16,7 +16,7 @@ from celery_leases.errors import CoolingDown
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.options import OnCooling, OnHeld
 from celery_leases.protocol.records import Ended, Failure, Record, State
-from celery_leases.protocol.verdicts import Drop, Refuse, Replay, Reschedule, Run, Verdict
+from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.protocol.waiting import RETRY_GRACE
 from tests.unit.situations import (
     GROUP,
@@ -105,7 +105,7 @@ class TestWaitingForItsRetryTime:
     @pytest.mark.parametrize("state", [State.RUNNING, State.DONE])
     def test_other_states_ignore_a_leftover_time(self, state: State) -> None:
         leftover = a_record(state, retry_at=NOW + 30 * SECOND, result="7")
-        assert isinstance(decide(a_call(), leftover), Run | Replay)
+        assert isinstance(decide(a_call(), leftover), Run | Return)
 
 
 class TestAnotherCallMeetsACooldown:
@@ -145,7 +145,7 @@ class TestAnotherCallMeetsACooldown:
         told = decide(a_call(on_cooling="raise", canvas=canvas), **facts)
         back = decide(a_call(on_cooling="reschedule", canvas=canvas), **facts)
         dropped = decide(a_call(on_cooling="ignore", canvas=canvas), **facts)
-        assert isinstance(told, Refuse)
+        assert isinstance(told, Raise)
         assert isinstance(back, Reschedule)
         assert isinstance(dropped, Reschedule if canvas else Drop), (
             "a dropped member would hang the chord"
@@ -220,8 +220,8 @@ class TestAShutGateStopsBodiesOnly:
     @pytest.mark.parametrize("gate", [shut(60), probed(14)], ids=["shut", "probed"])
     @pytest.mark.parametrize("call_id", [OURS, THEIRS])
     def test_finished_work_is_replayed(self, gate: Gate, call_id: str) -> None:
-        assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Replay(
-            "7", call_id
+        assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Return(
+            7, call_id
         )
 
     def test_what_has_failed_for_good_is_told_so(self) -> None:
