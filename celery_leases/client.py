@@ -35,6 +35,7 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import Reason
 from celery_leases.failures.cooldown_policies import CooldownPolicy
+from celery_leases.protocol.closings import PastClosing
 from celery_leases.protocol.effects import Effect
 from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding
@@ -42,18 +43,20 @@ from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.metrics import METRICS
 from celery_leases.protocol.overview import Change, Page, RuleCount, SavedRuns, StateCount, Stats
-from celery_leases.protocol.ports import Holder
+from celery_leases.protocol.ports import ClosingStore, Holder
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.results import NO_LIMIT, encode
 from celery_leases.protocol.status import (
     ABANDONED,
     UNREADABLE,
     AttemptStatus,
+    ClosingStatus,
     EffectStatus,
     GroupStatus,
     LeaseStatus,
     status_of,
     status_of_group,
+    status_of_open_group,
 )
 from celery_leases.protocol.tuning import Lateness
 from celery_leases.settings import read_settings
@@ -61,6 +64,7 @@ from celery_leases.settings import read_settings
 __all__ = [
     "AttemptStatus",
     "Change",
+    "ClosingStatus",
     "EffectStatus",
     "Examination",
     "Finding",
@@ -718,10 +722,43 @@ class LeaseClient:
 
     # -- cooldown groups ---------------------------------------------------------------------------
 
-    def groups(self) -> Sequence[GroupStatus]:
-        """The cooldown groups whose gate is not open."""
+    def groups(self, *, opened: bool = False) -> Sequence[GroupStatus]:
+        """The cooldown groups whose gate is not open; with *opened* also those that are open and
+        have been closed in the last 30 days.
+        """
         self._ready()
-        return [status_of_group(gate, self._wall_time()) for gate in self._leases.gates()]
+        gates = [*self._leases.gates()]
+        past = self._past_closings(None if opened else [gate.group for gate in gates])
+        found = [
+            status_of_group(gate, self._wall_time(), past.get(gate.group, ())) for gate in gates
+        ]
+        shut = {gate.group for gate in gates}
+        return found + [
+            status_of_open_group(group, each)
+            for group, each in sorted(past.items())
+            if group not in shut
+        ]
+
+    def group(self, group: str) -> GroupStatus:
+        """The status of one cooldown group. Raises :class:`~celery_leases.errors.KeyUnusable` for
+        a blank name.
+        """
+        _check_group(group)
+        self._ready()
+        return self._group(group, self._leases.gate(group))
+
+    def _group(self, group: str, gate: Gate | None) -> GroupStatus:
+        past = self._past_closings([group]).get(group, ())
+        if gate is None:
+            return status_of_open_group(group, past)
+        return status_of_group(gate, self._wall_time(), past)
+
+    def _past_closings(self, groups: Sequence[str] | None) -> Mapping[str, Sequence[PastClosing]]:
+        """What the lease store remembers, if it does."""
+        store: object = self._leases
+        if not isinstance(store, ClosingStore) or (groups is not None and not groups):
+            return {}
+        return store.past_closings(groups)
 
     def open_group(self, group: str) -> bool:
         """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of
@@ -747,7 +784,7 @@ class LeaseClient:
         self._ready()
         policy = CooldownPolicy.of(span, "close_group: span")
         closing = Closing(policy, Reason.ASKED, OPERATOR, redact(why), server_delay=policy.base)
-        return status_of_group(self._leases.close_gate(group, closing, OPERATOR), self._wall_time())
+        return self._group(group, self._leases.close_gate(group, closing, OPERATOR))
 
     def _ready(self) -> None:
         if not self._checked:

@@ -1,5 +1,5 @@
-"""Pictures as SVG without any style or script of their own: the attempts of a key in time, and
-histograms of run times.
+"""Pictures as SVG without any style or script of their own: the attempts of a key and
+the closings of groups in time, and histograms of run times.
 
 What is given here are numbers and texts for the templates, which escape them.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from celery_leases.common.durations import in_short
-from celery_leases.protocol.status import AttemptStatus
+from celery_leases.protocol.status import AttemptStatus, ClosingStatus, GroupStatus
 
 WIDTH: Final = 860
 LABELS: Final = 150
@@ -85,6 +85,46 @@ def _end(attempts: Sequence[AttemptStatus], place: int, now: datetime) -> dateti
     return (
         attempts[place + 1].started_at if place + 1 < len(attempts) else max(now, each.started_at)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Closings:
+    """When the gates of groups were closed: a row of bars for each group, on one axis of time that
+    ends now.
+    """
+
+    width: int
+    height: int
+    rows: Sequence[tuple[str, float, Sequence[tuple[float, float, str]]]]
+    first: datetime
+    span: str
+
+
+def closings(groups: Sequence[GroupStatus], now: datetime) -> Closings | None:
+    """The drawing of the closings of *groups*; ``None`` without any."""
+    shown = [group for group in groups if group.closings]
+    if not shown:
+        return None
+    first = min(each.closed_at for group in shown for each in group.closings)
+    span = max(1.0, (now - first).total_seconds())
+    scale = (WIDTH - LABELS) / span
+
+    def bar(each: ClosingStatus) -> tuple[float, float, str]:
+        ends = each.closed_at + timedelta(seconds=each.seconds)
+        lasted = min(ends, each.opened_at or ends, max(now, each.closed_at)) - each.closed_at
+        began = f"{each.closed_at:%Y-%m-%d %H:%M:%S}"
+        opened = f", opened {each.opened_at:%H:%M:%S}" if each.opened_at is not None else ""
+        return (
+            round((each.closed_at - first).total_seconds() * scale, 2),
+            round(max(NARROWEST, lasted.total_seconds() * scale), 2),
+            f"{began} UTC for {in_short(each.seconds)}{opened}: {each.rule or each.reason}",
+        )
+
+    rows = [
+        (group.group, place * ROW + 4, [bar(each) for each in reversed(group.closings)])
+        for place, group in enumerate(shown)
+    ]
+    return Closings(WIDTH, len(rows) * ROW + 4, rows, first, in_short(span))
 
 
 @dataclass(frozen=True, slots=True)

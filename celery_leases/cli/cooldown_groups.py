@@ -1,7 +1,9 @@
-"""``celery leases group list | open | close``: the gates of cooldown groups."""
+"""``celery leases group list | show | open | close``: the gates of cooldown groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -11,8 +13,8 @@ from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
 from celery_leases.cli.parameters import SPAN
 from celery_leases.cli.root import client_of, leases
-from celery_leases.client import LeaseClient
-from celery_leases.common.durations import in_words
+from celery_leases.client import GroupStatus, LeaseClient
+from celery_leases.common.durations import in_short, in_words
 
 
 @leases.group()
@@ -21,12 +23,47 @@ def group() -> None:
 
 
 @group.command(name="list", cls=CeleryCommand)
+@click.option(
+    "--all", "opened", is_flag=True, help="Also those that are open and have closed in 30 days."
+)
 @printing_json
 @click.pass_context
 @handle_preload_options
-def list_groups(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
+def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) -> None:
     """List the cooldown groups whose gate is not open."""
-    _list(client_of(ctx), as_json=as_json)
+    _list(client_of(ctx), as_json=as_json, opened=opened)
+
+
+@group.command(name="show", cls=CeleryCommand)
+@click.argument("name", metavar="GROUP")
+@printing_json
+@click.pass_context
+@handle_preload_options
+def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> None:
+    """Show the gate of GROUP, and the last twenty times that it closed."""
+    status = client_of(ctx).group(name)
+    if as_json:
+        echo_json(status.as_json())
+        return
+    _echo([status])
+    if not status.closings:
+        click.echo("no closing is remembered")
+        return
+    click.echo()
+    rows = [("CLOSED AT", "FOR", "TRIP", "RULE", "REASON", "OPENED")]
+    for each in status.closings:
+        took = (each.opened_at - each.closed_at).total_seconds() if each.opened_at else None
+        rows.append(
+            (
+                f"{each.closed_at.astimezone():%Y-%m-%d %H:%M:%S}",
+                in_short(each.seconds),
+                str(each.trips),
+                each.rule or "",
+                each.reason,
+                f"after {in_short(max(0.0, took))}" if took is not None else "",
+            )
+        )
+    echo_table(rows)
 
 
 @group.command(name="open", cls=CeleryCommand)
@@ -69,8 +106,8 @@ def close_groups(
     _list(client, as_json=as_json)
 
 
-def _list(client: LeaseClient, *, as_json: bool) -> None:
-    found = client.groups()
+def _list(client: LeaseClient, *, as_json: bool, opened: bool = False) -> None:
+    found = client.groups(opened=opened)
     if as_json:
         for status in found:
             echo_json(status.as_json())
@@ -78,10 +115,27 @@ def _list(client: LeaseClient, *, as_json: bool) -> None:
     if not found:
         click.echo("all gates are open")
         return
-    rows = [("STATE", "GROUP", "TRIPS", "OPENS IN", "RULE", "WHY")]
+    _echo(found)
+
+
+def _echo(found: Sequence[GroupStatus]) -> None:
+    rows = [("STATE", "GROUP", "TRIPS", "OPENS IN", "CLOSINGS", "RULE", "WHY")]
     for status in found:
         wait = in_words(status.retry_after) if status.retry_after else "a probe's time"
         rows.append(
-            (status.state, status.group, str(status.trips), wait, status.rule or "", status.error)
+            (
+                *(status.state, status.group, str(status.trips)),
+                wait if status.state != "open" else "",
+                _closings(status),
+                *(status.rule or "", status.error),
+            )
         )
     echo_table(rows)
+
+
+def _closings(status: GroupStatus) -> str:
+    """How many are remembered, and for how long."""
+    if not status.closings:
+        return ""
+    span = (datetime.now(UTC) - status.closings[-1].closed_at).total_seconds()
+    return f"{len(status.closings)} in {in_short(max(0.0, span))}"

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.closings import PastClosing
 from celery_leases.protocol.effects import Begun, Effect, Found, Scope
 from celery_leases.protocol.events import Event
 from celery_leases.protocol.groups import Closing, Gate
@@ -225,6 +226,21 @@ class GateStore(Protocol):
 
     def give_back_probe(self, group: str, token: str) -> bool:
         """Free the probe's slot if *token* holds it; the gate stays half-open."""
+        ...
+
+
+@runtime_checkable
+class ClosingStore(Protocol):
+    """A gate store that remembers when gates were closed. No worker needs that."""
+
+    def past_closings(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, Sequence[PastClosing]]:
+        """The last closings of *groups*, or of at most *limit* groups that have any; the latest
+        first. Groups without any are left out. Raises ``StoreUnavailable``.
+
+        A long name may be shortened where the groups are not given.
+        """
         ...
 
 

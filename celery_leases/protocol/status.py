@@ -13,6 +13,7 @@ from celery_leases.common.durations import in_words
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
 from celery_leases.protocol import history
 from celery_leases.protocol import progress as saved
+from celery_leases.protocol.closings import PastClosing
 from celery_leases.protocol.effects import Effect
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.outcomes import Death
@@ -279,12 +280,30 @@ class LeaseStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ClosingStatus:
+    """A cooldown group's gate was closed at ``closed_at``, for ``seconds``, the ``trips``-th time
+    in a row.
+
+    ``opened_at``: when a probe or an operator opened it again; ``None`` if that did not happen or
+    is not known. Datetimes are aware, UTC.
+    """
+
+    closed_at: datetime
+    seconds: float
+    trips: int
+    reason: str
+    rule: str | None = None
+    opened_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStatus:
     """The status of a cooldown group's gate.
 
     ``state``: ``closed`` for ``retry_after`` seconds, until ``retry_at`` (aware, UTC);
-    ``half_open``: the next call probes; ``probing``: a probe runs. ``trips``: how often it closed
-    in a row. ``reason``, ``rule`` and ``error`` describe what closed it.
+    ``half_open``: the next call probes; ``probing``: a probe runs; ``open``. ``trips``: how often
+    it closed in a row. ``reason``, ``rule`` and ``error`` describe what closed it. ``closings``:
+    the last twenty times it closed, the latest first, as far as its store remembers them.
     """
 
     group: str
@@ -295,6 +314,7 @@ class GroupStatus:
     error: str = ""
     retry_at: datetime | None = None
     retry_after: float | None = None
+    closings: Sequence[ClosingStatus] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, datetimes in ISO 8601."""
@@ -373,12 +393,31 @@ def status_of(
     )
 
 
-def status_of_group(gate: Gate, wall_time: float) -> GroupStatus:
+def status_of_group(gate: Gate, wall_time: float, past: Sequence[PastClosing] = ()) -> GroupStatus:
     """Combine the facts about a gate that is not open; *wall_time*: seconds since the epoch."""
     state = "closed" if not gate.half_open else "probing" if gate.probe_for > 0 else "half_open"
     until = (wall_time + gate.closed_for) * 1e6 if gate.closed_for else None
     known = (gate.group, state, gate.trips, gate.reason, gate.rule, gate.message)
-    return GroupStatus(*known, _time(until), gate.closed_for or None)
+    return GroupStatus(*known, _time(until), gate.closed_for or None, _closings(past))
+
+
+def status_of_open_group(group: str, past: Sequence[PastClosing] = ()) -> GroupStatus:
+    """The status of a gate that is open."""
+    return GroupStatus(group, "open", 0, "", closings=_closings(past))
+
+
+def _closings(past: Sequence[PastClosing]) -> tuple[ClosingStatus, ...]:
+    return tuple(
+        ClosingStatus(
+            _moment(each.closed_at * 1e6),
+            max(0.0, each.until - each.closed_at),
+            each.trips,
+            each.reason,
+            each.rule,
+            _time(each.opened_at * 1e6) if each.opened_at is not None else None,
+        )
+        for each in past
+    )
 
 
 def _runtime(record: Record, *, abandoned: bool) -> float | None:

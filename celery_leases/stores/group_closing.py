@@ -1,22 +1,31 @@
 """Closes a gate in any store: the rule computes the new gate, which is written by
-compare-and-set.
+compare-and-set. What was closed and opened is noted for operators.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol import closings
+from celery_leases.protocol.closings import PastClosing
 from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
 
 CLOSE_TRIES: Final = 10
 """How often a compare-and-set is retried when other workers close the same gate concurrently."""
+NOTE_TRIES: Final = 5
+"""The same for the note of a closing, which is given up then."""
+
+logger = logging.getLogger("celery_leases")
 
 
 class GateClosing(ABC):
     """A :class:`~celery_leases.protocol.ports.GateStore` that can replace a gate that has not
-    changed.
+    changed, and a :class:`~celery_leases.protocol.ports.ClosingStore`.
     """
 
     def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
@@ -31,10 +40,62 @@ class GateClosing(ABC):
                     self.give_back_probe(group, token)
                 return after
             if self._swap_gate(before, after, remembered_for(after, closing.policy), token):
+                self._note(
+                    group,
+                    lambda past, now: closings.with_closing(past, before, after, now),  # noqa: B023 - called at once
+                )
                 return after
         raise StoreUnavailable(
             f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False
         )
+
+    def open_gate(self, group: str, token: str | None = None) -> bool:
+        """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot
+        the token holds.
+        """
+        opened = self._open_gate(group, token)
+        if opened:
+            self._note(group, closings.with_opening)
+        return opened
+
+    def past_closings(
+        self, groups: Sequence[str] | None = None, limit: int = 1000
+    ) -> Mapping[str, Sequence[PastClosing]]:
+        """The last closings of *groups*, or of at most *limit* groups that have any; the latest
+        first.
+        """
+        found = self._texts(groups, limit)
+        past = {group: closings.load(text) for group, text in found.items()}
+        return {group: each for group, each in past.items() if each}
+
+    def _note(
+        self, group: str, change: Callable[[Sequence[PastClosing], float], Sequence[PastClosing]]
+    ) -> None:
+        """Change what is remembered of *group*. It is for operators only, so it fails silently."""
+        try:
+            for _ in range(NOTE_TRIES):
+                before = next(iter(self._texts([group], 1).values()), None)
+                after = closings.dump(change(closings.load(before), time.time()))
+                if after == (before or "[]") or self._swap_text(group, before, after):
+                    return
+        except StoreUnavailable as error:
+            logger.debug("the closing of the group %s was not noted: %s", group, error)
+
+    @abstractmethod
+    def _texts(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
+        """What :meth:`_swap_text` has written, for those *groups* that have any, or for at most
+        *limit* groups.
+        """
+
+    @abstractmethod
+    def _swap_text(self, group: str, before: str | None, after: str) -> bool:
+        """Write *after* for :data:`~celery_leases.protocol.closings.REMEMBERED` seconds if *before*
+        is what is there, or nothing is.
+        """
+
+    @abstractmethod
+    def _open_gate(self, group: str, token: str | None) -> bool:
+        """As :meth:`open_gate`, and nothing else."""
 
     @abstractmethod
     def gate(self, group: str) -> Gate | None:

@@ -7,6 +7,7 @@ import pytest
 from celery_leases.protocol.ports import LeaseStore, MarkStore
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import (
+    GateHistoryContract,
     GateStoreContract,
     MarkStoreContract,
     SeparateLeaseStoreContract,
@@ -54,7 +55,7 @@ class TestMarks(MarkStoreContract):
         return store_elsewhere
 
 
-class TestGates(GateStoreContract):
+class TestGates(GateStoreContract, GateHistoryContract):
     """The published suite for gates, where a cluster asks them apart from the lease."""
 
     @pytest.fixture

@@ -10,7 +10,7 @@ import redis
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.ports import Acquired, Cooling, Held, Renewal, Shut
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.testing.contracts import GateStoreContract
+from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.group_case import POLICY, closed, closing, found, half_open
 from tests.contract.redis_stores import OpenStore, open_store, valkey_url
@@ -18,8 +18,8 @@ from tests.contract.redis_stores import OpenStore, open_store, valkey_url
 __all__ = ["open_store", "valkey_url"]
 
 GROUP = "openai:gpt"
-TRIPS, CLOSED, PROBE = (
-    f"celery_leases:{{gate:{GROUP}}}:{part}" for part in ("trips", "closed", "probe")
+TRIPS, CLOSED, PROBE, PAST = (
+    f"celery_leases:{{gate:{GROUP}}}:{part}" for part in ("trips", "closed", "probe", "past")
 )
 
 
@@ -29,7 +29,7 @@ def store(open_store: OpenStore) -> RedisLeaseStore:
     return open_store()
 
 
-class TestGates(GateStoreContract):
+class TestGates(GateStoreContract, GateHistoryContract):
     """The published suite for gates, where the script that grants leases asks at them."""
 
     @pytest.fixture
@@ -127,10 +127,10 @@ def test_every_step_is_one_trip_and_closing_two(
             ),
         ),
         (1, lambda: store.gate(GROUP)),
-        (2, lambda: store.close_gate(GROUP, closing(60.0), claim_request.token)),
+        (4, lambda: store.close_gate(GROUP, closing(60.0), claim_request.token)),
         (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
         (1, lambda: store.open_gate(GROUP, claim_request.token)),
-        (1, lambda: store.open_gate(GROUP)),
+        (3, lambda: store.open_gate(GROUP)),
         (1, lambda: store.give_back_probe(GROUP, claim_request.token)),
         (1, lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0)),
         (1, lambda: store.end_cooldown(claim_request.stored_key)),
@@ -184,6 +184,20 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     assert closed(store, GROUP, 60.0).trips == 1
 
 
+def test_a_past_that_another_program_wrote_is_none(store: RedisLeaseStore) -> None:
+    """And no gate stays open for it, or closed."""
+    for write in (
+        lambda: store._client.set(PAST, b"\xff garbage", px=60_000),
+        lambda: store._client.lpush(PAST, "x"),
+    ):
+        store._client.delete(PAST)
+        write()
+        assert closed(store, GROUP, 60.0).trips == 1
+        assert store.past_closings([GROUP]) == store.past_closings() == {}
+        assert store.open_gate(GROUP)
+        assert store.gate(GROUP) is None
+
+
 def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
     """Accepted: the next failure closes them again."""
     closed(store, GROUP, 60.0)
@@ -205,6 +219,7 @@ def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> 
         TRIPS,
         CLOSED,
         PROBE,
+        PAST,
         "celery_leases:{t:x|y}:lease",
         "celery_leases:epoch",
     }
@@ -225,7 +240,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     assert closed(store, GROUP, 60.0).trips == gate.trips
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.open_gate(GROUP)
-    assert store._client.keys("*gate*") == []
+    assert store._client.keys("*gate*") == [PAST.encode()]
 
 
 def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:

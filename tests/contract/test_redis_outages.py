@@ -61,6 +61,8 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "close_gate": lambda: store.close_gate("g", closing(15.0), claim_request.token),
         "gate": lambda: store.gate("g"),
         "gates": lambda: list(store.gates()),
+        "past_closings": lambda: store.past_closings(["g"]),
+        "all past_closings": store.past_closings,
         "give_back_probe": lambda: store.give_back_probe("g", claim_request.token),
         "open_gate as probe": lambda: store.open_gate("g", claim_request.token),
         "open_gate": lambda: store.open_gate("g"),

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from celery_leases.client import LeaseClient
+from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import Claimed, Renewal, RenewalResult, Shut
 from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.testing.contracts import GateStoreContract
+from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.group_case import closed, closing, found, half_open, probing
 from celery_leases.testing.contracts.record_case import closed as settled
@@ -35,7 +37,7 @@ def store(sql_records: SqlRecordStore) -> DatabaseLeaseStore:
     return DatabaseLeaseStore(sql_records)
 
 
-class TestGates(GateStoreContract):
+class TestGates(GateStoreContract, GateHistoryContract):
     """The published suite for gates, where the claim asks at them."""
 
     @pytest.fixture
@@ -96,7 +98,42 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
         store.close_gate(GROUP, closing(60.0), probe.token)
         store.close_gate(GROUP, closing(30.0), "another")
         store.close_gate("fresh", closing(30.0), "another")
-    assert statements == ["SELECT", "UPDATE", "SELECT", "SELECT", "INSERT"]
+    noted = ["SELECT", "UPDATE"], ["SELECT", "INSERT"]
+    assert statements == ["SELECT", "UPDATE", *noted[0], "SELECT", "SELECT", "INSERT", *noted[1]]
+
+
+def test_a_closing_that_cannot_be_noted_closes_the_gate_all_the_same(
+    store: DatabaseLeaseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note is for operators. A gate that was closed without one has no past."""
+
+    def away(*_: Any) -> Any:
+        raise StoreUnavailable("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_swap_text", away)
+        assert closed(store, GROUP, 60.0).trips == 1
+    assert store.past_closings() == {}
+    client = LeaseClient.on(store, store.records)
+    assert [(each.group, each.closings) for each in client.groups()] == [(GROUP, ())]
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_texts", away)
+        assert store.open_gate(GROUP)
+    assert client.groups(opened=True) == []
+
+
+def test_closings_are_kept_for_a_month_after_the_last(store: DatabaseLeaseStore) -> None:
+    """No purge takes them before, and one does then."""
+    closed(store, GROUP, 60.0)
+    store.open_gate(GROUP)
+    store.records.purge(100)
+    assert [*store.past_closings()] == [GROUP]
+    later = text("UPDATE celery_leases_effects SET expires_at = expires_at - 86400000000 * :days")
+    for days, left in ((29, [GROUP]), (1, [])):
+        with store.database.engine.connect() as connection:
+            connection.execute(later, {"days": days})
+        store.records.purge(100)
+        assert [*store.past_closings()] == left
 
 
 # -- the record and the gate -----------------------------------------------------------------------

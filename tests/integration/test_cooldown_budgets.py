@@ -87,14 +87,15 @@ def test_a_press_during_a_cooldown_is_refused_by_one_statement_that_writes_nothi
     assert bench.version(f"slow:{name}") == before
 
 
-def test_closing_a_gate_costs_one_look_and_one_write_more(bench: Bench, name: str) -> None:
-    """One trip per closing, however many keys of the group there are."""
-    commands, statements = bench.cost(lambda: _fails(bench, "gated", name, [BUSY], f"group-{name}"))
+def test_closing_a_gate_costs_two_looks_and_two_writes_more(bench: Bench, name: str) -> None:
+    """At the gate and at its last closings, however many keys of the group there are."""
+    group = f"group-{name}"
+    commands, statements = bench.cost(lambda: _fails(bench, "gated", name, [BUSY], group))
     if bench.stage.lease_store == "database":
         assert not commands
-        assert len(statements) == 4
+        assert len(statements) == 6
     else:
-        assert commands == ["EVALSHA"] * 4
+        assert commands == [*["EVALSHA"] * 3, "GET", *["EVALSHA"] * 2]
         assert len(statements) == 2
 
 

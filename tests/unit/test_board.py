@@ -570,6 +570,10 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
     given, _ = ann.confirms("/groups/confirm", {"action": "open", "group": "openai:<x>"})
     ann.sends("/groups/act", given)
     assert shop.client.groups() == []
+    page = ann.sees("/groups")
+    assert "All gates are open." in page
+    assert page.count('class="closing"') == 1
+    assert re.search(r"openai:&lt;x&gt;: \S+ \S+ UTC for 10m, opened \S+: operator", page)
     assert "was open already" in ann.sends("/groups/act", given).text
 
 

@@ -294,6 +294,30 @@ def test_groups_are_closed_listed_and_opened(types: Types) -> None:
     assert "open already" in types("group", "open", "a").err
 
 
+def test_a_group_shows_when_it_was_closed(types: Types) -> None:
+    assert types("group", "show", "a").out.splitlines()[-1] == "no closing is remembered"
+    types("group", "close", "a", "--for", "5m")
+    types("group", "open", "a")
+    types("group", "close", "a", "--for", "1h")
+    head, row, _, _, *closings = types("group", "show", "a").out.splitlines()
+    assert (head.split()[:3], row.split()[:3]) == (
+        ["STATE", "GROUP", "TRIPS"],
+        ["closed", "a", "1"],
+    )
+    assert re.search(r" 2 in \d+(\.\d)?s ", row)
+    assert [re.split(r"\s{2,}", line)[1:] for line in closings] == [
+        ["60m", "1", "operator", "asked"],
+        ["5m", "1", "operator", "asked", "after 0.0s"],
+    ]
+    (status,) = types("group", "show", "a", "--json").lines
+    assert [round(each["seconds"]) for each in status["closings"]] == [3600, 300]
+    assert status["closings"][0]["opened_at"] is None
+    types("group", "open", "a")
+    assert types("group", "list").out == "all gates are open\n"
+    assert types("group", "list", "--all").out.splitlines()[1].split()[:2] == ["open", "a"]
+    assert types("group", "show", " ").code == 1
+
+
 def test_a_time_is_a_moment_or_a_span_before_now() -> None:
     """Without a zone it is by the local clock."""
     assert (

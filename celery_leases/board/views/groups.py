@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from celery_leases.board import texts
 from celery_leases.board.application import Answer, Asked, GoTo
+from celery_leases.board.drawing import closings
 from celery_leases.board.forms import Fields, bad
 from celery_leases.board.jobs import Step
 from celery_leases.board.views.overview import trouble_of
@@ -16,16 +18,25 @@ from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 
 USUAL_SPAN: Final = "5m"
 MOST: Final = 200
+DRAWN: Final = 30
+"""The closings of so many groups are drawn."""
 LABELS: Final = {"open": "Open", "close": "Close"}
 
 
 def listed(asked: Asked) -> Answer:
-    """The groups that are not open."""
+    """The groups that are not open, and when groups were closed lately."""
     try:
-        groups, trouble = [*asked.client.groups()], None
+        known, trouble = [*asked.client.groups(opened=True)], None
     except StoreUnavailable as error:
-        groups, trouble = [], trouble_of(error)
-    return Answer("groups.html", {"groups": groups, "trouble": trouble, "span": USUAL_SPAN})
+        known, trouble = [], trouble_of(error)
+    context = {
+        "groups": [group for group in known if group.state != "open"],
+        "closings": closings(known[:DRAWN], datetime.now(UTC)),
+        "left_out": max(0, len(known) - DRAWN),
+        "trouble": trouble,
+        "span": USUAL_SPAN,
+    }
+    return Answer("groups.html", context)
 
 
 def confirm(asked: Asked) -> Answer:

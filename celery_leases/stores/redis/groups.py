@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from redis.exceptions import ResponseError
+
+from celery_leases.protocol import closings
 from celery_leases.protocol.groups import Gate
 from celery_leases.stores.group_closing import GateClosing
 from celery_leases.stores.redis import group_scripts, lease_scripts
 from celery_leases.stores.redis.scripts import RedisScripts
-from celery_leases.stores.redis.values import Keys, begin, gate_of, milliseconds, tally_of
+from celery_leases.stores.redis.values import (
+    Keys,
+    as_text,
+    begin,
+    gate_of,
+    milliseconds,
+    tally_of,
+)
 
 
 class RedisGates(GateClosing):
@@ -32,10 +42,7 @@ class RedisGates(GateClosing):
         """At most *limit* gates that are not open. Walks the database with ``SCAN``."""
         return islice(self._not_open(), limit)
 
-    def open_gate(self, group: str, token: str | None = None) -> bool:
-        """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot
-        the token holds.
-        """
+    def _open_gate(self, group: str, token: str | None) -> bool:
         keys = self._keys.gate(group)
         if token is not None:
             return bool(self._scripts.run(group_scripts.OPEN, *keys, begin(token)))
@@ -61,6 +68,28 @@ class RedisGates(GateClosing):
                 group_scripts.CLOSE, *keys, begin(token), *as_seen, tally_of(after), *times
             )
         )
+
+    def _texts(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
+        if groups is not None:
+            return dict(self._read_past(groups))
+        listed = (
+            [*map(self._keys.group, names)] for names in self._scripts.scan(self._keys.every_past)
+        )
+        return dict(islice((found for names in listed for found in self._read_past(names)), limit))
+
+    def _read_past(self, groups: Sequence[str]) -> Iterator[tuple[str, str]]:
+        read = self._scripts.pipelined([("GET", self._keys.past(group)) for group in groups])
+        for group, found in zip(groups, read, strict=True):
+            if isinstance(found, ResponseError) and "WRONGTYPE" in str(found):
+                continue  # another program's
+            if isinstance(found, Exception):
+                raise self._scripts.unavailable(found) from None
+            if found is not None:
+                yield group, as_text(found)
+
+    def _swap_text(self, group: str, before: str | None, after: str) -> bool:
+        given = int(before is not None), before or "", after, milliseconds(closings.REMEMBERED)
+        return bool(self._scripts.run(lease_scripts.SWAP_MARK, self._keys.past(group), *given))
 
     def _not_open(self) -> Iterator[Gate]:
         for names in self._scripts.scan(self._keys.every_gate):

@@ -43,6 +43,8 @@ class Keys:
         self.every_lease = literally + ":{*}:lease"
         #: The same for gates that are not open.
         self.every_gate = literally + ":{gate:*}:trips"
+        #: The same for the closings of gates.
+        self.every_past = literally + ":{gate:*}:past"
 
     def lease(self, stored_key: str) -> str:
         """The key of a lease."""
@@ -65,9 +67,13 @@ class Keys:
         stem = f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}"
         return f"{stem}:trips", f"{stem}:closed", f"{stem}:probe"
 
-    def group(self, trips: str) -> str:
-        """The group of the gate whose trips are kept under the key *trips*."""
-        return unquote(trips[len(f"{self.prefix}:{{gate:") : -len("}:trips")])
+    def past(self, group: str) -> str:
+        """The key of the last closings of a gate."""
+        return f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}:past"
+
+    def group(self, key: str) -> str:
+        """The group of the gate that *key* belongs to."""
+        return unquote(key[len(f"{self.prefix}:{{gate:") : key.rindex("}:")])
 
 
 @cache

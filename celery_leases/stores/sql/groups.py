@@ -1,12 +1,17 @@
-"""The gates of cooldown groups in the records' database: one row for each that is not open."""
+"""The gates of cooldown groups in the records' database: one row for each that is not open.
+
+The last closings of a group are a row of the table of effects, beside no key, as counts are (see
+:mod:`celery_leases.stores.sql.metrics`): so they need no table of their own and no migration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Update, and_, case, delete, not_, select, update
 
+from celery_leases.protocol.closings import REMEMBERED
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Renewal
 from celery_leases.stores.group_closing import GateClosing
@@ -15,7 +20,11 @@ from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.rows import MICROSECONDS
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.statements import Row
-from celery_leases.stores.sql.upserts import Writes, upsert
+from celery_leases.stores.sql.upserts import Writes, insert_absent, upsert
+
+PAST: Final = "celery_leases.closings"
+"""Stands where an effect has its name; the name of the gate stands where it has its scope."""
+PAST_STATE: Final = "noted"
 
 
 class SqlGates(GateClosing):
@@ -24,6 +33,8 @@ class SqlGates(GateClosing):
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database
         self._gates = tables.gates
+        self._effects = effects = tables.effects
+        self._past = (effects.c.stored_key == "", effects.c.name == PAST)
         self._remembered = tables.gates.c.expires_at > database.now
         self._closed = tables.gates.c.closed_until > database.now
 
@@ -37,10 +48,7 @@ class SqlGates(GateClosing):
         for row in self.database.all(self._reading().limit(limit), {}):
             yield gate_of(row["name"], row, int(row["now"]))
 
-    def open_gate(self, group: str, token: str | None = None) -> bool:
-        """Open a gate and forget its trips. With *token* only a half-open one whose probe's slot
-        the token holds.
-        """
+    def _open_gate(self, group: str, token: str | None) -> bool:
         opened = delete(self._gates).where(self._named(group), self._remembered)
         if token is not None:
             opened = opened.where(not_(self._closed), self._probes(token))
@@ -70,6 +78,29 @@ class SqlGates(GateClosing):
         tokens = [renewal.token for renewal in renewals]
         held = update(self._gates).where(gates.name.in_(names), gates.probe.in_(tokens))
         self.database.count(held.values(probe_until=_later(gates.probe_until, until)), {})
+
+    def _texts(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
+        effects = self._effects.c
+        query = select(effects.scope, effects.result).where(*self._past)
+        if groups is None:
+            found = self.database.all(query.order_by(effects.sent_at.desc()).limit(limit), {})
+            return {row["scope"]: row["result"] for row in found}
+        names = {gate_name(group): group for group in groups}
+        if not names:
+            return {}
+        found = self.database.all(query.where(effects.scope.in_(names)), {})
+        return {names[row["scope"]]: row["result"] for row in found}
+
+    def _swap_text(self, group: str, before: str | None, after: str) -> bool:
+        effects, now = self._effects, self.database.now
+        key = {"stored_key": "", "name": PAST, "scope": gate_name(group)}
+        written = {"result": after, "sent_at": now, "expires_at": now + _span(REMEMBERED)}
+        if before is None:
+            fresh = {**key, **written, "state": PAST_STATE, "fence": 0, "idempotency_key": ""}
+            made = insert_absent(effects, self.database.engine.dialect, [*key], fresh)
+            return self.database.touch(made, {})
+        same = and_(*self._past, effects.c.scope == key["scope"], effects.c.result == before)
+        return self.database.count(update(effects).where(same).values(written), {}) == 1
 
     def _reading(self) -> Any:
         return select(*self._gates.c, self.database.now.label("now")).where(self._remembered)

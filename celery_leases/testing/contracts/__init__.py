@@ -9,7 +9,8 @@ To test a store of your own, subclass in a test module and give the store as a f
         def store(self):
             return MyLeaseStore(...)
 
-``GateStoreContract`` asks for the fixture ``store`` too, ``MarkStoreContract`` for ``marks``,
+``GateStoreContract`` asks for the fixture ``store`` too, as does ``GateHistoryContract`` for stores
+that remember when gates were closed, ``MarkStoreContract`` for ``marks``,
 ``RecordStoreContract`` for ``records``, ``EffectStoreContract`` for ``records`` and ``effects``.
 
 A store may be shared with other tests: every test makes keys of its own. Times are real; raise the
@@ -26,6 +27,7 @@ _LEASES = (
     "marks",
     "group_case",
     "group_closing",
+    "group_history",
     "group_probes",
 )
 _RECORDS = ("record_case", "claims", "settling", "failures", "repair")
@@ -35,6 +37,7 @@ pytest.register_assert_rewrite(
 )
 
 from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
+from celery_leases.testing.contracts.group_history import GateHistoryContract  # noqa: E402
 from celery_leases.testing.contracts.groups import GateStoreContract  # noqa: E402
 from celery_leases.testing.contracts.leases import LeaseStoreContract  # noqa: E402
 from celery_leases.testing.contracts.marks import MarkStoreContract  # noqa: E402
@@ -43,6 +46,7 @@ from celery_leases.testing.contracts.separate_leases import SeparateLeaseStoreCo
 
 __all__ = [
     "EffectStoreContract",
+    "GateHistoryContract",
     "GateStoreContract",
     "LeaseStoreContract",
     "MarkStoreContract",

@@ -1,0 +1,157 @@
+"""What a gate store must do that remembers when its gates were closed."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Protocol
+from uuid import uuid4
+
+from celery_leases.protocol.closings import KEPT, PastClosing
+from celery_leases.protocol.ports import ClosingStore
+from celery_leases.testing.contracts.group_case import (
+    PATIENCE,
+    GateCase,
+    GatedLeaseStore,
+    closed,
+    closing,
+    half_open,
+    probe,
+    until_half_open,
+)
+from celery_leases.testing.waits import wait_until
+
+
+class RememberingStore(GatedLeaseStore, ClosingStore, Protocol):
+    """A lease store with gates whose closings it remembers."""
+
+
+FAILURES = 8
+SECOND = 1.5
+"""A clock of a store's process may differ by so much from that of a test."""
+
+
+def past(store: ClosingStore, group: str) -> list[PastClosing]:
+    """The closings of one group."""
+    return [*store.past_closings([group]).get(group, ())]
+
+
+class GateHistoryContract(GateCase):
+    """For every lease store that is a ``ClosingStore``: the last closings of a gate, the latest
+    first.
+    """
+
+    def test_an_open_gate_has_no_past(self, store: RememberingStore, group: str) -> None:
+        """Nothing is remembered of what has not been."""
+        assert past(store, group) == []
+        assert not store.open_gate(group)
+        assert past(store, group) == []
+        assert store.past_closings([]) == {}
+
+    def test_a_closing_is_remembered_with_its_rule_and_its_time(
+        self, store: RememberingStore, group: str
+    ) -> None:
+        """Also once the gate is open again, which says when that was."""
+        began = time.time()
+        closed(store, group, 60.0, reason="quota", rule="code:quota", message="secret")
+        (first,) = past(store, group)
+        assert (first.trips, first.reason, first.rule) == (1, "quota", "code:quota")
+        assert began - SECOND <= first.closed_at <= time.time() + SECOND
+        assert abs(first.until - first.closed_at - 60.0) < SECOND
+        assert first.opened_at is None
+        assert store.open_gate(group)
+        (opened,) = past(store, group)
+        assert opened.opened_at is not None
+        assert first.closed_at <= opened.opened_at <= time.time() + SECOND
+        closed(store, group, 60.0, reason="again")
+        assert [each.reason for each in past(store, group)] == ["again", "quota"]
+        assert past(store, group)[1] == opened
+
+    def test_a_probe_that_opens_the_gate_says_when(
+        self, store: RememberingStore, group: str
+    ) -> None:
+        """One that does not hold the slot opens nothing, and says nothing."""
+        half_open(store, group)
+        claim_request = probe(store, self.claim_request(group))
+        assert not store.open_gate(group, uuid4().hex)
+        assert past(store, group)[0].opened_at is None
+        assert store.open_gate(group, claim_request.token)
+        assert past(store, group)[0].opened_at is not None
+
+    def test_every_trip_is_a_closing_of_its_own(self, store: RememberingStore, group: str) -> None:
+        """The probe fails, and the gate closes for the second time in a row."""
+        half_open(store, group)
+        token = probe(store, self.claim_request(group)).token
+        store.close_gate(group, closing(60.0, reason="probed"), token)
+        found = past(store, group)
+        assert [(each.trips, each.reason) for each in found] == [(2, "probed"), (1, "rate_limited")]
+        assert found[1].opened_at is None
+
+    def test_a_closing_that_is_extended_is_one(self, store: RememberingStore, group: str) -> None:
+        """It keeps its beginning; a shorter one changes nothing."""
+        closed(store, group, 60.0, reason="first")
+        (first,) = past(store, group)
+        closed(store, group, 600.0, reason="longer")
+        closed(store, group, 30.0, reason="shorter")
+        (found,) = past(store, group)
+        assert (found.closed_at, found.reason) == (first.closed_at, "longer")
+        assert 540 < found.until - found.closed_at < 660
+
+    def test_failures_at_the_same_time_are_one_closing(
+        self, store: RememberingStore, group: str
+    ) -> None:
+        """As they are one trip."""
+        together = Barrier(FAILURES)
+
+        def fail(number: int) -> None:
+            together.wait(PATIENCE)
+            closed(store, group, 100.0 + number)
+
+        with ThreadPoolExecutor(FAILURES) as threads:
+            list(threads.map(fail, range(FAILURES)))
+        assert len(past(store, group)) == 1
+
+    def test_only_the_last_closings_are_remembered(
+        self, store: RememberingStore, group: str
+    ) -> None:
+        """So that a group that closes all day takes no more room."""
+        for number in range(KEPT + 2):
+            closed(store, group, 60.0, reason=str(number))
+            assert store.open_gate(group)
+        found = past(store, group)
+        assert [each.reason for each in found] == [
+            str(number) for number in reversed(range(2, KEPT + 2))
+        ]
+
+    def test_groups_are_listed_that_are_open_again(
+        self, store: RememberingStore, group: str
+    ) -> None:
+        """Each under its name, or under one that stands for it; no other has their closings."""
+        names = [f"{group}{tail}" for tail in ("", "{x}", "%7D", "}:past", "ключ")]
+        for name in names:
+            closed(store, name, 60.0, reason=name)
+        assert store.open_gate(names[0])
+        long = group + "x" * 300
+        closed(store, long, 60.0, reason=long)
+        listed = store.past_closings(limit=100_000)
+        assert {name: [each.reason for each in listed[name]] for name in names} == {
+            name: [name] for name in names
+        }
+        (stands,) = [name for name, each in listed.items() if each[0].reason == long]
+        assert past(store, stands) == past(store, long) != []
+        assert len(store.past_closings(limit=2)) == 2
+        some = store.past_closings([names[1], f"{group}-other"])
+        assert set(some) == {names[1]}
+
+    def test_a_closing_after_one_that_ran_out_is_new(
+        self, store: RememberingStore, group: str
+    ) -> None:
+        """A body that began earlier fails when the gate is half-open already."""
+        closed(store, group, self.short)
+        until_half_open(store, group)
+        wait_until(
+            lambda: time.time() > past(store, group)[0].until, PATIENCE, "the closing to run out"
+        )
+        closed(store, group, 60.0, reason="late")
+        assert [each.reason for each in past(store, group)] == ["late", "rate_limited"]
