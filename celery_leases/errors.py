@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Final, Literal
 
-from celery_leases.common.texts import printable
+from celery_leases.common.base_errors import DescribedError, LeaseConfigurationError, LeasesError
+from celery_leases.common.durations import seconds
 
 __all__ = [
     "AlreadyCompleted",
@@ -44,36 +44,7 @@ YEAR_10000: Final = 253_402_300_800.0
 """Seconds since the epoch; datetime has no later year."""
 
 
-class _Described(BaseException):
-    """Message first, then the named details, all of them in ``args``.
-
-    Pickle and Celery's JSON result backends rebuild the error from ``args`` alone.
-    """
-
-    details: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, message: str = "", *values: Any, **named: Any) -> None:
-        unknown = named.keys() - set(self.details)
-        if unknown or len(values) > len(self.details):
-            raise TypeError(
-                f"{type(self).__name__} takes a message and {', '.join(self.details) or 'nothing else'}"
-            )
-        given = dict(zip(self.details, values, strict=False)) | named
-        key = given.get("key")
-        if isinstance(key, str) and key and (shown := printable(key)) != key:
-            message = message.replace(
-                key, shown
-            )  # messages end in logs; the detail has the key unchanged
-        self.__dict__.update({name: given.get(name) for name in self.details})
-        super().__init__(
-            message or inspect.cleandoc(type(self).__doc__ or ""), *self.__dict__.values()
-        )
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class _Asked(_Described):
+class _Asked(DescribedError):
     """A request of a task body. ``args`` has the named details and nothing else, in their order."""
 
     reason: str | None
@@ -89,20 +60,12 @@ class _Asked(_Described):
         raise NotImplementedError
 
 
-class LeasesError(_Described, Exception):
-    """Base of the errors of celery_leases."""
-
-
 class LeaseMisuse(LeasesError, ValueError):
     """The code of the task or its caller uses celery_leases in a way that cannot work: a bug to
     correct, not a failure to retry.
 
     Base of the errors for one kind of misuse each, and raised itself for a wrong argument.
     """
-
-
-class LeaseConfigurationError(LeasesError):
-    """An option or a setting of celery_leases is wrong; the message says what to write instead."""
 
 
 class KeyUnusable(LeasesError):
@@ -221,7 +184,7 @@ class Cooldown(_Asked, LeasesError):
                 f"Cooldown: delay={delay!r} and until={until!r} clash; write one of them"
             )
         self._ask(
-            None if delay is None else _seconds(delay, "Cooldown: delay"),
+            None if delay is None else seconds(delay, "Cooldown: delay"),
             None if reason is None else str(reason),
             None if until is None else _epoch(until, "Cooldown: until"),
             scope,
@@ -246,7 +209,7 @@ class RetryLater(_Asked, LeasesError):
 
     def __init__(self, delay: float | str | timedelta = 1.0, reason: object = None) -> None:
         self._ask(
-            _seconds(delay, "RetryLater: delay", zero=True), None if reason is None else str(reason)
+            seconds(delay, "RetryLater: delay", zero=True), None if reason is None else str(reason)
         )
 
     def _asked(self) -> str:
@@ -406,7 +369,7 @@ class UnknownKey(LeasesError):
     key: str
 
 
-class LeaseLost(_Described):
+class LeaseLost(DescribedError):
     """This attempt no longer holds its lease: stop. The outcome of this attempt is refused.
 
     A ``BaseException``, so ``except Exception`` in a task body does not catch it. It never reaches
@@ -432,17 +395,10 @@ class Snooze(_Asked):
     reason: str | None
 
     def __init__(self, delay: float | str | timedelta, reason: object = None) -> None:
-        self._ask(_seconds(delay, "Snooze: delay"), None if reason is None else str(reason))
+        self._ask(seconds(delay, "Snooze: delay"), None if reason is None else str(reason))
 
     def _asked(self) -> str:
         return f"the task asked to be rescheduled in {self.delay:g} s"
-
-
-def _seconds(value: object, what: str, *, zero: bool = False) -> float:
-    # The module durations raises errors of this module, so it is imported late.
-    from celery_leases.common.durations import seconds
-
-    return seconds(value, what, zero=zero)
 
 
 def _epoch(value: object, what: str) -> float:

@@ -12,7 +12,7 @@ except ImportError as error:
     ) from None
 
 from celery_leases.board.access import Operator, Passwords
-from celery_leases.board.application import leases_board
+from celery_leases.board.asgi import leases_board
 
 __all__ = ["Operator", "Passwords", "leases_board"]
 del _jinja2, _starlette

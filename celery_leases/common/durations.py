@@ -7,7 +7,7 @@ import re
 from datetime import timedelta
 from typing import Final
 
-from celery_leases.errors import LeaseConfigurationError
+from celery_leases.common.base_errors import LeaseConfigurationError
 
 Duration = float | str | timedelta
 """What may be written where a span of time is asked for: seconds, ``"5m"``, or a timedelta."""

@@ -157,9 +157,7 @@ def assert_survives_crashes(task: Any, *args: Any, **kwargs: Any) -> list[str]:
     each run: put your own state back by :func:`on_reset`. A point that a run does not reach is an
     error.
     """
-    from celery_leases.testing.crashes import check_survival
-
-    return check_survival(_kit(), task, args, kwargs)
+    return _kit().assert_survives_crashes(task, *args, **kwargs)
 
 
 def classify(error: BaseException, task: Any = None) -> Classification:

@@ -5,30 +5,31 @@ lost, and it ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
-from uuid import uuid4
 
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import LeaseStatus
 from celery_leases.testing.crash_points import EFFECTS, CrashPlan, ExternalCall
-from celery_leases.testing.kit import LeaseKit
 
+Run = Callable[[int | None], tuple[CrashPlan, Any, LeaseStatus]]
+"""Runs a call that dies at the point with a number (``None``: at none), and delivers it again until
+it has ended: its plan, its result, and the status of its key.
+"""
 ENDS: Final = (State.DONE, State.UNCERTAIN)
 """Where a call that crashed may end: with its result, or with an effect that an operator must look
 at.
 """
 
 
-def check_survival(
-    kit: LeaseKit, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[str]:
+def check_survival(task: Any, reset: Callable[[], None], run: Run) -> list[str]:
     """Run *task* once for each point where it can die; the points. See
     ``assert_survives_crashes``.
+
+    *reset* puts everything back before a run; *run* makes a call die at the point with that number.
     """
-    call_id = str(uuid4())  # one for all runs, so that they have the same idempotency keys
-    kit.reset()
-    whole, result, status = kit.run_with_crash(task, args, kwargs, call_id, None)
+    reset()
+    whole, result, status = run(None)
     if not result.successful():
         raise AssertionError(f"{task.name} does not even end without a crash: {result.result!r}")
     if status.state != State.DONE:
@@ -40,8 +41,8 @@ def check_survival(
         )
     troubles: list[str] = []
     for number, point in enumerate(whole.points):
-        kit.reset()
-        plan, result, status = kit.run_with_crash(task, args, kwargs, call_id, number)
+        reset()
+        plan, result, status = run(number)
         if plan.crashed != point:
             troubles.append(
                 f"  point {point} not reached: the task took another way this time; put your own "
@@ -52,7 +53,7 @@ def check_survival(
             f"  dead {point}: {trouble}"
             for trouble in _troubles(whole, plan, result.result, status)
         ]
-    kit.reset()
+    reset()
     if troubles:
         raise AssertionError("\n".join((f"{task.name} does not survive each crash:", *troubles)))
     return whole.points

@@ -49,6 +49,7 @@ from celery_leases.testing.crash_points import (
     crashable_records,
     watched,
 )
+from celery_leases.testing.crashes import check_survival
 from celery_leases.worker import apps
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.signals import interrupt_guard_here
@@ -549,7 +550,7 @@ class LeaseKit:
                 return True, plan
         return False, plan
 
-    def run_with_crash(
+    def _run_with_crash(
         self,
         task: Any,
         args: tuple[Any, ...],
@@ -694,9 +695,12 @@ class LeaseKit:
 
     def assert_survives_crashes(self, task: Any, *args: Any, **kwargs: Any) -> list[str]:
         """See :func:`celery_leases.testing.assert_survives_crashes`."""
-        from celery_leases.testing.crashes import check_survival
-
-        return check_survival(self, task, args, kwargs)
+        call_id = str(uuid4())  # one for all runs, so that they have the same idempotency keys
+        return check_survival(
+            task,
+            self.reset,
+            lambda number: self._run_with_crash(task, args, kwargs, call_id, number),
+        )
 
     def classify(self, error: BaseException, task: Any = None) -> Classification:
         """What the rules of *task*, by default the default rules, make of *error*."""

@@ -72,7 +72,11 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
         if isinstance(kind, type) and issubclass(kind, BaseException)
     ]
     defined = {kind.__name__ for kind in kinds if not kind.__name__.startswith("_")}
-    assert defined - {"RecordUnreadable", "ValueRefused", "ColumnMissing"} == set(errors.__all__)
+    internal = {"DescribedError", "RecordUnreadable", "ValueRefused", "ColumnMissing"}
+    assert defined - internal == set(errors.__all__)
+    assert {kind.__module__ for kind in kinds if kind.__name__ in errors.__all__} == {
+        errors.__name__
+    }
 
 
 def test_what_became_a_method_says_of_what() -> None:
