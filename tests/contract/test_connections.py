@@ -28,7 +28,7 @@ from celery_leases.testing.contracts.record_case import outcome, row
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import server_url
 from tests.support.servers import RedisServer
-from tests.unit.fake_stores import Seen
+from tests.unit.memory_stores import Seen
 
 __all__ = ["server_url"]
 

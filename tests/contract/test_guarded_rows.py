@@ -45,7 +45,7 @@ from tests.contract.sql_stores import (
 from tests.contract.test_postgres import needs_told
 from tests.crash.proxy import CuttingProxy
 from tests.support.servers import PostgresServer
-from tests.unit.fake_stores import Seen
+from tests.unit.memory_stores import Seen
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -39,6 +39,7 @@ class Memory:
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
+    now: Callable[[], float] = time.monotonic
     began: float = field(default_factory=time.monotonic)
     leases: dict[str, Lease] = field(default_factory=dict)
     marks: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
@@ -83,9 +84,9 @@ class ToyLeaseStore:
             found = self._found(key)
             gate = self._gate(claim_request.group) if claim_request.group is not None else None
             if found is not None and found.claim_request is None:
-                return Cooling(found.until - time.monotonic())
+                return Cooling(found.until - self._memory.now())
             if found is not None and found.token != token:
-                holder = _holder(found)
+                holder = self._holder(found)
                 if holder.database != claim_request.database:
                     raise LeaseStoreMismatch(f"{key} is held for another database, {holder.host}")
                 return Held(holder)
@@ -95,14 +96,14 @@ class ToyLeaseStore:
             if gate is not None and (gate.probe == token or found is None):
                 probe_for = max(gate.probe_for, claim_request.ttl)
                 self._note(replace(gate, probe=token, probe_for=probe_for))
-            until = time.monotonic() + claim_request.ttl
+            until = self._memory.now() + claim_request.ttl
             until = max(until, found.until) if found is not None else until
             self._memory.leases[key] = Lease(token, claim_request, until)
             return Acquired(gate is not None and (gate.probe == token or found is None))
 
     def age(self, stored_key: str) -> float:
         """Seconds since the memory was made."""
-        return time.monotonic() - self._memory.began
+        return self._memory.now() - self._memory.began
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
         """Renew each by itself."""
@@ -115,7 +116,7 @@ class ToyLeaseStore:
             return RenewalResult.MISSING
         if found.claim_request is None or found.token != renewal.token:
             return RenewalResult.OTHER
-        found.until = max(found.until, time.monotonic() + renewal.ttl)
+        found.until = max(found.until, self._memory.now() + renewal.ttl)
         gate = self._gate(renewal.probe) if renewal.probe is not None else None
         if gate is not None and gate.probe == renewal.token:
             self._note(replace(gate, probe_for=max(gate.probe_for, renewal.ttl)))
@@ -126,7 +127,7 @@ class ToyLeaseStore:
         with self._memory.lock:
             found = self._found(claim_request.stored_key)
             if found is None:
-                until = time.monotonic() + claim_request.ttl
+                until = self._memory.now() + claim_request.ttl
                 lease = Lease(claim_request.token, claim_request, until)
                 self._memory.leases[claim_request.stored_key] = lease
                 return True
@@ -148,7 +149,7 @@ class ToyLeaseStore:
                 return found.token == token
             if self._owned(stored_key, token) is None:
                 return False
-            self._memory.leases[stored_key] = Lease(token, None, time.monotonic() + seconds)
+            self._memory.leases[stored_key] = Lease(token, None, self._memory.now() + seconds)
             return True
 
     def end_cooldown(self, stored_key: str) -> bool:
@@ -164,7 +165,11 @@ class ToyLeaseStore:
         """Who has the key."""
         with self._memory.lock:
             found = self._found(stored_key)
-            return _holder(found) if found is not None and found.claim_request is not None else None
+            return (
+                self._holder(found)
+                if found is not None and found.claim_request is not None
+                else None
+            )
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
         """Those of the keys that somebody has."""
@@ -177,14 +182,14 @@ class ToyLeaseStore:
 
     def _found(self, stored_key: str) -> Lease | None:
         found = self._memory.leases.get(stored_key)
-        return found if found is not None and found.until > time.monotonic() else None
+        return found if found is not None and found.until > self._memory.now() else None
 
     # -- marks -------------------------------------------------------------------------------------
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
         value, until = self._memory.marks.get((stored_key, name), ("", 0.0))
-        return value if until > time.monotonic() else None
+        return value if until > self._memory.now() else None
 
     def swap_mark(
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
@@ -193,7 +198,7 @@ class ToyLeaseStore:
         with self._memory.lock:
             if self.mark(stored_key, name) not in (None, expected, value):
                 return False
-            self._memory.marks[stored_key, name] = value, time.monotonic() + ttl
+            self._memory.marks[stored_key, name] = value, self._memory.now() + ttl
             return True
 
     # -- gates -------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ class ToyLeaseStore:
 
     def _gate(self, group: str) -> Gate | None:
         gate, seen, forgotten = self._memory.gates.get(group, (None, 0.0, 0.0))
-        now = time.monotonic()
+        now = self._memory.now()
         if gate is None or forgotten <= now:
             return None
         probe_for = max(0.0, gate.probe_for - (now - seen))
@@ -247,7 +252,7 @@ class ToyLeaseStore:
         )
 
     def _note(self, gate: Gate, remembered: float | None = None) -> Gate:
-        now = time.monotonic()
+        now = self._memory.now()
         known = self._memory.gates.get(gate.group)
         forgotten = known[2] if known is not None else 0.0
         if remembered is not None:
@@ -255,15 +260,14 @@ class ToyLeaseStore:
         self._memory.gates[gate.group] = gate, now, max(forgotten, now + gate.probe_for)
         return gate
 
-
-def _holder(lease: Lease) -> Holder:
-    claim_request = lease.claim_request
-    assert claim_request is not None
-    return Holder(
-        lease.token,
-        claim_request.call_id,
-        claim_request.holder,
-        claim_request.ttl,
-        lease.until - time.monotonic(),
-        claim_request.database,
-    )
+    def _holder(self, lease: Lease) -> Holder:
+        claim_request = lease.claim_request
+        assert claim_request is not None
+        return Holder(
+            lease.token,
+            claim_request.call_id,
+            claim_request.holder,
+            claim_request.ttl,
+            lease.until - self._memory.now(),
+            claim_request.database,
+        )

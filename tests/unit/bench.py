@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -14,8 +15,9 @@ from celery_leases.protocol.endings import Ending, Returned
 from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.verdicts import Answer, Call, Raise
-from tests.unit.fake_records import FakeRecords, StillClock
-from tests.unit.fake_stores import FakeStores, Journal, Seen
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from tests.distributions.toy_leases import Memory, ToyLeaseStore
+from tests.unit.memory_stores import Journal, MemoryRecords, Seen, StillClock, noted
 from tests.unit.situations import GROUP, KEY, TODAY, a_call
 
 DONE = Returned(1, "1")
@@ -52,19 +54,19 @@ class Bench:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.records = FakeRecords(
+        self.records = MemoryRecords(
             self.clock, self.journal, "acquire" if self.in_records else "claim"
         )
-        self.stores = FakeStores(self.clock, self.records, self.journal, self.in_records)
+        #: Of the leases beside the records.
+        self.memory = Memory(now=self.clock.now, began=-math.inf)
+        self.stores = self._stores()
         self.renewer = NoRenewer()
         self._tokens = count(1)
-        stores: Any = self.stores
-        records: Any = self.records
         context = Context(
-            leases=stores,
-            records=records,
-            marks=stores,
-            gates=stores,
+            leases=self.stores,
+            records=self.records,
+            marks=self.stores,
+            gates=self.stores,
             observer=self.seen,
             clock=self.clock,
             rand=lambda: 0.0,
@@ -74,6 +76,18 @@ class Bench:
         )
         renewer: Any = self.renewer
         self.execution = Execution(context, renewer)
+
+    def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
+        names = ["age", "release", "cool", "end_cooldown", "close_gate", "open_gate"]
+        store: DatabaseLeaseStore | ToyLeaseStore
+        if self.in_records:
+            store = self.records.leases()
+            names.append("take_probe")
+        else:
+            store = ToyLeaseStore(self.memory, "toy")
+            names.append("acquire")
+        noted(store, self.journal, **{name: name for name in (*names, "give_back_probe")})
+        return store
 
     def call(self, **changes: Any) -> Call:
         """A call of the group that comes back whatever it fails of, under a token of its own."""
@@ -149,12 +163,12 @@ class Bench:
     @property
     def held(self) -> bool:
         """Whether somebody holds the key."""
-        return self.stores.running(KEY.stored)
+        return self.stores.holder(KEY.stored) is not None
 
     @property
     def cools(self) -> bool:
         """Whether the lease store says that the key is cooling."""
-        found = self.stores.leases.get(KEY.stored)
+        found = self.memory.leases.get(KEY.stored)
         return found is not None and found.claim_request is None and found.until > self.clock.now()
 
 

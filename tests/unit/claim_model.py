@@ -17,11 +17,15 @@ from typing import Any
 from celery_leases.protocol.claims import Claim, claimed, decide, is_ours
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
-from celery_leases.stores.claiming import Claiming, Met
-from tests.unit.fake_records import EPOCH, SECOND, AsTold, swapped
+from celery_leases.stores.claiming import COMPARED, Claiming, Met
+from tests.unit.memory_stores import EPOCH, SECOND, AsTold
 
 TTL = 15.0
 KEY = "t:task|key"
+
+
+KEPT = ("created_at", "resumes", "progress", "publish_at", "published_at", "finished_results")
+"""The fields of a record that no claim writes."""
 
 
 class Paused(Exception):
@@ -64,6 +68,15 @@ class World:
     def seen(self) -> Record | None:
         """The row as a statement sees it now."""
         return replace(self.row, now=self.now) if self.row is not None else None
+
+
+def swapped(row: Record | None, seen: Record, new: Record) -> Record | None:
+    """The row after a swap, as in SQL: what no claim writes stays. ``None`` if the row is not as it
+    was seen.
+    """
+    if row is None or any(getattr(row, name) != getattr(seen, name) for name in COMPARED):
+        return None
+    return replace(new, **{name: getattr(row, name) for name in KEPT})
 
 
 class Broken(AssertionError):

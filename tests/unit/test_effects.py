@@ -48,7 +48,7 @@ from celery_leases.protocol.effects import (
     was_executed,
 )
 from celery_leases.protocol.endings import Lost, Returned
-from tests.unit.fake_effects import CHARGE, KEY, Attempt, Desk
+from tests.unit.effect_desk import CHARGE, KEY, Attempt, Desk
 from tests.unit.lookalikes import http_error, lookalike
 
 SECOND = 1_000_000
@@ -932,7 +932,7 @@ class TestGenerations:
             with pytest.raises(ConnectionRefusedError):
                 attempt.effect(ConnectionRefusedError())
             desk.closed(attempt.record, Lost("gone"))
-            desk.records.reset(KEY)
+            desk.records.retry(KEY)
         assert len(set(desk.called)) == 1
 
     def test_another_call_of_a_rerun_task_is_new_work(self, desk: Desk) -> None:

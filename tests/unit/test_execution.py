@@ -371,7 +371,7 @@ class TestALostLease:
     def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
         """Somebody has reset the row; his retry must not meet our cooldown."""
         reply = bench.run(
-            bench.call(), OF_THE_KEY, during=lambda _: bench.records.reset(KEY.stored)
+            bench.call(), OF_THE_KEY, during=lambda _: bench.records.retry(KEY.stored)
         )
         assert isinstance(reply, Reschedule)
         assert bench.steps("cool", "release") == ["release"]

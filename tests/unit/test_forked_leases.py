@@ -11,7 +11,7 @@ import pytest
 
 from celery_leases.errors import ForkedLease, LeaseLost
 from celery_leases.lease import Lease
-from tests.unit.fake_effects import Attempt, Desk
+from tests.unit.effect_desk import Attempt, Desk
 
 
 def in_a_fork(ask: Callable[[], Any]) -> Any:

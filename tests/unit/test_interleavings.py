@@ -18,7 +18,7 @@ from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.stores.claiming import COMPARED
-from tests.unit import fake_records
+from tests.unit import claim_model
 from tests.unit.bench import RATE_LIMITED, Bench, error
 from tests.unit.claim_model import Broken, beginnings, search, walk
 from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
@@ -106,7 +106,7 @@ class TestAnotherCallDuringACooldown:
         """
         bench = Bench()
         bench.run(bench.call(), OF_THE_KEY)
-        bench.records.reset(KEY.stored)
+        bench.records.retry(KEY.stored)
         met: list[Answer] = []
         bench.journal.before(
             "end_cooldown", lambda: met.append(bench.run(bench.call(call_id="third"), OF_THE_KEY))
@@ -155,7 +155,7 @@ class TestAnOperator:
         """Whichever comes first does the work."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
-        bench.records.reset(KEY.stored)
+        bench.records.retry(KEY.stored)
         assert bench.run(bench.call(call_id=THEIRS)) == Return(1)
         assert bench.run(bench.again(call)) == Return(1, THEIRS)
         assert len(bench.ran) == 2
@@ -164,7 +164,7 @@ class TestAnOperator:
         """It has begun before, so it is never refused."""
         call = bench.call(on_held="raise", on_cooling="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
-        bench.records.reset(KEY.stored)
+        bench.records.retry(KEY.stored)
         met: list[Answer] = []
         other = bench.call(call_id=THEIRS)
         bench.run(other, during=lambda _: met.append(bench.run(bench.again(call))))
@@ -175,7 +175,7 @@ class TestAnOperator:
         """Nothing keeps it waiting any more, and its counts are forgiven."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
-        bench.records.reset(KEY.stored)
+        bench.records.retry(KEY.stored)
         assert isinstance(bench.run(bench.again(call), OF_THE_KEY), Reschedule)
         assert (bench.row.failures, bench.row.waits) == (1, 60.0)
 
@@ -185,8 +185,8 @@ class TestAnOperator:
         call = bench.call()
 
         def retry_by_force() -> None:
-            bench.records.reset(KEY.stored)
-            bench.stores.leases.clear()
+            bench.records.retry(KEY.stored)
+            bench.memory.leases.clear()
 
         bench.journal.before("cool", retry_by_force)
         bench.run(call, OF_THE_KEY)
@@ -198,14 +198,14 @@ class TestAnOperator:
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(error(bench.run(bench.again(call))), PermanentFailure)
-        bench.records.reset(KEY.stored)
+        bench.records.retry(KEY.stored)
         assert bench.run(bench.again(call)) == Return(1)
 
     def test_a_retry_of_the_key_does_not_open_its_groups_gate(self, bench: Bench) -> None:
         """That is another decision."""
         call = bench.call()
         bench.run(call, OF_THE_GROUP)
-        bench.records.reset(KEY.stored)
+        bench.records.retry(KEY.stored)
         assert isinstance(bench.run(bench.again(call)), Reschedule)
         bench.stores.open_gate(GROUP)
         assert bench.run(bench.again(call)) == Return(1)
@@ -364,6 +364,6 @@ def test_the_search_finds_what_a_column_is_compared_for(
     """Without it a claim overwrites what it has not seen. A state changes with how an attempt ended
     or with its lease, and an owner with the fence.
     """
-    monkeypatch.setattr(fake_records, "COMPARED", [name for name in COMPARED if name != column])
+    monkeypatch.setattr(claim_model, "COMPARED", [name for name in COMPARED if name != column])
     with pytest.raises(Broken):
         all(search(world, 6) for _, world in beginnings(1))

@@ -10,8 +10,8 @@ from celery_leases.errors import CoolingDown
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Raise, Reschedule, Return
+from tests.distributions.toy_leases import Lease
 from tests.unit.bench import Bench
-from tests.unit.fake_stores import Lasting
 from tests.unit.situations import KEY, OURS, THEIRS, raised
 
 KINDS = pytest.mark.parametrize(
@@ -87,7 +87,7 @@ class TestAKeyThatCools:
             case "gone":
                 del rows[KEY.stored]
             case "reset by an operator":
-                bench.records.reset(KEY.stored)
+                bench.records.retry(KEY.stored)
             case "done":
                 rows[KEY.stored] = replace(row, state=State.DONE, result="7")
             case _:
@@ -105,7 +105,7 @@ class TestAKeyThatCools:
     def test_a_store_that_forgot_the_cooldown_changes_nothing(self, bench: Bench) -> None:
         """The claim is refused by the row, and the lease given back."""
         bench.run(bench.call(), OF_THE_KEY)
-        bench.stores.leases.clear()
+        bench.memory.leases.clear()
         bench.journal.clear()
         reply = bench.run(bench.call(call_id=THEIRS))
         assert isinstance(reply, Raise)
@@ -116,10 +116,10 @@ class TestAKeyThatCools:
     def test_a_store_of_two_minds_is_left_alone(self, bench: Bench) -> None:
         """The key cools again by the time it is taken: somebody was faster."""
         bench.run(bench.call(), OF_THE_KEY)
-        bench.records.reset(KEY.stored)
-        lasting = Lasting("other", None, bench.clock.now() + 60)
+        bench.records.retry(KEY.stored)
+        lasting = Lease("other", None, bench.clock.now() + 60)
         bench.journal.before(
-            "end_cooldown", lambda: bench.stores.leases.update({KEY.stored: lasting})
+            "end_cooldown", lambda: bench.memory.leases.update({KEY.stored: lasting})
         )
         bench.journal.away("end_cooldown")
         reply = bench.run(bench.call(call_id=THEIRS))
@@ -142,7 +142,7 @@ class TestAShutGate:
         waits = bench.run(bench.call())
         assert isinstance(waits, Reschedule)
         assert (waits.delay, waits.started) == (60.1, False)
-        assert (bench.ran, bench.records.rows, bench.held) == ([], {}, False)
+        assert (bench.ran, len(bench.records.rows), bench.held) == ([], 0, False)
 
     @KINDS
     def test_finished_work_is_replayed_through_it(self, in_records: bool) -> None:

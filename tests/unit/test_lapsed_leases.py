@@ -30,8 +30,8 @@ def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:
 
 def emptied(bench: Bench) -> None:
     """The lease store has lost its data a moment ago."""
-    bench.stores.leases.clear()
-    bench.stores.born = bench.clock.now()
+    bench.memory.leases.clear()
+    bench.memory.began = bench.clock.now()
 
 
 class TestAnEmptiedLeaseStore:
@@ -86,7 +86,7 @@ class TestAnEmptiedLeaseStore:
     def test_a_store_that_does_not_say_its_age_is_away(self, bench: Bench) -> None:
         """Nothing is taken over, the lease goes back, and the delivery is rescheduled at once."""
         runs_elsewhere(bench)
-        bench.stores.leases.clear()
+        bench.memory.leases.clear()
         bench.journal.away("age")
         began = bench.clock.now()
         reply = bench.run(bench.call())
@@ -145,7 +145,7 @@ class TestAfterAnOutageOfTheRecords:
 
         def settles() -> None:
             if bench.clock.now() > 1021.0 and bench.state is State.RUNNING:
-                assert bench.records._settle(record, after_run(other, record, DONE))
+                assert bench.records.others.settle(record, after_run(other, record, DONE))
             bench.journal.before("acquire", settles)
 
         settles()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from celery_leases.attempt.acquire import ClaimedAttempt
 from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.endings import (
@@ -25,7 +26,7 @@ from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
 from tests.unit.bench import DONE, RATE_LIMITED, Bench
-from tests.unit.situations import GROUP, KEY, THEIRS, a_record, probed, raised, waiting
+from tests.unit.situations import GROUP, KEY, THEIRS, a_record, raised, waiting
 
 OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
 OF_THE_GROUP = raised(cooldown("30s", scope="group"), reason=Reason.RATE_LIMITED)
@@ -66,8 +67,8 @@ class TestWhoProbes:
     def test_a_probe_that_was_killed_gives_way_when_its_slot_ends(self, bench: Bench) -> None:
         """Its slot lasts as long as its lease, and nobody renews either."""
         dead = bench.call(key=OTHER_KEY)
-        bench.stores.known[GROUP] = replace(probed(15.0), probe=dead.token)
-        bench.stores.noted[GROUP] = bench.clock.now()
+        bench.half_open()
+        assert isinstance(bench.execution.entry.enter(dead), ClaimedAttempt)
         assert isinstance(bench.run(bench.call()), Reschedule)
         bench.clock.sleep(15.0)
         assert bench.run(bench.call()) == Return(1)
@@ -151,7 +152,7 @@ class TestWhatItsEndMeans:
 
     def test_an_outcome_that_is_not_accepted_is_no_finding(self, bench: Bench) -> None:
         """Somebody has taken the key away meanwhile; the slot is given back all the same."""
-        bench.run(bench.call(), DONE, during=lambda _: bench.records.reset(KEY.stored))
+        bench.run(bench.call(), DONE, during=lambda _: bench.records.retry(KEY.stored))
         assert free(bench)
 
     def test_a_lost_lease_leaves_slot_and_gate_alone(self, bench: Bench) -> None:
@@ -215,7 +216,7 @@ class TestAGateClosedOverItsProbe:
 
 def is_running(bench: Bench, crashes: int) -> None:
     """A row that a dead process left behind, for the so-many-th time."""
-    before = bench.records.now - 60_000_000
+    before = bench.records.now() - 60_000_000
     bench.records.rows[KEY.stored] = a_record(
         State.RUNNING, crashes=crashes - 1, lease_store=bench.stores.name, started_at=before
     )
@@ -223,7 +224,7 @@ def is_running(bench: Bench, crashes: int) -> None:
 
 def stores_row(bench: Bench, record: Record) -> None:
     """A row that the records hold, whose times are those of the bench."""
-    waits = None if record.retry_at is None else bench.records.now + round(record.waits * 1e6)
+    waits = None if record.retry_at is None else bench.records.now() + round(record.waits * 1e6)
     bench.records.rows[KEY.stored] = replace(record, retry_at=waits, expires_at=None)
 
 
@@ -313,7 +314,7 @@ class TestItsSlotComesBack:
 
     def test_a_call_that_waits_in_its_process_does_not_keep_it(self, bench: Bench) -> None:
         """``lease_wait``, for a row that is held although the lease is free."""
-        until = bench.records.now + 3_000_000
+        until = bench.records.now() + 3_000_000
         bench.records.rows[KEY.stored] = a_record(
             State.RUNNING, lease_store=bench.stores.name, lease_until=until
         )

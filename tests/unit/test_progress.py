@@ -31,7 +31,7 @@ from celery_leases.protocol.progress import Progress, checked, dump, load
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import status_of
 from celery_leases.protocol.verdicts import Call
-from tests.unit.fake_effects import Attempt, Desk
+from tests.unit.effect_desk import Attempt, Desk
 from tests.unit.situations import a_call, raised
 
 

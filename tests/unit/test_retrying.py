@@ -10,7 +10,7 @@ import pytest
 
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.errors import StoreUnavailable
-from tests.unit.fake_records import StillClock
+from tests.unit.memory_stores import StillClock
 
 
 def failing(times: int, error: type[Exception] = StoreUnavailable) -> Callable[[], str]:

@@ -65,7 +65,7 @@ def runs(bench: Bench, call: Call, what: str) -> None:
     """One delivery to its end, or to its process's."""
     if what == RESET:
         if bench.records.rows and not bench.held:
-            bench.records.reset(KEY.stored)
+            bench.records.retry(KEY.stored)
         return
     if what == KILLED:
 

@@ -1,0 +1,199 @@
+"""The stores of the product in the memory of this process, under a clock that stands still: every
+step is noted, may be made to fail, and may be waited for.
+
+The published contracts hold for them: records, effects and database leases are those of SQLite,
+and the leases beside them are in the store of :mod:`tests.distributions.toy_leases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from copy import copy
+from functools import cache
+from typing import Any, TypeVar
+
+from sqlalchemy import delete, insert, select
+
+from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.claims import ALWAYS
+from celery_leases.protocol.events import Event
+from celery_leases.protocol.records import Record
+from celery_leases.stores.evidence import NEVER
+from celery_leases.stores.sql.database import engine_for
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from celery_leases.stores.sql.records import SqlRecordStore
+
+T = TypeVar("T")
+SECOND = 1_000_000
+EPOCH = 1_000_000 * SECOND
+
+
+class StillClock:
+    """Stands still until it is told otherwise, or somebody waits."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        """The time it stands at."""
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        """Let the time pass."""
+        self.time += seconds
+
+
+class Journal(list[str]):
+    """The steps of all stores in their order, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._away: dict[str, tuple[int, bool]] = {}
+        self._before: dict[str, Callable[[], object]] = {}
+
+    def away(self, *names: str, times: int = 10**9, done: bool = False) -> None:
+        """Let steps fail so many times; *done*: they are carried out, and only the reply is
+        lost.
+        """
+        self._away |= dict.fromkeys(names, (times, done))
+
+    def before(self, name: str, what: Callable[[], object]) -> None:
+        """Do something just before the next step of that name: what another worker does
+        meanwhile.
+        """
+        self._before[name] = what
+
+    def step(self, name: str, do: Callable[[], T]) -> T:
+        """Take one step."""
+        self._before.pop(name, lambda: None)()
+        self.append(name)
+        times, done = self._away.get(name, (0, False))
+        if not times:
+            return do()
+        self._away[name] = (times - 1, done)
+        if done:
+            do()
+        raise StoreUnavailable(f"{name} is away", done)
+
+
+class Seen(list[Event]):
+    """All that was observed."""
+
+    def hears(self, kind: type[Event]) -> bool:
+        """Always."""
+        return True
+
+    def observe(self, event: Event) -> None:
+        """Remember."""
+        self.append(event)
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        """The events of one kind."""
+        return [event for event in self if isinstance(event, kind)]
+
+
+class AsTold:
+    """Evidence that is given: whether the database is known to have been there for the holders of
+    lapsed leases.
+    """
+
+    def __init__(self) -> None:
+        self.answering = True
+
+    def takes_until(self, sent: float) -> int:
+        """Always, or never."""
+        return ALWAYS if self.answering else NEVER
+
+    def answered(self, sent: float, at: float, now: int) -> None:
+        """Nothing to learn."""
+
+    def failed(self, at: float) -> None:
+        """Nothing to learn."""
+
+
+def noted(store: object, journal: Journal, **steps: str) -> None:
+    """Have each of these methods of *store* be a step of *journal*, under the name that is
+    given.
+    """
+
+    def as_step(name: str, do: Callable[..., T]) -> Callable[..., T]:
+        return lambda *given, **more: journal.step(name, lambda: do(*given, **more))
+
+    for method, name in steps.items():
+        setattr(store, method, as_step(name, getattr(store, method)))
+
+
+@cache
+def _in_memory() -> SqlRecordStore:
+    store = SqlRecordStore(engine_for("sqlite://"))
+    store.migrate()
+    return store
+
+
+@cache
+def _leases_in_memory() -> DatabaseLeaseStore:
+    return DatabaseLeaseStore(_in_memory())
+
+
+class Rows(MutableMapping[str, Record]):
+    """The rows of all keys, to look at and to put in place."""
+
+    def __init__(self, store: SqlRecordStore) -> None:
+        self._store = store
+        self._table = store.tables.records
+
+    def __getitem__(self, stored_key: str) -> Record:
+        found = self._store.read(stored_key)
+        if found is None:
+            raise KeyError(stored_key)
+        return found
+
+    def __setitem__(self, stored_key: str, record: Record) -> None:
+        self.pop(stored_key, None)
+        self._store.database.count(insert(self._table), self._store.by.layout.of_record(record))
+
+    def __delitem__(self, stored_key: str) -> None:
+        deleting = delete(self._table).where(self._table.c.stored_key == stored_key)
+        self._store.database.count(deleting, {})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(
+            [row["stored_key"] for row in self._store.database.all(select(self._table), {})]
+        )
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class MemoryRecords(SqlRecordStore):
+    """Records in SQLite in memory, without any row; each step is noted. *look* is the name of the
+    step that inserts or reads. The latest store has the database for itself.
+    """
+
+    def __init__(self, clock: StillClock, journal: Journal, look: str = "claim") -> None:
+        # Its statements are those of the first store: to write them takes 30 times as long.
+        vars(self).update(vars(_in_memory()))
+        self.evidence: Any = AsTold()
+        self.database.host_now = lambda: EPOCH + round(clock.now() * SECOND)
+        with self.database.engine.connect() as connection:
+            for table in ("records", "effects", "marks", "gates"):
+                connection.exec_driver_sql(f"DELETE FROM {getattr(self.tables, table)}")  # noqa: S608
+        #: The same records, for what others do without a note.
+        self.others = copy(_in_memory())
+        self.others.evidence = self.evidence
+        self.rows = Rows(self.others)
+        noted(self, journal, insert_or_read=look, swap="swap", read="read", settle="settle")
+
+    def row(self, stored_key: str) -> Record | None:
+        """The row, read by nobody."""
+        return self.rows.get(stored_key)
+
+    def retry(self, stored_key: str) -> None:
+        """What an operator's retry does: a new fence, nothing to wait for, nothing counted."""
+        self.others.reset(stored_key, keep=True, forgive=True)
+
+    def leases(self) -> DatabaseLeaseStore:
+        """The leases that are rows."""
+        found = copy(_leases_in_memory())
+        found.records = self
+        return found
