@@ -683,13 +683,16 @@ class LeaseClient:
         namespace: str | None = None,
         force: bool = False,
         retention: Duration | None = None,
+        found: LeaseStatus | None = None,
     ) -> LeaseStatus:
         """Say of a key what an operator has found out, above all of an ``uncertain`` one.
 
         ``"done"``: the work is done; later callers get *result* (JSON) for *retention*, by default
         the task's ``lease_retention``. ``"retry"``: the effects in doubt have not happened; it may
-        run again, and nothing is queued by this. Raises :class:`~celery_leases.errors.LeaseIsLive`
-        while somebody runs it, unless *force*, :class:`~celery_leases.errors.AlreadyDone`,
+        run again, and nothing is queued by this. *found* is the status that the operator has seen:
+        a key that another attempt has had since, or that is in another state, is not changed.
+        Raises :class:`~celery_leases.errors.LeaseIsLive` for such a key, and while somebody runs
+        it, unless *force*, :class:`~celery_leases.errors.AlreadyDone`,
         :class:`~celery_leases.errors.UnknownKey`, and
         :class:`~celery_leases.errors.LeaseMisuse` for a result that is no JSON.
         """
@@ -707,13 +710,17 @@ class LeaseClient:
                 force=force,
                 retention=retention,
                 undone=True,
+                found=found,
             )
         stored, record, holder = self._look(key, namespace or task, force=force)
+        if found is not None and not _is_as_found(record, found):
+            raise self._moved_on(key, stored)
         if record is None:
             raise UnknownKey(f"there is no record for {key}", key)
         if record.state is State.DONE:
             raise AlreadyDone(f"{key} is done already", key, record.call_id)
-        if not self._records.resolve(stored, text, _span(retention), None if force else record):
+        seen = None if force and found is None else record
+        if not self._records.resolve(stored, text, _span(retention), seen):
             raise self._moved_on(key, stored)
         self._leases.end_cooldown(stored)
         if holder is not None:

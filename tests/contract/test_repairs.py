@@ -112,6 +112,25 @@ def test_by_force_it_is_ended_all_the_same(
     )
 
 
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("command", ["resolve done", "resolve retry"])
+def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
+    client: LeaseClient, sql_records: SqlRecordStore, command: str, *, force: bool
+) -> None:
+    """The key is in doubt again, but by another attempt than the one he has looked into."""
+    old = uncertain(sql_records)
+    found = client.status(old.stored_key)
+    client.resolve(old.stored_key, "retry")
+    later = won(sql_records, make_claim_request(old.stored_key), DATABASE)
+    closed(sql_records, later, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
+    with pytest.raises(LeaseIsLive, match="has moved on meanwhile, and is uncertain now"):
+        COMMANDS[command](client, old.stored_key, found=found, force=force)
+    assert row(sql_records, old.stored_key).state is State.UNCERTAIN
+    now = client.status(old.stored_key)
+    COMMANDS[command](client, old.stored_key, found=now, force=force)
+    assert row(sql_records, old.stored_key).state is not State.UNCERTAIN
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str

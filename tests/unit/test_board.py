@@ -556,6 +556,27 @@ def test_an_uncertain_key_is_resolved(shop: Shop, ann: Visitor) -> None:
     assert "1 left as they are" in words(ann.sends("/keys/act", given).text)
 
 
+@pytest.mark.parametrize("action", ["resolve_done", "resolve_retry"])
+def test_a_key_that_changes_just_before_it_is_resolved_is_left_alone(
+    shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """The attempt that came meanwhile is in doubt by itself."""
+    shop.put("order:1", State.UNCERTAIN)
+    given, _ = ann.confirms("/keys/confirm", [("action", action), ("seen", box(shop, "order:1"))])
+    look, came = LeaseClient._look, []
+
+    def looked(client: LeaseClient, *asked: Any, **more: Any) -> Any:
+        if not came:
+            came.append(True)
+            client.resolve(f"t:{TASK}|order:1", "retry")
+            shop.put("order:1", State.UNCERTAIN)
+        return look(client, *asked, **more)
+
+    monkeypatch.setattr(LeaseClient, "_look", looked)
+    assert "0 changed , 1 left as they are" in words(ann.sends("/keys/act", given).text)
+    assert (came, shop.state("order:1")) == ([True], "uncertain")
+
+
 def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
     given, text = ann.confirms(
         "/groups/confirm",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from celery_leases.board import texts
 from celery_leases.board.application import Answer, Asked, GoTo
@@ -145,10 +145,8 @@ def _resolved(
     for each in seen:
         key = texts.printed(each.key)
         try:
-            if not is_as_seen(client.status(each.key), each):
-                yield Step(f"left alone: {key}", changed=0, why=f"{key} has changed meanwhile")
-                continue
-            client.resolve(each.key, "done" if what == "resolve_done" else "retry", result=result)
+            outcome: Literal["done", "retry"] = "done" if what == "resolve_done" else "retry"
+            client.resolve(each.key, outcome, result=result, found=each)
         except StoreUnavailable:
             raise
         except LeasesError as error:

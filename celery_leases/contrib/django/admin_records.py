@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 from celery import _state
 from django.contrib import admin, messages
@@ -256,7 +256,7 @@ class LeaseRecordAdmin(Operated):
         }
         row = self.get_object(request, unquote(object_id))
         if row is not None and self.has_view_permission(request, row):
-            context |= _shown(row)
+            context |= _shown(row) | {"leases_seen": _seen(row)}
         return super().change_view(request, object_id, form_url, context)
 
     # -- actions -----------------------------------------------------------------------------------
@@ -289,13 +289,29 @@ class LeaseRecordAdmin(Operated):
             self.message_user(request, "Select keys on one page.", messages.WARNING)
             return None
         problem, result = _result(request) if what == "resolve_done" else (None, None)
-        if request.POST.get("confirmed") != "yes" or problem:
-            return self._asked(request, rows, what, problem)
         as_shown = dict(
             seen.split(" ", 1)[::-1] for seen in request.POST.getlist("seen") if " " in seen
         )
+        if request.POST.get("confirmed") != "yes" or problem:
+            return self._asked_again(request, rows, what, as_shown, problem)
         self._do(request, rows, what, as_shown, result)
         return HttpResponseRedirect(request.get_full_path())
+
+    def _asked_again(
+        self,
+        request: Any,
+        rows: Sequence[Any],
+        what: str,
+        as_shown: dict[str, str],
+        problem: str | None,
+    ) -> Any:
+        """Ask about the rows that are still as a page has shown them, if one has."""
+        same = [row for row in rows if as_shown.get(row.stored_key, _as_is(row)) == _as_is(row)]
+        for row in rows:
+            if row not in same:
+                text = f"Left alone: {row.key} has changed meanwhile: look again"
+                self.message_user(request, text, messages.WARNING)
+        return self._asked(request, same, what, problem) if same else None
 
     def _asked(self, request: Any, rows: Sequence[Any], what: str, problem: str | None) -> Any:
         _, label, means = ACTIONS[what]
@@ -307,7 +323,7 @@ class LeaseRecordAdmin(Operated):
             "label": label,
             "means": means,
             "count": _keys(len(rows)),
-            "rows": [(row, f"{row.fence}:{row.state} {row.stored_key}") for row in rows],
+            "rows": [(row, _seen(row)) for row in rows],
             "checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "problem": problem,
             "result": request.POST.get("result", ""),
@@ -321,7 +337,7 @@ class LeaseRecordAdmin(Operated):
         leases, changed, left = client(), 0, []
         for row in rows:
             try:
-                if as_shown.get(row.stored_key) != f"{row.fence}:{row.state}":
+                if as_shown.get(row.stored_key) != _as_is(row):
                     left.append(f"{row.key} has changed meanwhile: look again")
                     continue
                 why = _changed(
@@ -347,6 +363,16 @@ class LeaseRecordAdmin(Operated):
             )
 
 
+def _as_is(row: Any) -> str:
+    """What a row must still be when the answer comes."""
+    return f"{row.fence}:{row.state}"
+
+
+def _seen(row: Any) -> str:
+    """The same, for a field of a form."""
+    return f"{_as_is(row)} {row.stored_key}"
+
+
 def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
     def act(model_admin: LeaseRecordAdmin, request: Any, queryset: Any) -> Any:
         return model_admin.act(request, queryset, what)
@@ -364,7 +390,8 @@ def _changed(leases: LeaseClient, row: Any, what: str, result: Any, *, publish: 
         (change,) = leases.change(what, [seen], publish=publish)  # type: ignore[arg-type]
         return None if change.done else f"{row.key}: {change.why}"
     try:
-        leases.resolve(row.stored_key, "done" if what == "resolve_done" else "retry", result=result)
+        outcome: Literal["done", "retry"] = "done" if what == "resolve_done" else "retry"
+        leases.resolve(row.stored_key, outcome, result=result, found=seen)
     except StoreUnavailable:
         raise
     except (LeasesError, ValueError) as error:

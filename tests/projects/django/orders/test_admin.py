@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import skipIf
+from typing import Any
+from unittest import mock, skipIf
 from urllib.parse import quote
 
 from django.conf import settings
@@ -227,6 +228,52 @@ class AdminTests(TransactionTestCase):
         text = self.post("forget", self.failed, confirmed="yes", seen=seen)
         self.assertIn("refund:2 has changed meanwhile", text)
         self.assertFalse(LogEntry.objects.exists())
+
+    def test_a_key_that_has_changed_since_its_page_was_shown_is_not_asked_about(self) -> None:
+        """Its page says what was seen."""
+        actions = ("retry", "release", "forget", "resolve")
+        self.login(*(f"{name}_leaserecord" for name in actions))
+        shown = self.client.get(page_of(self.failed)).content.decode()
+        (seen,) = re.findall(r'name="seen" value="([^"]+)"', shown)
+        self.assertIn("Yes, forget", self.post("forget", self.failed, seen=seen))
+        LeaseClient.from_app(app, eager=False).retry("refund:2", task=refund.name)
+        for what in ("retry", "release", "forget", "resolve_done", "resolve_retry"):
+            text = self.post(what, self.failed, seen=seen)
+            self.assertIn("refund:2 has changed meanwhile", text)
+            self.assertNotIn("Yes, ", text)
+
+    def test_a_second_answer_is_about_what_the_first_page_showed(self) -> None:
+        """A result that was no JSON is asked for again, but not of a key that has changed."""
+        self.login("resolve_leaserecord")
+        seen = re.findall(r'name="seen" value="([^"]+)"', self.post("resolve_done", self.failed))
+        LeaseClient.from_app(app, eager=False).retry("refund:2", task=refund.name)
+        answer = {"confirmed": "yes", "seen": seen, "result": "{"}
+        self.assertIn("has changed meanwhile", self.post("resolve_done", self.failed, **answer))
+        self.failed.refresh_from_db()
+        self.assertEqual(self.failed.state, "pending")
+
+    def test_a_key_that_changes_just_before_it_is_resolved_is_left_alone(self) -> None:
+        """Between the last look and the write."""
+        self.login("resolve_leaserecord")
+        look, came = LeaseClient._look, []
+
+        def looked(client: LeaseClient, *asked: Any, **more: Any) -> Any:
+            if not came:
+                came.append(True)
+                client.retry("refund:2", task=refund.name)
+            return look(client, *asked, **more)
+
+        for what in ("resolve_done", "resolve_retry"):
+            came.clear()
+            with mock.patch.object(LeaseClient, "_look", looked):
+                text = self.confirmed(what, self.failed)
+            self.assertIn("refund:2 has moved on meanwhile", text)
+            self.failed.refresh_from_db()
+            self.assertEqual((came, self.failed.state), ([True], "pending"))
+            self.assertFalse(LogEntry.objects.exists())
+            with on_the_database():
+                refund.apply((2,))
+            self.failed.refresh_from_db()
 
     def test_forget_makes_a_key_as_good_as_new(self) -> None:
         """It is not in the list any more."""
