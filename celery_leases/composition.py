@@ -9,11 +9,11 @@ import random
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from celery_leases.attempt.context import Context
-from celery_leases.attempt.renewal import Renewer, Stores
+from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.run import Execution
 from celery_leases.concurrency import native
 from celery_leases.counting import Counting
@@ -114,13 +114,13 @@ def build(
     if settings.metrics and not in_memory:
         observer = counting = _counting(observer, purged)
         records.tag = counting.tag
-    renewer = renewed_by(
-        Stores(*kept), Stores(*asked), observer, clock, None if in_memory else purged
-    )
     host = f"{socket.gethostname()}/{os.getpid()}"
     context = Context(
         leases, records, leases, leases, observer, clock, random.random, host, time.time, stopping
     )
+    keeping = replace(context, leases=kept[0], records=kept[1])
+    asking = replace(context, leases=asked[0])
+    renewer = renewed_by(keeping, asking, None if in_memory else purged)
     effects = open_effects(records)
     opened = [(leases, records), kept, asked, (leases, purged)]
     execution = Execution(context, renewer)

@@ -10,22 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.concurrency import native
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import deadlines
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
 from celery_leases.protocol.keys import bounded
-from celery_leases.protocol.ports import (
-    Clock,
-    LeaseStore,
-    Observer,
-    RecordStore,
-    Renewal,
-    RenewalResult,
-)
+from celery_leases.protocol.ports import RecordStore, Renewal, RenewalResult
 from celery_leases.protocol.records import Record, State
 
 TAKEN = "taken by another owner"
@@ -38,39 +31,24 @@ PURGE_BATCH = 500
 PURGE_PAUSE = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """Separate connections to the stores of leases and records."""
-
-    leases: LeaseStore
-    records: RecordStore
-
-
 class Renewer:
-    """All leases of one process. Only the keeper uses *keeping*: stores with connections of their
-    own, whose calls end within the tightest ttl / 10. Bodies use *asking*; bodies in greenlets must
-    not share connections with a real thread. If *purged* is given, a thread of its own deletes
-    expired records there.
+    """All leases of one process. Only the keeper uses the stores of *keeping*, which have
+    connections of their own, and whose calls end within the tightest ttl / 10. Bodies use those of
+    *asking*; bodies in greenlets must not share connections with a real thread. If *purged* is
+    given, a thread of its own deletes expired records there.
     """
 
-    def __init__(
-        self,
-        keeping: Stores,
-        asking: Stores,
-        observer: Observer,
-        clock: Clock,
-        purged: RecordStore | None,
-    ) -> None:
+    def __init__(self, keeping: Context, asking: Context, purged: RecordStore | None) -> None:
         self._keeping = keeping
         self._purged = purged
         self._asking = asking
-        self._observer = observer
-        self._clock = clock
+        self._observer = asking.observer
+        self._clock = asking.clock
         self._held_leases: dict[str, HeldLease] = {}
         self._lock = native.allocate_lock()
         self._unstarted = [self._keep, self._watch]
         # At once, because a process may live for one task only.
-        self._purge_at = clock.now() if purged is not None else math.inf
+        self._purge_at = self._clock.now() if purged is not None else math.inf
         self._purging = False
         self._closed = False
         self._keeper_bell = native.Wakeup()
@@ -242,7 +220,7 @@ class Renewer:
         kept: RenewalResult | StoreUnavailable,
         sent: float,
         ttl: float,
-        stores: Stores,
+        stores: Context,
     ) -> None:
         if isinstance(kept, StoreUnavailable):
             raise kept
@@ -266,7 +244,7 @@ class Renewer:
                     LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), late=late)
                 )
 
-    def _reassert(self, held_lease: HeldLease, sent: float, stores: Stores) -> None:
+    def _reassert(self, held_lease: HeldLease, sent: float, stores: Context) -> None:
         if held_lease.work.completing and _is_still(held_lease, State.DONE, stores):
             held_lease.complete()
             return
@@ -288,7 +266,7 @@ class Renewer:
             LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), reasserted=True)
         )
 
-    def _taken(self, held_lease: HeldLease, stores: Stores) -> None:
+    def _taken(self, held_lease: HeldLease, stores: Context) -> None:
         """The lease has another token: it is lost, unless the attempt still owns the record, so
         that another call only reads it.
 
@@ -308,7 +286,7 @@ class Renewer:
                 False,
             )
 
-    def _take_away(self, held_lease: HeldLease, stores: Stores) -> None:
+    def _take_away(self, held_lease: HeldLease, stores: Context) -> None:
         self._lose(held_lease, FORGOTTEN)
         stores.leases.release(held_lease.claim_request.stored_key, held_lease.claim_request.token)
 
@@ -398,7 +376,7 @@ def _looked_at(held_lease: HeldLease) -> float:
     return held_lease.stop if held_lease.lost is None else held_lease.nudge_at
 
 
-def _is_still(held_lease: HeldLease, state: State, stores: Stores) -> bool:
+def _is_still(held_lease: HeldLease, state: State, stores: Context) -> bool:
     """Whether the record is in *state* by this attempt."""
     return _is_by(held_lease, stores.records.read(held_lease.claim_request.stored_key), state)
 

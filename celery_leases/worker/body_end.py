@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -18,6 +17,7 @@ from celery.exceptions import (
 )
 from celery.worker import state as worker_state
 
+from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.errors import KeyUnusable, LeaseLost, RecordUnreadable, Snooze
 from celery_leases.failures.actions import Classification, Reason, permanent
@@ -60,7 +60,7 @@ class BodyEnd:
     interrupt_guard: InterruptGuard
     call: Call
     held_lease: HeldLease
-    wall_time: Callable[[], float]
+    context: Context
 
     def by(self, error: BaseException, elapsed: float) -> Ending:
         """What *error*, raised *elapsed* seconds after the body began, means for the attempt."""
@@ -114,7 +114,9 @@ class BodyEnd:
         return self._judged(error, traceback_of(error))
 
     def _judged(self, error: BaseException, traceback: str | None) -> Raised:
-        judgement = self.call.options.classifier.judge(error, self.wall_time(), time.monotonic)
+        judgement = self.call.options.classifier.judge(
+            error, self.context.wall_time(), time.monotonic
+        )
         return Raised(error, failure_of(error), judgement, traceback)
 
     def _arguments_fit(self) -> bool:
@@ -154,7 +156,7 @@ class BodyEnd:
             return None
         if isinstance(retry.when, datetime):
             when = retry.when if retry.when.tzinfo else retry.when.replace(tzinfo=UTC)
-            return max(0.0, (when - datetime.now(UTC)).total_seconds())
+            return max(0.0, when.timestamp() - self.context.wall_time())
         return float(retry.when)
 
     def _same_key(self, signature: Any) -> bool:

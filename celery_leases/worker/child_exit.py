@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from celery_leases.attempt.context import Context
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.concurrency import greenlets, native
 from celery_leases.errors import StoreUnavailable
@@ -165,14 +166,14 @@ def _call_off(revoked: DeadChild) -> None:
 
 def _written_off(parts: apps.AppParts, call: Call) -> bool:
     """Write that *call* was revoked, unless it runs, has finished, or the key is another call's."""
-    record = _patiently(parts, lambda: parts.records.read(call.key.stored))
+    record = _patiently(parts.context, lambda: parts.records.read(call.key.stored))
     if (
         record is None
         or record.call_id != call.call_id
         or record.state not in (State.PENDING, State.COOLING)
     ):
         return False
-    return _patiently(parts, lambda: parts.records.call_off(record))
+    return _patiently(parts.context, lambda: parts.records.call_off(record))
 
 
 def watch(pid: int) -> None:
@@ -240,42 +241,41 @@ def _close(dead_child: DeadChild, call: Call) -> None:
     if _is_there(dead_child.pid):
         raise TimeoutError(f"process {dead_child.pid} is still there")
     parts = apps.parts_of(dead_child.task.app, eager=False)
-    leases, stored = parts.leases, call.key.stored
+    context = parts.context
     settled: Exception | None = None
     try:
-        _settle(parts, call, dead_child)
+        _settle(context, call, dead_child)
         if dead_child.death is Death.REVOKED:  # a child that a signal ended cannot tell why
             _written_off(parts, call)
     except StoreUnavailable as error:
         settled = error
-    if not leases.in_records:
-        leases.release(stored, dead_child.token)
+    if not context.leases.in_records:
+        context.leases.release(call.key.stored, dead_child.token)
     if call.group is not None:
-        leases.give_back_probe(call.group, dead_child.token)
+        context.gates.give_back_probe(call.group, dead_child.token)
     if settled is not None:
         raise settled
 
 
-def _settle(parts: apps.AppParts, call: Call, dead_child: DeadChild) -> None:
-    record = _patiently(parts, lambda: parts.records.read(call.key.stored))
+def _settle(context: Context, call: Call, dead_child: DeadChild) -> None:
+    record = _patiently(context, lambda: context.records.read(call.key.stored))
     if record is None or not record.is_attempt(State.RUNNING, dead_child.token):
         return
     outcome = died(call, record, dead_child.death)
-    if not _patiently(parts, lambda: parts.records.settle(record, outcome)):
+    if not _patiently(context, lambda: context.records.settle(record, outcome)):
         return
-    observer = parts.context.observer
     if outcome.crashes > record.crashes:
-        observer.observe(
+        context.observer.observe(
             events.CrashSeen(**call.subject, crashes=outcome.crashes, host=record.holder)
         )
     took = (record.now - record.started_at) / 1e6
-    observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
+    context.observer.observe(events.AttemptSettled.by(call.subject, record, outcome, took, took))
 
 
-def _patiently(parts: apps.AppParts, step: Callable[[], T]) -> T:
+def _patiently(context: Context, step: Callable[[], T]) -> T:
     """Take a step in the database, and repeat it for a short time."""
     return retrying(
-        step, lambda: math.inf, parts.clock, repeatable=lambda _, tries: tries < REPEATED
+        step, lambda: math.inf, context.clock, repeatable=lambda _, tries: tries < REPEATED
     )
 
 

@@ -238,7 +238,8 @@ class Delivery:
         """End a redelivered message that has expired, unless its call has begun: then the message
         is only a copy.
         """
-        if self.pin.started or not is_over(self.request.expires, datetime.now(UTC)):
+        now = datetime.fromtimestamp(self.parts.context.wall_time(), UTC)
+        if self.pin.started or not is_over(self.request.expires, now):
             return
         try:
             record = self.parts.records.read(call.key.stored)
@@ -265,7 +266,7 @@ class Delivery:
         if on_lost == "kill" and self.request.is_eager:
             on_lost = "interrupt"  # an eager call runs in the caller's own process
         before = enter_body(Lease(held_lease, record, steps, self.process))
-        began = time.monotonic()
+        began = self.parts.clock.now()
         try:
             try:
                 try:
@@ -279,11 +280,15 @@ class Delivery:
                 if os.getpid() != self.process:
                     _end_the_forked()
         except BaseException as error:  # noqa: BLE001 - every way a body can end is told apart below
-            wall_time = self.parts.context.wall_time
             end = BodyEnd(
-                self.task, self.request, self.interrupt_guard, call, held_lease, wall_time
+                self.task,
+                self.request,
+                self.interrupt_guard,
+                call,
+                held_lease,
+                self.parts.context,
             )
-            return end.by(error, time.monotonic() - began)
+            return end.by(error, self.parts.clock.now() - began)
         return Returned(value, *encode(value, self.options.result_max))
 
     # -- what Celery gets --------------------------------------------------------------------------
@@ -350,7 +355,7 @@ class Delivery:
         }
         news["held"] = again.held
         self._pin(call, **(news | ({"started": True} if again.started else {})))
-        retry, began = _retry_of(again), time.monotonic()
+        retry, began = _retry_of(again), self.parts.clock.now()
         published = self._publish(call, again, delay)
         if again.retrying:
             self._still_a_retry(again)
@@ -373,7 +378,9 @@ class Delivery:
                 call.call_id,
                 exc_info=again.cause,
             )
-        if retry is not None and not (time.monotonic() - began > delay and self._celery_knows()):
+        if retry is not None and not (
+            self.parts.clock.now() - began > delay and self._celery_knows()
+        ):
             raise retry from again.cause
         reason = f"rescheduled: {again.reason}"
         raise (

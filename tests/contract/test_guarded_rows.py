@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -19,8 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
+from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.renewal import TAKEN, Renewer, Stores
+from celery_leases.attempt.renewal import TAKEN, Renewer
 from celery_leases.errors import LeaseLost, StoreUnavailable, WrongDatabase
 from celery_leases.protocol.ports import Claimed, Renewal, RenewalResult
 from celery_leases.protocol.records import Record, Refused, Won
@@ -355,9 +357,16 @@ class Guarded:
         self.leases = DatabaseLeaseStore(records)
         claim_request = make_claim_request(fresh_key(), ttl=SHORT)
         self.record = won(records, claim_request, self.leases.name)
-        stores, clock, nobody = Stores(self.leases, records), FakeClock(), Seen()
-        asked = Stores(DatabaseLeaseStore(asking), asking) if asking is not None else stores
-        self.renewer = Renewer(stores, asked, nobody, clock, None)
+        leases, clock = self.leases, FakeClock()
+        context = Context(
+            leases, records, leases, leases, Seen(), clock, lambda: 0.0, "h/1", lambda: 0.0
+        )
+        asked = (
+            replace(context, leases=DatabaseLeaseStore(asking), records=asking)
+            if asking is not None
+            else context
+        )
+        self.renewer = Renewer(context, asked, None)
         self.held_lease = HeldLease(claim_request, clock.now(), clock)
         self.held_lease.fence = self.record.fence
         self.renewer._held_leases[claim_request.token] = self.held_lease

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from celery_leases.attempt import renewal
+from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
-from celery_leases.attempt.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer, Stores
+from celery_leases.attempt.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.protocol.ports import Renewal, RenewalResult
@@ -132,8 +133,11 @@ class Bench:
 
     def __post_init__(self) -> None:
         records: Any = self.records
-        stores = Stores(self.leases, records)  # type: ignore[arg-type]
-        self.renewer = Renewer(stores, stores, self.seen, self.clock, records)
+        leases: Any = self.leases
+        context = Context(
+            leases, records, leases, leases, self.seen, self.clock, lambda: 0.0, "h/1", lambda: 0.0
+        )
+        self.renewer = Renewer(context, context, records)
 
     def held_lease(self, token: str = OURS, ttl: float = TTL, **options: Any) -> HeldLease:
         """A lease sent for just now, known to the renewer but not to its threads."""
