@@ -62,6 +62,29 @@ class Shop:
         with self.records.database.engine.begin() as connection:
             connection.execute(text(statement))
 
+    def multiply(self, key: str, number: int) -> None:
+        """Copy the record of *key* so many times, each under a key of its own with ``:number``
+        behind it, each begun a second before the one of the next number.
+        """
+        columns = self.records.tables.records.c.keys()
+        changed = {
+            "stored_key": "stored_key || ':' || n",
+            "key": "\"key\" || ':' || n",
+            **{
+                name: f"{name} - CAST({number} - n AS BIGINT) * 1000000"
+                for name in ("created_at", "started_at", "finished_at")
+            },
+        }
+        values = ", ".join(changed.get(name, f'"{name}"') for name in columns)
+        names = ", ".join(f'"{name}"' for name in columns)
+        for first in range(1, number + 1, 100_000):  # a long statement would be given up
+            last = min(number, first + 99_999)
+            self.sql(
+                f"INSERT INTO celery_leases_records ({names}) "  # noqa: S608
+                f"WITH RECURSIVE numbers (n) AS (SELECT {first} UNION ALL SELECT n + 1 FROM numbers WHERE n < {last}) "
+                f"SELECT {values} FROM celery_leases_records, numbers WHERE stored_key = 't:{TASK}|{key}'"
+            )
+
     def state(self, key: str) -> str:
         """Where a key stands."""
         return self.client.status(f"t:{TASK}|{key}").state
