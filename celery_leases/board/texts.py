@@ -11,8 +11,7 @@ from celery_leases.board.drawing import precise
 from celery_leases.common.durations import in_short, in_words
 from celery_leases.common.redaction import redact, shortened
 from celery_leases.common.texts import printable
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED, LeaseStatus
+from celery_leases.protocol.status import next_try
 
 LONGEST: Final = 20_000
 
@@ -55,16 +54,6 @@ def as_json(value: Any) -> str:
         return ""
     text = redact(json.dumps(value, indent=2, default=str, ensure_ascii=False))
     return shortened(printable(text, LONGEST, keep="\n"), LONGEST)
-
-
-def next_try(status: LeaseStatus) -> str:
-    """When the call of a key comes back, in few words."""
-    if status.state == ABANDONED:
-        return "redelivery"
-    if status.state not in (State.PENDING, State.COOLING):
-        return ""
-    wait = f"in {in_short(status.retry_after)}" if status.retry_after else "now"
-    return wait if status.resumes else f"when called, {wait}"
 
 
 def own_key(stored: str) -> str:

@@ -29,8 +29,7 @@ from celery_leases.cli.root import app_of, client_of, leases, whose
 from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import in_short, in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.records import State
-from celery_leases.protocol.status import ABANDONED, LeaseStatus
+from celery_leases.protocol.status import LeaseStatus, next_try
 from celery_leases.worker.app_settings import settings_of
 
 HEAD: Row = (
@@ -73,19 +72,10 @@ def row_of(status: LeaseStatus) -> Row:
         status.key,
         status.task or "",
         *spans,
-        _next_try(status),
+        next_try(status),
         status.reason or "",
     )
     return (*known, *counts, status.holder or "")
-
-
-def _next_try(status: LeaseStatus) -> str:
-    if status.state == ABANDONED:
-        return "redelivery"
-    if status.state not in (State.PENDING, State.COOLING):
-        return ""
-    wait = f"in {in_short(status.retry_after)}" if status.retry_after else "now"
-    return wait if status.resumes else f"when called, {wait}"
 
 
 class _Listing:

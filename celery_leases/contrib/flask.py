@@ -17,7 +17,7 @@ from flask import Blueprint, Flask, Response, current_app, has_request_context, 
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, LeasesError, UnknownKey
 from celery_leases.http import POLL_AFTER, HttpAnswer, answer, forbidden
-from celery_leases.stores.urls import written_url
+from celery_leases.stores.urls import rewritten_url
 from celery_leases.submitting import submit
 from celery_leases.task import LeasedMixin
 
@@ -230,15 +230,7 @@ def _share_database(app: Flask, celery: Celery) -> None:
     with app.app_context():
         url = app.extensions["sqlalchemy"].engine.url
     if url.get_backend_name() != "sqlite" or url.database not in _MEMORY:
-        celery.conf.leases_database_url = written_url(
-            url.drivername,
-            database=url.database,
-            username=url.username,
-            password=url.password,
-            host=url.host,
-            port=url.port,
-            query=url.query,
-        )
+        celery.conf.leases_database_url = rewritten_url(url)
 
 
 @click.command(

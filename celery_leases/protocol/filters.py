@@ -111,11 +111,6 @@ class RecordFilter:
         return cls(tuple(states), task, group, prefix, reason, crashed=crashed, **times)
 
     @property
-    def anything(self) -> bool:
-        """Whether every record matches."""
-        return self == RecordFilter()
-
-    @property
     def row_states(self) -> tuple[str, ...]:
         """The states that a row may have; empty: all."""
         if UNREADABLE in self.states or self.reason == RECORD_UNREADABLE:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Final
 
-from celery_leases.common.durations import in_words
+from celery_leases.common.durations import in_short, in_words
 from celery_leases.errors import Cooldown, RecordUnreadable, RetryLater
 from celery_leases.protocol import history
 from celery_leases.protocol import progress as saved
@@ -319,6 +319,16 @@ class GroupStatus:
     def as_json(self) -> dict[str, Any]:
         """Plain values, datetimes in ISO 8601."""
         return _plain(asdict(self))
+
+
+def next_try(status: LeaseStatus) -> str:
+    """When the call of a key comes back, in few words."""
+    if status.state == ABANDONED:
+        return "redelivery"
+    if status.state not in (State.PENDING, State.COOLING):
+        return ""
+    wait = f"in {in_short(status.retry_after)}" if status.retry_after else "now"
+    return wait if status.resumes else f"when called, {wait}"
 
 
 def status_of(

@@ -16,11 +16,11 @@ from typing import Any
 import click
 
 from example_project.demo.bill import LEASES, PLAIN, Account, Bill, Promise
-from example_project.demo.conversation import ask
 from example_project.demo.model import PRICE, Charge, charges
 from example_project.demo.narrator import Narrator
 from example_project.demo.stage import CommandFailed, Stage
 from example_project.demo.story import Story, perform
+from example_project.json_over_http import Refused, ask
 
 FIVE_MINUTES = 300
 """Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5
@@ -97,8 +97,8 @@ class PaidStage(Stage):
 
     def _ask(self, server: str, path: str, value: Any, method: str = "POST") -> Any:
         try:
-            return ask(f"{self._urls[server]}/{path}", value, method)
-        except OSError as error:
+            return ask(f"{self._urls[server]}/{path}", value, method=method, timeout=20)
+        except (OSError, Refused) as error:
             raise CommandFailed(f"{server} does not answer: {error}") from None
 
     def operate(self, *words: str) -> str:

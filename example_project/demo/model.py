@@ -24,7 +24,7 @@ from pathlib import Path
 from socketserver import ThreadingTCPServer
 
 from example_project import jsonlines
-from example_project.demo.conversation import Conversation, serve
+from example_project.json_over_http import Handler, serve
 
 PRICE = 2
 """Cents for each call."""
@@ -92,7 +92,7 @@ class Model(ThreadingTCPServer):
             error = {"code": "rate_limit_exceeded", "message": f"{model} is busy"}
             return (
                 status,
-                {"Retry_After": str(math.ceil(wait))},
+                {"Retry-After": str(math.ceil(wait))},
                 json.dumps({"error": error}).encode(),
             )
         time.sleep(THINKING)
@@ -100,18 +100,18 @@ class Model(ThreadingTCPServer):
         return status, {}, summary[: len(summary) // 2] if broken_off else summary
 
 
-class _Call(Conversation):
+class _Call(Handler):
     server: Model
 
     def do_POST(self) -> None:  # noqa: N802 - the name http.server calls
         asked = self.asked()
         account = self.headers["Authorization"].removeprefix("Bearer ")
         status, headers, body = self.server.bill(account, asked["model"], asked["document"])
-        self.answer(body, status, **headers)
+        self.send(body, status, headers)
 
     def do_PUT(self) -> None:  # noqa: N802 - the name http.server calls
         self.server.troubles[self.path.rpartition("/")[2]] = Trouble(**self.asked())
-        self.answer(b"null")
+        self.answer(None)
 
 
 def charges(ledger: Path) -> list[Charge]:

@@ -11,7 +11,6 @@ that name. It imports no task.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from socketserver import TCPServer
 from celery_leases import LeaseClient
 from example_project import app
 from example_project.demo import journal
-from example_project.demo.conversation import Conversation, serve
+from example_project.json_over_http import Handler, serve
 
 PAUSE = 0.05
 """Seconds between two presses; a hurried finger."""
@@ -50,7 +49,7 @@ class Website(TCPServer):
         return self.leases.status(key, task=task).message()
 
 
-class _Visit(Conversation):
+class _Visit(Handler):
     server: Website
 
     def do_POST(self) -> None:  # noqa: N802 - the name http.server calls
@@ -58,7 +57,7 @@ class _Visit(Conversation):
             "/button": self.server.press,
             "/page": self.server.page,
         }
-        self.answer(json.dumps(serving[self.path](**self.asked())).encode())
+        self.answer(serving[self.path](**self.asked()))
 
 
 if __name__ == "__main__":

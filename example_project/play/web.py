@@ -19,8 +19,8 @@ from uuid import uuid4
 from flask import Flask, Response, abort, jsonify, request, send_from_directory
 from werkzeug.exceptions import HTTPException
 
+from example_project.json_over_http import Refused
 from example_project.play.desk import PRESSES_MAX, Desk, NotPossible
-from example_project.play.json_over_http import Refused
 
 PAGE: Final = Path(__file__).parent / "page"
 FILES: Final = {"": "play.html", "play.css": "play.css", "play.js": "play.js"}

@@ -47,7 +47,7 @@ from tests.contract.sql_stores import (
 from tests.contract.test_postgres import needs_told
 from tests.crash.proxy import CuttingProxy
 from tests.support.servers import PostgresServer
-from tests.unit.memory_stores import Seen
+from tests.unit.memory_stores import Seen, StillClock
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
@@ -330,20 +330,6 @@ def test_a_lock_that_another_attempt_has_taken_is_not_ours(
 # -- what check() asks -----------------------------------------------------------------------------
 
 
-class FakeClock:
-    """Stands still until it is told otherwise."""
-
-    time = 1000.0
-
-    def now(self) -> float:
-        """The time it stands at."""
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        """Let the time pass."""
-        self.time += seconds
-
-
 class Guarded:
     """An attempt of a short ttl whose row its body has locked, and whose lease is over: only the
     lock keeps others out.
@@ -357,7 +343,7 @@ class Guarded:
         self.leases = DatabaseLeaseStore(records)
         claim_request = make_claim_request(fresh_key(), ttl=SHORT)
         self.record = won(records, claim_request, self.leases.name)
-        leases, clock = self.leases, FakeClock()
+        leases, clock = self.leases, StillClock()
         context = Context(
             leases, records, leases, leases, Seen(), clock, lambda: 0.0, "h/1", lambda: 0.0
         )

@@ -24,6 +24,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 SECOND = 1_000_000
 EPOCH = 1_000_000 * SECOND
 
@@ -87,7 +88,7 @@ class Seen(list[Event]):
         """Remember."""
         self.append(event)
 
-    def of(self, kind: type[Event]) -> list[Event]:
+    def of(self, kind: type[E]) -> list[E]:
         """The events of one kind."""
         return [event for event in self if isinstance(event, kind)]
 

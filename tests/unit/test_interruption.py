@@ -6,20 +6,7 @@ from celery_leases.attempt.held_lease import LEFT_ALONE, HeldLease
 from celery_leases.errors import LeaseLost
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.worker.pools.signals import SignalGuard
-
-
-class StillClock:
-    """Time passes when the test says so."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        """The time it was set to."""
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-        self.time += seconds
+from tests.unit.memory_stores import StillClock
 
 
 def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
@@ -27,7 +14,7 @@ def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
     have vanished.
     """
     clock, interrupt_guard = StillClock(), SignalGuard()
-    held_lease = HeldLease(make_claim_request("t:task|key"), 0.0, clock)
+    held_lease = HeldLease(make_claim_request("t:task|key"), clock.now(), clock)
     with interrupt_guard:
         interrupt_guard.open(held_lease, "interrupt")
         interrupt_guard._on_loss(0, None)  # nothing is lost
@@ -35,7 +22,7 @@ def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
         with pytest.raises(LeaseLost):
             held_lease.check()
         interrupt_guard._on_loss(0, None)  # it has just been told
-        clock.sleep(LEFT_ALONE)
+        clock.sleep(1.01 * LEFT_ALONE)
         with pytest.raises(LeaseLost):
             interrupt_guard._on_loss(0, None)
         interrupt_guard.shut()

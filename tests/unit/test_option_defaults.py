@@ -1,6 +1,6 @@
 """Options that contradict one another, and the defaults an app may give for all its tasks."""
 
-# ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
+# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
 
 from __future__ import annotations
 
@@ -9,33 +9,10 @@ from typing import Any
 
 import pytest
 
-from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.failures.rules import Rules
-from celery_leases.protocol.options import LeaseOptions, gather
-
-PARAMETERS = ("customer_id", "month")
-
-
-def gathered(
-    *,
-    defaults: dict[str, Any] | None = None,
-    parameters: tuple[str, ...] | None = PARAMETERS,
-    **given: Any,
-) -> LeaseOptions:
-    return gather("billing.send", given, defaults or {}, parameters)
-
-
-def refused(
-    *,
-    defaults: dict[str, Any] | None = None,
-    parameters: tuple[str, ...] | None = PARAMETERS,
-    **given: Any,
-) -> str:
-    with pytest.raises(LeaseConfigurationError) as caught:
-        gathered(defaults=defaults, parameters=parameters, **given)
-    return str(caught.value)
-
+from celery_leases.protocol.options import LeaseOptions
+from tests.unit.gathering import gathered, refused
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"namespace": "ours"}, "namespace", "add lease_key"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.failures.rules import Rules
 from celery_leases.protocol.options import (
@@ -21,30 +20,8 @@ from celery_leases.protocol.options import (
     LeaseOptions,
     OnCooling,
     Resume,
-    gather,
 )
-
-PARAMETERS = ("customer_id", "month")
-
-
-def gathered(
-    *,
-    defaults: dict[str, Any] | None = None,
-    parameters: tuple[str, ...] | None = PARAMETERS,
-    **given: Any,
-) -> LeaseOptions:
-    return gather("billing.send", given, defaults or {}, parameters)
-
-
-def refused(
-    *,
-    defaults: dict[str, Any] | None = None,
-    parameters: tuple[str, ...] | None = PARAMETERS,
-    **given: Any,
-) -> str:
-    with pytest.raises(LeaseConfigurationError) as caught:
-        gathered(defaults=defaults, parameters=parameters, **given)
-    return str(caught.value)
+from tests.unit.gathering import gathered, refused
 
 
 def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:

@@ -15,9 +15,10 @@ from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.attempt.renewal import FORGOTTEN, RELEASED, TAKEN, Renewer
 from celery_leases.errors import LeaseLost, StoreUnavailable
-from celery_leases.protocol.events import Event, LeaseGone, LeaseRenewed, RenewalFailed
+from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.protocol.ports import Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest, Record, State
+from tests.unit.memory_stores import Seen, StillClock
 
 TTL = 6.0
 HARD = TTL - TTL * 0.01 - 0.002
@@ -26,15 +27,8 @@ SOON = 5.0
 OURS = "token"
 
 
-class FakeClock:
-    """Stands still until it is told otherwise."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def now(self) -> float:
-        """The time it stands at."""
-        return self.time
+class FakeClock(StillClock):
+    """Its time is set by the test alone."""
 
     def sleep(self, seconds: float) -> None:
         """Let other threads run."""
@@ -104,22 +98,6 @@ class FakeRecords:
     def purge_in_turn(self, limit: int, every: float) -> bool:
         """Nothing to delete."""
         return False
-
-
-class Seen(list[Event]):
-    """All that was observed."""
-
-    def hears(self, kind: type[Event]) -> bool:
-        """Always."""
-        return True
-
-    def observe(self, event: Event) -> None:
-        """Remember."""
-        self.append(event)
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        """The events of one kind."""
-        return [event for event in self if isinstance(event, kind)]
 
 
 @dataclass

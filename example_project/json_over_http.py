@@ -1,4 +1,4 @@
-"""JSON over HTTP between the processes of the play."""
+"""JSON over HTTP between the processes of the play and of the demo."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ class Handler(BaseHTTPRequestHandler):
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
     def answer(self, value: Any, status: int = 200, headers: Mapping[str, str] = {}) -> None:
+        """Send *value* as the answer."""
+        self.send(json.dumps(value).encode(), status, headers)
+
+    def send(self, body: bytes, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         """Send the answer; a caller who has gone is no error."""
-        body = json.dumps(value).encode()
         with suppress(OSError):
             self.send_response(status)
             for name, text in headers.items():
