@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from celery_leases.client import LeaseClient
 from celery_leases.protocol.ports import LeaseStoreSettings, MarkStore, SeparateLeaseStore
 from celery_leases.stores.registry import open_lease_store
 from celery_leases.testing.contracts import (
@@ -13,6 +14,7 @@ from celery_leases.testing.contracts import (
     MarkStoreContract,
     SeparateLeaseStoreContract,
 )
+from tests.contract.sql_stores import migrated
 
 DISTRIBUTIONS = Path(__file__).parents[1] / "distributions"
 
@@ -32,3 +34,14 @@ class TestToyLeases(SeparateLeaseStoreContract, GateStoreContract, MarkStoreCont
     def marks(self, store: SeparateLeaseStore) -> MarkStore:
         """The same store."""
         return store
+
+    def test_its_groups_have_no_closings(self, store: SeparateLeaseStore, tmp_path: Path) -> None:
+        """It is no ``ClosingStore``, and everything else is shown."""
+        with migrated(f"sqlite:///{tmp_path / 'r.db'}") as records:
+            client = LeaseClient.on(store, records)
+            client.close_group("toys", "5m")
+            assert [(each.group, each.closings) for each in client.groups()] == [("toys", ())]
+            assert client.group("toys").state == "closed"
+            assert client.open_group("toys")
+            assert client.groups(opened=True) == []
+            assert client.group("toys").state == "open"

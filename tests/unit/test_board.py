@@ -26,13 +26,19 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
 
-from celery_leases.board import Operator, Passwords, leases_board
+from celery_leases.board import Operator, Passwords, drawing, leases_board
 from celery_leases.board.forms import seen_value
 from celery_leases.board.jobs import Jobs, Step, TooManyJobs
 from celery_leases.board.shared import Shared, value_of
 from celery_leases.board.views import ROUTES
 from celery_leases.cli import leases
-from celery_leases.client import AttemptStatus, EffectStatus, LeaseClient
+from celery_leases.client import (
+    AttemptStatus,
+    ClosingStatus,
+    EffectStatus,
+    GroupStatus,
+    LeaseClient,
+)
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.protocol.records import State
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
@@ -596,6 +602,29 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
     assert page.count('class="closing"') == 1
     assert re.search(r"openai:&lt;x&gt;: \S+ \S+ UTC for 10m, opened \S+: operator", page)
     assert "was open already" in ann.sends("/groups/act", given).text
+
+
+def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
+    """710 units for 710 s: until the gate opened, until its time was over, or until now."""
+    now = datetime(2026, 4, 1, 12, tzinfo=UTC)
+
+    def closing(ago: float, lasts: float, opened: float | None = None) -> ClosingStatus:
+        at = now - timedelta(seconds=ago)
+        again = at + timedelta(seconds=opened) if opened is not None else None
+        return ClosingStatus(at, lasts, 1, "rate_limited", "rate-limited", again)
+
+    shut = GroupStatus("a", "closed", 1, "asked", closings=(closing(100, 600), closing(400, 60)))
+    again = GroupStatus("b", "open", 0, "", closings=(closing(710, 300, 45),))
+    drawn = drawing.closings([shut, GroupStatus("c", "closed", 1, "asked"), again], now)
+    assert drawn is not None
+    assert [(name, y, [(x, width) for x, width, _ in bars]) for name, y, bars in drawn.rows] == [
+        ("a", 4, [(310.0, 60.0), (610.0, 100.0)]),
+        ("b", 26, [(0.0, 45.0)]),
+    ]
+    assert drawn.rows[1][2][0][2] == (
+        "2026-04-01 11:48:10 UTC for 5m, opened 11:48:55: rate-limited"
+    )
+    assert drawing.closings([GroupStatus("c", "closed", 1, "asked")], now) is None
 
 
 def test_old_records_are_deleted_after_a_count(shop: Shop, ann: Visitor) -> None:
