@@ -345,16 +345,15 @@ class Delivery:
                 raise StoreUnavailable(why, None if again.started else False)
             held = f"{printable(call.key.key)}: {again.reason}, and an eager call cannot be rescheduled"
             raise again.refusal or LeaseHeld(held, call.key.key, delay)
-        away = self.pin.away + 1 if again.away else 0
-        prior = (*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior
-        news = {
-            "tries": call.tries + 1,
-            "away": away,
-            "prior": prior,
-            "met": self._met(call, again),
-        }
-        news["held"] = again.held
-        self._pin(call, **(news | ({"started": True} if again.started else {})))
+        self._pin(
+            call,
+            tries=call.tries + 1,
+            away=self.pin.away + 1 if again.away else 0,
+            prior=(*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior,
+            started=self.pin.started or again.started,
+            met=self._met(call, again),
+            held=again.held,
+        )
         retry, began = _retry_of(again), self.parts.clock.now()
         published = self._publish(call, again, delay)
         if again.retrying:

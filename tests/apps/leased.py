@@ -97,20 +97,24 @@ def wait_for(path: str, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def begins(task, name, **more):
+    """Note that the body of *task* begins."""
+    note("begin", name=name, attempt=task.lease.attempt, id=task.request.id, **more)
+
+
+def ends(task, name):
+    """Note that it ends."""
+    note("end", name=name, id=task.request.id)
+
+
 @app.task(base=LeasedTask, bind=True, lease_key="work:{name}")
 def work(self, name, seconds=0.0, gate=None, answer=None, other=None):
     """Work for so many seconds, or until *gate* exists; returns *answer* or who did it."""
-    note(
-        "begin",
-        name=name,
-        attempt=self.lease.attempt,
-        id=self.request.id,
-        previous=_ended(self.lease.previous),
-    )
+    begins(self, name, previous=_ended(self.lease.previous))
     if gate:
         wait_for(gate)
     time.sleep(seconds)
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return answer if answer is not None else {"name": name, "fence": self.lease.fence}
 
 
@@ -132,7 +136,7 @@ class AuditedRequest(Request):
 @app.task(base=LeasedTask, bind=True, lease_key="audited:{name}", Request=AuditedRequest)
 def audited(self, name, gate):
     """As :func:`work`, for a request class of the user's own."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     wait_for(gate)
     return {"name": name}
 
@@ -140,23 +144,13 @@ def audited(self, name, gate):
 @app.task(base=LeasedTask, bind=True, lease_key="rerun:{name}", lease_on_done="rerun")
 def rerun(self, name, seconds=0.0, gate=None):
     """As :func:`work`, anew for each call."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
-    if gate:
-        wait_for(gate)
-    time.sleep(seconds)
-    note("end", name=name, id=self.request.id)
-    return {"name": name, "fence": self.lease.fence}
+    return _working(self, name, seconds, gate)
 
 
 @app.task(base=LeasedTask, bind=True)
 def keyless(self, name, seconds=0.0, gate=None):
     """As :func:`work`, keyed by the call."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
-    if gate:
-        wait_for(gate)
-    time.sleep(seconds)
-    note("end", name=name, id=self.request.id)
-    return {"name": name, "fence": self.lease.fence}
+    return _working(self, name, seconds, gate)
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="snoozes:{name}")
@@ -180,7 +174,7 @@ def snoozes(self, name, *delays):
 def checks(self, name, gate=None, stop=None):
     """Check the lease in a loop until it is lost, or *stop* exists."""
     try:
-        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+        begins(self, name)
         if gate and self.lease.attempt > 1:
             return {"name": name, "fence": self.lease.fence}
         while not (stop and Path(stop).exists()):
@@ -189,7 +183,7 @@ def checks(self, name, gate=None, stop=None):
     except BaseException as error:
         note("lost", name=name, error=type(error).__name__, id=self.request.id)
         raise
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name, "fence": self.lease.fence}
 
 
@@ -197,22 +191,22 @@ def checks(self, name, gate=None, stop=None):
 def sleeps(self, name, seconds):
     """Sleep without looking at the lease, and tell how that ended."""
     try:
-        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+        begins(self, name)
         time.sleep(seconds)
     except BaseException as error:
         note("lost", name=name, error=type(error).__name__, id=self.request.id)
         raise
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name, "fence": self.lease.fence}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="dies:{name}")
 def dies(self, name, times=100):
     """Kill the own process in the first so many attempts."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     if self.lease.attempt <= times:
         os.kill(os.getpid(), 9)
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name, "fence": self.lease.fence}
 
 
@@ -221,26 +215,14 @@ def dies(self, name, times=100):
 )
 def fails(self, name):
     """Raise."""
-    note(
-        "begin",
-        name=name,
-        attempt=self.lease.attempt,
-        id=self.request.id,
-        previous=_ended(self.lease.previous),
-    )
+    begins(self, name, previous=_ended(self.lease.previous))
     raise ValueError(f"no luck with {name}")
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="retries:{name}", max_retries=5)
 def retries(self, name, times, countdown=0.2):
     """Raise ``self.retry()`` so many times, then succeed."""
-    note(
-        "begin",
-        name=name,
-        attempt=self.lease.attempt,
-        retries=self.request.retries,
-        id=self.request.id,
-    )
+    begins(self, name, retries=self.request.retries)
     if self.request.retries < times:
         raise self.retry(countdown=countdown)
     return {"name": name, "retries": self.request.retries}
@@ -266,7 +248,7 @@ def exports(self, name, ids, gate=None):
 @app.task(base=LeasedTask, bind=True, lease_key="passes:{name}")
 def passes(self, name, how):
     """End by Celery's own control flow."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     if how == "ignore":
         raise Ignore
     if how == "reject":
@@ -283,10 +265,10 @@ def passes(self, name, how):
 @app.task(base=LeasedTask, bind=True, lease_key="limited:{name}", time_limit=2)
 def limited(self, name, seconds=30.0):
     """Run into the hard limit in the first attempt."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     if self.lease.attempt == 1:
         time.sleep(seconds)
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name}
 
 
@@ -296,7 +278,7 @@ def swallows(self, name, stop):
     first = not Path(f"{stop}.first").exists()
     Path(f"{stop}.first").touch()
     try:
-        note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+        begins(self, name)
         while first and not Path(stop).exists():
             try:
                 time.sleep(0.05)
@@ -306,7 +288,7 @@ def swallows(self, name, stop):
     except BaseException as error:
         note("lost", name=name, error=type(error).__name__, id=self.request.id)
         raise
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name, "fence": self.lease.fence}
 
 
@@ -315,7 +297,7 @@ def goes_on(self, name, gate, error=None):
     """Go on without a look at the lease until the gate of its attempt exists; the first attempt may
     end by an error.
     """
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     wait_for(f"{gate}.{self.lease.attempt}")
     note("end", name=name, attempt=self.lease.attempt, id=self.request.id)
     if error and self.lease.attempt == 1:
@@ -327,35 +309,23 @@ def goes_on(self, name, gate, error=None):
 def tidies(self, name, gate, tidying=0.3):
     """Wait for *gate*; take *tidying* seconds to clean up, however it ends."""
     try:
-        note(
-            "begin",
-            name=name,
-            attempt=self.lease.attempt,
-            id=self.request.id,
-            previous=_ended(self.lease.previous),
-        )
+        begins(self, name, previous=_ended(self.lease.previous))
         wait_for(gate)
     finally:
         note("tidying", name=name, id=self.request.id)
         time.sleep(tidying)
         note("tidied", name=name, id=self.request.id)
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name, "fence": self.lease.fence}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="exits:{name}", lease_max_crashes=2)
 def exits(self, name, how, times=100):
     """End the own process in the first so many attempts: ``sys.exit(3)`` or ``os._exit(3)``."""
-    note(
-        "begin",
-        name=name,
-        attempt=self.lease.attempt,
-        id=self.request.id,
-        previous=_ended(self.lease.previous),
-    )
+    begins(self, name, previous=_ended(self.lease.previous))
     if self.lease.attempt <= times:
         sys.exit(3) if how == "sys" else os._exit(3)
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name}
 
 
@@ -364,20 +334,20 @@ def exits(self, name, how, times=100):
 )
 def softly(self, name, seconds=30.0):
     """Work for so many seconds under a soft limit of one."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     try:
         time.sleep(seconds)
     except SoftTimeLimitExceeded:
         note("limited", name=name, id=self.request.id)
         raise
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="often:{name}", lease_max_crashes=4)
 def often(self, name):
     """Kill the own process in every attempt."""
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     os.kill(os.getpid(), 9)
 
 
@@ -427,13 +397,7 @@ def refuses(self, name, seconds=0.0, gate=None):
 )
 def auto(self, name, times):
     """Fail so many times, under ``autoretry_for``."""
-    note(
-        "begin",
-        name=name,
-        attempt=self.lease.attempt,
-        retries=self.request.retries,
-        id=self.request.id,
-    )
+    begins(self, name, retries=self.request.retries)
     if self.request.retries < times:
         raise ValueError(f"not yet: {name}")
     return {"name": name, "retries": self.request.retries}
@@ -465,11 +429,11 @@ def square(number):
 
 
 def _working(self, name, seconds, gate):
-    note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
+    begins(self, name)
     if gate:
         wait_for(gate)
     time.sleep(seconds)
-    note("end", name=name, id=self.request.id)
+    ends(self, name)
     return {"name": name, "fence": self.lease.fence}
 
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import pytest
+
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.run import Execution
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.endings import Ending, Returned
 from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.records import Record, State
@@ -18,9 +21,18 @@ from celery_leases.protocol.verdicts import Answer, Call, Raise
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from tests.distributions.toy_leases import Memory, ToyLeaseStore
 from tests.unit.memory_stores import Journal, MemoryRecords, Seen, StillClock, noted
-from tests.unit.situations import GROUP, KEY, TODAY, a_call
+from tests.unit.situations import GROUP, KEY, TODAY, a_call, raised
 
 DONE = Returned(1, "1")
+KINDS = pytest.mark.parametrize(
+    "in_records", [False, True], ids=["leases apart", "rows are leases"]
+)
+OF_THE_GROUP = raised(
+    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
+)
+OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
+SOON = raised(retry("2s", jitter=0.0))
+FOR_GOOD = raised(permanent())
 RATE_LIMITED = Closing(
     policy=a_call().options.cooldown, reason="rate_limited", rule="r", server_delay=60.0
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
-from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.failures.actions import Reason, cooldown, retry
 from celery_leases.protocol.endings import (
     Ending,
     Interrupted,
@@ -27,18 +27,8 @@ from celery_leases.protocol.records import Ended, State
 from celery_leases.protocol.results import failure_of
 from celery_leases.protocol.verdicts import Drop, News, Raise, Reschedule, Return
 from celery_leases.protocol.waiting import RETRY_GRACE
-from tests.unit.bench import RATE_LIMITED, Bench
+from tests.unit.bench import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench
 from tests.unit.situations import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, judged, raised
-
-KINDS = pytest.mark.parametrize(
-    "in_records", [False, True], ids=["leases apart", "rows are leases"]
-)
-OF_THE_GROUP = raised(
-    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
-)
-OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
-SOON = raised(retry("2s", jitter=0.0))
-FOR_GOOD = raised(permanent())
 
 
 @pytest.fixture

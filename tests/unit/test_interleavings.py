@@ -12,23 +12,16 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
-from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.endings import Interrupted, Lost, Snoozed
 from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.stores.claiming import COMPARED
 from tests.unit import claim_model
-from tests.unit.bench import RATE_LIMITED, Bench, error
+from tests.unit.bench import OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench, error
 from tests.unit.claim_model import Broken, beginnings, search, walk
-from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
+from tests.unit.situations import GROUP, KEY, OURS, THEIRS
 
-OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
-OF_THE_GROUP = raised(
-    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
-)
-SOON = raised(retry("2s", jitter=0.0))
-FOR_GOOD = raised(permanent())
 OTHER_ARGUMENTS = replace(KEY, fingerprint="v1:other", digests={"month": "m2"})
 OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
 

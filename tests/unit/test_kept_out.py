@@ -7,22 +7,11 @@ from dataclasses import replace
 import pytest
 
 from celery_leases.errors import CoolingDown
-from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Raise, Reschedule, Return
 from tests.distributions.toy_leases import Lease
-from tests.unit.bench import Bench
-from tests.unit.situations import KEY, OURS, THEIRS, raised
-
-KINDS = pytest.mark.parametrize(
-    "in_records", [False, True], ids=["leases apart", "rows are leases"]
-)
-OF_THE_GROUP = raised(
-    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
-)
-OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
-SOON = raised(retry("2s", jitter=0.0))
-FOR_GOOD = raised(permanent())
+from tests.unit.bench import KINDS, OF_THE_GROUP, OF_THE_KEY, Bench
+from tests.unit.situations import KEY, OURS, THEIRS
 
 
 @pytest.fixture

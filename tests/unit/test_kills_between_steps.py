@@ -4,23 +4,15 @@ delivers then.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_leases.errors import PermanentFailure
-from celery_leases.failures.actions import Reason, cooldown, permanent
 from celery_leases.protocol.endings import Raised
 from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
-from tests.unit.bench import Bench, error
-from tests.unit.situations import THEIRS, raised
-
-OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
-OF_THE_GROUP = raised(
-    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
-)
-FOR_GOOD = raised(permanent())
+from tests.unit.bench import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, Bench, error
+from tests.unit.situations import THEIRS
 
 
 class Killed(BaseException):

@@ -14,25 +14,10 @@ from redis import exceptions
 from redis.sentinel import MasterNotFoundError
 
 from celery_leases.errors import StoreUnavailable
+from celery_leases.stores.faults import FAULTS
 
-REDIS_ERRORS: Final = (
-    *(
-        exceptions.RedisError,
-        OSError,
-        MemoryError,
-        ImportError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        LookupError,
-    ),
-    *(AttributeError, ArithmeticError, AssertionError, BufferError, EOFError),
-)
-"""Errors of a Redis client, its pool, a credential provider or Python, for example without file
-descriptors or memory.
-
-Not every exception: a soft time limit that is raised during a command belongs to the task.
-"""
+REDIS_ERRORS: Final = (exceptions.RedisError, *FAULTS)
+"""Errors of a Redis client, its pool, a credential provider or Python."""
 
 _REJECTED: Final = (
     exceptions.ResponseError,

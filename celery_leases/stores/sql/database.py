@@ -31,6 +31,7 @@ from celery_leases.errors import (
     ValueRefused,
 )
 from celery_leases.protocol.deadlines import LONGEST_WAIT
+from celery_leases.stores.faults import FAULTS
 from celery_leases.stores.sql.connections import BoundedPool, Lending, OnePool
 from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.dialects.names import database_now
@@ -55,23 +56,8 @@ LOCKED: Final = "database is locked"
 """What SQLite says while another connection writes."""
 
 ONE_WRITER = "if this task has an open transaction that has written, end it first"
-FAULTS: Final = (
-    *(
-        SQLAlchemyError,
-        OSError,
-        MemoryError,
-        ImportError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        LookupError,
-    ),
-    *(AttributeError, ArithmeticError, AssertionError, BufferError, EOFError),
-)
-"""Errors of a driver, its pool or Python, for example without file descriptors or memory.
-
-Not every exception: a soft time limit that is raised during a statement belongs to the task.
-"""
+DATABASE_ERRORS: Final = (SQLAlchemyError, *FAULTS)
+"""Errors of a driver, its pool or Python."""
 
 LOOK = "try again, or look for an idle one in pg_stat_activity (SHOW ENGINE INNODB STATUS)"
 
@@ -330,7 +316,7 @@ class Database:
         """
         try:
             yield
-        except FAULTS as error:
+        except DATABASE_ERRORS as error:
             raise self._ours(error) from error
 
     def close(self, *, inherited: bool = False) -> None:
@@ -356,7 +342,7 @@ class Database:
                 if not (_found_dead(error) or mysql.code_of(error) == mysql.DEADLOCK):
                     raise
             return self._once(statement, compiled, values, taking)
-        except FAULTS as error:
+        except DATABASE_ERRORS as error:
             raise self._ours(error) from error
 
     def _once(

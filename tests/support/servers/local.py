@@ -8,7 +8,6 @@ import signal
 import socket
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Literal, Self
 
 from tests.support.process import GuardedProcess, NotReady
@@ -186,12 +185,7 @@ class LocalServer(abc.ABC):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:
