@@ -17,7 +17,7 @@ from celery_leases.attempt.steps import Steps
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.rules import Rules
 from celery_leases.lease import Lease
-from celery_leases.protocol.effects import Begun, Effect, Found, Scope, scope_of
+from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
 from celery_leases.protocol.outcomes import after_run
 from celery_leases.protocol.records import Outcome, Record, Won
 from celery_leases.stores.sql.effects import SqlEffectStore
@@ -40,20 +40,11 @@ class MemoryEffects(SqlEffectStore):
         writing = {"finish": "finish", "withdraw": "withdraw", "save_progress": "save"}
         noted(self, journal, clear_crashes="clear crashes", **writing)
 
-    def begin(
-        self,
-        record: Record,
-        name: str,
-        idempotency_key: str,
-        scope: Scope,
-        taken: int | None = None,
-    ) -> Begun | Found | None:
+    def begin(self, *given: Any, **more: Any) -> Begun | Found | None:
         """Commit the intent, find that of another attempt, or refuse."""
         begin = super().begin
         try:
-            return self.journal.step(
-                "begin", lambda: begin(record, name, idempotency_key, scope, taken)
-            )
+            return self.journal.step("begin", lambda: begin(*given, **more))
         except StoreUnavailable as error:  # a database that is away does not say what it has done
             raise StoreUnavailable(str(error), False if self.refuses else None) from None
 

@@ -118,23 +118,6 @@ class RedisSentinels(_Group):
             _, port = client.sentinel_get_master_addr_by_name(MASTER)
         return next(server for server in self.servers if server.port == port)
 
-    def fail_over(self) -> RedisServer:
-        """Kill the primary, and return the replica once all Sentinels send clients there and it
-        takes writes.
-        """
-        gone = self.primary
-        (promoted,) = (server for server in self.servers if server is not gone)
-        gone.kill()
-        wait_until(lambda: self._point_to(promoted), PATIENCE, "the failover")
-        return promoted
-
-    def _point_to(self, server: RedisServer) -> bool:
-        for sentinel in self.sentinels:
-            with _client(sentinel) as client:
-                if client.sentinel_get_master_addr_by_name(MASTER)[1] != server.port:
-                    return False
-        return "role:master" in _told(server, "INFO", "replication")
-
     def _agreed(self) -> bool:
         for sentinel in self.sentinels:
             with _client(sentinel) as client:
