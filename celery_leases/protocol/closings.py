@@ -37,21 +37,23 @@ class PastClosing:
     opened_at: float | None = None
 
 
-def with_closing(
-    past: Sequence[PastClosing], before: Gate | None, after: Gate, now: float
-) -> list[PastClosing]:
-    """*past*, the latest first, once the gate was as *before* and is as *after*.
+def with_closing(past: Sequence[PastClosing], shut: Gate, now: float) -> list[PastClosing]:
+    """*past*, the latest first, once the gate was closed at *now* and is as *shut*.
 
-    A closing that extends the standing one changes it.
+    A closing of the same trip as the standing one is part of it. Bodies that fail together are
+    noted in any order, and are one closing then.
     """
-    latest = past[0] if past else None
-    extends = before is not None and not before.half_open
-    if extends and latest is not None and latest.opened_at is None and latest.until > now:
-        began, rest = latest.closed_at, past[1:]
-    else:
-        began, rest = now, past
-    closing = PastClosing(began, now + after.closed_for, after.trips, after.reason, after.rule)
-    return [closing, *rest][:KEPT]
+    closing = PastClosing(now, now + shut.closed_for, shut.trips, shut.reason, shut.rule)
+    if not past or not _stands(past[0], closing):
+        return [closing, *past][:KEPT]
+    longest = max(past[0], closing, key=lambda each: each.until)
+    return [replace(longest, closed_at=min(past[0].closed_at, now)), *past[1:]]
+
+
+def _stands(latest: PastClosing, closing: PastClosing) -> bool:
+    """Whether the gate was still shut by *latest* when it was closed once more."""
+    over = latest.opened_at is not None or latest.until <= closing.closed_at
+    return not over and latest.trips == closing.trips
 
 
 def with_opening(past: Sequence[PastClosing], now: float) -> list[PastClosing]:

@@ -8,6 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from celery_leases.errors import StoreUnavailable
@@ -17,7 +18,7 @@ from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
 
 CLOSE_TRIES: Final = 10
 """How often a compare-and-set is retried when other workers close the same gate concurrently."""
-NOTE_TRIES: Final = 5
+NOTE_TRIES: Final = 10
 """The same for the note of a closing, which is given up then."""
 
 logger = logging.getLogger("celery_leases")
@@ -39,11 +40,9 @@ class GateClosing(ABC):
                 if before.probe == token:
                     self.give_back_probe(group, token)
                 return after
+            now = time.time()
             if self._swap_gate(before, after, remembered_for(after, closing.policy), token):
-                self._note(
-                    group,
-                    lambda past, now: closings.with_closing(past, before, after, now),  # noqa: B023 - called at once
-                )
+                self._note(group, partial(closings.with_closing, shut=after, now=now))
                 return after
         raise StoreUnavailable(
             f"the gate of {group} changed {CLOSE_TRIES} times while it was being closed", False
@@ -55,7 +54,7 @@ class GateClosing(ABC):
         """
         opened = self._open_gate(group, token)
         if opened:
-            self._note(group, closings.with_opening)
+            self._note(group, partial(closings.with_opening, now=time.time()))
         return opened
 
     def past_closings(
@@ -69,13 +68,13 @@ class GateClosing(ABC):
         return {group: each for group, each in past.items() if each}
 
     def _note(
-        self, group: str, change: Callable[[Sequence[PastClosing], float], Sequence[PastClosing]]
+        self, group: str, change: Callable[[Sequence[PastClosing]], Sequence[PastClosing]]
     ) -> None:
         """Change what is remembered of *group*. It is for operators only, so it fails silently."""
         try:
             for _ in range(NOTE_TRIES):
                 before = next(iter(self._texts([group], 1).values()), None)
-                after = closings.dump(change(closings.load(before), time.time()))
+                after = closings.dump(change(closings.load(before)))
                 if after == (before or "[]") or self._swap_text(group, before, after):
                     return
         except StoreUnavailable as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import permutations
+
 import pytest
 
 from celery_leases.protocol.closings import (
@@ -16,37 +19,52 @@ from celery_leases.protocol.groups import Gate
 
 NOW = 1_000_000.0
 SHUT = Gate("g", 1, 60.0, "rate_limited", "status:429", "a secret")
-HALF_OPEN = Gate("g", 1, 0.0, "rate_limited")
 FIRST = PastClosing(NOW, NOW + 60.0, 1, "rate_limited", "status:429")
 
 
-def test_a_gate_that_was_open_or_half_open_closes_anew() -> None:
+def test_a_gate_that_is_not_shut_closes_anew() -> None:
     """The latest comes first."""
-    assert with_closing([], None, SHUT, NOW) == [FIRST]
+    assert with_closing([], SHUT, NOW) == [FIRST]
     later = PastClosing(NOW + 70.0, NOW + 130.0, 1, "rate_limited", "status:429")
-    assert with_closing([FIRST], HALF_OPEN, SHUT, NOW + 70.0) == [later, FIRST]
+    assert with_closing([FIRST], SHUT, NOW + 70.0) == [later, FIRST]
 
 
 def test_a_standing_closing_is_extended() -> None:
     """It keeps its beginning."""
-    (found,) = with_closing([FIRST], SHUT, Gate("g", 1, 600.0, "quota"), NOW + 10.0)
+    (found,) = with_closing([FIRST], Gate("g", 1, 600.0, "quota"), NOW + 10.0)
     assert found == PastClosing(NOW, NOW + 610.0, 1, "quota")
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_failures_that_are_noted_in_any_order_are_one_closing(order: tuple[int, ...]) -> None:
+    """From the first of them, for the longest time."""
+    past: list[PastClosing] = []
+    for number in order:
+        past = with_closing(past, Gate("g", 1, 60.0 + number, str(number)), NOW + number)
+    assert past == [PastClosing(NOW, NOW + 64.0, 1, "2")]
 
 
 @pytest.mark.parametrize(
     "past", [[], [PastClosing(NOW - 90.0, NOW - 30.0, 1, "old")], with_opening([FIRST], NOW)]
 )
-def test_an_extension_of_a_closing_that_was_not_noted_is_one(past: list[PastClosing]) -> None:
-    """An earlier release closed the gate, or the note was lost: it is no part of an older one."""
-    assert len(with_closing(past, SHUT, SHUT, NOW + 10.0)) == len(past) + 1
+def test_a_closing_that_is_over_is_not_extended(past: list[PastClosing]) -> None:
+    """Its time is over, or the gate was opened; or nothing is known, as an earlier release had
+    closed the gate.
+    """
+    assert len(with_closing(past, SHUT, NOW + 10.0)) == len(past) + 1
+
+
+def test_the_next_trip_is_a_closing_of_its_own() -> None:
+    """Also where clocks differ, and the closing before does not seem to be over."""
+    assert len(with_closing([FIRST], replace(SHUT, trips=2), NOW + 59.9)) == 2
 
 
 def test_only_the_latest_are_kept() -> None:
     """Twenty."""
     past: list[PastClosing] = []
     for number in range(30):
-        past = with_closing(past, None, SHUT, NOW + number)
-    assert [each.closed_at - NOW for each in past] == [29.0 - place for place in range(KEPT)]
+        past = with_closing(past, SHUT, NOW + 100 * number)
+    assert [each.closed_at - NOW for each in past] == [2900.0 - 100 * n for n in range(KEPT)]
 
 
 def test_an_opening_belongs_to_the_latest_closing_and_is_said_once() -> None:
@@ -61,7 +79,7 @@ def test_what_is_stored_is_read_again() -> None:
     """Without the message, and with what a later release adds."""
     past = [*with_opening([FIRST], NOW + 5.0), FIRST]
     assert load(dump(past)) == past
-    assert "secret" not in dump(with_closing([], None, SHUT, NOW))
+    assert "secret" not in dump(with_closing([], SHUT, NOW))
     assert load('[[1,2,3,"r",null,null,"more"]]') == [PastClosing(1.0, 2.0, 3, "r")]
 
 
