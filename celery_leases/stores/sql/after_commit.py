@@ -1,9 +1,8 @@
-"""Calls that wait for the commit of a transaction that cannot contain them: the transaction of an
-eager call's caller.
+"""Eager calls that wait for the commit of their caller's transaction.
 
-The records of eager calls are in the memory of the process, and a transaction of the user's cannot
-write them. So the call waits in its process until the transaction has committed; it is dropped with
-its transaction or savepoint.
+The records of eager calls are in memory, so the caller's transaction cannot contain them. The call
+waits in its process until the transaction has committed. A rollback of the transaction or of its
+savepoint drops the call.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class WaitingCall:
     """A call of *key* that ``done`` writes; *within* are the transactions and savepoints that must
     commit.
 
-    ``done`` gets whether it may run the call at once: the transaction is over then. A call that
+    ``done`` gets ``True`` if the transaction is over, so that the call may run at once. A call that
     *completes* the key is written at the moment of the commit.
     """
 

@@ -1,7 +1,7 @@
 """The two steps of a claim in SQL: insert the row or read it, and write the row if it is unchanged.
 
-PostgreSQL takes the first step in one statement. The others read, and insert if there is no row, so
-no claim locks a row that it does not get.
+PostgreSQL does the first step in one statement. The other databases read, then insert if there is
+no row. No claim locks a row that it does not get.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from celery_leases.stores.sql.schema import Tables
 
 T = TypeVar("T")
 _known: dict[str, Layout] = {}
-"""By place the layout of its table, for this process and those it forks."""
+"""The layout of the table at each place, for this process and its forks."""
 
 
 class SqlClaims(Claiming):
@@ -38,12 +38,12 @@ class SqlClaims(Claiming):
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database
         self.tables = tables
-        #: Whether running rows may be taken over that are leases themselves.
+        #: Whether a running row that is itself a lease may be taken over.
         self.evidence = Evidence()
         self._of_mysql = mysql.is_mysql(database.engine.dialect)
         #: Whether one statement both reads and inserts.
         self._at_once = database.engine.dialect.name == "postgresql"
-        #: What is executed on the table as this process knows it.
+        #: The statements for the layout that this process last saw.
         self.by = RecordStatements(_known.get(self.place, NARROW), database, tables)
         records = tables.records
         self._lock = (
@@ -65,7 +65,7 @@ class SqlClaims(Claiming):
         return self.by.layout is NARROW is _known.get(self.place)
 
     def use(self, layout: Layout) -> None:
-        """Note the layout that the table has, for this process and those it forks."""
+        """Set the layout of the table, for this process and its forks."""
         _known[self.place] = layout
         if self.by.layout is not layout:
             self.by = RecordStatements(layout, self.database, self.tables)
@@ -145,7 +145,7 @@ class SqlClaims(Claiming):
             return self.database.count(by.swap, values) == 1
 
     def await_lock(self, row: Record) -> None:
-        """Lock *row* and let it go; see :class:`~celery_leases.stores.claiming.Claiming`."""
+        """Lock *row* and release the lock; see :class:`~celery_leases.stores.claiming.Claiming`."""
         self.database.first(self._lock, {"for_key": row.stored_key})
 
     def _inserted(self, by: RecordStatements, values: Mapping[str, Any]) -> int | None:

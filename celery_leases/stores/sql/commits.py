@@ -37,10 +37,9 @@ class _Guarded:
 def execute_in(
     connection: Connection, statement: Executable, values: Mapping[str, Any]
 ) -> CursorResult[Any]:
-    """Execute *statement* in the user's transaction, but on the tables of celery_leases, whatever
-    ``schema_translate_map`` the user has.
+    """Execute *statement* in the user's transaction, ignoring the user's ``schema_translate_map``.
 
-    A tenant's schema may have any name, and the records are where the settings say.
+    The settings name the schema of the records, which no tenant's schema may replace.
     """
     return connection.execute(
         statement, dict(values), execution_options={"schema_translate_map": None}
@@ -78,8 +77,8 @@ def _before_commit(connection: Connection) -> None:
 
 
 def tell_at_end(session: Session, done: Callable[[], None]) -> None:
-    """Call *done* once the transaction of *session*, which begins now if there is none, is
-    committed or rolled back.
+    """Call *done* once the transaction of *session* is committed or rolled back. Begins one if
+    there is none.
     """
     session.connection()
     waiting = session.info.setdefault(WAITING, {})

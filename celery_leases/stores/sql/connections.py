@@ -1,4 +1,4 @@
-"""The connections of an engine: at most so many in one process."""
+"""The connections of an engine, limited in number for each process."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from sqlalchemy.pool.base import _ConnectionRecord
 from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool
 
 logger: Final = logging.getLogger("sqlalchemy.pool")
-"""That of SQLAlchemy's own pools, which is silent at DEBUG too: under eventlet a real thread must
-not log.
+"""The logger of SQLAlchemy's pools. These pools write no DEBUG lines: under eventlet a real thread
+must not log.
 """
 
 
 class Lending(Protocol):
-    """A pool whose connections may be had without what SQLAlchemy wraps around each use of one."""
+    """A pool that lends connections without SQLAlchemy's wrapper around each use."""
 
     def lend(self) -> _ConnectionRecord:
-        """A connection of one's own, open or to be opened by ``get_connection()``, until
-        :meth:`take_back`.
+        """A connection for exclusive use until :meth:`take_back`; ``get_connection()`` opens it if
+        necessary.
         """
         ...
 
     def take_back(self, record: _ConnectionRecord) -> None:
-        """The connection may be lent to others."""
+        """Return the connection to the pool."""
         ...
 
     def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
-        """Close it, and replace all that are as old when they are used next."""
+        """Close the connection; equally old ones are replaced at their next use."""
         ...
 
 
 class BoundedPool(Pool):
-    """At most *pool_size* connections, which are kept when they are idle.
+    """At most *pool_size* connections, which stay open while idle.
 
-    If all are in use, a caller waits, in turn, for *timeout* seconds or as long as
+    If all are in use, callers wait in order of arrival, for *timeout* seconds or as long as
     :data:`celery_leases.concurrency.resource_pool.patience` says; then
     :class:`sqlalchemy.exc.TimeoutError` is raised.
     """
@@ -90,7 +90,7 @@ class BoundedPool(Pool):
         )
 
     def dispose(self) -> None:
-        """Close all connections: those in use when they are given back."""
+        """Close all connections. A connection in use is closed when it is returned."""
         self._is_disposed = True
         for record in self._resource_pool.drain():
             record.close()
@@ -110,7 +110,7 @@ class BoundedPool(Pool):
 
 
 class OnePool(StaticPool):
-    """One connection, which all threads use at the same time: it is the whole database."""
+    """One connection for all threads: an in-memory database exists only in its connection."""
 
     def __init__(self, creator: Any, **given: Any) -> None:
         super().__init__(creator, **given)

@@ -1,5 +1,5 @@
-"""What plain DB-API connections do not say alike: which transaction they are in, on which database,
-what a row is.
+"""Differences between DB-API drivers: the current transaction, the database's name, the type of a
+row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IN_PROGRESS: Final = "in progress"
 
 
 class TransactionMark:
-    """Tells one transaction of a DB-API connection from a later one, which may be somebody else's
-    by then.
+    """Identifies one transaction of a DB-API connection, because the connection may be in a later
+    one by now.
 
-    On PostgreSQL it is the transaction's number, on SQLite a savepoint, elsewhere there is none.
+    On PostgreSQL the mark is the transaction's number, on SQLite a savepoint. MySQL has no mark.
     """
 
     def __init__(self, driver: Any, database: Database) -> None:
@@ -48,7 +48,7 @@ class TransactionMark:
             self._savepoint = savepoint
 
     def is_over(self) -> bool:
-        """Whether it is known to have ended, asked by a connection of our own."""
+        """Whether the transaction is known to have ended; another connection is asked."""
         with suppress(StoreUnavailable):
             if self._number is not None:
                 return self._status() != IN_PROGRESS
@@ -57,8 +57,8 @@ class TransactionMark:
         return False
 
     def is_surely_open(self) -> bool:
-        """Whether it is known to go on; to be asked once, as it may be told by what only its end
-        should follow.
+        """Whether the transaction is known to be open. Call it once, right before a rollback,
+        because it may release the savepoint.
         """
         with suppress(Exception):
             if self._number is not None:
@@ -75,8 +75,8 @@ class TransactionMark:
 
 
 def database_of(driver: Any) -> str | None:
-    """The database, or the whole path of the file, that a DB-API connection is on, where it says
-    so.
+    """The database (for SQLite the absolute path of the file) of a DB-API connection; ``None`` if
+    unknown.
     """
     if hasattr(driver, "total_changes"):  # sqlite3
         with closing(driver.cursor()) as cursor:
@@ -92,14 +92,12 @@ def database_of(driver: Any) -> str | None:
 
 
 def dialect_by_format(dialect: Dialect) -> Dialect:
-    """A dialect of the same database whose statements have their values at ``%s``, as Django wants
-    them.
-    """
+    """A dialect of the same database that writes parameters as ``%s``, which Django requires."""
     return type(dialect)(paramstyle="format") if dialect.positional else dialect  # type: ignore[call-arg]
 
 
 def first_row(executed: Any) -> Any:
-    """The first row of a result, or of a cursor, whatever its rows are made as."""
+    """The first row of a result or cursor, as a mapping."""
     if isinstance(executed, CursorResult):
         return executed.mappings().first()
     row = executed.fetchone()
@@ -116,8 +114,8 @@ def column_names(executed: Any) -> Sequence[str]:
 
 
 def in_transaction(driver: Any) -> bool:
-    """Whether a DB-API connection is inside a transaction; one that does not tell is, unless it is
-    closed.
+    """Whether a DB-API connection is inside a transaction; ``True`` for an open connection that
+    does not report it.
     """
     if driver is None:
         return False
@@ -126,8 +124,8 @@ def in_transaction(driver: Any) -> bool:
 
 
 def tells_transaction(driver: Any) -> bool | None:
-    """What a DB-API connection tells of being inside one, by the ways of psycopg, psycopg2, sqlite3
-    and MySQL's.
+    """Whether a DB-API connection reports an open transaction, for psycopg, psycopg2, sqlite3 and
+    the MySQL drivers; ``None`` if it does not report that.
     """
     if hasattr(driver, "in_transaction"):
         return bool(driver.in_transaction)

@@ -33,8 +33,8 @@ logger = logging.getLogger("celery_leases")
 
 BEGIN_TRIES: Final = 3
 
-# The record's row is locked for the length of the statement, so that no claim can come between the
-# fence's check and the intent; SQLite locks the whole database for it.
+# The statement locks the record's row, so no claim can happen between the check of the fence and
+# the write of the intent. SQLite locks the whole database.
 _HELD: Final = """
 FROM {records} WHERE stored_key = :stored_key AND state = 'running' AND fence = :fence AND owner = :owner {lock}
 """
@@ -110,9 +110,9 @@ class SqlEffectStore:
         )
 
     def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
-        """Note the reply; see :class:`~celery_leases.protocol.ports.EffectStore`.
+        """Store the reply; see :class:`~celery_leases.protocol.ports.EffectStore`.
 
-        One whose text the database refuses is not kept, but that the effect has happened is.
+        If the database refuses the text of the reply, the effect is stored as done without it.
         """
         try:
             return self._finished(effect, result, reference)
@@ -177,8 +177,8 @@ class SqlEffectStore:
         ]
 
     def forget_sent(self, record: Record) -> int:
-        """Take back the intents without a reply of the attempts up to that of *record*, as they
-        have not happened.
+        """Delete the intents without a reply, of all attempts up to that of *record*: an operator
+        has stated that they did not happen.
         """
         effects = self.effects
         sent = delete(effects).where(
@@ -190,8 +190,8 @@ class SqlEffectStore:
         return self.database.count(sent, {})
 
     def save_progress(self, record: Record, progress: str) -> bool:
-        """Save the progress of the attempt, which ends its row of crashes, if the row is still its
-        own.
+        """Save the progress of the attempt and reset its count of crashes, if the attempt still
+        owns the row.
         """
         saved = (
             update(self.records).where(*self._fenced(record)).values(progress=progress, crashes=0)
@@ -199,7 +199,7 @@ class SqlEffectStore:
         return self.database.count(saved, {}) == 1
 
     def clear_crashes(self, record: Record) -> None:
-        """The attempt has got on, so the crashes before it are not in a row any more."""
+        """Reset the count of consecutive crashes, because the attempt has made progress."""
         self.database.count(update(self.records).where(*self._fenced(record)).values(crashes=0), {})
 
     def _fenced(self, record: Record) -> tuple[Any, ...]:

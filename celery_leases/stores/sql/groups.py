@@ -1,4 +1,4 @@
-"""The gates of cooldown groups in the records' database: one row for each that is not open.
+"""The gates of cooldown groups in the records database: one row for each gate that is not open.
 
 The last closings of a group are a row of the table of effects, beside no key, as counts are (see
 :mod:`celery_leases.stores.sql.metrics`): so they need no table of their own and no migration.
@@ -72,7 +72,7 @@ class SqlGates(GateClosing):
         )
 
     def renew_probes(self, renewals: Sequence[Renewal], ttl: float) -> None:
-        """Push the ends of the slots out that the tokens of *renewals* hold, never back."""
+        """Extend the slots that the tokens of *renewals* hold; never shorten one."""
         gates, until = self._gates.c, self.database.now + _span(ttl)
         names = {gate_name(renewal.probe) for renewal in renewals if renewal.probe is not None}
         tokens = [renewal.token for renewal in renewals]
@@ -119,15 +119,13 @@ class SqlGates(GateClosing):
         return self.database.touch(swap, {})
 
     def _first_closing(self, after: Gate, remembered: float) -> Writes:
-        """Write the row of a gate that was open; one that is forgotten may be in its place."""
+        """Write the row of a gate that was open; an expired row may be in its place."""
         values = self._values(after, remembered) | {"probe": "", "probe_until": 0}
         dialect, name = self.database.engine.dialect, gate_name(after.group)
         return upsert(self._gates, dialect, {"name": name}, values, where=not_(self._remembered))
 
     def _closing(self, before: Gate, after: Gate, remembered: float, token: str) -> Update:
-        """Close the gate if what was decided on is still so, and nobody has closed it for longer
-        meanwhile.
-        """
+        """Close the gate if it is still as it was read, and is not closed for longer by now."""
         gates, probes = self._gates.c, self._probes(token)
         values = self._values(after, remembered)
         as_seen = update(self._gates).where(
@@ -139,7 +137,8 @@ class SqlGates(GateClosing):
             gates.closed_until <= values["closed_until"],
         )
         values["expires_at"] = _later(gates.expires_at, values["expires_at"])
-        # MySQL changes one column after the other: the probe comes after what is made of it.
+        # MySQL assigns columns one after the other: probe must be assigned after probe_until, which
+        # reads it.
         values["probe_until"] = case((gates.probe == token, 0), else_=gates.probe_until)
         values["probe"] = case((gates.probe == token, ""), else_=gates.probe)
         return as_seen.ordered_values(*((gates[name], value) for name, value in values.items()))

@@ -1,6 +1,4 @@
-"""Whether a session or connection of the user's own can be joined: it must commit its rows and the
-record together.
-"""
+"""Checks that a user's session or connection commits its rows and the record together."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ WAY_OUT: Final = (
 
 
 def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
-    """Raise :class:`WrongDatabase` for what can never commit the record together with the user's
+    """Raise :class:`WrongDatabase` if *given* can never commit the record together with the user's
     rows.
     """
     kind = type(given).__name__
@@ -79,11 +77,11 @@ def driver_of(given: Any) -> Any:
 
 
 def _check_binds(key: str, session: Session) -> None:
-    """Refuse a session whose rows may go through other connections than the record does, and commit
-    by themselves.
+    """Refuse a session that may write other rows through other connections, which commit
+    separately.
 
-    One that finds its binds in a way of its own is left to it. A two-phase transaction is one for
-    all its engines.
+    A session class with its own ``get_bind`` is not checked. A two-phase transaction commits all
+    its engines together.
     """
     binds: Mapping[Any, Engine | Connection] = {}
     if type(session).get_bind is Session.get_bind:
@@ -105,8 +103,8 @@ def _check_binds(key: str, session: Session) -> None:
 
 
 def _check_database(key: str, given: Any, database: Database) -> None:
-    """Refuse another database than that of the records: what the connections say comes before what
-    the URLs name.
+    """Refuse a database other than that of the records. The database that a connection reports has
+    precedence over its URL.
     """
     ours, by_sqlalchemy = database.engine, isinstance(given, Session | Connection)
     if by_sqlalchemy and _kind(connection_of(given).engine) != _kind(ours):
@@ -136,8 +134,8 @@ def _another(key: str, ours: Engine, theirs: str) -> WrongDatabase:
 
 
 def _commits_by_itself(given: Any, driver: Any) -> bool:
-    """Whether each statement is committed as it is executed; one that is surely inside a
-    transaction is not.
+    """Whether each statement is committed as it is executed; ``False`` for a connection that
+    reports an open transaction.
     """
     level = None
     if isinstance(given, Session | Connection):
@@ -145,7 +143,7 @@ def _commits_by_itself(given: Any, driver: Any) -> bool:
         level = connection.get_execution_options().get("isolation_level")
         if level == AUTOCOMMIT:
             return True
-        # What create_engine() was told; asking for the level of the connection would be a round
+        # The level given to create_engine(): reading the connection's level would cost a round
         # trip.
         level = level or getattr(connection.dialect, "_on_connect_isolation_level", None)
     by_itself = (

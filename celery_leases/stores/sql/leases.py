@@ -1,6 +1,4 @@
-"""Leases in the records' own database: the claimed row is the lease, so a run needs no other
-store.
-"""
+"""Leases in the records database: the claimed row is the lease, so a run needs no other store."""
 
 from __future__ import annotations
 
@@ -56,11 +54,13 @@ class DatabaseLeaseStore(SqlGates):
         self._held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
 
     def check(self) -> None:
-        """Nothing: the leases are in the tables of the records, which are checked with these."""
+        """Do nothing: the leases are in the tables of the records, and the record store checks
+        those.
+        """
 
     def acquire(self, claim_request: ClaimRequest) -> Claimed | Shut:
-        """Claim the row, and the lease with it; the look at the row is a look at the gate of the
-        bid's group too.
+        """Claim the row, which is the lease. The same statement reads the gate of the request's
+        group.
         """
         answer, gate = self.records.claim_at_gate(claim_request, self.name, self)
         if (
@@ -73,14 +73,15 @@ class DatabaseLeaseStore(SqlGates):
         return Claimed(answer, probe=probes and isinstance(answer, Won))
 
     def age(self, stored_key: str) -> float:
-        """For ever: the lease is the row, so that neither is lost without the other."""
+        """Infinite: the lease is the row, so the lease cannot be lost alone."""
         return math.inf
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Push ``lease_until`` out, never back; one statement for all leases of one ttl, and one
-        for their slots.
+        """Extend ``lease_until``, never shorten it; one statement for all leases of one ttl, and
+        one for their slots.
 
-        Rows that a transaction may have locked are looked at first, and renewed if they are free.
+        Guarded rows may be locked by a transaction: a query finds the unlocked ones, and only those
+        are renewed.
         """
         locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
         kept: set[tuple[str, str]] = set()
@@ -100,11 +101,11 @@ class DatabaseLeaseStore(SqlGates):
         ]
 
     def reassert(self, claim_request: ClaimRequest) -> bool:
-        """Never: a row that is gone took the claim with it."""
+        """Always ``False``: if the row is gone, the claim is gone with it."""
         return False
 
     def release(self, stored_key: str, token: str) -> bool:
-        """Close the row to ``pending`` if it is still running under *token*."""
+        """Set the row to ``pending`` if it is still running under *token*."""
         records = self.records.tables.records
         freed = records.update().where(
             records.c.stored_key == stored_key,
@@ -126,16 +127,16 @@ class DatabaseLeaseStore(SqlGates):
         return True
 
     def end_cooldown(self, stored_key: str) -> bool:
-        """Never: the row is the cooldown, and is reset."""
+        """Always ``False``: the row is the cooldown, and resetting the row ends it."""
         return False
 
     def holder(self, stored_key: str) -> Holder | None:
-        """Who holds the key."""
+        """The holder of the key; ``None`` if no attempt holds it."""
         record = self.records.read(stored_key, lenient=True)
         return holder_in(record) if record is not None else None
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """Those of the keys that somebody holds; one statement, which locks no row."""
+        """The keys that are held; one statement, which locks no row."""
         return {row["stored_key"] for row in self.database.all(self._held, {"keys": stored_keys})}
 
     def mark(self, stored_key: str, name: str) -> str | None:
@@ -152,8 +153,8 @@ class DatabaseLeaseStore(SqlGates):
     def swap_mark(
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
     ) -> bool:
-        """Set a mark if it is absent, over, or equals *expected*; setting the same value again
-        counts.
+        """Set a mark if it is absent, expired, or equals *expected*; setting the same value again
+        succeeds.
         """
         values = {
             "for_key": stored_key,
@@ -170,12 +171,10 @@ class DatabaseLeaseStore(SqlGates):
         self.database.count(delete(marks).where(marks.c.stored_key.in_(stored_keys)), {})
 
     def close(self) -> None:
-        """Nothing of its own to close."""
+        """Do nothing: the record store closes the database."""
 
     def _locked(self, keys: Sequence[str]) -> set[str]:
-        """Those of *keys* whose row a transaction has locked. On SQLite any writer locks all
-        rows.
-        """
+        """The keys whose row a transaction has locked. On SQLite any writer locks all rows."""
         if not keys:
             return set()
         if self.database.host_clock:
@@ -185,7 +184,7 @@ class DatabaseLeaseStore(SqlGates):
         }
 
     def _renewed(self, ttl: float, group: Sequence[Renewal]) -> set[tuple[str, str]]:
-        """Renew those that are still ours; their keys and tokens."""
+        """Renew the leases that their tokens still hold; returns the keys and tokens of those."""
         keys, tokens = (
             [renewal.stored_key for renewal in group],
             [renewal.token for renewal in group],
@@ -219,7 +218,9 @@ class DatabaseLeaseStore(SqlGates):
         return renewed.returning(records.c.stored_key, records.c.owner)
 
     def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
-        """Renew the slots of probes; one that ends by itself changes nothing for the lease."""
+        """Renew the slots of probes. If a slot cannot be renewed and expires, the lease is not
+        affected.
+        """
         slots: defaultdict[float, list[Renewal]] = defaultdict(list)
         for renewal in renewals:
             if renewal.probe is not None:

@@ -1,21 +1,20 @@
 """The counts of all processes, in the records database.
 
-They are rows of the table of effects, beside no key: one for each process that counts, and one for
-the total of those that have ended. So they need no table of their own and no migration, and they
-work on every version of the tables. An effect belongs to a key, and is always asked for by it, so
-nobody meets these rows; they have no moment at which they expire, so no purge takes them.
+They are rows of the effects table with an empty key: one for each process that counts, and one for
+the total of the processes that have ended. So they need no table and no migration, and they work on
+every version of the tables. Effects are always read by their key, so no reader of effects finds
+these rows. They never expire, so no purge deletes them.
 
-A process writes its own sums, never what is to be added to a sum: a statement that is repeated
-because its reply was lost changes nothing. A row that is closed, or was silent for long, is folded
-into the total by whoever comes by, in single statements that may be repeated and interrupted
-anywhere:
+A process writes its sums, never increments, so repeating a statement whose reply was lost changes
+nothing. Any process folds a closed row, or a row that was not written for long, into the total, by
+single statements that may be repeated and interrupted anywhere:
 
-1. a silent row is marked, so that its process, if it still lives, can write it no more;
-2. the total is written by compare-and-set, with what the rows add and with their names;
-3. the rows are deleted. A reader leaves out a row that the total names.
+1. A silent row is marked. Its process, if it is still alive, can then no longer write the row.
+2. The total is written by compare-and-set. It contains the sums of the rows and their names.
+3. The rows are deleted. A reader skips a row that the total names.
 
-What a killed process had not written yet is told from the records: an outcome leaves in its row the
-process and a number, and the process has written which numbers are among its counts.
+The counts that a killed process had not written yet are computed from the records: an outcome
+leaves the process and a number in its row, and the process writes which numbers its counts include.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ SILENT: Final = 90.0
 AT_ONCE: Final = 200
 """How many rows are folded at once."""
 BATCHES: Final = 25
-"""How often that is repeated in one go: children that run one task each leave many rows."""
+"""How many batches one call folds: children that run one task each leave many rows."""
 TAG: Final = "#"
-"""What a tag begins with; the name of no lease store does."""
+"""The first character of a tag; no name of a lease store begins with it."""
 ID_LENGTH: Final = 12
 _EARLIER: Final = 600 * MICROSECONDS
-"""How much earlier than the last write an outcome may have finished that is not among the counts:
-one that waited for the commit of the user's transaction.
+"""An outcome that is not counted yet may have finished this much earlier than its process's last
+write, because it waited for the commit of the user's transaction.
 """
 
 
@@ -69,7 +68,7 @@ class Counts:
 
 
 def tag(process: str, number: int) -> str:
-    """What the outcome of that *number* of a *process* leaves in its row."""
+    """The tag that outcome *number* of *process* leaves in its row."""
     return f"{TAG}{process}:{number}"
 
 
@@ -96,7 +95,7 @@ class SqlMetrics:
             "scope": bindparam("for_process", type_=table.c.scope.type),
         }
         fresh = {**written, "fence": 0, "idempotency_key": "", "sent_at": now}
-        # Its last write may be repeated, as its reply may be lost.
+        # The last write must be repeatable, because its reply may be lost.
         own = table.c.state != FOLDING
         self._first = upsert(table, database.engine.dialect, key, fresh, where=own)
         self._again = update(table).where(mine, own).values(written)
@@ -108,9 +107,9 @@ class SqlMetrics:
         self._all = select(table.c.scope, table.c.result, table.c.state).where(self._place)
 
     def write(self, process: str, written: Written, *, first: bool, closed: bool) -> bool:
-        """Write what *process* has counted so far; whether its row is still its own.
+        """Write what *process* has counted so far; returns ``False`` if its row is being folded.
 
-        *first*: it has written nothing yet. *closed*: it will write no more. Raises
+        *first*: the process has written nothing yet. *closed*: this is its last write. Raises
         :class:`~celery_leases.errors.StoreUnavailable`.
         """
         values = {
@@ -134,9 +133,9 @@ class SqlMetrics:
         return Counts(summed([total.tally, *tallies]), live, bool(found))
 
     def fold(self, silent: float = SILENT) -> int:
-        """Add the counts of processes that have ended to the total; how many.
+        """Add the counts of ended processes to the total; returns the number of processes.
 
-        *silent*: after so many seconds without a write a process counts as dead.
+        A process counts as dead after *silent* seconds without a write.
         """
         folded = 0
         for _ in range(BATCHES):
@@ -176,7 +175,7 @@ class SqlMetrics:
         return self.database.all(query, {})
 
     def _marked(self, row: Row) -> bool:
-        """Whether a row is marked: its process can write it no more."""
+        """Mark a row, so that its process can no longer write it; returns whether it is marked."""
         if row["state"] == FOLDING:
             return True  # by one that was interrupted
         values = {"for_process": row["scope"], "seen": row["done_at"]}
@@ -205,8 +204,8 @@ class SqlMetrics:
         killed: Sequence[str],
         found: Mapping[str, Row],
     ) -> bool:
-        """Write the total with the counts of the *new* processes; whether it was as it was
-        *before*.
+        """Add the counts of the *new* processes to the total; returns ``False`` if the total has
+        changed since *before*.
         """
         version, total = before
         written = {process: Written.load(found[process]["result"]) for process in new}
@@ -228,9 +227,9 @@ class SqlMetrics:
         return self.database.count(changed, {}) == 1
 
     def _told_from_records(self, dead: Mapping[str, Row], written: Mapping[str, Written]) -> Tally:
-        """The outcomes of *dead* processes that are not among what they have *written*.
+        """The outcomes of *dead* processes that their *written* counts do not include.
 
-        It looks at every record, once for each process that was killed.
+        It scans all records, once for each killed process.
         """
         told = Tally()
         if not dead:

@@ -20,7 +20,9 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.upserts import Writes, insert_absent
 
 PUBLISH_GRACE: Final = 5.0
-"""Seconds after an enqueue in which its own process publishes; then any relay may."""
+"""For so many seconds after an enqueue only its own process publishes the message; then any relay
+may.
+"""
 PUBLISH_AGAIN: Final = 60.0
 """Seconds after which a publisher that took a message and did not report is considered dead."""
 _GRACE: Final = int(PUBLISH_GRACE * rows.MICROSECONDS)
@@ -28,9 +30,7 @@ _AGAIN: Final = int(PUBLISH_AGAIN * rows.MICROSECONDS)
 
 
 class Outbox:
-    """The messages that are kept in the records of *records*; times are those of the database's
-    clock.
-    """
+    """The messages stored in the rows of *records*; times are those of the database's clock."""
 
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
@@ -73,12 +73,11 @@ class Outbox:
         return (self._unchanged(old).values(values),)
 
     def adding(self, record: Record, message: str, call_id: str) -> Writes:
-        """The write that publishes *message*, that of the call *call_id*, for a record that no call
-        has.
+        """The write that adds *message* of the call *call_id* to a record without a call.
 
-        No row is touched if it has changed since it was read. A record that no call has begun
-        becomes that call's; one that an operator has reset is not purged before its message is
-        published.
+        No row is touched if the record has changed since it was read. A record that no call has
+        begun then belongs to this call. A record that an operator has reset is not purged before
+        its message is published.
         """
         until = self.database.now + _GRACE
         owned = {"call_id": call_id} if _is_fresh(record) else {}
@@ -100,7 +99,9 @@ class Outbox:
         ttl: float,
         retention: float,
     ) -> Writes:
-        """The write that gives *old*, which no call has, to a call, unless *old* has changed."""
+        """The write that assigns *old*, a record without a call, to a call; touches no row if *old*
+        has changed.
+        """
         new = repairs.reassigned(
             old, task, key, call_id, message, anew=anew, ttl=ttl, retention=retention
         )
@@ -108,13 +109,13 @@ class Outbox:
         return (self._unchanged(old).values(values),)
 
     def sent(self, stored_key: str, call_id: str) -> None:
-        """The broker has the message of that call, as of now."""
+        """Note that the broker has the message of that call now."""
         own = self._to_be_published(stored_key, call_id)
         self.database.count(own.values(publish_at=None, published_at=self.database.now), {})
 
     def withdraw(self, stored_key: str, call_id: str, retention: float) -> None:
-        """The broker has not accepted the message of that call: unless the call has begun, no call
-        has the key then.
+        """Note that the broker has not accepted the message of that call. Unless the call has
+        begun, the key then belongs to no call.
         """
         own = self._to_be_published(stored_key, call_id).where(self._table.c.state == State.PENDING)
         until = self.database.now + int(retention * rows.MICROSECONDS)
@@ -143,13 +144,13 @@ class Outbox:
         return [row["stored_key"] for row in found]
 
     def published(self, record: Record) -> None:
-        """The broker has the message now; unless another process has taken it since, it is not
-        published again.
+        """Note that the broker has the message, unless another process has taken the
+        message since.
         """
         self.database.touch(self.noting(record), {})
 
     def noting(self, record: Record) -> Writes:
-        """The write that the broker has the message; see :meth:`published`."""
+        """The write of :meth:`published`."""
         table = self._table
         mine = update(table).where(
             table.c.stored_key == record.stored_key, table.c.publish_at == record.publish_at
@@ -157,8 +158,8 @@ class Outbox:
         return (mine.values(publish_at=None, published_at=self.database.now),)
 
     def taking(self, record: Record, *, due: bool = False) -> tuple[Writes, Record]:
-        """What takes the message of *record* as it was read, and the record then; a row it touches
-        was unchanged.
+        """The write that takes the message of *record* if the row is unchanged, and the record
+        after it.
         """
         taken = replace(record, publish_at=record.now + _AGAIN)
         as_seen = self._waiting(self.records.by, record.stored_key, due=due)
@@ -166,8 +167,8 @@ class Outbox:
         return (as_seen.values(publish_at=taken.publish_at),), taken
 
     def drop(self, record: Record) -> None:
-        """Drop the message of an unchanged row; if the call has not begun, no call has the key
-        then.
+        """Drop the message of an unchanged row. If the call has not begun, the key then belongs to
+        no call.
         """
         owned = {"call_id": ""} if _is_fresh(record) else {}
         self.database.count(
@@ -189,17 +190,17 @@ class Outbox:
         return rows.to_record(row, lenient=True) if row is not None else None
 
     def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
-        """Rows whose message is stored and may be in no queue, and was not published for *older*
+        """Rows whose stored message may be in no queue, and was not published within *older*
         seconds.
 
-        Their message is due, whatever their state; or they are unchanged for that time and are
-        running, pending, or cooling for a time that is over if they run again by themselves. Check
-        the lease of the running ones. A copy may wait in a long queue, so a row with a later
-        publish is skipped. The oldest rows are first, after *last*. A row that cannot be read
-        completely has the reason in ``unreadable``.
+        Either the message is due, in any state; or the row has not changed for that time and is
+        running, pending, or past a cooldown after which it runs again by itself. Check the lease of
+        the running ones. A copy may wait in a long queue, so a row with a later publish is skipped.
+        The oldest rows are first, after *last*. A row that cannot be read completely has the reason
+        in ``unreadable``.
 
-        Among them are rows whose call has ended, if a message was published since: check whether
-        it is that of another call.
+        The result includes rows whose call has ended if a message was published since: check
+        whether the message belongs to another call.
         """
         found = self.records.on_layout(
             lambda by: self.database.all(self._stranded(by, older, last).limit(limit), {}),

@@ -1,8 +1,8 @@
 """The queries of an operator: pages of records that match a filter, counts, and what may be
 deleted.
 
-No index serves them, as each index costs every run; pages go on behind a key, so that none is read
-twice.
+They use no index, because each index costs every run. A page starts after the last key of the
+previous page.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def matching(
     after: Position | None,
     now: ColumnElement[int],
 ) -> Select[Any]:
-    """Whole rows of *wanted*, behind *after*.
+    """Whole rows of *wanted*, after the position *after*.
 
-    The keys come first: else the databases would carry whole rows, and the clock, through the sort.
+    The keys are sorted alone first: otherwise the database would sort whole rows.
     """
     table = by.table
     place = _place(table, order, now)
@@ -51,8 +51,8 @@ def matching(
 
 
 def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
-    """What a row of *wanted* must be like; :meth:`RecordFilter.admits` says the rest. Forgotten
-    keys are none.
+    """The conditions of *wanted* that SQL can check; :meth:`RecordFilter.admits` checks the rest.
+    Forgotten keys never match.
     """
     columns = table.c
     found: list[ColumnElement[bool]] = [not_(_is_forgotten(table))]
@@ -81,7 +81,7 @@ def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
 
 
 def moved(table: Table) -> ColumnElement[int]:
-    """When a row came into its state."""
+    """When a row entered its state."""
     running = table.c.state == State.RUNNING
     return case(
         (running, table.c.started_at), else_=func.coalesce(table.c.finished_at, table.c.started_at)
@@ -89,7 +89,9 @@ def moved(table: Table) -> ColumnElement[int]:
 
 
 def counted(table: Table) -> Select[Any]:
-    """How many rows there are of each task in each state, and when the oldest came into it."""
+    """How many rows there are of each task in each state, and when the oldest of them
+    entered it.
+    """
     columns = table.c
     since = func.min(moved(table)).label("oldest")
     rows = select(columns.task, columns.state, func.count().label("count"), since).where(
@@ -99,7 +101,7 @@ def counted(table: Table) -> Select[Any]:
 
 
 def failures(table: Table, after: str, limit: int) -> Select[Any]:
-    """Stored key and error of rows that are not done and have failed, behind the key *after*."""
+    """Stored key and error of rows that are not done and have failed, after the key *after*."""
     failed = and_(
         table.c.error.is_not(None), table.c.state.in_(FAILING), table.c.stored_key > after
     )
@@ -126,12 +128,12 @@ def _is_forgotten(table: Table) -> ColumnElement[bool]:
 
 
 def _in_error(table: Table, name: str, value: str) -> ColumnElement[bool]:
-    """Whether the error may say so; the core reads it."""
+    """Whether the error text may contain this field; the caller parses the error."""
     return table.c.error.contains(f'"{name}":{json.dumps(value)}', autoescape=True)
 
 
 def run_times(table: Table, task: str | None, limit: int) -> Select[Any]:
-    """What the latest *limit* finished runs of each task took: ``task``, ``took`` in
+    """The durations of the latest *limit* finished runs of each task: ``task``, ``took`` in
     microseconds.
     """
     done = [table.c.state == State.DONE, table.c.finished_at >= table.c.started_at]

@@ -41,7 +41,7 @@ from celery_leases.stores.sql.schema import Tables
 
 
 class RecordStatements:
-    """What a store executes on a table in *layout*."""
+    """The statements of a store for a table in *layout*."""
 
     def __init__(self, layout: Layout, database: Database, tables: Tables) -> None:
         self.layout = layout
@@ -58,7 +58,7 @@ class RecordStatements:
         self.reading = select(*self.table.c, self._now.label("now"))
         #: The row of a key.
         self.one = self.reading.where(self.table.c.stored_key == bindparam("stored_key"))
-        #: The first step of a claim, by whether it is gated.
+        #: The first step of a claim; the key says whether the statement also reads a gate.
         self.looks = {gated: looking(gated=gated) for gated in (False, True)}
         #: The second step of a claim.
         self.swap = self._swapping()
@@ -66,8 +66,8 @@ class RecordStatements:
 
     @cached_property
     def insert(self) -> Executable:
-        """Insert a row after the look; MySQL keeps its moment as the number that its drivers give
-        for it.
+        """Insert a row after reading. On MySQL the time of the insert is returned as
+        ``LAST_INSERT_ID``.
         """
         if self._of_mysql:
             return insert(self.table).values(
@@ -77,7 +77,7 @@ class RecordStatements:
         return made.on_conflict_do_nothing().returning(self.table.c.fence)
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
-        """What closes an attempt, fenced, and its parameters."""
+        """The fenced statement that ends an attempt, and its parameters."""
         values = self.layout.of_outcome(record, outcome)
         whole = f"new_{self.layout.settled[-1]}" in values
         return self._settling if whole else self._settling_alone, values
@@ -85,8 +85,8 @@ class RecordStatements:
     def tagged_settlement(
         self, record: Record, outcome: Outcome, tag: str
     ) -> tuple[Executable, dict[str, Any]]:
-        """The same, and leave *tag* in the row, in the place of the lease store, which is asked of
-        running rows only. Version 1 has no place for it.
+        """The same, with *tag* in the column ``lease_store``, which is read of running rows only.
+        Version 1 does not store a tag.
         """
         if self.layout.version == 1:
             return self.settlement(record, outcome)
@@ -96,8 +96,8 @@ class RecordStatements:
         return self._tagging if whole else self._tagging_alone, values
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
-        """Write what of *new* differs from the row *found*, if what is compared is still as it was
-        found.
+        """Write the values of *new* that differ from the row *found*, if the ``COMPARED`` columns
+        are unchanged.
         """
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in COMPARED]
         written = self.layout.of_record(new)
@@ -111,7 +111,7 @@ class RecordStatements:
 
     @cached_property
     def _settling_alone(self) -> Update:
-        """The settling of an attempt whose details stay as they are."""
+        """The settling statement that does not change the details column."""
         return self._settled(self.layout.settled[:-1])
 
     @cached_property
@@ -127,11 +127,11 @@ class RecordStatements:
         )
 
     def _inserting_or_reading(self, *, gated: bool) -> Select[Any]:
-        """One statement that reads, and inserts what is not there; it answers with what was there
-        before it.
+        """One statement that reads the row, or inserts it if missing; it returns the row as it was
+        before.
 
-        A row that is there is only read, by a snapshot and without a lock. It is given as one JSON
-        document, so that the answer to an insert has few columns.
+        An existing row is only read, from a snapshot and without a lock. It is returned as one JSON
+        document, so that the reply to an insert has few columns.
         """
         records, gates = self.table.alias("r"), self._gates.alias("g")
         seen = (
@@ -158,7 +158,7 @@ class RecordStatements:
         )
 
     def _reading(self, *, gated: bool) -> Select[Any]:
-        """The row, NULL in all its columns if there is none; and the same of the gate."""
+        """The row and the gate; all columns are NULL for a missing one."""
         always: FromClause = select(literal_column("1").label("one")).subquery("always")
         columns: list[ColumnElement[Any]] = [self._now.label("now"), *self.table.c]
         if gated:
@@ -168,7 +168,7 @@ class RecordStatements:
         return select(*columns).select_from(always.outerjoin(self.table, row))
 
     def _fresh(self, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
-        """The columns of a new row, by their names; its moments are counted from *now*."""
+        """The columns of a new row by name; its times count from *now*."""
         values: dict[str, ColumnElement[Any]] = {
             name: self._bound("new", name) for name in self.layout.inserted
         }
@@ -207,7 +207,7 @@ class RecordStatements:
             "lease_until": None,
         }
         if self.layout.version > 1:
-            values["lease_store"] = ""  # it is asked of running rows only
+            values["lease_store"] = ""  # it is read of running rows only
         if "failed_at" in columns:
             failed = bindparam("failed", type_=Boolean)
             values["failed_at"] = case(
@@ -221,7 +221,7 @@ class RecordStatements:
         return bindparam(f"{prefix}_{name}", type_=self.table.c[name].type)
 
     def _is_shut(self, gates: FromClause) -> ColumnElement[bool]:
-        """Whether a row is the gate of the group, which is not open then."""
+        """Whether a row is the group's gate and has not expired: the gate is not open."""
         return and_(gates.c.name == bindparam("gate"), gates.c.expires_at > self._now)
 
 
@@ -241,8 +241,8 @@ def _as_json(alias: str) -> ColumnElement[str]:
 
 
 def _as_seen(column: Column[Any], seen: BindParameter[Any]) -> ColumnElement[bool]:
-    """Whether a column is as it was read. ``ended`` of done work is NULL, or what a row of another
-    version has.
+    """Whether a column is unchanged. ``ended`` of done work is NULL in version 2 and ``returned``
+    in version 1.
     """
     if column.name == "ended":
         return func.coalesce(column, Ended.RETURNED.value) == func.coalesce(

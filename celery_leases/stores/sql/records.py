@@ -56,7 +56,7 @@ IDENTITY: Final = "database"
 
 _identities: dict[str, str] = {}
 REPAIR_ROUNDS: Final = 20
-"""How often an operator's write looks again because the row changed before it was written."""
+"""How often an operator's write is retried when the row changes between reading and writing."""
 
 
 class SqlRecordStore(SqlClaims):
@@ -64,8 +64,7 @@ class SqlRecordStore(SqlClaims):
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         super().__init__(Database(engine), tables or Tables())
-        #: Gives a word that an outcome leaves in its row; see
-        #: :class:`celery_leases.counting.Counting`.
+        #: The tag that an outcome leaves in its row; see :class:`celery_leases.counting.Counting`.
         self.tag: Callable[[Record], str] | None = None
         records = self.tables.records
         #: Locks the row of a running attempt, and pushes out the lease if the row is one;
@@ -89,14 +88,15 @@ class SqlRecordStore(SqlClaims):
         self.locking = select(records.c.fence).where(*is_running(records)).with_for_update()
 
     def check(self) -> None:
-        """Raise :class:`SchemaOutdated` unless this release knows the tables; SQLite gets them
-        made.
+        """Raise :class:`SchemaOutdated` unless this release knows the tables. On SQLite, create
+        missing tables.
         """
         with self.database.errors():
             self.use(self.tables.check(self.database.engine))
 
     def migrate(self, to: int = NEWEST) -> Migrated:
-        """Create the tables, or bring them to version *to* while workers run; what was done.
+        """Create the tables, or migrate them to version *to* while workers run; returns what was
+        done.
 
         Raises :class:`StoreUnavailable` when the database does not answer, or has the tables
         locked, and :class:`SchemaOutdated` for tables of a later release.
@@ -109,7 +109,8 @@ class SqlRecordStore(SqlClaims):
         return done
 
     def read(self, stored_key: str, *, lenient: bool = False) -> Record | None:
-        """The row of a key; *lenient*, for operators: also one of which something cannot be read.
+        """The row of a key. *lenient*, for operators: return the row even if a value cannot be
+        read.
 
         Raises :class:`RecordUnreadable`, and :class:`KeyUnusable` when the database refuses the
         key.
@@ -124,8 +125,8 @@ class SqlRecordStore(SqlClaims):
         return self.by.reading
 
     def identity(self) -> str:
-        """The random word that names this database; asked for once in a process and those it
-        forks.
+        """The random identifier of this database. A process reads it once, and its forks inherit
+        it.
         """
         if self.place not in _identities:
             _identities[self.place] = self._identity()
@@ -187,7 +188,7 @@ class SqlRecordStore(SqlClaims):
         row = self.database.first(by.one, {"stored_key": record.stored_key})
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
             return False
-        # A migration meanwhile writes what is usual in another way.
+        # Version 2 stores NULL for RETURNED, so a migration may have changed the stored form.
         now = {**row, "ended": row["ended"] or Ended.RETURNED}
         ours = {**values, "new_ended": values["new_ended"] or Ended.RETURNED}
         return all(now[name] == ours.get(f"new_{name}", now[name]) for name in by.layout.settled)
@@ -196,7 +197,7 @@ class SqlRecordStore(SqlClaims):
         return self.on_layout(lambda by: self.database.first(by.one, {"stored_key": stored_key}))
 
     def stop_resuming(self, record: Record, failure: Failure) -> bool:
-        """Write that a call which would have run again does not, because its caller gets *failure*.
+        """Write that a call will not run again, because its caller gets *failure* now.
 
         Returns whether the row was still as it was read.
         """
@@ -212,11 +213,11 @@ class SqlRecordStore(SqlClaims):
     def search(
         self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
     ) -> list[Record]:
-        """Rows, the latest started first; one of which something cannot be read has it in
-        ``unreadable``.
+        """Rows, the latest started first. If a value of a row cannot be read, ``unreadable`` says
+        which.
 
-        It looks at every row, for an operator: an index would cost each run more than 5 % of what
-        it writes.
+        It scans the whole table, for an operator: an index would add more than 5 % to the writes of
+        each run.
         """
         return self._listed(lambda by: _latest(by, states, task, limit))
 
@@ -237,7 +238,9 @@ class SqlRecordStore(SqlClaims):
         )
 
     def how_many(self, wanted: RecordFilter) -> int:
-        """How many rows may be *wanted*; exactly so many are, where the row alone says that."""
+        """An upper bound of the number of *wanted* rows; exact if SQL alone can decide the
+        filter.
+        """
 
         def counting(by: RecordStatements) -> Row | None:
             conditions = record_queries.conditions(by.table, wanted)
@@ -260,7 +263,7 @@ class SqlRecordStore(SqlClaims):
         return self.on_layout(lambda by: self.database.all(record_queries.counted(by.table), {}))
 
     def run_times(self, task: str | None, limit: int) -> dict[str, list[float]]:
-        """What the latest *limit* finished runs of each task took, in seconds."""
+        """The durations in seconds of the latest *limit* finished runs of each task."""
         found: dict[str, list[float]] = {}
         query = record_queries.run_times(self.tables.records, task, limit)
         for row in self.database.all(query, {}):
@@ -268,9 +271,7 @@ class SqlRecordStore(SqlClaims):
         return found
 
     def errors(self) -> Iterator[Failure]:
-        """The last failures of all rows that are not done, in pages; one that cannot be read is
-        left out.
-        """
+        """The last failures of all rows that are not done. Unreadable failures are left out."""
         after = ""
         while True:
             query = record_queries.failures(self.tables.records, after, ERRORS_AT_ONCE)
@@ -285,12 +286,12 @@ class SqlRecordStore(SqlClaims):
     def delete_unmoved(
         self, wanted: RecordFilter, limit: int, after: str = ""
     ) -> tuple[int, str | None]:
-        """Delete of the next *limit* rows behind the key *after* those that are *wanted* and have
-        not changed since.
+        """Delete the *wanted* ones of the next *limit* rows after the key *after*, unless they have
+        changed.
 
-        Never one that runs, or whose message is still to be published. How many were deleted, with
-        their effects, and the key behind which to go on; ``None`` after the last row. The row alone
-        must say whether it is wanted.
+        Running rows and rows with an unpublished message are never deleted. The effects of a row
+        are deleted with it. Returns the number of deleted rows and the key to continue after;
+        ``None`` after the last row. SQL alone must be able to decide the filter.
         """
         records, effects = self.tables.records, self.tables.effects
         idle = (records.c.state != State.RUNNING, records.c.publish_at.is_(None))
@@ -308,8 +309,8 @@ class SqlRecordStore(SqlClaims):
         return deleted, old[-1] if len(old) == limit else None
 
     def named(self, key: str) -> list[Record]:
-        """The rows of all tasks whose key is *key*, as in :meth:`search`; looks at every row, for
-        an operator.
+        """The rows of all tasks whose key is *key*, as in :meth:`search`; scans the whole table,
+        for an operator.
         """
         return self._listed(lambda by: by.reading.where(by.table.c.key == key).limit(20))
 
@@ -336,10 +337,10 @@ class SqlRecordStore(SqlClaims):
     def _repaired(
         self, stored_key: str, seen: Record | None, repair: Callable[[Record], Record | None]
     ) -> Record | None:
-        """The row after *repair*, if it is still as it was *seen*; ``None`` if it is not, or gives
-        none.
+        """The row after *repair*; ``None`` if the row is no longer as it was *seen*, or *repair*
+        returns ``None``.
 
-        What cannot be read of it is written anew.
+        Unreadable values of the row are overwritten.
         """
         for _ in range(REPAIR_ROUNDS):
             found = self._row(stored_key)
@@ -361,9 +362,10 @@ class SqlRecordStore(SqlClaims):
         return False
 
     def call_off(self, seen: Record) -> bool:
-        """Write that the call of *seen* was revoked: it does not run again, and is not rescued.
+        """Write that the call of *seen* was revoked: it does not run again, and its message is not
+        published again.
 
-        ``False``: the row has changed. Rows of other calls are not changed.
+        Returns ``False`` if the row has changed. Rows of other calls are not changed.
         """
         records = self.tables.records
         row = update(records).where(records.c.stored_key == seen.stored_key, *self._unmoved(seen))
@@ -374,8 +376,8 @@ class SqlRecordStore(SqlClaims):
         return self.database.count(gone, {}) == 1
 
     def end_waits(self, group: str) -> int:
-        """Let the keys run that cool down only because of this cooldown group; how many there
-        were.
+        """End the cooldown of all keys that cool down because of this cooldown group; returns their
+        number.
         """
         records = self.tables.records
         cooling = records.c.state == State.COOLING
@@ -401,11 +403,11 @@ class SqlRecordStore(SqlClaims):
         retention: float | None = None,
         seen: Record | None = None,
     ) -> bool:
-        """Make the row ``done`` with *result* (JSON text), whoever holds it; returns whether there
-        was a row that was not done.
+        """Make the row ``done`` with *result* (JSON text), even if an attempt holds it; returns
+        whether a row became done.
 
-        With *seen* only if its fence and state are still those. *retention* is in seconds, by
-        default the row's own.
+        With *seen*, only if fence and state are unchanged. *retention* is in seconds, by default
+        the row's own.
         """
         done = self._repaired(
             stored_key,
@@ -423,10 +425,10 @@ class SqlRecordStore(SqlClaims):
         )
 
     def purge(self, limit: int) -> int:
-        """Delete at most *limit* rows whose retention is over, as many marks, gates and effects of
+        """Delete expired rows: at most *limit* records, and as many marks, gates and effects of
         calls.
 
-        How many rows were deleted, or effects where those were more.
+        Returns the number of deleted records or of deleted effects, whichever is greater.
         """
         for table in (self.tables.gates, self.tables.marks):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
@@ -435,10 +437,11 @@ class SqlRecordStore(SqlClaims):
         return max(self._purge_effects(limit), self._purge_records(limit))
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
-        """Purge unless another process is at it or has been within *every* seconds; see the port.
+        """Purge, unless another process is purging now or has finished within *every* seconds; see
+        the port.
 
-        The turn is a mark: taken for a moment, as its process may die, and for *every* seconds once
-        nothing is left.
+        A mark decides which process purges. It expires after a few seconds, because its process may
+        die; after a complete purge it lasts *every* seconds.
         """
         row = self.database.first(self._turn_until, _TURN)
         if row is not None and row["expires_at"] > row["now"]:
@@ -457,7 +460,7 @@ class SqlRecordStore(SqlClaims):
         return False
 
     def _purge_effects(self, limit: int) -> int:
-        """Delete effects of calls that are over, but for those of the call that a record is at."""
+        """Delete the expired effects of calls, except those of a record's current call."""
         records, effects = self.tables.records, self.tables.effects
         present = exists().where(
             records.c.stored_key == effects.c.stored_key, records.c.call_id == effects.c.scope
@@ -470,8 +473,8 @@ class SqlRecordStore(SqlClaims):
     def _purge_records(self, limit: int) -> int:
         records, effects = self.tables.records, self.tables.effects
         over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
-        # Others purge too: the effects that go are those of the very rows that go afterwards, and
-        # of no later claim.
+        # Other processes purge too: both deletes repeat the condition, so the effects of a row that
+        # was claimed meanwhile stay.
         found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
         old = [row["stored_key"] for row in found]
         of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
@@ -493,9 +496,7 @@ class SqlRecordStore(SqlClaims):
 def _latest(
     by: RecordStatements, states: Sequence[str], task: str | None, limit: int
 ) -> Select[Any]:
-    """The keys first: else the databases would carry whole rows, and the clock, through the
-    sort.
-    """
+    """Sort the keys alone first: otherwise the database would sort whole rows."""
     columns = by.table.c
     keys = select(columns.stored_key)
     if states:

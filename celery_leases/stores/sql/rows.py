@@ -46,10 +46,10 @@ _OR_NULL: Final = (
 
 
 def group_of(error: str | None) -> str | None:
-    """The cooldown group whose failure a stored error was, if it was one."""
+    """The cooldown group of a stored error, if it has one."""
     try:
         failure = failure_in(error) if error else None
-    except Exception:  # noqa: BLE001 - what cannot be read was of no group that anybody knows
+    except Exception:  # noqa: BLE001 - an unreadable error has no known group
         return None
     return failure.group if failure is not None else None
 
@@ -65,8 +65,8 @@ def of_attempt(record: Record) -> dict[str, Any]:
 
 
 def without_texts(outcome: Outcome) -> Outcome:
-    """*outcome* for a database that has refused one of its texts: its state, its counts and its
-    times stay.
+    """*outcome* without its texts, one of which the database has refused; state, counts and times
+    stay.
     """
     failure = outcome.failure
     if failure is not None:

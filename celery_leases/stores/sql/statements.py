@@ -1,9 +1,8 @@
 """Statements compiled once by SQLAlchemy and executed on the driver's own cursor.
 
-SQLAlchemy's execution of a statement costs several times what the driver needs for it. What it does
-on the way to the cursor depends on the statement alone, so it is done once: the text in the
-dialect, the order of the parameters, the values that the statement itself has, and the conversions
-of the types.
+Executing a statement through SQLAlchemy takes several times as long as the driver alone. The
+preparation depends on the statement alone, so it is done once: the text in the dialect, the order
+of the parameters, the statement's own values, and the type conversions.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Convert = Callable[[Any], Any]
 
 
 class CompiledStatement:
-    """One statement for one dialect; what it needs of a value or of a row is known, and not asked
-    for again.
+    """One statement compiled for one dialect, with the conversions of its parameters and
+    columns.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class CompiledStatement:
         return [self._named(cursor, row) for row in cursor.fetchall()]
 
     def touched(self, cursor: Any) -> bool:
-        """Whether what was executed on *cursor* has touched a row; a write may return those that it
-        touched.
+        """Whether the statement executed on *cursor* touched a row, by its returned rows or its row
+        count.
         """
         if self._returns is None:
             self._returns = cursor.description is not None
@@ -85,8 +84,8 @@ class CompiledStatement:
         return found
 
     def _describe(self, cursor: Any) -> None:
-        """Look at the columns of a result, which is slow: at the first one, and when a table has
-        got another column.
+        """Read the columns of a result. This is slow, so it happens for the first result and after
+        the number of columns has changed.
         """
         columns = tuple(column[0] for column in cursor.description)
         self._outward = [(name, self._types[name]) for name in columns if name in self._types]
@@ -94,11 +93,10 @@ class CompiledStatement:
 
 
 class Statements:
-    """The statements of one engine that are executed again and again, compiled at their second
-    time.
+    """The repeated statements of one engine, compiled when they are executed for the second time.
 
-    A statement that was built for one call does not come a second time, and SQLAlchemy executes it.
-    So it does one whose text depends on the values, as that of an ``IN`` with any number of them.
+    SQLAlchemy executes a statement that was built for one call, and a statement whose text depends
+    on its values, such as an ``IN`` with any number of values.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -109,7 +107,7 @@ class Statements:
         )
 
     def executed(self, statement: Executable) -> None:
-        """SQLAlchemy has executed *statement*, and knows the server by now."""
+        """Note that SQLAlchemy has executed *statement*, and so has connected to the server."""
         self._executed.add(statement)
 
     def compiled(self, statement: Executable) -> CompiledStatement | None:

@@ -1,7 +1,7 @@
 """The user's own transaction, in which a record is locked or completed.
 
-It is given as a SQLAlchemy session or connection, or as a plain DB-API connection to the same
-database; Django's ``connections[alias]`` is one in this sense.
+The user passes a SQLAlchemy session or connection, or a plain DB-API connection to the same
+database. Django's ``connections[alias]`` counts as a DB-API connection.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class JoinedTransaction:
         self._mark: TransactionMark | None = None
 
     def join(self, key: str) -> None:
-        """Join it, and begin one if SQLAlchemy manages it; raises :class:`WrongDatabase` for a
-        transaction that cannot be joined.
+        """Join the transaction. Begins one if SQLAlchemy manages it; raises :class:`WrongDatabase`
+        if it cannot be joined.
 
         Every other step calls this first.
         """
@@ -66,8 +66,7 @@ class JoinedTransaction:
         """Lock the record's row, or raise :class:`LeaseLost` because the attempt no longer
         owns it.
         """
-        # A DB-API connection to MySQL may count the rows that it has changed, and not those that it
-        # has found.
+        # A DB-API connection to MySQL may count changed rows rather than matched rows.
         self._lock(self.records.guarding, rows.of_guard(record), record, look=self._of_mysql)
         if isinstance(self._given, Session | Connection):
             push_out_at_commit(connection_of(self._given), self.records, record)
@@ -126,8 +125,8 @@ class JoinedTransaction:
 
     @property
     def is_of_django(self) -> bool:
-        """Whether it is on a connection of Django's, which may execute statements after its end
-        too.
+        """Whether the connection is Django's, which may still be used after the transaction has
+        ended.
         """
         return hasattr(self._given, "vendor") and callable(getattr(self._given, "on_commit", None))
 
@@ -139,8 +138,8 @@ class JoinedTransaction:
             return False
 
     def is_over(self) -> bool:
-        """Whether it has certainly ended, whatever its connection does now; may cost a
-        round trip.
+        """Whether this transaction has certainly ended, even if its connection is in another one
+        now; may cost a round trip.
         """
         return not self.is_open() or (self._mark is not None and self._mark.is_over())
 
@@ -156,8 +155,8 @@ class JoinedTransaction:
         return False
 
     def roll_back(self) -> bool:
-        """End it, if it is certainly open: another transaction of the same connection is not the
-        body's; returns whether it was.
+        """Roll back if this transaction is certainly open; returns whether it was. The connection
+        may be in a later transaction, which must not be rolled back.
         """
         if not self.is_open() or (self._mark is not None and not self._mark.is_surely_open()):
             return False
@@ -220,9 +219,7 @@ class JoinedTransaction:
             raise explained from error
 
     def _explained(self, key: str, error: Exception) -> WrongDatabase | None:
-        """An explanation of an error in other words than the database's; ``None`` if there
-        is none.
-        """
+        """A clearer error for a known error of the database; ``None`` for any other."""
         if LOCKED in str(error):
             return WrongDatabase(
                 f"{key}: SQLite: the database is locked; begin the transaction with BEGIN IMMEDIATE and keep it short, "
@@ -270,7 +267,9 @@ class JoinedTransaction:
 
 
 def opening(given: Any) -> Callable[[], bool]:
-    """A function that says whether the transaction that is open, or is opened now, continues."""
+    """A function that says whether the transaction of *given* is still open. Begins one if
+    SQLAlchemy manages it.
+    """
     if isinstance(given, Session):
         given = (
             given.connection()

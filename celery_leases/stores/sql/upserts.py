@@ -1,6 +1,4 @@
-"""Writes that no two databases say alike: rows that are inserted or changed, and rows picked by a
-subquery.
-"""
+"""Writes whose SQL differs between databases: upserts, and updates with a limit."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from celery_leases.stores.sql.dialects.mysql import is_mysql
 
 Writes = tuple[Executable, ...]
-"""Statements that are tried in turn until one touches a row; an insert whose key is there already
-touches none.
+"""Statements that are tried in order until one touches a row; an insert whose key exists touches
+none.
 """
 
 
@@ -39,8 +37,9 @@ def upsert(
 ) -> Writes:
     """Give the row of *key* these *values*, if it is not there or *where* holds.
 
-    MySQL and MariaDB cannot say that in one statement: they are asked to insert first, as an update
-    of what is not there may lock its place, and at last again, as the row may be gone meanwhile.
+    MySQL and MariaDB need several statements. The first is an insert, because an update of a
+    missing row may lock its gap. The last is an insert again, because the row may have been deleted
+    meanwhile.
     """
     fresh = {**key, **values}
     if is_mysql(dialect):
@@ -83,7 +82,7 @@ def touched(executed: Any) -> bool:
 
 
 def apart(limited: Select[Any]) -> Select[Any]:
-    """The same rows from a subquery of their own: MySQL has no other LIMIT for a table that is
-    being changed.
+    """The same rows, wrapped in a subquery: MySQL allows LIMIT on the table that is changed only
+    there.
     """
     return select(limited.subquery())

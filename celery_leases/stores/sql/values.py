@@ -1,4 +1,4 @@
-"""Values of single columns, as they are written and read; a column that cannot be read is named."""
+"""Converts the values of single columns; errors name the column that cannot be read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Reading:
     trouble: str | None = field(default=None, init=False)
 
     def integers(self, names: Iterable[str], or_null: Iterable[str]) -> None:
-        """See that these columns have integers: SQLite takes text there."""
+        """Check that these columns have integers: SQLite accepts text in them."""
         row = self.row
         wrong = [name for name in names if type(row[name]) is not int]
         wrong += [name for name in or_null if row[name] is not None and type(row[name]) is not int]
@@ -59,8 +59,8 @@ class Reading:
             self.row = {**self.row, name: 0 if name in names else None}
 
     def of(self, column: str, convert: Callable[[Any], Any], *, needed: bool = True) -> Any:
-        """What *convert* makes of a column; ``None`` for NULL, and for what cannot be read but is
-        not *needed*.
+        """The column's value, converted by *convert*; ``None`` for NULL, and for an unreadable
+        value that is not *needed*.
         """
         value = self.row[column]
         if value is None:

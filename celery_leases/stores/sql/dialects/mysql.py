@@ -1,9 +1,7 @@
-"""What MySQL and MariaDB need: how they are connected to, their clock, their error codes, and the
-form of the tables.
+"""MySQL and MariaDB: connection parameters, clock, error codes, and table options.
 
-Statements are committed by themselves, at READ COMMITTED, which takes no locks on gaps between
-keys; nothing here is right only there. Rows that must not change meanwhile are locked by the
-statement that looks at them.
+Statements run in autocommit mode at READ COMMITTED, which takes no gap locks; correctness does not
+depend on that level. A statement that needs a row unchanged locks it.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 zone.
 """
 
-# Keys differ in case, accents and trailing spaces. The two servers name the collation for that
-# differently, and each reads one of the comments only; so the tables are the same text for both,
-# and older servers refuse it.
+# Keys that differ only in case, accents or trailing spaces are different keys. The two servers have
+# different names for that collation. Each server reads only one of these comments, so one text
+# serves both, and older servers refuse it.
 _COLLATION: Final = "/*M!100600 utf8mb4_nopad_bin */ /*!80017 utf8mb4_0900_bin */"
 
 TABLE_OPTIONS: Final[dict[str, Any]] = {
@@ -38,13 +36,13 @@ TABLE_OPTIONS: Final[dict[str, Any]] = {
 
 DEADLOCK: Final = 1213
 NOT_EXECUTED: Final = frozenset({1205, DEADLOCK, 1020, 3572})
-"""Errors that took the whole statement back: lock waits that were too long, and collisions with
-other transactions.
+"""Errors after which nothing of the statement was executed: lock timeouts, and conflicts with other
+transactions.
 """
 
 TOO_LARGE: Final = frozenset({1153, 1301, 1366})
-"""Errors for a value above ``max_allowed_packet``, and for one not in the encoding of its
-column.
+"""Errors for a value above ``max_allowed_packet``, and for a value that its column's encoding
+cannot hold.
 """
 
 NO_SUCH_TABLE: Final = 1146
@@ -52,29 +50,28 @@ UNDEFINED_COLUMN: Final = 1054
 _DUPLICATE: Final = 1062
 
 _IN_TRANSACTION: Final = 1
-"""The bit of the server's status that says so: ``SERVER_STATUS_IN_TRANS``."""
+"""The bit ``SERVER_STATUS_IN_TRANS`` of the server's status."""
 
 _TIMEOUTS: Final = {"connect_timeout": 5, "read_timeout": 15, "write_timeout": 15}
 _READ: Final = "read_timeout"
 
 STRICT: Final = (
-    # What is too long is an error and not cut; a row is waited for whole seconds here, and a table
-    # too.
+    # A value that is too long is an error, not truncated. Lock timeouts are whole seconds here.
     "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')",
     "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 5",
 )
 SESSION_NAMES: Final = ("sql_mode", "innodb_lock_wait_timeout", "lock_wait_timeout")
-"""The variables of a session that those, and a migration, set."""
+"""The session variables that ``STRICT`` and a migration set."""
 _SESSION: Final = (*STRICT, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
 def is_mysql(dialect: Dialect) -> bool:
-    """Whether it is one of the two."""
+    """Whether *dialect* is that of MySQL or MariaDB."""
     return dialect.name in FAMILY
 
 
 def connect_args(url: URL, *, migrates: bool = False) -> dict[str, Any]:
-    """What bounds how long a server may be silent; the URL's own parameters come first."""
+    """The driver's timeouts and charset; parameters in the URL have precedence."""
     wanted = _TIMEOUTS | {"charset": "utf8mb4"}
     return {
         name: value
@@ -84,7 +81,7 @@ def connect_args(url: URL, *, migrates: bool = False) -> dict[str, Any]:
 
 
 def without_end(url: URL) -> URL:
-    """*url* without what it says of how long a statement may take."""
+    """*url* without a limit on the time of a statement."""
     return url.difference_update_query([_READ])
 
 
@@ -107,9 +104,7 @@ def is_duplicate(error: BaseException) -> bool:
 
 
 def tells_transactions(connection: Any) -> bool:
-    """Whether a DB-API connection passes on what the server says about its transaction: PyMySQL's
-    do.
-    """
+    """Whether a DB-API connection exposes the server's transaction status, as PyMySQL's do."""
     return hasattr(connection, "server_status")
 
 
@@ -123,8 +118,8 @@ def commits_by_itself(connection: Any) -> bool:
 def in_transaction(connection: Any) -> bool:
     """Whether a DB-API connection of one of the drivers is inside a transaction.
 
-    MySQLdb cannot tell; whoever begins and ends transactions by its autocommit mode, as Django
-    does, says it by that.
+    MySQLdb does not expose the status. Then autocommit mode decides: Django switches it off while a
+    transaction is open.
     """
     if not getattr(connection, "open", True):
         return False

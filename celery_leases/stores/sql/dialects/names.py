@@ -1,6 +1,4 @@
-"""What the databases name differently: their clocks, functions, and quoted names in statements that
-are text.
-"""
+"""SQL that differs between databases: the clock, and quoted names in textual statements."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ _POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 10000
 
 
 def database_now(dialect: Dialect) -> ColumnElement[int]:
-    """Microseconds since the epoch, one value for the whole statement; SQLite is given the host's
-    clock.
+    """Microseconds since the epoch, one value for the whole statement; for SQLite a parameter with
+    the host's time.
     """
     if dialect.name == "sqlite":
         return bindparam("now", type_=BigInteger)
@@ -32,8 +30,8 @@ def now_in_text(dialect: Dialect) -> str:
 
 
 def in_text(table: Table, dialect: Dialect) -> str:
-    """The quoted name of *table* as ``text()`` takes it, which doubles percent signs itself and
-    looks for colons.
+    """The quoted name of *table* for ``text()``, which doubles percent signs itself and treats
+    colons as parameters.
     """
     preparer = dialect.identifier_preparer
     named = preparer.format_table(table)

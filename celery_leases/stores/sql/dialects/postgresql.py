@@ -1,4 +1,4 @@
-"""What PostgreSQL needs: how it is connected to, and how long it may be silent."""
+"""PostgreSQL: connection parameters and timeouts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from sqlalchemy import URL, Dialect
 DRIVERS: Final = ("psycopg", "psycopg2")
 
 SILENCE: Final = 15.0
-"""Seconds a statement may take; then its connection is given up, as one to MySQL is after its
-``read_timeout``.
-"""
+"""Seconds a statement may take; then its connection is closed, like ``read_timeout`` on MySQL."""
 
 LOCK_TIMEOUT: Final = 1500
 """Milliseconds; a contender that waits longer for a row is rescheduled."""
 
 LOCK_TIMEOUT_OF_MIGRATIONS: Final = 60_000
-"""Milliseconds for which an index that is made while others write waits for transactions that began
+"""Milliseconds for which ``CREATE INDEX CONCURRENTLY`` waits for transactions that began
 before it.
 """
 
@@ -39,27 +37,23 @@ _LIBPQ: Final = {
 
 
 def connect_args(url: URL) -> dict[str, Any]:
-    """What libpq can do about a server that is not there any more; the URL's own parameters come
-    first.
-    """
+    """The parameters of libpq that detect a dead server; parameters in the URL have precedence."""
     return {name: value for name, value in _LIBPQ.items() if name not in url.query}
 
 
 def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
-    """Connect as SQLAlchemy would, and bound every wait: for a row, and for a server that does not
+    """Connect as SQLAlchemy would, with a timeout for row locks and one for a server that does not
     answer.
 
-    A row that a user's own transaction has locked is waited for ``LOCK_TIMEOUT``, unless the
-    ``options`` of the URL say otherwise, or a pooler refuses them.
+    The wait for a locked row ends after ``LOCK_TIMEOUT``, unless the ``options`` of the URL set
+    another time, or a pooler refuses the parameter.
     """
     opened = _patient_connection().connect if _tells_of_silence(dialect) else dialect.connect
     return _with_lock_timeout(opened, LOCK_TIMEOUT, args, given)
 
 
 def connect_to_migrate(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
-    """Connect for statements that may take long. A server that is gone is still found out by
-    TCP.
-    """
+    """Connect for statements that may take long. TCP still detects a dead server."""
     return _with_lock_timeout(dialect.connect, LOCK_TIMEOUT_OF_MIGRATIONS, args, given)
 
 
@@ -84,26 +78,30 @@ def state_of(error: BaseException) -> str | None:
 
 
 def is_outdated(error: Exception) -> bool:
-    """Whether a connection has a statement prepared whose table has other columns by now; a new one
-    has not.
+    """Whether a prepared statement is invalid because the columns of its table have changed; a new
+    connection helps.
     """
     return state_of(error) == _NOT_SUPPORTED
 
 
 def _tells_of_silence(dialect: Dialect) -> bool:
-    """Whether the driver says so when nothing comes: psycopg does since 3.2.11."""
+    """Whether the driver reports every 0.1 s that nothing was received: psycopg does since
+    3.2.11.
+    """
     return dialect.driver == "psycopg" and getattr(dialect, "psycopg_version", (0,)) >= (3, 2, 11)
 
 
 @cache
 def _patient_connection() -> Any:
-    """Psycopg's connection with an end to its patience: to TCP a server that never answers is
-    alive.
+    """Psycopg's connection with a time limit for each statement: TCP does not detect a server that
+    accepts data and never answers.
     """
     import psycopg
 
     class SilentServer(psycopg.OperationalError, TimeoutError):
-        """Not an answer; and asking once more would take as long again."""
+        """No answer in time. The statement is not repeated, because that could take as long
+        again.
+        """
 
     class PatientConnection(psycopg.Connection[Any]):
         def wait(self, gen: Any, *args: Any, **given: Any) -> Any:
@@ -112,15 +110,15 @@ def _patient_connection() -> Any:
         def _within(
             self, gen: Generator[Any, Any, Any], deadline: float
         ) -> Generator[Any, Any, Any]:
-            """Pass on what *gen* waits for and gets; psycopg sends 0 every 0.1 s in which nothing
-            has come.
+            """Forward what *gen* yields and receives; psycopg sends 0 for every 0.1 s
+            without data.
             """
             try:
                 wanted = next(gen)
                 while True:
                     came = yield wanted
                     if not came and time.monotonic() > deadline:
-                        self.close()  # whatever comes on it later is the answer to another question
+                        self.close()  # a later reply on it would belong to this statement
                         raise SilentServer(f"the server has not answered for {SILENCE:g} s")
                     wanted = gen.send(came)
             except StopIteration as end:
