@@ -34,8 +34,8 @@ _CONNECTIONS: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where a Redis is, and how to log in. ``name`` is its identity, without a password, and the
-    same for all spellings.
+    """The address and login of a Redis server. ``name`` identifies it, without a password, and is
+    the same for all spellings of its URL.
     """
 
     name: str
@@ -43,11 +43,11 @@ class RedisAddress:
     parameters: Mapping[str, Any] = field(repr=False)
 
     def client(self, timeout: float) -> redis.Redis:
-        """A client over its own connections, each connect and each read of which takes at most
-        *timeout* seconds.
+        """A client with its own connections. Each connect and each read takes at most *timeout*
+        seconds.
 
-        One that logs in by a credential provider leaves its connections to redis-py, which may log
-        in anew on them.
+        With a credential provider, redis-py manages the connections, because it may have to log in
+        again on them.
         """
         bounds = _bounds(timeout)
         if self.connection_class is redis.UnixDomainSocketConnection:
@@ -106,9 +106,7 @@ class ClusterAddress:
     parameters: Mapping[str, Any] = field(repr=False)
 
     def client(self, timeout: float) -> Cluster:
-        """Clients as in :meth:`RedisAddress.client` for each node, none of them opened before it is
-        used.
-        """
+        """A client as in :meth:`RedisAddress.client` for each node, opened at its first use."""
 
         def open_node(host: str, port: int) -> redis.Redis:
             parameters = {**self.parameters, "host": host, "port": port}

@@ -1,5 +1,5 @@
-"""Commands to a Redis Cluster: each goes to the node that serves its key, and none that may have
-been executed is repeated.
+"""Sends each command to the Redis Cluster node that serves its key, and never repeats a command
+that may have been executed.
 
 redis-py's own cluster client connects when it is made, repeats commands by itself, and fails a
 pipeline as a whole when one node is down. Leases need the opposite of each.
@@ -28,9 +28,8 @@ class Cluster:
     """The nodes of one Redis Cluster, found from the *seeds* by the first call.
 
     *open_node* makes a client for a host and port that repeats no command by itself. Looking for
-    the nodes takes about *timeout* seconds at most, and so does each node that does not answer;
-    nodes that did not answer before are asked last, and left out of a call that has waited for one
-    of them already.
+    the nodes takes about *timeout* seconds at most; so does each node that does not answer. Nodes
+    that did not answer before are asked last. A call that has already waited that long skips them.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Cluster:
         return sorted(by_node.items(), key=lambda item: self._failed.get(item[0], 0.0))
 
     def _ask(self, node: Node, commands: Sequence[tuple[tuple[Any, ...], bool]]) -> list[Any]:
-        """One reply or error per command, ``True`` beside those for a slot that is on its way to
+        """One reply or error per command. ``True`` beside a command: its slot is migrating to
         *node*.
         """
         asked = [
@@ -168,16 +167,16 @@ def _key(command: tuple[Any, ...]) -> str:
 
 
 def _understood(answer: Any) -> Any:
-    """*answer*, where older versions of redis-py have left the class of an error of a cluster to
-    its text.
+    """*answer*; a cluster error that an older redis-py returns as ``ResponseError`` gets its own
+    class.
     """
     word, _, rest = str(answer).partition(" ") if type(answer) is ResponseError else ("", "", "")
     return _ERRORS[word](rest) if word in _ERRORS else answer
 
 
 def _serving(ranges: Sequence[Any], asked: str) -> list[Node | None]:
-    """The primary of each slot, from the answer of the node on the host *asked*, which may not know
-    its own name.
+    """The primary of each slot, from the answer of a node. A node that does not know its own host
+    is at *asked*.
     """
     serving: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for first, last, primary, *_ in ranges:

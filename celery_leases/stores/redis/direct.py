@@ -1,4 +1,4 @@
-"""Redis commands on redis-py's own connections, past the pool and the retries of its client."""
+"""Sends Redis commands on redis-py's connections, without its pool and its retries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from celery_leases.concurrency import native
 class DirectClient(redis.Redis):
     """A client of one server that also sends commands directly, on connections that it keeps.
 
-    It keeps as many connections as commands were ever in flight at once, beside those of its pool.
-    A forked process opens its own.
+    Beside its pool it keeps one connection for each command that was ever in flight at the same
+    time. A forked process opens its own.
     """
 
     def __init__(self, pool: redis.ConnectionPool) -> None:
@@ -97,8 +97,8 @@ def _reply_or_error(connection: Any) -> Any:
 
 
 def packed(arguments: Sequence[Any], head: bytes = b"", heads: int = 0) -> bytes:
-    """A command of texts and whole numbers in Redis' protocol; *head*: its first arguments, *heads*
-    of them, packed.
+    """A command of texts and integers in Redis' protocol. *head* contains its first *heads*
+    arguments, already packed.
     """
     command = b"*%d\r\n%b" % (heads + len(arguments), head)
     for argument in arguments:

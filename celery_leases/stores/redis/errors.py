@@ -1,5 +1,5 @@
-"""From errors of a Redis client to ``StoreUnavailable``, with whether the command may have been
-executed.
+"""Converts errors of a Redis client to ``StoreUnavailable`` and says whether the command may have
+been executed.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def unavailable(
     """The error to raise for *error*, without *secret* (servers repeat the arguments of commands
     they reject).
 
-    Where the server's ACL forbids something, it says what the user needs for keys that begin with
-    *prefix*.
+    If the server's ACL forbids the command, the message says which rights the user needs for keys
+    that begin with *prefix*.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MasterNotFoundError):
-        # redis-py shows its whole clients, each with what came of asking it.
+        # redis-py's message contains the repr of each Sentinel client with its error.
         reasons = sorted(set(re.findall(r"> - (.*?)(?=, \w*<|$)", text)))
         text = f"{text.partition(' : ')[0]}: no Sentinel that answers knows a primary"
         text += f" (others: {', '.join(reasons)})" if reasons else ""
@@ -74,8 +74,8 @@ def unavailable(
 
 
 def line_to_write(error: BaseException | None) -> str | None:
-    """The advice about an error of Redis that repetition does not cure, as the end of its sentence;
-    else ``None``.
+    """The advice to append to a Redis error that repetition does not cure; ``None`` for any other
+    error.
     """
     text = str(error)
     if isinstance(error, exceptions.NoPermissionError) or _FORBIDDEN.search(text):

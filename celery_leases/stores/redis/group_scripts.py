@@ -28,11 +28,12 @@ return 1
 """,
     keys=3,
 )
-"""ARGV: token and blank; as it was seen: trips (0: open), 1 if closed, 1 if the token probed; its
-new tally; how long to close it, and to remember it. Returns 1 when it was closed, 0 when it is not
-as it was seen, or closed for longer.
+"""ARGV: token and blank; the expected trips (0: open), 1 if closed, 1 if the token is the probe;
+the new tally; how long to close the gate, and to remember it. Returns 1 if the script closed the
+gate, 0 if it differs from what was expected or is closed for longer.
 
-Why it had closed is not compared: failures that differ in their message only need not try again.
+The reason of the closing is not compared, so failures that differ only in their message do not
+conflict.
 """
 
 OPEN: Final = Script(
@@ -62,9 +63,8 @@ return {'probe'}
 """,
     keys=3,
 )
-"""What ``ACQUIRE_IN_GROUP`` does at the gate, for a lease that was just taken on another node of a
-cluster.
+"""The gate's part of ``ACQUIRE_IN_GROUP``, for a lease just taken on another node of a cluster.
 
 ARGV: token and blank, value, ttl, 1 if the lease was the token's before. Returns ``open``;
-``probe``, with the slot; ``shut`` and what ``look`` has seen.
+``probe`` if the token has the slot; ``shut`` and the result of ``look``.
 """

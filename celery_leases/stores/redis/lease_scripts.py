@@ -2,14 +2,14 @@
 
 They run on everything from Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and
 ``DELEX``. A lease value is the owner token, a blank, and the holder as JSON; scripts compare token
-and blank, and never parse the JSON. A key that is cooling has the same value behind the word
-``cooling:``, so that nothing which looks for the owner's token matches it. A key of another type
-than string, put there by somebody else, counts as held. Any other error of a command, such as one
-that the ACL forbids, ends the script. All times are milliseconds.
+and blank, and never parse the JSON. A cooling key has the same value after the prefix ``cooling:``,
+so no comparison with the owner's token matches it. A key of another type than string, which another
+program wrote, counts as held. Any other error of a command, such as a refusal by the ACL, ends the
+script. All times are milliseconds.
 
-The gate of a cooldown group has three keys: ``trips`` (how often it closed in a row, a blank, and
-why as JSON) is there unless the gate is open, ``closed`` while no body may start, ``probe`` is the
-probe's slot, written as a lease.
+The gate of a cooldown group has three keys: ``trips`` exists unless the gate is open, and holds the
+number of consecutive closings, a blank, and the reason as JSON. ``closed`` exists while no body may
+start. ``probe`` is the probe's slot, in the form of a lease.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from functools import cached_property
 from typing import Final
 
 EPOCH_MS: Final = 30 * 86_400_000
-"""How long a store remembers when it came up; after that it counts as newly come up.
+"""How long a store remembers since when it has had its data; afterwards it counts as new.
 
-The value of the epoch key is the word ``up`` and the server's replication id, which changes when a
-replica is promoted or a server comes back with what it had on disk: both have the key and may lack
-the latest leases. A user who may not call ``INFO`` compares nothing. A script that takes a lease
-sets the key where there is none. Only :data:`AGE` compares the id, as ``INFO`` costs more than the
-rest of such a script.
+The value of the epoch key is the word ``up`` and the server's replication id. The id changes when a
+replica is promoted or a server restarts from its disk: either may have the key but lack the latest
+leases. Without the right to call ``INFO`` the id is not compared. A script that takes a lease sets
+a missing key. Only :data:`AGE` compares the id, because ``INFO`` costs more than the rest of such a
+script.
 """
 
 
@@ -50,7 +50,7 @@ class Script:
 
 
 COOLING: Final = "cooling:"
-"""What the value of a key begins with while nobody runs it and nobody may."""
+"""The prefix of the value of a key that is cooling down."""
 
 GET: Final = """
 local function get(key)
@@ -84,8 +84,8 @@ local function look(trips, closed, probe)
 end
 local function probes(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == ARGV[1] end
 """
-"""``look`` at a gate: its tally, how long it is closed, the slot's value, how long it lasts;
-``nil`` for an open one.
+"""``look`` returns a gate's tally, how long it stays closed, the slot's value, and how long that
+lasts; ``nil`` for an open gate.
 
 It uses ``get``. ``probes`` says whether the token in ``ARGV[1]`` holds the slot.
 """
@@ -131,13 +131,15 @@ return gate and {{'acquired', 1, 0}} or 1
 )
 """KEYS: lease, epoch. ARGV: token and blank, value, ttl.
 
-Returns 1 for a key that was free, with no gate to be asked or an open one; else a word and what
-belongs to it: ``acquired``, 1 with the probe's slot, 1 if it was ours before; ``held``, the value,
-for how long; ``cooling``, the value it had, for how long; ``shut``, what ``look`` has seen.
+Returns 1 if the key was free and there is no gate or an open one. Otherwise a word and details:
+``acquired``, 1 with the probe's slot, 1 if the token held the lease before; ``held``, the value,
+for how long; ``cooling``, the earlier value, for how long; ``shut``, the result of ``look``.
 """
 
 ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
-"""The same for a bid with a group; KEYS: lease, epoch, trips, closed and probe of its gate."""
+"""The same for a claim request with a group; KEYS: lease, epoch, trips, closed and probe of its
+gate.
+"""
 
 AGE: Final = Script(
     GET

@@ -48,12 +48,11 @@ class RedisLeaseStore(RedisGates):
     """A :class:`~celery_leases.protocol.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in
     Redis.
 
-    *client* is a redis-py client of one server, or something like it, that must not repeat commands
-    by itself (a repeated command makes ``StoreUnavailable.executed`` wrong), or the nodes of a
-    cluster. *prefix* begins every key, *name* is the store's identity in rows and messages.
-    *reopen* makes a client over connections of its own with another timeout in seconds. Each call
-    takes one of *turns*. Every method raises ``StoreUnavailable`` when Redis does not answer or
-    refuses.
+    *client* is a redis-py client of one server, or a :class:`Cluster`. It must not repeat commands,
+    because that makes ``StoreUnavailable.executed`` wrong. *prefix* begins every key, *name*
+    identifies the store in rows and messages. *reopen* makes a client with its own connections and
+    another timeout in seconds. Each call uses one of *turns*, which limit the connections. Every
+    method raises ``StoreUnavailable`` when Redis does not answer or refuses.
     """
 
     in_records = False
@@ -97,8 +96,8 @@ class RedisLeaseStore(RedisGates):
 
         *url* and *options*, which are kombu's transport options, are read by
         :func:`~celery_leases.stores.redis.clients.redis_address`; ``global_keyprefix`` comes before
-        *prefix*. Of *turns* each call takes one, so that a server has no more connections than
-        those. Raises ``LeaseConfigurationError`` for any other URL. No connection is made before
+        *prefix*. Each call uses one of *turns*, so a server has no more connections than there are
+        turns. Raises ``LeaseConfigurationError`` for any other URL. No connection is made before
         the first call.
         """
         address = redis_address(url, options)
@@ -133,7 +132,7 @@ class RedisLeaseStore(RedisGates):
     def check(self) -> str | None:
         """Run a script that writes; returns warnings.
 
-        Raises ``LeaseConfigurationError`` for an error that will not pass, with the line to write.
+        Raises ``LeaseConfigurationError``, with advice, for an error that repetition does not cure.
         """
         try:
             self.swap_mark("celery_leases", "started", None, "checked", 1.0)
@@ -262,7 +261,7 @@ class RedisLeaseStore(RedisGates):
         ]
 
     def reassert(self, claim_request: ClaimRequest) -> bool:
-        """Write a lease again that the store lost, unless another attempt holds the key now."""
+        """Restore a lease that the store has lost, unless another attempt holds the key now."""
         key = self._keys.lease(claim_request.stored_key)
         return bool(
             self._scripts.run(
@@ -281,8 +280,8 @@ class RedisLeaseStore(RedisGates):
         )
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
-        """Replace the lease that *token* still holds by a cooldown of that many seconds, which no
-        renewal matches.
+        """Replace the lease by a cooldown of *seconds* if *token* still holds it. A late renewal
+        does not match a cooldown.
         """
         return bool(
             self._scripts.run(

@@ -104,7 +104,7 @@ class RedisScripts:
             raise self.unavailable(error) from None
 
     def eviction_policies(self) -> list[str]:
-        """The ``maxmemory-policy`` of each server that tells this user by ``INFO`` or
+        """The ``maxmemory-policy`` of each server that shows it to this user by ``INFO`` or
         ``CONFIG``.
         """
         found: list[str] = []

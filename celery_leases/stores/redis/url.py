@@ -26,7 +26,7 @@ _KEPT: Final = ("client_name", "socket_keepalive", "socket_keepalive_options")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What a URL says. ``nodes`` are hosts and ports, one unless *scheme* takes a list; ``path``
+    """The parts of a URL. ``nodes`` are hosts and ports, one unless *scheme* takes a list; ``path``
     has no slashes.
     """
 
@@ -84,8 +84,7 @@ def read_url(url: str) -> RedisUrl:
     """Read *url* in the forms of redis-py and of kombu; raises :class:`LeaseConfigurationError` for
     any other.
 
-    Several servers stand one after the other with ``;``, each with its scheme, or are hosts with
-    commas between them.
+    Several servers are URLs separated by ``;``, or hosts separated by commas.
     """
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
@@ -115,8 +114,8 @@ def read_url(url: str) -> RedisUrl:
 
 
 def kept(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of kombu's transport *options* is followed as it is: nothing that makes a call slower,
-    or repeats it.
+    """The transport *options* of kombu that are used unchanged; none of them delays or repeats a
+    call.
     """
     return {name: options[name] for name in _KEPT if options.get(name) is not None}
 
@@ -125,7 +124,7 @@ def without_password(url: str) -> str:
     """*url* without users, passwords and query, however badly it is formed."""
     scheme = url.partition("://")[0]
     each = re.split("[;,]", url) if scheme in SENTINEL + CLUSTER else [url]
-    # What stands before an @ may be the first part of a password with one of the separators in it.
+    # The part before an @ may be the beginning of a password that contains a separator.
     sure = [
         one
         for place, one in enumerate(each)

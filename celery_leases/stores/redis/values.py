@@ -32,7 +32,7 @@ class Keys:
     """The names below one prefix. All keys of a task key, and of a gate, share a Redis Cluster hash
     tag.
 
-    *clustered*: so do a lease and its epoch, of which there is one for each slot.
+    *clustered*: there is one epoch for each slot, and a lease and its epoch share a slot.
     """
 
     def __init__(self, prefix: str, *, clustered: bool = False) -> None:
@@ -57,8 +57,8 @@ class Keys:
         return f"{self.prefix}:epoch:{{{_tags()[key_slot(self.lease(stored_key).encode())]}}}"
 
     def mark(self, stored_key: str, name: str) -> str:
-        """The key of a mark; braces in *name* are escaped, or it could be the lease of another
-        stored key.
+        """The key of a mark. Braces in *name* are escaped; otherwise a mark could equal the lease
+        key of another stored key.
         """
         return f"{self.prefix}:{{{stored_key}}}:mark:{_escaped(name)}"
 
