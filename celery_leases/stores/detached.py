@@ -1,5 +1,5 @@
-"""The user's own transaction with records in memory, as eager calls have them: the two cannot
-commit together.
+"""The user's transaction in an eager call: its records are in memory, so the two cannot commit
+together.
 
 So the record is written right after the commit, and a rollback leaves the record unchanged.
 """

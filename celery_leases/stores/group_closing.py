@@ -109,6 +109,6 @@ class GateClosing(ABC):
         """Write *after*, to be deleted in *remembered* seconds or later, and free the slot if
         *token* holds it.
 
-        Only if the gate still has the trips of *before*, is closed if that was closed, has *token*
-        as its probe if that had, and is not closed for longer than *after* by now.
+        Write only if the gate's trips, its state (closed or half-open) and whether *token* is its
+        probe are as in *before*, and it is not closed for longer than *after*.
         """

@@ -1,4 +1,4 @@
-"""What servers say of themselves: version, latency, clock, and what they do with their memory."""
+"""Facts about the servers: version, latency, clock, eviction policy and persistence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.urls import shown_database
 
 LOOKS: Final = 5
-"""As many round trips are measured."""
+"""The number of measured round trips."""
 LEAST_REDIS: Final = (6, 2)
 LEAST_MARIADB: Final = (10, 6)
 LEAST_MYSQL: Final = (8, 0, 17)
@@ -22,7 +22,7 @@ LEAST_MYSQL: Final = (8, 0, 17)
 
 @dataclass(frozen=True, slots=True)
 class RedisServerFacts:
-    """What a server of Redis says of itself; ``None`` for what it does not tell this user.
+    """Facts about a Redis server; ``None`` for a fact that this user may not read.
 
     ``persistent``: whether it writes what it holds to its disk.
     """
@@ -40,7 +40,9 @@ class RedisServerFacts:
 
 
 def redis_facts(client: Any) -> RedisServerFacts:
-    """What the server of a redis-py *client* says; raises what redis-py does where it is away."""
+    """Facts about the server of a redis-py *client*; raises redis-py's errors if the server does
+    not answer.
+    """
     from redis.exceptions import RedisError, ResponseError
 
     latency = ahead = None
@@ -61,7 +63,7 @@ def redis_facts(client: Any) -> RedisServerFacts:
 
 
 def records_facts(records: SqlRecordStore) -> ServerFacts:
-    """What the database of *records* says; raises ``StoreUnavailable`` if it does not answer."""
+    """Facts about the database of *records*; raises ``StoreUnavailable`` if it does not answer."""
     engine = records.database.engine
     latency = _measured(records.now)
     ahead = _clock_ahead(lambda: records.now() / 1e6)
@@ -73,7 +75,7 @@ def records_facts(records: SqlRecordStore) -> ServerFacts:
 
 
 def is_too_old(records: SqlRecordStore) -> str | None:
-    """The version that the database must have at least, unless it has it."""
+    """The minimum version of the database if its version is lower; otherwise ``None``."""
     dialect: Any = records.database.engine.dialect
     if dialect.name not in ("mysql", "mariadb"):
         return None
@@ -94,7 +96,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _measured(ask: Callable[[], Any]) -> float:
-    """The median of some round trips in seconds; the first one may open a connection."""
+    """The median time of some round trips in seconds, without the first one, which may open a
+    connection.
+    """
     ask()
     spans = []
     for _ in range(LOOKS):
@@ -105,7 +109,9 @@ def _measured(ask: Callable[[], Any]) -> float:
 
 
 def _clock_ahead(ask: Callable[[], float]) -> float:
-    """How far a clock is ahead of ours, in seconds, as if its answer had half the way behind it."""
+    """How many seconds a server's clock is ahead of ours, assuming equal times for request and
+    reply.
+    """
     before = time.time()
     theirs = ask()
     return theirs - (before + time.time()) / 2

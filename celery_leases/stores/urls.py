@@ -43,9 +43,7 @@ def written_url(
     port: int | None = None,
     query: Mapping[str, str | tuple[str, ...]] | None = None,
 ) -> str:
-    """A URL of SQLAlchemy from its parts, each of which may have any characters; with its
-    password.
-    """
+    """A SQLAlchemy URL from its parts, with the password. The parts may contain any characters."""
     from sqlalchemy import URL
 
     made = URL.create(backend, None, None, host, port, database, dict(query or {}))
@@ -59,7 +57,7 @@ def written_url(
 
 
 def rewritten_url(url: URL) -> str:
-    """*url* as it has to be written, with its password."""
+    """*url* as text, correctly escaped, with its password."""
     return written_url(
         url.drivername,
         database=url.database,

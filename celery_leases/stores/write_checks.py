@@ -36,11 +36,11 @@ _BY_SQLITE_TEXT: Final = {
 
 
 def check_writes(records: SqlRecordStore) -> None:
-    """Run one INSERT, UPDATE and DELETE on each table that a worker writes, with all its columns;
-    none touches a row.
+    """Run one INSERT, UPDATE and DELETE on each table that a worker writes, with all its columns,
+    without touching a row.
 
-    Raises :class:`LeaseConfigurationError` for what the database will always refuse, with the line
-    to write, and :class:`~celery_leases.errors.StoreUnavailable` when it does not answer.
+    Raises :class:`LeaseConfigurationError`, with advice, if the database will always refuse, and
+    :class:`~celery_leases.errors.StoreUnavailable` when it does not answer.
     """
     tables, database = records.tables, records.database
     with database.errors(), database.engine.connect() as connection:

@@ -45,7 +45,7 @@ DRIVERS: Final[Mapping[str, Sequence[str]]] = {
     "postgresql": postgresql.DRIVERS,
     **dict.fromkeys(mysql.FAMILY, mysql.DRIVERS),
 }
-"""The drivers of each server, the one that is taken where several are installed first."""
+"""The drivers of each server; the first installed one is used."""
 MODULES: Final = {"mysqldb": "MySQLdb"}
 _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 BUSY_TIMEOUT = 5.0
@@ -79,7 +79,7 @@ def engine_for(
         "pool_size": size,
         "pool_timeout": longest_wait,
     }
-    # Some of our statements read two rows that have nothing in common, by the keys of each.
+    # Some statements read two unrelated rows by their keys, which SQLAlchemy would warn about.
     options["enable_from_linting"] = False
     if backend == "postgresql":
         options["connect_args"] = postgresql.connect_args(parsed)
@@ -107,8 +107,7 @@ def engine_for(
         ) from None
     if of_mysql:
         event.listen(engine, "connect", mysql.prepare)
-        # A statement that has committed by itself needs no ROLLBACK after it, which would be a
-        # round trip of its own.
+        # In autocommit mode a ROLLBACK is unnecessary and would cost a round trip.
         engine.dialect.do_rollback = _nothing  # type: ignore[assignment, method-assign]
     if backend == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
@@ -172,7 +171,7 @@ def _nothing(_: Any) -> None:
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
-    # FULL: a done record must outlive a power cut; NORMAL may lose the last commits of a WAL
+    # FULL: a done record must survive a power failure; NORMAL may lose the last commits of a WAL
     # database.
     for pragma in ("journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
@@ -196,12 +195,12 @@ def host_now() -> int:
 
 
 class _KeyPresentError(Exception):
-    """An insert was refused because its key is there already."""
+    """An insert was refused because its key exists."""
 
 
 def _found_dead(error: DBAPIError) -> bool:
-    """Whether the connection was closed, so that a new one helps; not for a silent server, for
-    which the wait is already over.
+    """Whether the connection was closed, so that a new one helps. ``False`` after a timeout: the
+    statement is not repeated, because it could take as long again.
     """
     silent = isinstance(error.orig, TimeoutError) or "timed out" in str(error.orig)
     return error.connection_invalidated and not silent
@@ -237,7 +236,9 @@ def _refuses_a_value(error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Taking(Generic[T]):
-    """How something is taken from what was executed: by SQLAlchemy, or on the driver's cursor."""
+    """How a value is read after a statement: from SQLAlchemy's result, or from the driver's
+    cursor.
+    """
 
     of_result: Callable[[CursorResult[Any]], T]
     of_cursor: Callable[[CompiledStatement, Any], T]
@@ -259,40 +260,41 @@ _TOUCHED: Final[_Taking[bool]] = _Taking(touched, CompiledStatement.touched)
 
 
 class Database:
-    """Executes statements. After a dead connection, or a deadlock, the statement is repeated once,
-    so every statement must allow that.
+    """Executes statements. After a dead connection or a deadlock the statement is repeated once, so
+    every statement must be repeatable.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.now = database_now(engine.dialect)
         self.host_clock = engine.dialect.name == "sqlite"
-        #: What SQLite, which has no clock of its own, is given as the time: microseconds since the
-        #: epoch.
+        #: The time for statements on SQLite, which has no clock: microseconds since the epoch.
         self.host_now: Callable[[], int] = host_now
         self._statements = Statements(engine.dialect)
         self._driver_error: type[Exception] = engine.dialect.loaded_dbapi.Error
         _open.add(self)
 
     def first(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
-        """Run *statement*; its first row. Raises :class:`StoreUnavailable`, as the other two do."""
+        """Run *statement*; returns its first row. Raises :class:`StoreUnavailable`, as the methods
+        below do.
+        """
         return self._run(statement, values, _FIRST)
 
     def all(self, statement: Executable, values: Mapping[str, Any]) -> Sequence[Row]:
-        """Run *statement*; all its rows."""
+        """Run *statement*; returns all its rows."""
         return self._run(statement, values, _ALL)
 
     def touch(self, writes: Writes, values: Mapping[str, Any]) -> bool:
-        """Run *writes* in turn until one touches a row; whether one did."""
+        """Run *writes* in order until one touches a row; returns whether one did."""
         return any(self._touches(write, values) for write in writes)
 
     def count(self, statement: Executable, values: Mapping[str, Any]) -> int:
-        """Run *statement*; how many rows it touched."""
+        """Run *statement*; returns how many rows it touched."""
         return self._run(statement, values, _COUNT)
 
     def number(self, statement: Executable, values: Mapping[str, Any]) -> int | None:
-        """Run *statement*, an insert for MySQL; the number that it has kept for it, or ``None`` if
-        its key is there.
+        """Run *statement*, an insert for MySQL; returns its ``LAST_INSERT_ID``, or ``None`` if its
+        key exists.
         """
         try:
             return self._run(statement, values, _NUMBER)
@@ -311,8 +313,8 @@ class Database:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn what the database raises into :class:`StoreUnavailable`, and into
-        :class:`ValueRefused` for a value.
+        """Convert errors of the database to :class:`StoreUnavailable`, or to :class:`ValueRefused`
+        if it refused a value.
         """
         try:
             yield
@@ -419,8 +421,8 @@ class Database:
         return taken
 
     def _is_dead(self, error: Exception, connection: Any) -> bool:
-        """Whether an error of the driver says that *connection* cannot be used any more; ``None``:
-        no connection was made.
+        """Whether an error of the driver means that *connection* is unusable; ``None`` if none was
+        made.
         """
         dialect: Any = self.engine.dialect
         return dialect.is_disconnect(error, connection, None) or postgresql.is_outdated(error)

@@ -1,9 +1,9 @@
-"""The layouts that the records table has had: the columns of each version, and what of a record
-each of them holds.
+"""The layouts of the records table: the columns of each version, and which fields of a record they
+hold.
 
 Most columns are in every layout. Version 1 has one for each field of a record. Version 2 has one
-document for those that only decisions read; see :mod:`celery_leases.protocol.record_document`. A
-worker runs on both: the workers of a new release come first, and ``leases migrate`` follows while
+document for the fields that only decisions read; see :mod:`celery_leases.protocol.record_document`.
+A worker supports both: deploy the workers of a new release first, then run ``leases migrate`` while
 they run.
 """
 
@@ -30,18 +30,16 @@ from celery_leases.stores.sql.values import (
 )
 
 DOCUMENT: Final = "details"
-"""The column of version 2 that version 1 does not have; by it a table is told from one of version
-1.
-"""
+"""The column that only version 2 has; it distinguishes the two versions."""
 
 CLOSE: Final = 100
-"""The part of its retention by which a record may expire earlier than its outcome says, if that
-writes less.
+"""A record may expire earlier by a hundredth of its retention, if that saves the write of
+``expires_at``.
 """
 MADE: Final = 2**30
-"""The first of the generations that are made from a fence. None is counted up to there."""
+"""The first of the generations that are derived from a fence; counted generations stay below it."""
 LISTED: Final = "!"
-"""Stands around each id in ``finished_calls``, and never inside one as it is written there."""
+"""Delimits each id in ``finished_calls``; the stored form of an id does not contain it."""
 
 _INSERTED: Final = (
     *(
@@ -88,8 +86,8 @@ _SETTLED: Final = ("state", "ended", "attempt", "crashes", "resumes", "result", 
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """What a migration has done; ``before`` is ``None`` where there were no tables, ``rows`` how
-    many it converted.
+    """The result of a migration. ``before`` is ``None`` if there were no tables; ``rows`` is the
+    number of converted rows.
     """
 
     before: int | None
@@ -101,16 +99,16 @@ class Layout(ABC):
     """How records are written into the table of one version."""
 
     version: int
-    #: The columns of a new row, beside the moments of its insert; the others are NULL or 0.
+    #: The columns of a new row except the times of its insert; the others are NULL or 0.
     inserted: tuple[str, ...]
-    #: What a claim changes in a row; see :func:`celery_leases.protocol.claims.claimed`.
+    #: The columns that a claim changes; see :func:`celery_leases.protocol.claims.claimed`.
     swapped: tuple[str, ...]
-    #: What an outcome has a value for as it is written; two outcomes differ in one of them.
+    #: The columns that an outcome writes directly; two different outcomes differ in one of them.
     settled: tuple[str, ...]
 
     def of_record(self, record: Record) -> dict[str, Any]:
         """The values of all columns for *record*; :func:`celery_leases.stores.sql.rows.to_record`
-        is the way back.
+        is the inverse.
         """
         return {
             "stored_key": record.stored_key,
@@ -253,7 +251,7 @@ class Wide(Layout):
 
 
 class Narrow(Layout):
-    """Version 2: a document for what only decisions read."""
+    """Version 2: one document for the fields that only decisions read."""
 
     version = 2
     columns = (DOCUMENT,)
@@ -262,10 +260,11 @@ class Narrow(Layout):
     settled = (*_SETTLED, DOCUMENT)
 
     def of_record(self, record: Record) -> dict[str, Any]:
-        """As in each layout; a running row says when it will expire if it succeeds soon.
+        """As in each layout, but a running row already has the time at which it would expire after
+        a success.
 
-        An outcome that comes soon leaves that as it is. So it changes no column of an index, and
-        PostgreSQL writes no entry of one.
+        An early outcome does not change that time. Then it changes no indexed column, and
+        PostgreSQL writes no index entry.
         """
         values = super().of_record(record)
         values["ended"] = _ended(record.state, record.ended)
@@ -299,7 +298,9 @@ def layout_of(columns: Collection[str]) -> Layout:
 
 
 def details_in(reading: Reading) -> dict[str, Any]:
-    """The fields of a record that are in no column of all layouts, from a row of any of them."""
+    """The fields of a record whose columns differ between the layouts, from a row of either
+    layout.
+    """
     return _narrow(reading) if DOCUMENT in reading.row else _wide(reading)
 
 
@@ -322,12 +323,12 @@ def _narrow(reading: Reading) -> dict[str, Any]:
 
 
 def _lost(row: Mapping[Any, Any]) -> int:
-    """What a generation that cannot be read is taken to be: one made from the fence, or the moment
-    where that is lost.
+    """The generation of a row whose generation cannot be read: derived from the fence, or from the
+    time if the fence is lost.
 
-    It is above all that were counted, and another one for each fence of nine minutes; the columns
-    of version 1 hold it. So what belongs to an earlier generation is not found again once the row
-    is repaired.
+    It is greater than every counted generation, fits into the column of version 1, and repeats only
+    for fences nine minutes apart. So effects of an earlier generation are not found again after the
+    row is repaired.
     """
     return MADE + int(row["fence"] or row["now"]) % (MADE // 2)
 
@@ -370,12 +371,12 @@ def _wide(reading: Reading) -> dict[str, Any]:
 
 
 def _ended(state: State, ended: Ended | None) -> Ended | None:
-    """How an attempt has ended, where it is not the way in which most do."""
+    """The stored form of ``ended``: NULL for the usual end."""
     return None if state is State.DONE and ended is Ended.RETURNED else ended
 
 
 def _leaves_details(record: Record, outcome: Outcome) -> bool:
-    """Whether the document stays as the claim has written it, as it does at a first success."""
+    """Whether the outcome leaves the document as the claim wrote it, as a first success does."""
     before = (
         record.retries,
         record.failures,

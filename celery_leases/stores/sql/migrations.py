@@ -1,13 +1,13 @@
-"""From one version of the tables to another, while workers run.
+"""Migrates the tables from one version to another while workers run.
 
-A migration adds the new columns, fills them for the rows that no attempt runs on, and makes the new
-indexes where the server can do so while others write. Then it locks the table: it fills the columns
-for the rows that have changed since, drops the old ones, and notes the version. PostgreSQL and
-SQLite do that last part in one transaction, MySQL and MariaDB change the columns by one statement
-under a lock of the table. What is to be done is asked of the columns and indexes, so a migration
-that was killed anywhere may be run again, in either direction.
+A migration adds the new columns, fills them for the rows that are not running, and creates the new
+indexes if the server can do so without blocking writes. Then it locks the table, fills the columns
+of the rows that have changed since, drops the old columns, and writes the version. PostgreSQL and
+SQLite do this last part in one transaction. MySQL and MariaDB change the columns by one statement
+under a table lock. The existing columns and indexes show what is still to be done, so a migration
+that was killed at any point may be run again, in either direction.
 
-Workers find out by the columns that their statements miss; see
+A worker notices a migration when its statement names a missing column; see
 :meth:`celery_leases.stores.sql.claims.SqlClaims.on_layout`.
 """
 
@@ -53,21 +53,25 @@ from celery_leases.stores.urls import shown_database
 T = TypeVar("T")
 BATCH: Final = 500
 PATIENCE: Final = 60.0
-"""Seconds for which a migration tries again while transactions of others have the table locked."""
+"""Seconds for which a migration retries while other transactions have the table locked."""
 PAUSE: Final = 0.5
 LOCK_TIMEOUT: Final = "1s"
-"""How long a try waits for the table on PostgreSQL. It is shorter than what workers wait, as they
-wait behind it.
+"""How long one try waits for the table lock on PostgreSQL. Workers wait behind the try, so it is
+shorter than their own lock timeout.
 """
 
 NEXT: Final = f"{DOCUMENT}_next"
-"""The document while the table still has the old columns, which are the ones that count."""
+"""The name of the new document column while the table still has the old columns, which are
+authoritative.
+"""
 OF: Final = f"{DOCUMENT}_of"
-"""What the row was when its document was made."""
+"""The column with the version of the row from which its document was made."""
 _RETURNING: Final = {name: f"next_{name}" for name in WIDE.columns}
-"""The columns of version 1 while the table still has the document, which is what counts."""
+"""The names of the columns of version 1 while the table still has the document, which is
+authoritative.
+"""
 COMING: Final = "_next"
-"""What the name of an index ends with while it is made beside the one that it replaces."""
+"""The suffix of a new index that is built while the old one of that name exists."""
 BY_STATE: Final = "ix_celery_leases_records_state_started_at"
 """An index of version 1."""
 
@@ -84,13 +88,13 @@ _RAW: Final = {
     "keep": "retention",
     "results": "finished_results",
 }
-"""By its name in the document: the column of version 1 that may hold what cannot be read, and then
-is kept as it is.
+"""From the name in the document to the column of version 1. An unreadable value in these is copied
+unchanged.
 """
 
 
 class Migration(ABC):
-    """The tables of one database on their way to another version."""
+    """The migration of the tables of one database."""
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self.engine = engine
@@ -101,8 +105,7 @@ class Migration(ABC):
         self._version = in_text(tables.version, engine.dialect)
 
     def upgrade(self, to: int) -> Migrated:
-        """Bring the tables to version *to*, unless they have a later one; also where there are
-        none.
+        """Bring the tables to version *to*, unless they have a later one. Creates missing tables.
 
         Raises as :meth:`run` does.
         """
@@ -114,8 +117,8 @@ class Migration(ABC):
         return Migrated(before, to, self.run(to).rows)
 
     def downgrade(self, to: int) -> Migrated:
-        """Bring the tables back to version *to*, unless they have an earlier one or there are none;
-        0 drops them.
+        """Bring the tables back to version *to*, unless they have an earlier one or do not exist; 0
+        drops them.
         """
         before = self.tables.found(self.engine)
         if to == 0:
@@ -129,8 +132,7 @@ class Migration(ABC):
         """Bring the tables to version *to*, and create what is missing.
 
         Raises :class:`SchemaOutdated` for tables of a later version, and for records that the
-        version cannot hold; :class:`StoreUnavailable` where transactions of others keep the table
-        locked.
+        version cannot hold; :class:`StoreUnavailable` if other transactions keep the table locked.
         """
         before = self.tables.found(self.engine)
         if before is None:
@@ -152,18 +154,22 @@ class Migration(ABC):
 
     @property
     def _steps(self) -> Mapping[int, Callable[[Connection], int]]:
-        """By version: what brings the tables to it; how many rows were converted."""
+        """For each version, the function that migrates to it and returns the number of converted
+        rows.
+        """
         return {NARROW.version: self._narrowed, WIDE.version: self._widened}
 
     def _is_whole(self, connection: Connection, version: int) -> bool:
-        """Whether no migration was killed on its way to *version*, or from it."""
+        """Whether the columns are exactly those of *version*, so that no interrupted migration must
+        be continued.
+        """
         columns = self._columns(connection)
         return set(self.tables.layouts[version].c.keys()) == set(columns)
 
     # -- the steps ---------------------------------------------------------------------------------
 
     def _narrowed(self, connection: Connection) -> int:
-        """From version 1 to version 2; how many rows were converted."""
+        """Migrate from version 1 to version 2; returns the number of converted rows."""
         rows = 0
         if DOCUMENT not in self._columns(connection):
             self._patiently(connection, self._expand)
@@ -181,8 +187,8 @@ class Migration(ABC):
             connection.execute(text(f"ALTER TABLE {self._version} ADD COLUMN made_by VARCHAR(32)"))
 
     def _contract(self, connection: Connection) -> int:
-        """What is done under the lock. Where the columns are there already, only what was left of a
-        downgrade goes.
+        """The part under the lock. If the new columns exist, only the remains of an interrupted
+        downgrade are dropped.
         """
         self._drop_index(connection, BY_STATE)
         columns, rows = self._columns(connection), 0
@@ -202,7 +208,7 @@ class Migration(ABC):
         return rows
 
     def _widened(self, connection: Connection) -> int:
-        """From version 2 to version 1; how many rows were converted."""
+        """Migrate from version 2 to version 1; returns the number of converted rows."""
 
         def expand(connection: Connection) -> None:
             columns = self._columns(connection)
@@ -213,7 +219,7 @@ class Migration(ABC):
             rows = 0
             if DOCUMENT in self._columns(connection):
                 rows = self._convert_back(connection)
-                # Version 1 has no moment there while an attempt runs.
+                # In version 1 the column is NULL while an attempt runs.
                 running = update(self.narrow).where(self.narrow.c.state == State.RUNNING)
                 connection.execute(running.values(expires_at=None))
                 renamed = {new: self.wide.c[name] for name, new in _RETURNING.items()}
@@ -237,7 +243,9 @@ class Migration(ABC):
         where: ColumnElement[bool],
         document: Callable[[Row], str | None],
     ) -> int:
-        """Convert rows before the table is locked, a transaction for each batch; how many."""
+        """Convert rows before the table is locked, one transaction for each batch; returns their
+        number.
+        """
         rows, last = 0, ""
         while True:
 
@@ -257,9 +265,7 @@ class Migration(ABC):
         where: ColumnElement[bool] | None,
         document: Callable[[Row], str | None],
     ) -> int:
-        """Convert those rows that have changed since they were converted, if they ever were; how
-        many.
-        """
+        """Convert the rows that were not converted, or have changed since; returns their number."""
         rows, converted, last = 0, BATCH, ""
         while converted == BATCH:
             converted, last = self._batch(connection, last, where, document)
@@ -309,8 +315,8 @@ class Migration(ABC):
             rows, last = rows + len(found), found[-1]["stored_key"]
 
     def _columns_of(self, row: Row) -> dict[str, Any]:
-        """The columns of version 1 for a row of version 2; raises :class:`SchemaOutdated` if they
-        lost something.
+        """The columns of version 1 for a row of version 2; raises :class:`SchemaOutdated` if a
+        value would be lost.
         """
         values = WIDE.details_of(to_record(row, lenient=True))
         try:
@@ -352,13 +358,13 @@ class Migration(ABC):
         return list(connection.execute(text(f"SELECT * FROM {self._version}")).keys())  # noqa: S608
 
     def _prepare_indexes(self, connection: Connection) -> None:  # noqa: B027 - most servers do it under the lock
-        """Make what can be made of the indexes before the table is locked."""
+        """Create the indexes that can be created before the table is locked."""
 
     def _forget_indexes(self, connection: Connection) -> None:  # noqa: B027 - as above
-        """Drop what an upgrade that was killed has left of them."""
+        """Drop the indexes that an interrupted upgrade has left."""
 
     def _index(self, connection: Connection) -> None:
-        """Make the indexes anew that are partial in version 2."""
+        """Recreate the indexes that are partial in version 2."""
         for index in self._partial:
             self._drop_index(connection, str(index.name))
             connection.execute(CreateIndex(index))
@@ -367,7 +373,7 @@ class Migration(ABC):
 
     @contextmanager
     def _alone(self, connection: Connection) -> Iterator[None]:
-        """Let no other migration run meanwhile, where the transactions do not see to that."""
+        """Exclude other migrations, on servers where transactions do not."""
         yield
 
     @abstractmethod
@@ -388,15 +394,13 @@ class Migration(ABC):
     @contextmanager
     @abstractmethod
     def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
-        """Around what is committed together; *lock*: only this connection may use the table
-        meanwhile.
-        """
+        """A transaction; with *lock*, only this connection may use the table during it."""
         yield
 
     def _patiently(
         self, connection: Connection, step: Callable[[Connection], T], *, lock: bool = True
     ) -> T:
-        """Take *step* in a transaction, again and again while others have locked what it needs."""
+        """Run *step* in a transaction; retry while other transactions hold a lock that it needs."""
         until = time.monotonic() + PATIENCE
         while True:
             try:
@@ -418,11 +422,11 @@ class Migration(ABC):
 
     @abstractmethod
     def _is_locked(self, error: DBAPIError) -> bool:
-        """Whether a statement has waited in vain for a lock."""
+        """Whether the error is a lock timeout or a deadlock."""
 
 
 class _Transactional(Migration):
-    """Where DDL is part of a transaction, and a rename a statement of its own."""
+    """For databases with transactional DDL, where each rename is a separate statement."""
 
     def _rename(self, connection: Connection, renamed: Mapping[str, Column[Any]] | None) -> None:
         for old, new in (renamed or {}).items():
@@ -432,7 +436,7 @@ class _Transactional(Migration):
         connection.execute(text(f"DROP INDEX IF EXISTS {self._place()}{name}"))
 
     def _place(self) -> str:
-        """What stands before the name of an index that is there."""
+        """The schema prefix of the name of an existing index."""
         schema = self.tables.metadata.schema
         quote = self.engine.dialect.identifier_preparer.quote
         return (
@@ -493,8 +497,8 @@ class _OnPostgres(_Transactional):
         )
 
     def _prepare_indexes(self, connection: Connection) -> None:
-        """Make them beside the old ones, while others write. Under the lock they only get their
-        names.
+        """Create the new indexes under temporary names, without blocking writes; they are renamed
+        under the lock.
         """
         for index in self._partial:
             coming = f"{index.name}{COMING}"
@@ -537,15 +541,13 @@ class _OnPostgres(_Transactional):
                 connection.execute(CreateIndex(index))
 
     def _is_made(self, connection: Connection, name: str) -> bool:
-        """Whether there is a partial index of that name, and no other migration has still to end
-        it.
-        """
+        """Whether there is a complete partial index of that name."""
         values = {"name": name, "schema": self.tables.metadata.schema}
         return connection.execute(text(_PARTIAL), values).first() is not None
 
     def _is_being_made(self, connection: Connection) -> bool:
-        """Whether another migration may be making an index at this moment; it has the table locked
-        against another.
+        """Whether another migration may be creating an index now: its lock on the table excludes a
+        second one.
         """
         values = {"name": self.tables.records.name, "schema": self.tables.metadata.schema}
         return connection.execute(text(_BEING_MADE), values).first() is not None
@@ -570,9 +572,7 @@ class _OnSQLite(_Transactional):
 
 
 class _OnMySQL(Migration):
-    """Each statement of DDL commits. The table is locked for the session, and changed by one
-    statement.
-    """
+    """DDL statements commit. The session locks the table, and one statement changes its columns."""
 
     @contextmanager
     def _alone(self, connection: Connection) -> Iterator[None]:
@@ -602,7 +602,9 @@ class _OnMySQL(Migration):
             connection.execute(text(f"ALTER TABLE {self._name} {', '.join(changes)}"))
 
     def _drop_index(self, connection: Connection, name: str) -> None:
-        """By a statement of its own: together with columns, MySQL copies the whole table."""
+        """Drop an index by a separate statement: MySQL would copy the table if one statement
+        dropped columns too.
+        """
         found = connection.execute(
             text(f"SHOW INDEX FROM {self._name} WHERE Key_name = '{name}'")
         ).first()
@@ -610,7 +612,7 @@ class _OnMySQL(Migration):
             connection.execute(text(f"ALTER TABLE {self._name} DROP INDEX {name}"))
 
     def _index(self, connection: Connection) -> None:
-        """They are the same in both versions: there are no partial ones."""
+        """Do nothing: without partial indexes both versions have the same ones."""
 
     @contextmanager
     def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
@@ -632,8 +634,8 @@ class _OnMySQL(Migration):
 
 
 def _document(row: Row) -> str | None:
-    """The document for a row of version 1. What cannot be read stays as it is, so that nobody takes
-    it for absent.
+    """The document for a row of version 1. An unreadable value is copied unchanged, so it does not
+    count as absent.
     """
     record = to_record(row, lenient=True)
     written = record_document.dump(record)
@@ -644,9 +646,7 @@ def _document(row: Row) -> str | None:
 
 
 class OneConnection:
-    """Stands for an engine where all is to be done on a connection of somebody else's, in
-    autocommit mode.
-    """
+    """Replaces an engine: all statements run on one given connection, in autocommit mode."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -661,8 +661,8 @@ class OneConnection:
 
 @contextmanager
 def migrating_on(connection: Connection) -> Iterator[Engine]:
-    """An engine for *connection*, whose session waits as those of migrations do until the end of
-    the block.
+    """An engine for *connection*, whose session has the lock timeouts of a migration until the end
+    of the block.
     """
     of_mysql, of_postgres = (
         mysql.is_mysql(connection.dialect),

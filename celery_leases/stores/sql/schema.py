@@ -85,11 +85,11 @@ class Tables:
         self.records = Table(
             RECORDS,
             self.metadata,
-            # What an outcome changes comes last: PostgreSQL logs of an update what differs in the
-            # middle of the row.
+            # The columns that an outcome changes come last: PostgreSQL omits the unchanged
+            # beginning of a row from its log.
             Column("stored_key", String(255), primary_key=True),
             *_always(),
-            # What only decisions read; see celery_leases.protocol.record_document.
+            # The fields that only decisions read; see celery_leases.protocol.record_document.
             Column(DOCUMENT, LONG),
             **mysql.TABLE_OPTIONS,
         )
@@ -110,7 +110,7 @@ class Tables:
             Column("result", LONG),
             Column("sent_at", BigInteger, nullable=False),
             Column("done_at", BigInteger),
-            # Those of a generation go with their record.
+            # NULL for effects of a generation, which are deleted with their record.
             Column("expires_at", BigInteger),
             **mysql.TABLE_OPTIONS,
         )
@@ -130,7 +130,7 @@ class Tables:
             Column("trips", Integer, nullable=False),
             Column("why", Text, nullable=False),
             Column("closed_until", BigInteger, nullable=False),
-            # Never null, as the claim asks whether they are *not* those of its own probe.
+            # Not null, because the claim compares them with its own probe by "not equal".
             Column("probe", String(64), nullable=False, server_default=""),
             Column("probe_until", BigInteger, nullable=False, server_default="0"),
             Column("expires_at", BigInteger, nullable=False),
@@ -140,7 +140,7 @@ class Tables:
             "celery_leases_version",
             self.metadata,
             Column("version", Integer, primary_key=True, autoincrement=False),
-            # The release that made the tables or converted them last; version 1 has no such column.
+            # The release that created or last converted the tables; version 1 lacks this column.
             Column("made_by", String(32)),
             **mysql.TABLE_OPTIONS,
         )
@@ -153,7 +153,7 @@ class Tables:
     def check(self, engine: Engine) -> Layout:
         """The layout of the records; raises :class:`SchemaOutdated` unless this release knows it.
 
-        On SQLite the tables are made where there are none.
+        On SQLite, missing tables are created.
         """
         found = self.found(engine)
         if found is None and engine.dialect.name == "sqlite":
@@ -173,27 +173,27 @@ class Tables:
         return self.layout(engine)
 
     def create(self, engine: Engine) -> None:
-        """Create what is missing. Safe to run at once from many processes, and again.
+        """Create what is missing. Many processes may call it at the same time, and repeatedly.
 
         Raises :class:`SchemaOutdated` for tables of a later version, and leaves older ones as they
         are.
         """
         self.found(engine)
         for _ in range(CREATE_TRIES - 1):
-            # Another process was creating the same tables; what it left unfinished is made now, or
-            # the error is real.
+            # Another process may be creating the same tables. The next try creates what is still
+            # missing, or raises the real error.
             with suppress(DBAPIError):
                 return self._create(engine)
         return self._create(engine)
 
     def found(self, engine: Engine) -> int | None:
-        """The version of the tables, ``None`` where there are none; raises :class:`SchemaOutdated`
-        for a later one.
+        """The version of the tables, ``None`` if there are none; raises :class:`SchemaOutdated` for
+        a later one.
         """
         with engine.connect() as connection:
             if not inspect(connection).has_table(self.version.name, schema=self.metadata.schema):
                 return None
-            # Its text is another one each time, as in any_column(): version 1 has a column less.
+            # The text differs each time, as in any_column(): version 1 has one column less.
             noted = select(text(f"* /* {next(_looks)} */")).select_from(self.version)
             row = connection.execute(noted).mappings().first()
         if row is not None and row["version"] > NEWEST:
@@ -211,11 +211,10 @@ class Tables:
         return layout_of(columns)
 
     def any_column(self) -> Select[Any]:
-        """Gives no row, and the names of the columns; in a transaction it keeps a migration out
-        until the end.
+        """Selects no row, but gives the names of the columns. In a transaction it blocks a
+        migration until the end.
 
-        Its text is another one each time, as a statement that is prepared for some columns does not
-        give others.
+        The text differs each time, because a prepared statement keeps its old columns.
         """
         return (
             select(text(f"* /* {next(_looks)} */")).select_from(self.records).where(text("1 = 0"))
@@ -254,7 +253,9 @@ class Tables:
         return [DropTable(table, if_exists=True) for table in (*first, self.version)]
 
     def statements(self, dialect: Dialect) -> list[ExecutableDDLElement]:
-        """What makes the schema, if one is named, and the tables, each unless it is there."""
+        """The statements that create the schema, if one is named, and the tables, if they do not
+        exist.
+        """
         schema, made = self.metadata.schema, list[ExecutableDDLElement]()
         if schema is not None and dialect.name != "sqlite":
             made.append(CreateSchema(schema, if_not_exists=True))
@@ -265,7 +266,7 @@ class Tables:
         ]
 
     def _missing(self, connection: Connection, table: Table) -> list[ExecutableDDLElement]:
-        """What makes a table, or those of its indexes that are not there."""
+        """The statements that create a table, or its missing indexes."""
         found = inspect(connection)
         if not found.has_table(table.name, schema=table.schema):
             return _making(table, connection.dialect)
@@ -279,8 +280,8 @@ class Tables:
     def _create(self, engine: Engine) -> None:
         with engine.connect() as connection:
             self._create_schema(connection)
-            # A statement for what is there would wait for the transactions of others, and writes
-            # would wait behind it.
+            # CREATE TABLE IF NOT EXISTS would wait for other transactions even if the table exists,
+            # and block writes.
             for table in self.metadata.sorted_tables:
                 for statement in self._missing(connection, table):
                     connection.execute(statement)
@@ -288,8 +289,8 @@ class Tables:
                 connection.execute(self.version.insert().values(version=NEWEST, made_by=RELEASE))
 
     def _create_schema(self, connection: Connection) -> None:
-        """Make the schema unless it is there: a user who may not make one may use it all the
-        same.
+        """Create the schema if it is missing. Check first, because a user without the right to
+        create it may use it.
         """
         schema = self.metadata.schema
         if (
@@ -315,12 +316,11 @@ def _always() -> list[Column[Any]]:
         Column("attempt", Integer, nullable=False),
         Column("crashes", Integer, nullable=False, server_default="0"),
         Column("resumes", SmallInteger, nullable=False, server_default="0"),
-        # The lease store that the row was claimed under, while it runs; and its lease, if the row
-        # is one.
+        # The lease store of a running row; and the end of its lease, with database leases.
         Column("lease_store", String(255), nullable=False),
         Column("lease_until", BigInteger),
         Column("state", String(16), nullable=False),
-        # How the attempt has ended; NULL where it has returned and the work is done, as most do.
+        # How the attempt ended; NULL if it returned and the work is done.
         Column("ended", String(16)),
         Column("reason", String(255)),
         Column("result", LONG),
@@ -328,8 +328,8 @@ def _always() -> list[Column[Any]]:
         Column("retry_at", BigInteger),
         Column("finished_at", BigInteger),
         Column("expires_at", BigInteger),
-        # When the relay may publish the message, if it is still to be; and when one of the row was
-        # published last.
+        # When the relay may publish the message, NULL if it need not; and when a message of the row
+        # was last published.
         Column("publish_at", BigInteger),
         Column("published_at", BigInteger),
         # JSON of the last saved progress and the generation it belongs to.
@@ -340,7 +340,7 @@ def _always() -> list[Column[Any]]:
 
 
 def _wide(metadata: MetaData) -> Table:
-    """The records of version 1, to read and to write them, and to make their columns anew."""
+    """The records table of version 1, for reading, writing and downgrades."""
     return Table(
         RECORDS,
         metadata,
@@ -369,9 +369,7 @@ def _wide(metadata: MetaData) -> Table:
 
 
 class _CreateWithIndexes(CreateTable):
-    """A table with its indexes: MySQL cannot leave out those that are there by a statement of their
-    own.
-    """
+    """A table with its indexes in one statement: MySQL has no CREATE INDEX IF NOT EXISTS."""
 
 
 @compiles(_CreateWithIndexes, *mysql.FAMILY)
@@ -399,7 +397,7 @@ def _indexes(table: Table) -> list[Index]:
 
 
 def _making(table: Table, dialect: Dialect) -> list[ExecutableDDLElement]:
-    """What makes a table with its indexes, unless it is there."""
+    """The statements that create a table with its indexes, if it does not exist."""
     if mysql.is_mysql(dialect):
         return [_CreateWithIndexes(table, if_not_exists=True)]
     indexes = [CreateIndex(index, if_not_exists=True) for index in _indexes(table)]
