@@ -57,13 +57,13 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
     from celery import Celery
 
     from celery_leases import LeasedTask
-    from celery_leases.concurrency import native
-    from celery_leases.worker.apps import parts_of
+    from celery_leases.concurrency import os_threads
+    from celery_leases.worker.app_components import parts_of
 
     app = Celery("renewal", broker="memory://", backend="cache+memory://")
     app.conf.update(leases_url="database", leases_eager_stores=True)
     app.conf.leases_database_url = f"sqlite:///{Path(tempfile.mkdtemp()) / 'leases.db'}"
-    busy = _busy(what, native.allocate_lock())
+    busy = _busy(what, os_threads.allocate_lock())
 
     @app.task(base=LeasedTask, lease_ttl=ttl, lease_on_lost="flag")
     def body() -> None:
@@ -77,7 +77,7 @@ def measure(ttl: float, pool: str, what: str) -> list[float]:
     late: list[float] = []
 
     def timed(renewals: Any) -> Any:
-        now = native.boot_clock()
+        now = os_threads.boot_clock()
         late.extend(
             1000 * (now - held_lease.due)
             for held_lease in list(parts.renewer._held_leases.values())  # noqa: SLF001

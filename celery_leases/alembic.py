@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import text
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.stores.sql.layouts import NEWEST, OLDEST
 from celery_leases.stores.sql.migrations import migrating_on, migration
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.table_versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
     from sqlalchemy.schema import SchemaItem

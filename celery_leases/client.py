@@ -42,7 +42,14 @@ from celery_leases.protocol.findings import Examination, Finding
 from celery_leases.protocol.groups import Closing, Gate
 from celery_leases.protocol.keys import stored_key
 from celery_leases.protocol.metrics import METRICS
-from celery_leases.protocol.overview import Change, Page, RuleCount, SavedRuns, StateCount, Stats
+from celery_leases.protocol.operator_values import (
+    Change,
+    Page,
+    RuleCount,
+    SavedRuns,
+    StateCount,
+    Stats,
+)
 from celery_leases.protocol.ports import ClosingStore, Holder
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.results import NO_LIMIT, encode
@@ -84,7 +91,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_leases.stores.sql.records import SqlRecordStore
-    from celery_leases.worker.apps import AppParts
+    from celery_leases.worker.app_components import AppParts
     from celery_leases.worker.outbox import Round
 
 LOOK_THROUGH = 10_000
@@ -135,9 +142,9 @@ class LeaseClient:
         eager calls, in memory unless ``leases_eager_stores`` is set. *eager* says which ones,
         whatever that setting says.
         """
-        from celery_leases.worker import apps
+        from celery_leases.worker import app_components
 
-        parts = apps.parts_of(app, eager=eager)
+        parts = app_components.parts_of(app, eager=eager)
         if parts.client is None:
             client = cls.on(parts.leases, parts.records)
             client._parts, client._wall_time = parts, parts.context.wall_time  # noqa: SLF001 - as in a constructor

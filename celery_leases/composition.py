@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.renewal import Renewer
 from celery_leases.attempt.run import Execution
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.counting import Counting
 from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
@@ -41,9 +41,9 @@ STORE_TIMEOUT = 2.0
 
 
 class BootClock:
-    """The clock of :func:`celery_leases.concurrency.native.boot_clock`."""
+    """The clock of :func:`celery_leases.concurrency.os_threads.boot_clock`."""
 
-    now = staticmethod(native.boot_clock)
+    now = staticmethod(os_threads.boot_clock)
 
     def sleep(self, seconds: float) -> None:
         """Sleep; under gevent and eventlet other greenlets run meanwhile."""
@@ -97,7 +97,7 @@ def build(
     wait = connection_awaited(shortest_ttl)
     # The keeper, and bodies that call Redis, have a connection of their own, within the same
     # number.
-    records = open_records(settings, settings.pool_size - (2 if native.green() else 1), wait)
+    records = open_records(settings, settings.pool_size - (2 if os_threads.green() else 1), wait)
     leases = lease_store(settings, records, settings.pool_size - 2, wait)
     clock = clock or BootClock()
     within = call_timeout(shortest_ttl)
@@ -109,7 +109,7 @@ def build(
     kept = _bounded(leases, kept_records, within, wait), kept_records
     asked = _bounded(leases, records, within, wait), records
     # The thread that purges is a system thread too.
-    purged = open_records(settings, 1) if native.green() and not in_memory else records
+    purged = open_records(settings, 1) if os_threads.green() and not in_memory else records
     counting: Counting | None = None
     if settings.metrics and not in_memory:
         observer = counting = _counting(observer, purged)

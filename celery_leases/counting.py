@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 from weakref import WeakSet
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.protocol import events
 from celery_leases.protocol.events import Event
 from celery_leases.protocol.metrics import Tally, Written
@@ -67,17 +67,17 @@ class Counting:
         inner: Observer,
         store: MetricsStore,
         tag: Callable[[str, int], str],
-        clock: Callable[[], float] = native.boot_clock,
+        clock: Callable[[], float] = os_threads.boot_clock,
     ) -> None:
         self._inner = inner
         self._store = store
         self._word = tag
         self._clock = clock
         self._events: deque[Event] = deque()
-        self._bell = native.Wakeup()
-        self._ended = native.Wakeup()
-        self._numbering = native.allocate_lock()
-        self._starting = native.allocate_lock()
+        self._bell = os_threads.Wakeup()
+        self._ended = os_threads.Wakeup()
+        self._numbering = os_threads.allocate_lock()
+        self._starting = os_threads.allocate_lock()
         self._started = False
         self._over = False
         # Processes that start together look at different times.
@@ -188,7 +188,7 @@ class Counting:
     def _start(self) -> None:
         with self._starting, suppress(RuntimeError):  # no thread: the next event tries again
             if not self._started:
-                native.start_thread(self._keep)
+                os_threads.start_thread(self._keep)
                 self._started = True
 
     def _keep(self) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from celery_leases.attempt.effect_calls import EffectReply, calls_of
+from celery_leases.attempt.effect_arguments import EffectReply, calls_of
 from celery_leases.attempt.effects import MOVED_ON
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.steps import Steps, UserTransaction
+from celery_leases.attempt.lease_services import Steps, UserTransaction
 from celery_leases.attempt.unleased import Unleased
 from celery_leases.common import durations
 from celery_leases.errors import (

@@ -33,8 +33,8 @@ from celery_leases.client import LeaseClient
 from celery_leases.composition import open_metrics
 from celery_leases.errors import LeasesError
 from celery_leases.protocol.metrics import METRICS, MICROSECONDS, PREFIX, Tally
-from celery_leases.protocol.overview import Stats
-from celery_leases.worker import apps
+from celery_leases.protocol.operator_values import Stats
+from celery_leases.worker import app_components
 
 logger = logging.getLogger("celery_leases")
 
@@ -73,7 +73,7 @@ class LeaseCollector(Collector):
         count_every: float = COUNT_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        parts = apps.parts_of(app, eager=False)
+        parts = app_components.parts_of(app, eager=False)
         self._client = LeaseClient.from_app(app, eager=False)
         self._metrics = open_metrics(parts.records)
         self._count_every = count_every

@@ -8,9 +8,9 @@ from celery_leases.failures.actions import (
     permanent,
     retry,
 )
+from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.failures.facts import ErrorFacts
-from celery_leases.failures.rules import Rules
 
 __all__ = [
     "Classification",

@@ -31,7 +31,7 @@ from celery.utils.dispatch import Signal
 
 from celery_leases.common.redaction import shortened
 from celery_leases.common.texts import SHOWN, printable
-from celery_leases.concurrency import greenlets, native
+from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.protocol import events
 from celery_leases.protocol.events import Event
 from celery_leases.protocol.records import MAY_HAVE_BEEN_EXECUTED
@@ -174,9 +174,9 @@ class Announcer:
     def __init__(self, tasks: Mapping[str, Any] | None = None) -> None:
         self._tasks: Mapping[str, Any] = {} if tasks is None else tasks
         self._waiting: deque[Event] = deque(maxlen=10_000)
-        self._bell = native.Wakeup()
+        self._bell = os_threads.Wakeup()
         self._started = False
-        self._green = native.green()
+        self._green = os_threads.green()
         self._hub: Callable[[greenlets.Call], None] | None = None
 
     def observe(self, event: Event) -> None:
@@ -216,7 +216,7 @@ class Announcer:
         self._waiting.append(event)
         if not self._started:
             self._started = True
-            native.start_thread(self._announce)
+            os_threads.start_thread(self._announce)
         self._bell.ring()
 
     def _announce(self) -> None:

@@ -109,11 +109,11 @@ class LeasedMixin:
 
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker whenever it connects to the broker."""
-        from celery_leases.worker import child_exit, green_pool
+        from celery_leases.worker import child_exit, green_shutdown
         from celery_leases.worker.request import request_class
 
         child_exit.watch_again()
-        green_pool.prepare(consumer)
+        green_shutdown.prepare(consumer)
         self.Request = request_class(self)
         return super().start_strategy(app, consumer, **options)  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.performance.app import app
 from celery_leases import LeasedTask
-from celery_leases.worker.apps import parts_of
+from celery_leases.worker.app_components import parts_of
 
 TTL = 15.0
 

@@ -13,10 +13,10 @@ from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
-from celery_leases.protocol import claims, decisions, events, outcomes, waiting
-from celery_leases.protocol.copies import callbacks_mark
+from celery_leases.protocol import claims, decisions, events, settlement, waiting
 from celery_leases.protocol.decisions import after_claim, before_run
 from celery_leases.protocol.groups import Gate
+from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.ports import (
     Acquired,
     Claimed,
@@ -264,13 +264,13 @@ class Entry:
             )
         verdict = after_claim(call, record)
         if isinstance(verdict, Raise):
-            self._close(call, record, outcomes.gave_up(call, record))
+            self._close(call, record, settlement.gave_up(call, record))
             return verdict
         if isinstance(verdict, Reschedule):
-            self._close(call, record, outcomes.stood_back(call, record, verdict.delay))
+            self._close(call, record, settlement.stood_back(call, record, verdict.delay))
             return verdict
         if not held_lease.held:
-            self._close(call, record, outcomes.stood_back(call, record, 0.0))
+            self._close(call, record, settlement.stood_back(call, record, 0.0))
             return Reschedule(
                 SHORT_PAUSE + self.context.rand(),
                 "the claim took longer than the lease lasts",
@@ -350,7 +350,7 @@ class Entry:
         """Reschedule the delivery, because a store did not answer for the *tries*-th time
         in a row.
         """
-        delay = outcomes.store_pause(tries, self.context.rand())
+        delay = settlement.store_pause(tries, self.context.rand())
         return Reschedule(delay, str(error), what="", away=True)
 
     def _report_held(self, call: Call, holder: Holder) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
-from celery_leases.attempt.effect_calls import Calls, EffectReply
+from celery_leases.attempt.effect_arguments import Calls, EffectReply
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.errors import (
@@ -23,7 +23,7 @@ from celery_leases.errors import (
     Uncertain,
 )
 from celery_leases.failures.actions import Classification
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.effects import (
     NAME_MAX,
     Begun,

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import deadlines
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed, Subject
@@ -45,14 +45,14 @@ class Renewer:
         self._observer = asking.observer
         self._clock = asking.clock
         self._held_leases: dict[str, HeldLease] = {}
-        self._lock = native.allocate_lock()
+        self._lock = os_threads.allocate_lock()
         self._unstarted = [self._keep, self._watch]
         # At once, because a process may live for one task only.
         self._purge_at = self._clock.now() if purged is not None else math.inf
         self._purging = False
         self._closed = False
-        self._keeper_bell = native.Wakeup()
-        self._watcher_bell = native.Wakeup()
+        self._keeper_bell = os_threads.Wakeup()
+        self._watcher_bell = os_threads.Wakeup()
         self._keeper_wakes = math.inf
         self._watcher_wakes = math.inf
 
@@ -60,7 +60,7 @@ class Renewer:
         """Begin to renew and watch *held_lease*."""
         with self._lock:
             while self._unstarted:  # raises RuntimeError if no thread can be started
-                native.start_thread(self._unstarted[0])
+                os_threads.start_thread(self._unstarted[0])
                 self._unstarted.pop(0)
             self._held_leases[held_lease.claim_request.token] = held_lease
         if held_lease.due < self._keeper_wakes:
@@ -193,7 +193,7 @@ class Renewer:
                     with suppress(
                         RuntimeError
                     ):  # no thread can be started: the next round tries again
-                        native.start_thread(self._purge)
+                        os_threads.start_thread(self._purge)
                         continue
                     self._purging = False
                 continue
@@ -312,7 +312,7 @@ class Renewer:
                     and not self._closed
                     and self._purged.purge_in_turn(PURGE_BATCH, PURGE_EVERY)
                 ):
-                    native.Wakeup().wait(PURGE_PAUSE)
+                    os_threads.Wakeup().wait(PURGE_PAUSE)
         finally:
             self._purging = False
 

@@ -31,8 +31,8 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.failures.default_rules import ANYTHING_ELSE
-from celery_leases.protocol import events, outcomes
-from celery_leases.protocol.endings import (
+from celery_leases.protocol import events, settlement
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,
@@ -156,7 +156,7 @@ class Execution:
                 call, record, ending, "the body returned after guard(), but"
             )
         verdict = self._failed(call, record, ending) if isinstance(ending, Raised) else None
-        outcome = outcomes.after_run(call, record, ending, verdict)
+        outcome = settlement.after_run(call, record, ending, verdict)
         if held_lease.work.has_unsaved:
             outcome = replace(outcome, progress=held_lease.work.unsaved)
         settled = self._patiently(
@@ -187,7 +187,7 @@ class Execution:
         """Give back an attempt whose lease cannot be renewed."""
         with suppress(StoreUnavailable):  # then the next attempt has its token
             self.context.records.settle(
-                claimed_attempt.record, outcomes.stood_back(call, claimed_attempt.record, 0.0)
+                claimed_attempt.record, settlement.stood_back(call, claimed_attempt.record, 0.0)
             )
         self.entry.give_back(claimed_attempt.held_lease)
         return self._unexpected(call, error, away)
@@ -203,7 +203,7 @@ class Execution:
         afterwards.
         """
         self.renewer.drop(held_lease)
-        outcome = outcomes.after_run(call, done, Returned(None, done.result, done.reason))
+        outcome = settlement.after_run(call, done, Returned(None, done.result, done.reason))
         self._let_go(call, held_lease, outcome, None)
         if not isinstance(ending, Returned):
             self.context.observer.observe(
@@ -308,7 +308,7 @@ class Execution:
         next claim of the key counts this process as dead. An attempt that was given back for
         another reason is closed without long retries.
         """
-        until = outcomes.settle_until(call, self.context.clock.now(), taken)
+        until = settlement.settle_until(call, self.context.clock.now(), taken)
         patient = (
             isinstance(ending, Returned | Raised | Snoozed | Passed) or held_lease.lost is not None
         )

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.outcomes import settle_pause
 from celery_leases.protocol.ports import Clock
+from celery_leases.protocol.settlement import settle_pause
 
 T = TypeVar("T")
 

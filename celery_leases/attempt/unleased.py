@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from celery_leases.attempt.effect_calls import EffectReply, calls_of, unleased
+from celery_leases.attempt.effect_arguments import EffectReply, calls_of, unleased
 from celery_leases.common.durations import Duration
 from celery_leases.protocol.effects import VERIFY_AFTER, OnUncertain
 from celery_leases.protocol.records import Attempt

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from celery_leases.async_client import AsyncLeaseClient
-from celery_leases.board import texts
+from celery_leases.board import formatting
 from celery_leases.board.access import (
     COOKIE,
     OPERATOR,
@@ -25,9 +25,9 @@ from celery_leases.board.access import (
     cookie_of,
     token_of,
 )
+from celery_leases.board.bulk_jobs import Job, Jobs, TooManyJobs
+from celery_leases.board.cached_reads import Shared
 from celery_leases.board.forms import Fields, form_of
-from celery_leases.board.jobs import Job, Jobs, TooManyJobs
-from celery_leases.board.shared import Shared
 from celery_leases.client import LeaseClient
 from celery_leases.common.redaction import redact
 from celery_leases.errors import (
@@ -110,7 +110,7 @@ class Board:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(texts.FILTERS)
+        self._templates.filters.update(formatting.FILTERS)
 
     def client(self) -> LeaseClient:
         """The client of the app, on the stores of its workers."""
@@ -148,14 +148,14 @@ class Board:
                         raise HTTPException(403, "You may look, and change nothing.")
                     form = await form_of(request)
                     check_token(request, operator, form.get("token"))
-                who = f"{texts.printed(operator.name)} ({address_of(request)})"
+                who = f"{formatting.printed(operator.name)} ({address_of(request)})"
                 base = request.scope.get("root_path", "")
                 asked = Asked(self, operator, who, request.url.path.removeprefix(base), query, form)
                 return await self._threads.run(lambda: self._answered(request, asked, view))
             except HTTPException as error:
                 return self.refused(request, error)
             except Exception:
-                logger.exception("%s %s", request.method, texts.printed(request.url.path))
+                logger.exception("%s %s", request.method, formatting.printed(request.url.path))
                 return self.refused(request, HTTPException(500))
 
         return answer
@@ -168,7 +168,7 @@ class Board:
         except LeasesError as error:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
             if status == 500:
-                logger.exception("%s %s", request.method, texts.printed(request.url.path))
+                logger.exception("%s %s", request.method, formatting.printed(request.url.path))
             raise HTTPException(status, redact(str(error))) from None
         if isinstance(answer, GoTo):
             return RedirectResponse(request.scope.get("root_path", "") + answer.path, 303)

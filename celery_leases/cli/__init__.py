@@ -1,33 +1,15 @@
 """``celery -A proj leases …``: look at keys and groups, repair them, explain rules, and make the
 tables.
+
+Each module of this package adds its commands to the group ``leases`` when it is imported.
 """
 
-from celery_leases.cli import (
-    cooldown_groups,
-    doctor,
-    drill,
-    explain,
-    exporter,
-    keys,
-    messages,
-    migrate,
-    repair,
-    tune,
-    web,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from celery_leases.cli.root import leases
 
-__all__ = [
-    "cooldown_groups",
-    "doctor",
-    "drill",
-    "explain",
-    "exporter",
-    "keys",
-    "leases",
-    "messages",
-    "migrate",
-    "repair",
-    "tune",
-    "web",
-]
+__all__ = ["leases"]
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

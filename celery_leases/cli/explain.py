@@ -16,7 +16,7 @@ from celery_leases.cli.root import app_of, leases, unknown_task
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.cooldown_policies import MANY
 from celery_leases.failures.facts import ErrorFacts, facts_of
-from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.failure_decisions import (
     AfterFailure,
     EnterCooldown,

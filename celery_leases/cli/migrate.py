@@ -9,7 +9,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.root import leases
 from celery_leases.composition import open_records
-from celery_leases.stores.sql.layouts import NEWEST, Migrated
+from celery_leases.stores.sql.table_versions import NEWEST, Migrated
 from celery_leases.stores.urls import shown_database
 from celery_leases.worker.app_settings import settings_of
 

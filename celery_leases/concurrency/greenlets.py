@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 
 Call = Callable[[], None]
 
@@ -42,7 +42,7 @@ def hub_caller() -> Callable[[Call], None]:
     the call, every greenlet of its thread stands still, so one that waits may be thrown into, as
     the timeouts of both libraries do.
     """
-    if native.by_gevent():
+    if os_threads.by_gevent():
         caller: Callable[[Call], None] = (
             sys.modules["gevent"].get_hub().loop.run_callback_threadsafe
         )
@@ -56,7 +56,7 @@ def hub_caller() -> Callable[[Call], None]:
 
 def spawn(call: Call) -> None:
     """Make *call* in a greenlet of its own; not before the one that runs now waits."""
-    if native.by_gevent():
+    if os_threads.by_gevent():
         sys.modules["gevent"].spawn(call)
     else:
         sys.modules["eventlet"].spawn_n(call)

@@ -13,7 +13,7 @@ import signal
 from functools import cache
 from typing import Any, ClassVar, Final
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 
 _ABSOLUTE: Final = 1  # TIMER_ABSTIME
 _BY_SIGNAL: Final = 0  # SIGEV_SIGNAL
@@ -40,7 +40,7 @@ class _Itimerspec(ctypes.Structure):
 
 class KillTimer:
     """Kills this process at *moment*, in seconds of
-    :func:`celery_leases.concurrency.native.boot_clock`.
+    :func:`celery_leases.concurrency.os_threads.boot_clock`.
 
     A timer of its own for each body: putting off one that was called off already does nothing, so
     that no thread has to wait for another. A forked child does not inherit it. Raises
@@ -49,12 +49,14 @@ class KillTimer:
 
     def __init__(self, moment: float) -> None:
         library = _library()
-        if library is None or native.BOOT_CLOCK is None:
+        if library is None or os_threads.BOOT_CLOCK is None:
             raise OSError("this system has no POSIX timer on the boot clock")
         self._library = library
         self._timer = ctypes.c_void_p()
         event = _Event(signo=signal.SIGKILL, notify=_BY_SIGNAL)
-        if library.timer_create(native.BOOT_CLOCK, ctypes.byref(event), ctypes.byref(self._timer)):
+        if library.timer_create(
+            os_threads.BOOT_CLOCK, ctypes.byref(event), ctypes.byref(self._timer)
+        ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.put_off(moment)
 
@@ -73,7 +75,7 @@ class KillTimer:
 def available() -> bool:
     """Whether this system has what it takes; found out by trying."""
     try:
-        KillTimer(native.boot_clock() + 3600).call_off()
+        KillTimer(os_threads.boot_clock() + 3600).call_off()
     except OSError:
         return False
     return True

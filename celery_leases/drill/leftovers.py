@@ -9,11 +9,11 @@ from typing import Any
 from celery import Celery
 
 from celery_leases.drill.task import TASK
-from celery_leases.protocol.copies import callbacks_mark, waiter_mark
 from celery_leases.protocol.filters import RecordFilter
 from celery_leases.protocol.keys import stored_key
+from celery_leases.protocol.message_copies import callbacks_mark, waiter_mark
 from celery_leases.protocol.ports import MarkStore
-from celery_leases.worker.apps import AppParts
+from celery_leases.worker.app_components import AppParts
 
 SCANNED_AT_ONCE = 1000
 

@@ -24,7 +24,7 @@ from celery_leases.drill.report import Bounds, StepName, StepReport, Takeover, W
 from celery_leases.drill.task import never, register
 from celery_leases.drill.worker import Orders, finish_file
 from celery_leases.errors import LeasesError
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 
 T = TypeVar("T")
 WORKERS: Final = 2
@@ -114,9 +114,9 @@ class Drill:
                 f"deleted: {_line(error)}"
             )
 
-    def _answering(self) -> apps.AppParts:
+    def _answering(self) -> app_components.AppParts:
         """The stores of the app; raises unless they and the broker answer, and tables are there."""
-        parts = apps.parts_of(self.app, eager=False)
+        parts = app_components.parts_of(self.app, eager=False)
         parts.check_once()
         parts.leases.held([self._name])
         try:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from celery_leases.failures.attributes import Reader, members, whole, word
-from celery_leases.failures.responses import is_grpc
+from celery_leases.failures.error_responses import is_grpc
+from celery_leases.failures.safe_attributes import Reader, members, whole, word
 
 GRPC_CODES: Final = frozenset(
     {

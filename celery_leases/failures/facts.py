@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from celery_leases.common.redaction import message_of
-from celery_leases.failures import error_codes, responses, retry_info
-from celery_leases.failures.attributes import Reader, members, span
-from celery_leases.failures.chains import linked
+from celery_leases.failures import error_codes, error_responses, retry_info
+from celery_leases.failures.exception_chain import linked
+from celery_leases.failures.safe_attributes import Reader, members, span
 
 MESSAGE_MAX: Final = 500
 NAMES_MAX: Final = 24
@@ -134,17 +134,17 @@ def _facts(read: Reader, error: BaseException, headers: Container[str]) -> Error
 def _read(
     read: Reader, error: BaseException, facts: ErrorFacts, headers: Container[str]
 ) -> ErrorFacts:
-    bodies = responses.bodies_of(read, error)
+    bodies = error_responses.bodies_of(read, error)
     smtp = error_codes.smtp_of(read, error, facts.names)
     return replace(
         facts,
-        status=responses.status_of(read, error) if smtp is None else None,
+        status=error_responses.status_of(read, error) if smtp is None else None,
         codes=_codes(read, error, facts.names, bodies),
         sqlstate=error_codes.sqlstate_of(read, error),
         errno=error_codes.errno_of(read, error, facts.names),
         grpc=error_codes.grpc_of(read, error),
         smtp=smtp,
-        headers=responses.headers_of(read, error, headers),
+        headers=error_responses.headers_of(read, error, headers),
         retryable=_retryable(read, error, facts.names),
         retry_after=span(read.attribute(error, "retry_after")),
         retry_info=_retry_info(read, error, bodies),
@@ -157,13 +157,17 @@ def _codes(
     read: Reader, error: BaseException, names: Sequence[str], bodies: list[Any]
 ) -> tuple[str, ...]:
     # SQLAlchemy's code is a link into its documentation.
-    first = [] if names and names[0].startswith("sqlalchemy.") else [responses.code_of(read, error)]
+    first = (
+        []
+        if names and names[0].startswith("sqlalchemy.")
+        else [error_responses.code_of(read, error)]
+    )
     others = ("error_code", "type", "status", "reason", "error", "sqlite_errorname")
     first += [read.attribute(error, name) for name in others]
-    found = dict.fromkeys(code for value in first if (code := responses.as_code(value)))
+    found = dict.fromkeys(code for value in first if (code := error_responses.as_code(value)))
     for body in bodies:
-        found |= dict.fromkeys(responses.codes_in(body))
-    return tuple(found)[: responses.CODES_MAX]
+        found |= dict.fromkeys(error_responses.codes_in(body))
+    return tuple(found)[: error_responses.CODES_MAX]
 
 
 def _retryable(read: Reader, error: BaseException, names: Sequence[str]) -> bool | None:
@@ -177,7 +181,7 @@ def _retryable(read: Reader, error: BaseException, names: Sequence[str]) -> bool
 
 
 def _retry_info(read: Reader, error: BaseException, bodies: list[Any]) -> float | None:
-    for pair in members(responses.grpc_metadata(read, error)):
+    for pair in members(error_responses.grpc_metadata(read, error)):
         if (
             isinstance(pair, tuple)
             and pair[:1] == ("grpc-status-details-bin",)

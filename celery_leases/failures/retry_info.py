@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery_leases.failures.attributes import Reader, span, whole
+from celery_leases.failures.safe_attributes import Reader, span, whole
 
 LARGEST: Final = 16_384
 _LENGTHS: Final = {1: 8, 5: 4}

@@ -73,10 +73,10 @@ from celery_leases.common.texts import printable
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld, PermanentFailure, ResultMissing
 from celery_leases.protocol import claims
 from celery_leases.protocol.keys import differing
-from celery_leases.protocol.outcomes import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
 from celery_leases.protocol.results import NOT_JSON, TOO_LARGE, kept_value
+from celery_leases.protocol.settlement import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.protocol.verdicts import (
     Call,
     Drop,

@@ -10,7 +10,7 @@ from typing import Final, assert_never
 from celery_leases.errors import Uncertain
 from celery_leases.failures.actions import Classification, Reason, Ruling, cooldown
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.groups import Closing
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.protocol.records import Failure, Record

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
 
 from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 
 if TYPE_CHECKING:  # a process that only publishes needs no rules
-    from celery_leases.failures.rules import Rules
+    from celery_leases.failures.classifier import Rules
 
 DATABASE: Final = "database"
 """The value of ``leases_url`` for leases in the records' own database."""
@@ -32,18 +32,19 @@ OnLost = Literal["interrupt", "flag", "kill"]
 OnHeld = Literal["reschedule", "ignore", "raise"]
 OnDone = Literal["replay", "ignore", "raise", "rerun"]
 OnQueued = Literal["return", "raise"]
-OnCooling = Literal["raise", "reschedule", "ignore"] | None
+_Cooling = Literal["raise", "reschedule", "ignore"]
+OnCooling = _Cooling | None
 Resume = Literal["transient", "always", "never"]
 KeyMaker = str | Callable[..., str] | None
 FingerprintMaker = Callable[..., Any] | tuple[str, ...] | Literal[False] | None
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "on_lost": ("interrupt", "flag", "kill"),
-    "on_held": ("reschedule", "ignore", "raise"),
-    "on_done": ("replay", "ignore", "raise", "rerun"),
-    "on_cooling": ("raise", "reschedule", "ignore"),
-    "resume": ("transient", "always", "never"),
-    "on_queued": ("return", "raise"),
+    "on_lost": get_args(OnLost),
+    "on_held": get_args(OnHeld),
+    "on_done": get_args(OnDone),
+    "on_cooling": get_args(_Cooling),
+    "resume": get_args(Resume),
+    "on_queued": get_args(OnQueued),
 }
 _RENAMED_VALUES: Final[Mapping[str, str]] = {"put_back": "reschedule", "fail": "raise"}
 """Earlier names of the values of ``on_held``, ``on_done`` and ``on_cooling``."""
@@ -111,7 +112,7 @@ class LeaseOptions:
     @cached_property
     def classifier(self) -> Rules:
         """The rules that classify failures of the task."""
-        from celery_leases.failures.rules import Rules
+        from celery_leases.failures.classifier import Rules
 
         return Rules.default() if self.rules is None else self.rules
 
@@ -274,7 +275,7 @@ def _maker(option: str, value: Any) -> KeyMaker:
 
 
 def _rules(option: str, value: Any) -> Rules:
-    from celery_leases.failures.rules import Rules
+    from celery_leases.failures.classifier import Rules
 
     if isinstance(value, Rules):
         return value

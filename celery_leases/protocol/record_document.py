@@ -24,7 +24,7 @@ database.
 TTL: Final = 15.0
 RETENTION: Final = 7 * 86_400.0
 """The values of most tasks. They are part of the form of the documents: a document that leaves them
-out means these.
+out means these. They do not change with ``DEFAULT_TTL``.
 """
 VERSION: Final = "v1:"
 _DIGEST: Final = 43

@@ -16,10 +16,10 @@ from celery_leases.protocol import progress as saved
 from celery_leases.protocol.closings import PastClosing
 from celery_leases.protocol.effects import Effect
 from celery_leases.protocol.groups import Gate
-from celery_leases.protocol.outcomes import Death
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Attempt, Ended, Failure, PastAttempt, Record, State
 from celery_leases.protocol.results import decode, result_of
+from celery_leases.protocol.settlement import Death
 
 ABSENT: Final = "absent"
 ABANDONED: Final = "abandoned"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.errors import ColumnMissing, StoreUnavailable
 from celery_leases.protocol import claims
 from celery_leases.protocol.claims import ALWAYS, Claim, Question
@@ -21,7 +21,7 @@ from celery_leases.protocol.groups import Gate, admits
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import never_emptied
 from celery_leases.protocol.records import ClaimRequest, Record, Refusal, Refused, Won
-from celery_leases.stores.evidence import Evidence
+from celery_leases.stores.availability import Evidence
 
 ROUNDS: Final = 3
 """How often a claim reads again because the row changed before it was written; then the delivery is
@@ -114,7 +114,7 @@ class Claiming(ABC):
                 return self._rounds(claim_request, lease_store, slots, age)
         except StoreUnavailable as error:
             if error.executed is not False:  # a locked row is an answer
-                self.evidence.failed(native.boot_clock())
+                self.evidence.failed(os_threads.boot_clock())
             raise
 
     @abstractmethod
@@ -181,11 +181,11 @@ class Claiming(ABC):
     def _look(
         self, claim_request: ClaimRequest, lease_store: str, group: str | None
     ) -> tuple[Claim, Met]:
-        sent = native.boot_clock()
+        sent = os_threads.boot_clock()
         takes_until = self.evidence.takes_until(sent) if lease_store == DATABASE else ALWAYS
         claim = Claim(claim_request, lease_store, takes_until=takes_until)
         met = self.insert_or_read(claims.claimed(None, claim, 0), group)
-        self.evidence.answered(sent, native.boot_clock(), met.now)
+        self.evidence.answered(sent, os_threads.boot_clock(), met.now)
         return claim, met
 
     def _written(self, claim: Claim, met: Met) -> Record | None:

@@ -26,10 +26,10 @@ from celery_leases.attempt.run import Execution
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import Duration, seconds
 from celery_leases.composition import Parts, build
-from celery_leases.concurrency.native import boot_clock
+from celery_leases.concurrency.os_threads import boot_clock
 from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationError
 from celery_leases.failures.actions import Classification
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.events import Event, LeaseAcquired, ResultReplayed
 from celery_leases.protocol.failure_decisions import comes_back
 from celery_leases.protocol.keys import CallKey, call_group, call_key, stored_key
@@ -39,7 +39,7 @@ from celery_leases.protocol.records import ClaimRequest, Record, State, Won
 from celery_leases.protocol.status import LeaseStatus
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
-from celery_leases.stores.eager_memory import keep_the_latest
+from celery_leases.stores.eager_eviction import keep_the_latest
 from celery_leases.testing.crash_points import (
     CrashableStore,
     CrashPlan,
@@ -50,7 +50,7 @@ from celery_leases.testing.crash_points import (
     watched,
 )
 from celery_leases.testing.crashes import check_survival
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.signals import interrupt_guard_here
 from celery_leases.worker.reschedule import Copies
@@ -186,7 +186,7 @@ class LeaseKit:
         self._waiting: list[QueuedCall] = []
         self._stack = ExitStack()
         self._clock: KitClock | None = None
-        self._parts: apps.AppParts | None = None
+        self._parts: app_components.AppParts | None = None
 
     # -- start and stop ----------------------------------------------------------------------------
 
@@ -259,9 +259,9 @@ class LeaseKit:
         if self.in_memory:
             keep_the_latest(made.records)
         self._make_crashable(made)
-        self._parts = apps.AppParts(self.app, made, Copies(self.app))
+        self._parts = app_components.AppParts(self.app, made, Copies(self.app))
         self._parts.effects = crashable_effects(made.effects, self._crash_points)
-        self._before = apps.use(self.app, self._parts)
+        self._before = app_components.use(self.app, self._parts)
 
     def _make_crashable(self, made: Parts) -> None:
         """Have the calls of *made* stop at the crash points between their steps."""
@@ -280,7 +280,7 @@ class LeaseKit:
 
     def _close(self) -> None:
         if self._parts is not None:
-            apps.use(self.app, self._before)
+            app_components.use(self.app, self._before)
             self._parts.close()
             self._parts = None
 
@@ -711,7 +711,7 @@ class LeaseKit:
     # -- parts -------------------------------------------------------------------------------------
 
     @property
-    def _here(self) -> apps.AppParts:
+    def _here(self) -> app_components.AppParts:
         if self._parts is None:
             raise AssertionError(
                 "the kit is not started: use it as a context manager, or call start()"

@@ -17,14 +17,14 @@ from typing import Any, Final, TypeVar
 
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.store_retries import retrying
-from celery_leases.concurrency import greenlets, native
+from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import events
-from celery_leases.protocol.outcomes import Death, died
 from celery_leases.protocol.records import State
+from celery_leases.protocol.settlement import Death, died
 from celery_leases.protocol.verdicts import Call
 from celery_leases.signals import logger
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from celery_leases.worker.headers import Header, group_of, key_of
 
 PATIENCE: Final = 1.0
@@ -83,8 +83,8 @@ class ChildExit:
         self.over = False
         #: The stores have been called, and have not answered yet.
         self.at_stores = False
-        self._bell = native.Wakeup()
-        native.start_thread(self._see_to)
+        self._bell = os_threads.Wakeup()
+        os_threads.start_thread(self._see_to)
 
     def wait(self, patience: float) -> bool:
         """Wait for its end; returns whether it has ended."""
@@ -94,9 +94,9 @@ class ChildExit:
     def _see_to(self) -> None:
         task, call_id = self.dead_child.task.name, self.dead_child.call_id
         try:
-            until = native.boot_clock() + GONE_WITHIN
-            while _is_there(self.dead_child.pid) and native.boot_clock() < until:
-                native.Wakeup().wait(LOOK_AGAIN)
+            until = os_threads.boot_clock() + GONE_WITHIN
+            while _is_there(self.dead_child.pid) and os_threads.boot_clock() < until:
+                os_threads.Wakeup().wait(LOOK_AGAIN)
             call = self.dead_child.call()
             self.at_stores = True
             with _stores:
@@ -142,16 +142,16 @@ def call_off(revoked: DeadChild) -> None:
     No child had ``revoked``, so only its call matters. If the stores do not answer, the record
     still says that the call runs again; nothing else depends on it.
     """
-    if native.green():
+    if os_threads.green():
         greenlets.spawn(partial(_call_off, revoked))
     else:
-        native.start_thread(partial(_call_off, revoked))
+        os_threads.start_thread(partial(_call_off, revoked))
 
 
 def _call_off(revoked: DeadChild) -> None:
     try:
-        call, parts = revoked.call(), apps.parts_of(revoked.task.app, eager=False)
-        with nullcontext() if native.green() else _stores:
+        call, parts = revoked.call(), app_components.parts_of(revoked.task.app, eager=False)
+        with nullcontext() if os_threads.green() else _stores:
             if _written_off(parts, call):
                 event = events.CallDropped(**call.subject, reason="it was revoked while it waited")
                 parts.context.observer.observe(event)
@@ -164,7 +164,7 @@ def _call_off(revoked: DeadChild) -> None:
         )
 
 
-def _written_off(parts: apps.AppParts, call: Call) -> bool:
+def _written_off(parts: app_components.AppParts, call: Call) -> bool:
     """Write that *call* was revoked, unless it runs, has finished, or the key is another call's."""
     record = _patiently(parts.context, lambda: parts.records.read(call.key.stored))
     if (
@@ -185,7 +185,7 @@ def watch(pid: int) -> None:
     global _readers  # noqa: PLW0603 - the loop of this process, as it was when last asked
     if _watched.get(pid) in _readers:
         return
-    worker = apps.worker_here()
+    worker = app_components.worker_here()
     hub, pool = getattr(worker, "hub", None), getattr(worker, "pool", None)
     reap = getattr(pool, "maintain_pool", None)
     if hub is None or reap is None or pid == os.getpid() or not hasattr(os, "pidfd_open"):
@@ -218,7 +218,7 @@ def watch_again() -> None:
 
 
 # One thread at a time calls the stores, however many children have died.
-_stores = native.allocate_lock()
+_stores = os_threads.allocate_lock()
 _late: list[ChildExit] = []
 _watched: dict[int, int] = {}
 _readers: Mapping[int, Any] = {}
@@ -227,7 +227,7 @@ _readers: Mapping[int, Any] = {}
 
 def _after_fork() -> None:
     global _stores  # noqa: PLW0603 - a lock held while forking stays locked in the child for ever
-    _stores = native.allocate_lock()
+    _stores = os_threads.allocate_lock()
     _late.clear()  # they are the parent's
     for handle in _watched.values():
         os.close(handle)
@@ -240,7 +240,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _close(dead_child: DeadChild, call: Call) -> None:
     if _is_there(dead_child.pid):
         raise TimeoutError(f"process {dead_child.pid} is still there")
-    parts = apps.parts_of(dead_child.task.app, eager=False)
+    parts = app_components.parts_of(dead_child.task.app, eager=False)
     context = parts.context
     settled: Exception | None = None
     try:

@@ -33,10 +33,10 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.lease import Lease, enter_body, leave_body
-from celery_leases.protocol.copies import callbacks_mark
+from celery_leases.protocol.body_endings import Ending, Returned
 from celery_leases.protocol.decisions import OUTCOME_KNOWN
-from celery_leases.protocol.endings import Ending, Returned
 from celery_leases.protocol.events import CallDropped, CallRefused, CallRescheduled
+from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.records import Failure, Record, State
 from celery_leases.protocol.results import encode, failure_of
 from celery_leases.protocol.verdicts import (
@@ -56,9 +56,9 @@ from celery_leases.protocol.waiting import (
     unconfirmed_pause,
 )
 from celery_leases.signals import logger
-from celery_leases.worker import apps, returned_deliveries
-from celery_leases.worker.apps import AppParts
-from celery_leases.worker.body_end import BodyEnd
+from celery_leases.worker import app_components, requeue
+from celery_leases.worker.app_components import AppParts
+from celery_leases.worker.body_exceptions import BodyEnd
 from celery_leases.worker.headers import (
     HEADER,
     PRIOR_KEPT,
@@ -75,7 +75,7 @@ from celery_leases.worker.headers import (
 )
 from celery_leases.worker.pools.signals import interrupt_guard_here
 from celery_leases.worker.reschedule import KeyIsHeld, NotPublishable
-from celery_leases.worker.routes import Routes
+from celery_leases.worker.return_routes import Routes
 from celery_leases.worker.stored_messages import is_over
 
 LOOK_AGAIN = 0.5
@@ -161,7 +161,7 @@ class Delivery:
         tries, until = 0, 0.0
         while True:
             try:
-                return apps.parts_of(self.task.app, eager=self.request.is_eager)
+                return app_components.parts_of(self.task.app, eager=self.request.is_eager)
             except LeasesError:
                 raise
             except Exception as error:
@@ -169,7 +169,7 @@ class Delivery:
                     raise
                 why = f"{type(error).__name__}: {error}"
             if not tries:
-                spent = returned_deliveries.spent(self.request, self.call_id, Routes(self.task.app))
+                spent = requeue.spent(self.request, self.call_id, Routes(self.task.app))
                 until = time.monotonic() + held_for(*spent, HELD_LONGEST)
                 logger.error(
                     "%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, why
@@ -183,7 +183,7 @@ class Delivery:
     def _not_taken(self, why: str, before: int, limit: int | None) -> NoReturn:
         """End a delivery that this process cannot handle."""
         if may_be_given_back(before, limit):
-            returned_deliveries.give_back(self.task.name, self.call_id, "did not begin", why)
+            requeue.give_back(self.task.name, self.call_id, "did not begin", why)
         key = key_of(
             self.task, self.arrived, self.call_id, self.args, self.kwargs, self.request.retries
         ).key
@@ -416,7 +416,7 @@ class Delivery:
             except Exception as error:  # noqa: BLE001 - whatever the broker said, the message must survive
                 why = f"{type(error).__name__}: {error}"
             else:
-                returned_deliveries.taken(call.call_id)
+                requeue.taken(call.call_id)
                 return published
             pause = unconfirmed_pause(tries)
             if self.interrupt_guard.stopping or parts.clock.now() + pause > until:
@@ -439,7 +439,7 @@ class Delivery:
         """How often this message has been returned, and how often its queue allows that, if it has
         a limit.
         """
-        return returned_deliveries.spent(self.request, call.call_id, self.parts.copies.routes)
+        return requeue.spent(self.request, call.call_id, self.parts.copies.routes)
 
     def _held_until(self, call: Call) -> float:
         """When the delivery is returned at the latest if the broker does not accept a copy
@@ -463,7 +463,7 @@ class Delivery:
                 unavailable=again.away,
             )
         )
-        returned_deliveries.give_back(call.task, call.call_id, "could not be rescheduled", why)
+        requeue.give_back(call.task, call.call_id, "could not be rescheduled", why)
 
     def _fail(self, call: Call, again: Reschedule, why: str) -> NoReturn:
         """End the call with an error, because it cannot be rescheduled; its record, if it has one,
@@ -595,7 +595,7 @@ def _callbacks_are_out(sender: Any, **_: Any) -> None:
         if answered is not None and not request.is_eager:
             stored_key, call_id = answered
             ttl = min(sender.lease_options.retention, CALLBACKS_REMEMBERED)
-            marks = apps.parts_of(sender.app, eager=False).marks
+            marks = app_components.parts_of(sender.app, eager=False).marks
             with suppress(
                 StoreUnavailable
             ):  # a copy would send the callbacks again, as the guarantees say

@@ -7,7 +7,7 @@ from celery import Celery
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 from celery_leases.protocol.filters import Order, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding, Severity
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks
 from celery_leases.worker.setting_checks import TimeLimits, bare_findings, setting_findings
 from celery_leases.worker.store_checks import StoreChecks
@@ -22,7 +22,7 @@ def examine(app: Celery) -> Examination:
     try:
         tasks = leased_tasks(app)  # a leased task cannot be registered with wrong settings
         findings += bare_findings(app)
-        parts = apps.parts_of(app, eager=False)
+        parts = app_components.parts_of(app, eager=False)
     except LeaseConfigurationError as error:
         return Examination([], [*findings, Finding("settings", Severity.ERROR, str(error), "")])
     checks = StoreChecks(parts)
@@ -37,7 +37,7 @@ def examine(app: Celery) -> Examination:
     )
 
 
-def _longest_runs(parts: apps.AppParts) -> dict[str, float]:
+def _longest_runs(parts: app_components.AppParts) -> dict[str, float]:
     """By task how long its longest run took, in seconds, as far as the slowest records say."""
     found: dict[str, float] = {}
     try:

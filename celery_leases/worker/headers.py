@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.copies import UNCOPIED, Copy
 from celery_leases.protocol.keys import (
     CallKey,
     call_group,
@@ -19,6 +18,7 @@ from celery_leases.protocol.keys import (
     stored_key,
     unfit,
 )
+from celery_leases.protocol.message_copies import UNCOPIED, Copy
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.signals import logger
 from celery_leases.stores.group_values import GATE_NAME_MAX, gate_name

@@ -27,11 +27,11 @@ from celery_leases.errors import (
 )
 from celery_leases.protocol.decisions import refused_for_good
 from celery_leases.protocol.keys import CallKey, call_key, differing
-from celery_leases.protocol.outcomes import has_ended
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.results import kept_value, unreadable
+from celery_leases.protocol.settlement import has_ended
 from celery_leases.signals import logger
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from celery_leases.worker.headers import HEADER, celery_id_of
 from celery_leases.worker.stored_messages import NotKept, as_delivered, is_over, kept
 
@@ -102,7 +102,7 @@ def enqueue(
             f"task {task.name}: delay_in() needs a record of its own for each call, but under "
             'lease_on_done="rerun" all calls of a key share one; leave lease_key out, or publish after the commit'
         )
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
     call = _NewCall(task, key, call_id, _message(task, args, kwargs, call_id, options_of_call))
     if parts.in_memory:
@@ -182,11 +182,11 @@ def _written(outbox: Outbox, place: _Place, call: _NewCall) -> str | None:
     return _queued_call(place.read(key.stored, key.key, newest=True) or record)
 
 
-def _enqueue_in_memory(parts: apps.AppParts, given: Any, call: _NewCall) -> AsyncResult:
+def _enqueue_in_memory(parts: app_components.AppParts, given: Any, call: _NewCall) -> AsyncResult:
     """The same for an eager call whose records are in memory: all is written, and run, after the
     commit of *given*.
     """
-    from celery_leases.stores.sql.after_commit import do_after_commit, waiting_in
+    from celery_leases.stores.sql.eager_after_commit import do_after_commit, waiting_in
 
     app, key = parts.app, call.key
     record = parts.records.read(key.stored)
@@ -220,7 +220,7 @@ def is_wanted(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     """
     options = task.lease_options
     key = call_key(task.name, options, task.lease_signature, "", args, kwargs)
-    records = apps.parts_of(task.app).records
+    records = app_components.parts_of(task.app).records
     records.check()
     record = records.read(key.stored)
     if record is None or record.expired or record.forgotten:
@@ -270,7 +270,7 @@ def publish_once(
     if check := getattr(task, "__header__", None):
         check(*args, **kwargs)  # as apply_async does
     call_id = given.pop("task_id", None) or str(uuid4())
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     parts.check_once()
     key = call_key(task.name, options, task.lease_signature, call_id, args, kwargs)
     keeps = {name: value for name, value in given.items() if name in OPTIONS_KEPT}
@@ -333,7 +333,7 @@ def _queue(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Record | 
     return None if place.write(writes, key.key) else (place.read(key.stored, key.key) or record)
 
 
-def _outbox(parts: apps.AppParts) -> Outbox:
+def _outbox(parts: app_components.AppParts) -> Outbox:
     from celery_leases.stores.sql.outbox import Outbox
 
     return Outbox(parts.records)
@@ -380,7 +380,7 @@ def _times(app: Celery, options: Mapping[str, Any]) -> dict[str, Any]:
         times["eta"] = options["countdown"]
     for name in times.keys() & {"eta", "expires"}:
         if isinstance(times[name], Real):
-            now = datetime.fromtimestamp(apps.parts_of(app).context.wall_time(), UTC)
+            now = datetime.fromtimestamp(app_components.parts_of(app).context.wall_time(), UTC)
             times[name] = now + timedelta(seconds=float(times[name]))
         if isinstance(times[name], datetime):
             times[name] = maybe_make_aware(times[name], app.timezone).isoformat()
@@ -393,7 +393,7 @@ def relay(app: Celery, limit: int = RELAY_AT_ONCE) -> Round:
     Raises :class:`~celery_leases.errors.StoreUnavailable`. A message the broker does not confirm is
     due again later.
     """
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     outbox, done = _outbox(parts), Round()
     for stored_key in outbox.due(limit):
         _publish_due(parts, outbox, stored_key, done)
@@ -404,7 +404,7 @@ def stranded(
     app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ONCE
 ) -> list[Record]:
     """The records :func:`rescue` would publish a message of now."""
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     return _stranded(parts, _outbox(parts), older, limit)
 
 
@@ -418,7 +418,7 @@ def rescue(app: Celery, *, older: float = RESCUE_AFTER, limit: int = RELAY_AT_ON
     :class:`~celery_leases.errors.StoreUnavailable`. A message the broker does not confirm is due
     again later.
     """
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     outbox, done = _outbox(parts), Round()
     for record in _stranded(parts, outbox, older, limit):
         if _unless_locked(lambda: outbox.publish_again(record)):  # noqa: B023 - called at once
@@ -433,7 +433,7 @@ def publish_kept(app: Celery, stored_key: str) -> bool | None:
     ``None`` too for an expired message, or while a transaction has locked the row. ``False``: the
     broker did not confirm it. Raises :class:`~celery_leases.errors.StoreUnavailable`.
     """
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     outbox, done = _outbox(parts), Round()
     record = parts.records.read(stored_key, lenient=True)
     if record is None or record.message is None or not _can_be_published(record):
@@ -444,7 +444,9 @@ def publish_kept(app: Celery, stored_key: str) -> bool | None:
     return bool(done.published)
 
 
-def _publish_due(parts: apps.AppParts, outbox: Outbox, stored_key: str, done: Round) -> None:
+def _publish_due(
+    parts: app_components.AppParts, outbox: Outbox, stored_key: str, done: Round
+) -> None:
     """Publish the message of one key, unless another process has taken it; an expired message is
     dropped.
     """
@@ -462,7 +464,9 @@ def _publish_due(parts: apps.AppParts, outbox: Outbox, stored_key: str, done: Ro
         done.refused.append(record)
 
 
-def _stranded(parts: apps.AppParts, outbox: Outbox, older: float, limit: int) -> list[Record]:
+def _stranded(
+    parts: app_components.AppParts, outbox: Outbox, older: float, limit: int
+) -> list[Record]:
     """The oldest records that no call has; any number of live ones may come before them."""
     found: list[Record] = []
     last: Record | None = None
@@ -500,7 +504,7 @@ def _has_message_of_another(record: Record) -> bool:
     return call_id is not None and call_id != record.call_id.partition("~")[0]
 
 
-def _is_live(parts: apps.AppParts, record: Record) -> bool:
+def _is_live(parts: app_components.AppParts, record: Record) -> bool:
     return record.state is State.RUNNING and parts.leases.holder(record.stored_key) is not None
 
 
@@ -596,7 +600,7 @@ def _publish_own(app: Celery, stored_key: str, place: _Place | None = None) -> N
     The row is read and written in *place*, by default over a connection of the records.
     An eager call is run: what its body raises is raised here where Celery propagates it.
     """
-    parts = apps.parts_of(app)
+    parts = app_components.parts_of(app)
     outbox = _outbox(parts)
     if app.conf.task_always_eager:
         if (record := _taken(outbox, stored_key, place)) is not None:
@@ -648,7 +652,7 @@ def _as_it_stands(record: Record) -> dict[str, Any]:
 
 
 def _publish(
-    parts: apps.AppParts, outbox: Outbox, record: Record, place: _Place | None = None
+    parts: app_components.AppParts, outbox: Outbox, record: Record, place: _Place | None = None
 ) -> bool:
     if parts.app.conf.task_always_eager:
         _run(parts, outbox, record, place)
@@ -667,7 +671,9 @@ def _publish(
     return True
 
 
-def _run(parts: apps.AppParts, outbox: Outbox, record: Record, place: _Place | None) -> None:
+def _run(
+    parts: app_components.AppParts, outbox: Outbox, record: Record, place: _Place | None
+) -> None:
     """Run an eager call: it cannot be rescheduled, so it is not published again."""
     _note_published(outbox, record, place)
     message = _as_it_stands(record)

@@ -16,12 +16,12 @@ def _before_work(sender: Any, **_: Any) -> None:
     forked later share.
     """
     from celery_leases.worker import (
-        apps,
+        app_components,
         startup_checks,
     )
-    from celery_leases.worker.held_calls import held_calls
+    from celery_leases.worker.waiting_calls import held_calls
 
-    apps.note_worker(sender)
+    app_components.note_worker(sender)
     held_calls.forget()
     startup_checks.check_before_work(sender)
 
@@ -30,15 +30,15 @@ signals.worker_init.connect(_before_work, weak=False)
 
 
 def _when_ready(sender: Any, **_: Any) -> None:
-    from celery_leases.worker import unrelayed
+    from celery_leases.worker import relay_check
 
-    unrelayed.watch(getattr(sender, "controller", sender))
+    relay_check.watch(getattr(sender, "controller", sender))
 
 
 def _at_shutdown(sender: Any, **_: Any) -> None:
-    from celery_leases.worker import unrelayed
+    from celery_leases.worker import relay_check
 
-    unrelayed.end(sender)
+    relay_check.end(sender)
 
 
 def _last_counts(**_: Any) -> None:

@@ -16,11 +16,11 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request
 from kombu.utils.imports import symbol_by_name
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.outcomes import Death
+from celery_leases.protocol.settlement import Death
 from celery_leases.signals import logger
-from celery_leases.worker import apps, child_exit
+from celery_leases.worker import app_components, child_exit
 from celery_leases.worker.child_exit import DeadChild
 from celery_leases.worker.headers import (
     HEADER,
@@ -33,10 +33,10 @@ from celery_leases.worker.headers import (
     owner_of,
     retries_of,
 )
-from celery_leases.worker.held_calls import Line, held_calls
 from celery_leases.worker.pools.greenlets import Kill, kill_of
 from celery_leases.worker.reschedule import KeyIsHeld
-from celery_leases.worker.routes import ORIGIN, origin_of
+from celery_leases.worker.return_routes import ORIGIN, origin_of
+from celery_leases.worker.waiting_calls import Line, held_calls
 
 _OURS = "celery_leases.worker.request:LeaseRequest"
 _EMBEDDED = frozenset({"callbacks", "errbacks", "chain", "chord"})
@@ -45,7 +45,7 @@ request, after headers.
 """
 
 _BEGINNING = len(OURS)
-_GREEN = native.green()
+_GREEN = os_threads.green()
 """Whether the worker has greenlets: only its main process has use for this module, and has patched
 all by now.
 """
@@ -85,7 +85,7 @@ class LeaseRequest(Request):
         carried["retries"] = retries_of(carried.get("retries"), self.name, self.id)
         self._strip_embedded()
         token = carried[TOKEN] = os.urandom(16).hex()
-        carried[ORIGIN] = origin_of(self._message, apps.worker_here())
+        carried[ORIGIN] = origin_of(self._message, app_components.worker_here())
         self._children: list[int] = []
         self._kill = kill_of(token) if _GREEN else None
         events = self._eventer
@@ -93,7 +93,7 @@ class LeaseRequest(Request):
         carried[WATCHED] = bool(
             events and events.enabled and (not events.groups or "task" in events.groups)
         )
-        if held_calls.wakes(getattr(apps.worker_here(), "consumer", None)):
+        if held_calls.wakes(getattr(app_components.worker_here(), "consumer", None)):
             carried[WOKEN] = True
         if held_calls.lines or HEADER in carried:
             held_calls.receive(self)

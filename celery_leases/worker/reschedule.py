@@ -17,11 +17,11 @@ from kombu.exceptions import EncodeError, SerializerNotInstalled
 from kombu.pools import ProducerPool
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.copies import Copy, waiter_mark
+from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.protocol.ports import MarkStore
 from celery_leases.signals import logger
 from celery_leases.worker.headers import HEADER, TOKEN, WATCHED, WOKEN, Header
-from celery_leases.worker.routes import (
+from celery_leases.worker.return_routes import (
     ORIGIN,
     AsGiven,
     Routes,

@@ -16,7 +16,7 @@ from celery_leases.protocol.findings import Finding, Severity
 from celery_leases.protocol.options import ADVISED_TTL, OPTION_NAMES
 from celery_leases.protocol.tuning import Delivery
 from celery_leases.settings import DEFAULT_DATABASE, REDIS_SCHEMES, Settings
-from celery_leases.worker.rabbitmq_limits import over_consumer_timeout
+from celery_leases.worker.consumer_timeout import over_consumer_timeout
 
 TIME_TO_END: Final = 1.0
 """Seconds a body needs that ends at its soft time limit, to clean up and have that written down."""

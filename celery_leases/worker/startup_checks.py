@@ -9,9 +9,9 @@ from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnav
 from celery_leases.protocol.findings import Severity
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import logger
-from celery_leases.worker import apps, unrelayed
+from celery_leases.worker import app_components, relay_check
+from celery_leases.worker.app_components import AppParts
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.apps import AppParts
 from celery_leases.worker.setting_checks import TimeLimits, bare_findings, setting_findings
 
 
@@ -25,7 +25,7 @@ def check_before_work(sender: Any) -> None:
     if not tasks:
         return
     try:
-        parts = apps.parts_of(sender.app, eager=False)
+        parts = app_components.parts_of(sender.app, eager=False)
         if parts.settings.database_url == IN_MEMORY and "prefork" in str(sender.pool_cls):
             raise LeaseConfigurationError(
                 f"leases_database_url={IN_MEMORY!r} gives each pool child records of its own; name a file or a server"
@@ -42,16 +42,16 @@ def check_before_work(sender: Any) -> None:
     for finding in setting_findings(sender.app, tasks, parts.settings, limits):
         if finding.severity is not Severity.NOTE:
             logger.warning("%s", finding.text)
-    apps.forget()
+    app_components.forget()
 
 
 def _check_records(parts: AppParts) -> None:
-    from celery_leases.stores.write_checks import check_writes
+    from celery_leases.stores.write_preflight import check_writes
 
     try:
         parts.records.check()
         check_writes(parts.records)
-        unrelayed.tell_of_waiting(parts.records)
+        relay_check.tell_of_waiting(parts.records)
         parts.records.identity()  # known to the pool children that are forked later
     except StoreUnavailable as error:
         if parts.settings.database_url.startswith("sqlite") and error.executed is not False:

@@ -11,7 +11,7 @@ from celery import Celery
 from celery_leases.errors import LeaseConfigurationError, LeasesError, StoreUnavailable
 from celery_leases.protocol.findings import Finding, ServerFacts, Severity
 from celery_leases.settings import REDIS_SCHEMES
-from celery_leases.worker.apps import AppParts
+from celery_leases.worker.app_components import AppParts
 
 CLOCKS_APART: Final = 2.0
 """Seconds by which clocks may differ before it is said."""
@@ -50,7 +50,7 @@ class StoreChecks:
 
     def _records(self) -> None:
         from celery_leases.stores.health import is_too_old, records_facts
-        from celery_leases.stores.write_checks import check_writes
+        from celery_leases.stores.write_preflight import check_writes
 
         records = self._parts.records
         self._note(records_facts(records))
@@ -67,8 +67,8 @@ class StoreChecks:
         self._identity = records.identity()
 
     def _old_tables(self) -> None:
-        from celery_leases.stores.sql.layouts import NEWEST
         from celery_leases.stores.sql.schema import MIGRATE
+        from celery_leases.stores.sql.table_versions import NEWEST
 
         records = self._parts.records
         found = records.tables.found(records.database.engine)

@@ -21,8 +21,8 @@ from celery import Celery
 from celery.app.trace import build_tracer, setup_worker_optimizations
 
 from celery_leases import LeasedTask
+from celery_leases.worker.app_components import parts_of
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.apps import parts_of
 from celery_leases.worker.headers import TOKEN, WATCHED
 
 TASKS = 64

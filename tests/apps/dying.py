@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from celery_leases import LeasedTask, LeaseLost
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app, note
 
@@ -109,7 +109,7 @@ def _match(letters):
 def blocks(self, name, seconds):
     """Keep the process's hub busy for so long in a call that lets threads run, but no greenlet."""
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
-    lock = native.allocate_lock()
+    lock = os_threads.allocate_lock()
     lock.acquire()
     lock.acquire(timeout=seconds)
     note("end", name=name, held=self.lease.held, id=self.request.id)

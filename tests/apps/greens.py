@@ -31,11 +31,11 @@ from functools import partial
 from celery import Celery
 
 from celery_leases import LeasedTask, LeaseLost
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.errors import LeaseHeld
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.worker.apps import parts_of
+from celery_leases.worker.app_components import parts_of
 
 GREENLETS = 20
 RUNS = 30
@@ -157,7 +157,7 @@ def race():
         (SqlEffectStore, "save_progress"),
     ):
         _yielding(store, step, ended)
-    native.start_thread(partial(_lose_all, renewer, SECONDS))
+    os_threads.start_thread(partial(_lose_all, renewer, SECONDS))
     greenlets = [spawn(_runs, f"race{number}", ended) for number in range(GREENLETS)]
     _wait_for(greenlets)
     return dict(ended)
@@ -193,7 +193,7 @@ def _yielding(store, step, ended):
 def _lose_all(renewer, seconds):
     """In a thread of the system: take each lease at about the moment its body ends."""
     due: dict[str, float] = {}
-    pause = native.allocate_lock()
+    pause = os_threads.allocate_lock()
     pause.acquire()
     while True:
         for token, held_lease in list(renewer._held_leases.items()):
@@ -208,7 +208,7 @@ def reach():
     renewer = _warm()
     greenlets = [spawn(_outcome, blocked, how, how) for how in WAITS]
     time.sleep(0.5)
-    native.start_thread(partial(_lose_now, renewer))
+    os_threads.start_thread(partial(_lose_now, renewer))
     _wait_for(greenlets)
     return {how: TOLD[how] - LOST_AT[how] for how in WAITS}
 
@@ -221,7 +221,7 @@ def _lose_now(renewer):
 
 def _lose_soon(renewer, key):
     """In a thread of the system: take the lease of *key* a moment after it was given."""
-    pause = native.allocate_lock()
+    pause = os_threads.allocate_lock()
     pause.acquire()
     while not (
         found := [
@@ -239,7 +239,7 @@ def other(task, *args):
     """One body of *task* that loses its lease; how it ended, and what it has seen."""
     renewer = _warm()
     ended: list[str] = []
-    native.start_thread(partial(_lose_soon, renewer, task))
+    os_threads.start_thread(partial(_lose_soon, renewer, task))
     greenlet = spawn(lambda: ended.append(_outcome(globals()[task], task, *map(float, args))))
     _wait_for([greenlet])
     rows = {"lost": f"t:greens.{task}|{task}", "inside": f"t:greens.body|{task} inside"}

@@ -18,7 +18,7 @@ from celery import Celery
 
 from celery_leases import LeasedTask, stores
 from celery_leases.errors import LeaseHeld
-from celery_leases.worker.apps import parts_of
+from celery_leases.worker.app_components import parts_of
 
 app = Celery("interrupted", broker="memory://", backend="cache+memory://")
 app.conf.leases_url = "database"

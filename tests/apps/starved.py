@@ -12,12 +12,12 @@ from typing import Any
 
 import psycopg
 
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from tests.apps.leased import *  # noqa: F403
 from tests.apps.leased import app  # noqa: F401
 
 _connect: Any = vars(psycopg.Connection)["connect"].__func__
-_apps: Any = vars(apps)
+_apps: Any = vars(app_components)
 _build: Any = _apps["build"]
 
 

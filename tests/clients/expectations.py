@@ -61,7 +61,7 @@ def judged(error: BaseException) -> dict[str, Any]:
     """What the default rules say of *error* now, as JSON can carry it. A warning is an error
     here.
     """
-    from celery_leases.failures.rules import Rules
+    from celery_leases.failures.classifier import Rules
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

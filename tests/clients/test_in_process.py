@@ -31,7 +31,7 @@ CLIENTS = (
 
 ALONE = """
 import sys
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 
 before = set(sys.modules)
 

@@ -33,7 +33,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
-from celery_leases.worker import apps, doctor, startup_checks, store_checks
+from celery_leases.worker import app_components, doctor, startup_checks, store_checks
 from tests.support.servers.redis import RedisServer
 
 TIMEOUT = 90
@@ -86,7 +86,7 @@ def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
         return app
 
     yield make
-    apps.forget()
+    app_components.forget()
 
 
 def found(app: Celery) -> dict[str, Finding]:
@@ -222,7 +222,7 @@ def test_rights_that_are_missing_are_named(makes: Makes, leases_postgres_url: st
     try:
         assert "INSERT, UPDATE and DELETE" in found(makes(leases_database_url=url))["rights"].text
     finally:
-        apps.forget()
+        app_components.forget()
         with owner.connect() as connection:
             connection.execute(text(f"DROP OWNED BY {name}"))
             connection.execute(text(f"DROP ROLE {name}"))

@@ -25,11 +25,11 @@ from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.dialects import postgresql
 from celery_leases.stores.sql.dialects.mysql import FAMILY
 from celery_leases.stores.sql.effects import SqlEffectStore
-from celery_leases.stores.sql.layouts import DOCUMENT, NARROW, WIDE, Migrated
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.table_versions import DOCUMENT, NARROW, WIDE, Migrated
 from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts import EffectStoreContract, RecordStoreContract
 from celery_leases.testing.contracts.claim_requests import acquired, fresh_key, make_claim_request

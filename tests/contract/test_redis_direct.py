@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import redis
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.protocol.ports import Acquired
 from celery_leases.stores.redis.clients import redis_address
-from celery_leases.stores.redis.direct import DirectClient, packed
+from celery_leases.stores.redis.direct_client import DirectClient, packed
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.waits import wait_until
@@ -155,7 +155,7 @@ def test_commands_are_packed_as_redis_py_packs_them() -> None:
 def test_a_look_at_a_connection_reads_nothing() -> None:
     """It says whether there is something to be read, the end of the connection included."""
     reading, writing = os.pipe()
-    look = native.look_at(reading)
+    look = os_threads.look_at(reading)
     assert not look(0)
     os.write(writing, b"x")
     assert look(0)

@@ -33,7 +33,7 @@ from celery_leases.stores.sql.transactions import JoinedTransaction
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 from celery_leases.testing.contracts.effect_case import finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
-from celery_leases.worker import apps, startup_checks
+from celery_leases.worker import app_components, startup_checks
 from tests.support.servers import RedisServer
 from tests.unit.pages import blocks, page, section
 
@@ -69,13 +69,13 @@ def app() -> Iterator[Celery]:
 
     made.finalize()
     yield made
-    apps.forget()
+    app_components.forget()
 
 
 def started(app: Celery, **conf: Any) -> None:
     """What happens when a worker of *app* starts."""
     app.conf.update(conf)
-    apps.forget()
+    app_components.forget()
     startup_checks.check_before_work(AWorker(app))
 
 

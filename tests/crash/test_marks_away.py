@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 import pytest
 from celery.result import AsyncResult
 
-from celery_leases.protocol.copies import Copy, waiter_mark
 from celery_leases.protocol.keys import stored_key
+from celery_leases.protocol.message_copies import Copy, waiter_mark
 from celery_leases.stores.redis import lease_scripts
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from celery_leases.worker.reschedule import OVER
 from tests.crash.conftest import SceneFactory
 from tests.crash.proxy import CuttingProxy
@@ -86,7 +86,7 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     holder = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)
     marks, stored = (
-        apps.parts_of(scene.app).marks,
+        app_components.parts_of(scene.app).marks,
         stored_key(scene.tasks.work.name, f"work:{name}"),
     )
     assert marks.swap_mark(stored, waiter_mark(name, 0), None, f"7 {'f' * 32}", 60)
@@ -106,7 +106,7 @@ def test_the_mark_of_a_call_that_has_ended_stands_for_no_message_of_the_same_id(
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
     marks, stored = (
-        apps.parts_of(scene.app).marks,
+        app_components.parts_of(scene.app).marks,
         stored_key(scene.tasks.work.name, f"work:{name}"),
     )
     assert Copy.read(marks.mark(stored, waiter_mark(waiter.id, 0)))

@@ -24,9 +24,9 @@ from sqlalchemy.pool import NullPool
 
 from celery_leases.client import LeaseClient
 from celery_leases.protocol.keys import stored_key
-from celery_leases.stores.sql.layouts import WIDE
 from celery_leases.stores.sql.rows import to_record
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.table_versions import WIDE
 from celery_leases.testing.waits import wait_until
 from tests.support.workers import QUEUE_VARIABLE, LocalWorker
 

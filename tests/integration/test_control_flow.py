@@ -9,7 +9,7 @@ import pytest
 from celery import group
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
-from celery_leases.worker.apps import forget
+from celery_leases.worker.app_components import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
 

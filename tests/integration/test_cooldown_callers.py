@@ -10,7 +10,7 @@ from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
-from celery_leases.worker.apps import forget
+from celery_leases.worker.app_components import forget
 from tests.integration.conftest import StageFactory
 from tests.integration.cooldowns import (
     BROKEN,

@@ -14,7 +14,7 @@ PROGRAM = """
     import sys, time
     {library}
     import logging
-    from celery_leases.concurrency import native
+    from celery_leases.concurrency import os_threads
     from celery_leases.protocol.events import LeaseAcquired, LeaseRenewed
     from celery_leases.signals import Announcer, lease_renewed
 
@@ -39,7 +39,7 @@ PROGRAM = """
         for _ in range({lines}):
             announcer.observe(LeaseRenewed(**of, remaining=1.0))
 
-    native.start_thread(renew)
+    os_threads.start_thread(renew)
     while min(Slow.seen.values()) < {lines}:
         logging.getLogger("body").info("at work")
         time.sleep(0.001)

@@ -21,7 +21,7 @@ from celery_leases import LeaseClient, PermanentFailure
 from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDatabase
 from celery_leases.protocol.keys import stored_key
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker import apps, outbox
+from celery_leases.worker import app_components, outbox
 from tests.integration.conftest import StageFactory
 from tests.integration.orders import (
     ORDERING,
@@ -283,7 +283,7 @@ def test_a_commit_succeeds_while_the_broker_is_away(
     """The relay publishes once the broker is back, and says of a try without it that nothing was
     published.
     """
-    copies = apps.parts_of(stage.app).copies
+    copies = app_components.parts_of(stage.app).copies
     copies.close()
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -13,7 +13,7 @@ import pytest
 
 from celery_leases.lease import SAVE_EVERY
 from celery_leases.testing.waits import wait_until
-from celery_leases.worker.apps import parts_of
+from celery_leases.worker.app_components import parts_of
 from tests.apps.failpoints import armed
 from tests.contract.sql_stores import statements_of
 from tests.integration.conftest import StageFactory

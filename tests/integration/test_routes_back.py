@@ -12,7 +12,7 @@ from celery.app.task import Context
 from kombu import Exchange, Queue
 from kombu.transport.virtual.base import BrokerState
 
-from celery_leases.worker.routes import AsGiven, Routes
+from celery_leases.worker.return_routes import AsGiven, Routes
 
 
 @pytest.mark.parametrize(("kind", "key"), [("topic", "orders.paid"), ("fanout", "")])

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from celery_leases.attempt.effect_calls import EffectReply, calls_of
+from celery_leases.attempt.effect_arguments import EffectReply, calls_of
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.steps import Steps
+from celery_leases.attempt.lease_services import Steps
 from celery_leases.errors import StoreUnavailable
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
 from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
-from celery_leases.protocol.outcomes import after_run
 from celery_leases.protocol.records import Outcome, Record, Won
+from celery_leases.protocol.settlement import after_run
 from celery_leases.stores.sql.effects import SqlEffectStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from tests.unit.memory_stores import Journal, MemoryRecords, StillClock, noted

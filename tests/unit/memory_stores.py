@@ -18,7 +18,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.claims import ALWAYS
 from celery_leases.protocol.events import Event
 from celery_leases.protocol.records import Record
-from celery_leases.stores.evidence import NEVER
+from celery_leases.stores.availability import NEVER
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.decisions import before_run
-from celery_leases.protocol.endings import Raised
 from celery_leases.protocol.failure_decisions import (
     AfterFailure,
     EnterCooldown,

@@ -26,10 +26,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
 
-from celery_leases.board import Operator, Passwords, drawing, leases_board
+from celery_leases.board import Operator, Passwords, charts, leases_board
+from celery_leases.board.bulk_jobs import Jobs, Step, TooManyJobs
+from celery_leases.board.cached_reads import Shared, value_of
 from celery_leases.board.forms import seen_value
-from celery_leases.board.jobs import Jobs, Step, TooManyJobs
-from celery_leases.board.shared import Shared, value_of
 from celery_leases.board.views import ROUTES
 from celery_leases.cli import leases
 from celery_leases.client import (
@@ -615,7 +615,7 @@ def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
 
     shut = GroupStatus("a", "closed", 1, "asked", closings=(closing(100, 600), closing(400, 60)))
     again = GroupStatus("b", "open", 0, "", closings=(closing(710, 300, 45),))
-    drawn = drawing.closings([shut, GroupStatus("c", "closed", 1, "asked"), again], now)
+    drawn = charts.closings([shut, GroupStatus("c", "closed", 1, "asked"), again], now)
     assert drawn is not None
     assert [(name, y, [(x, width) for x, width, _ in bars]) for name, y, bars in drawn.rows] == [
         ("a", 4, [(310.0, 60.0), (610.0, 100.0)]),
@@ -624,7 +624,7 @@ def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
     assert drawn.rows[1][2][0][2] == (
         "2026-04-01 11:48:10 UTC for 5m, opened 11:48:55: rate-limited"
     )
-    assert drawing.closings([GroupStatus("c", "closed", 1, "asked")], now) is None
+    assert charts.closings([GroupStatus("c", "closed", 1, "asked")], now) is None
 
 
 def test_old_records_are_deleted_after_a_count(shop: Shop, ann: Visitor) -> None:
@@ -702,7 +702,7 @@ def test_what_takes_long_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -
     assert failed is not None
     with pytest.raises(StoreUnavailable):
         value_of(failed)
-    monkeypatch.setattr("celery_leases.board.shared.AFTER_ERROR", 0.0)
+    monkeypatch.setattr("celery_leases.board.cached_reads.AFTER_ERROR", 0.0)
     better = shared.look(PATIENCE)
     assert better is not None
     assert value_of(better) == 3

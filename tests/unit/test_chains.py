@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from celery_leases.failures.chains import linked
+from celery_leases.failures.exception_chain import linked
 from celery_leases.failures.facts import ErrorFacts, facts_of
 from tests.unit.lookalikes import caused, http_error, lookalike
 

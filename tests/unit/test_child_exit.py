@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.outcomes import Death
+from celery_leases.protocol.settlement import Death
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import child_exit
 from celery_leases.worker.child_exit import DeadChild
@@ -164,7 +164,8 @@ def test_a_child_is_watched_by_one_handle_however_often_the_loop_forgets_it(
     hub, reaped = Hub(), []
     pool = SimpleNamespace(maintain_pool=lambda: reaped.append(True))
     monkeypatch.setattr(
-        "celery_leases.worker.apps.worker_here", lambda: SimpleNamespace(hub=hub, pool=pool)
+        "celery_leases.worker.app_components.worker_here",
+        lambda: SimpleNamespace(hub=hub, pool=pool),
     )
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     child_exit.watch(child.pid)

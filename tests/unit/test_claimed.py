@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import PermanentFailure
-from celery_leases.protocol import outcomes
+from celery_leases.protocol import settlement
 from celery_leases.protocol.decisions import after_claim
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.protocol.records import Record, State
@@ -57,7 +57,7 @@ class TestClaimed:
         verdict = self.verdict(self.claimed(limit), max_crashes=limit)
         assert isinstance(verdict, Raise)
         assert isinstance(verdict.error, PermanentFailure)
-        assert verdict.error.rule == outcomes.CRASH_LOOP
+        assert verdict.error.rule == settlement.CRASH_LOOP
         assert f"{limit} times in a row" in str(verdict.error)
 
     @pytest.mark.parametrize("crashes", [2, 3, 9])

@@ -14,8 +14,8 @@ from billiard.exceptions import SoftTimeLimitExceeded
 
 from celery_leases.errors import CoolingDown, StoreUnavailable
 from celery_leases.failures.actions import Classification, Reason, Ruling
+from celery_leases.failures.classifier import Rules
 from celery_leases.failures.default_rules import DEFAULTS
-from celery_leases.failures.rules import Rules
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from celery_leases.attempt.effect_calls import EffectReply
-from celery_leases.attempt.steps import Steps
+from celery_leases.attempt.effect_arguments import EffectReply
+from celery_leases.attempt.lease_services import Steps
 from celery_leases.attempt.unleased import Unleased
 from celery_leases.errors import (
     Cooldown,
@@ -30,8 +30,9 @@ from celery_leases.errors import (
     Uncertain,
 )
 from celery_leases.failures.actions import cooldown, permanent, retry
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 from celery_leases.lease import Lease
+from celery_leases.protocol.body_endings import Lost, Returned
 from celery_leases.protocol.effects import (
     NAME_MAX,
     CallAgain,
@@ -47,7 +48,6 @@ from celery_leases.protocol.effects import (
     usable_name,
     was_executed,
 )
-from celery_leases.protocol.endings import Lost, Returned
 from tests.unit.effect_desk import CHARGE, KEY, Attempt, Desk
 from tests.unit.lookalikes import http_error, lookalike
 

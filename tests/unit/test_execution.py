@@ -12,7 +12,7 @@ import pytest
 
 from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
 from celery_leases.failures.actions import Reason, cooldown, retry
-from celery_leases.protocol.endings import (
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,

@@ -28,7 +28,7 @@ from celery_leases.prometheus import GAUGES, LeaseCollector
 from celery_leases.protocol import claims
 from celery_leases.protocol.events import CrashSeen, LeaseRenewed
 from celery_leases.protocol.metrics import METRICS, PREFIX, Tally, Written
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 PROJECT = """
@@ -57,12 +57,12 @@ def app(tmp_path: Path) -> Iterator[Celery]:
 
     yield app
     for eager in (True, False):
-        apps.parts_of(app, eager=eager).close()
+        app_components.parts_of(app, eager=eager).close()
 
 
 def scraped(app: Celery) -> tuple[Samples, str]:
     """What a scrape gives once all is written, as values and as text."""
-    counting = apps.parts_of(app, eager=True).counting
+    counting = app_components.parts_of(app, eager=True).counting
     assert counting is not None
     counting.end()
     registry = CollectorRegistry()

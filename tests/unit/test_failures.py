@@ -23,7 +23,7 @@ from celery_leases.failures.actions import (
     retry,
 )
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.endings import Raised
+from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.failure_decisions import (
     LONGEST_SPREAD,
     SHORTEST_SERVER_DELAY,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from celery_leases.attempt.held_lease import DEADLINE, HELD_TOO_LONG, NOT_EXTENDED, HeldLease
+from celery_leases.attempt.lease_services import Steps
 from celery_leases.attempt.renewal import RELEASED, TAKEN
-from celery_leases.attempt.steps import Steps
 from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.lease import Lease
 from celery_leases.protocol.deadlines import lock_believed, renewal_retry

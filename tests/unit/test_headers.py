@@ -12,8 +12,8 @@ import pytest
 from celery.app.task import Context
 
 from celery_leases.errors import KeyUnusable
-from celery_leases.protocol.copies import Copy
 from celery_leases.protocol.keys import STORED_KEY_MAX, CallKey, call_key, stored_key
+from celery_leases.protocol.message_copies import Copy
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.worker.headers import (
     HEADER,

@@ -12,13 +12,13 @@ from celery import Celery
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.failures.actions import Classification, Reason, Ruling
-from celery_leases.protocol import history, outcomes, record_document
+from celery_leases.protocol import history, record_document, settlement
+from celery_leases.protocol.body_endings import Raised, Returned
 from celery_leases.protocol.claims import Claim, claimed
-from celery_leases.protocol.endings import Raised, Returned
 from celery_leases.protocol.records import ClaimRequest, Ended, PastAttempt, Record, State
 from celery_leases.protocol.repairs import reset, resolved, settled
 from celery_leases.protocol.status import status_of
-from celery_leases.stores.sql.layouts import NARROW
+from celery_leases.stores.sql.table_versions import NARROW
 from tests.unit.situations import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
 
 BID = ClaimRequest("t:billing.send|k", "billing.send", "k", "token", OURS, 15.0, "vm/1")
@@ -36,13 +36,13 @@ def fail(row: Record, at: int, traceback: str | None = None) -> Record:
     judgement = Classification("status:500", Ruling("retry"), Reason.UNREACHABLE)
     ending = Raised(ValueError("boom"), FAILURE, judgement, traceback)
     call = a_call(call_id=OURS)
-    outcome = outcomes.after_run(call, row, ending, after(ending))
+    outcome = settlement.after_run(call, row, ending, after(ending))
     return settled(row, outcome, NOW + at * SECOND)
 
 
 def succeed(row: Record, at: int) -> Record:
     """*row* after its attempt returned at second *at*."""
-    outcome = outcomes.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
+    outcome = settlement.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
     return settled(row, outcome, NOW + at * SECOND)
 
 
@@ -55,7 +55,7 @@ def told(row: Record) -> list[tuple[str, float | None, str]]:
 def test_a_first_success_writes_no_history() -> None:
     """Its outcome leaves the document of the claim as it is, and its own columns tell of it."""
     row = claim(None, 0)
-    outcome = outcomes.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
+    outcome = settlement.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
     assert "new_details" not in NARROW.of_outcome(row, outcome)
     done = succeed(row, 3)
     assert done.history == ()
@@ -98,7 +98,7 @@ def test_the_last_ten_attempts_are_kept() -> None:
 def test_a_claim_that_is_given_back_unrun_is_no_attempt() -> None:
     failed = fail(claim(None, 0), 2)
     row = claim(failed, 10, "vm/2")
-    outcome = outcomes.stood_back(a_call(call_id=OURS), row, 5.0)
+    outcome = settlement.stood_back(a_call(call_id=OURS), row, 5.0)
     assert "new_details" in NARROW.of_outcome(row, outcome)
     back = settled(row, outcome, NOW + 11 * SECOND)
     assert told(back) == [("failed", 2.0, "vm/1")]

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.errors import Cooldown, LeaseLost
+from celery_leases.failures.classifier import Rules
 from celery_leases.failures.facts import facts_of
-from celery_leases.failures.rules import Rules
 from celery_leases.protocol.results import failure_of
 from tests.unit.lookalikes import http_error, lookalike
 
@@ -231,7 +231,7 @@ def test_a_small_message_is_what_python_says(error: Exception) -> None:
 
 ALONE = """
 import sys
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 before = set(sys.modules)
 class RateLimitError(Exception):
     __module__ = "openai"

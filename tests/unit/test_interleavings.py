@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from celery_leases.errors import CoolingDown, KeyReused, PermanentFailure, Snooze
-from celery_leases.protocol.endings import Interrupted, Lost, Snoozed
+from celery_leases.protocol.body_endings import Interrupted, Lost, Snoozed
 from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return

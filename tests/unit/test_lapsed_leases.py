@@ -10,11 +10,11 @@ import pytest
 
 from celery_leases.protocol.claims import ALWAYS
 from celery_leases.protocol.events import CrashSeen
-from celery_leases.protocol.outcomes import after_run
 from celery_leases.protocol.records import State
+from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.verdicts import Call, Reschedule, Return
 from celery_leases.protocol.waiting import LONGEST_LOOK
-from celery_leases.stores.evidence import GRACE, NEVER, SILENCE, Evidence
+from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Evidence
 from tests.unit.bench import DONE, Bench
 from tests.unit.situations import THEIRS
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.failures.rules import Rules
 from celery_leases.protocol.options import (
     OF_THE_APP,
     OPTION_NAMES,

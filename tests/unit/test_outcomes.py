@@ -13,9 +13,8 @@ import pytest
 
 from celery_leases.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
-from celery_leases.protocol import outcomes
-from celery_leases.protocol.decisions import after_claim
-from celery_leases.protocol.endings import (
+from celery_leases.protocol import settlement
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,
@@ -25,9 +24,12 @@ from celery_leases.protocol.endings import (
     Snoozed,
     Terminated,
 )
+from celery_leases.protocol.decisions import after_claim
 from celery_leases.protocol.failure_decisions import after_failure
 from celery_leases.protocol.options import LeaseOptions
-from celery_leases.protocol.outcomes import (
+from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
+from celery_leases.protocol.results import NOT_JSON
+from celery_leases.protocol.settlement import (
     CRASH_LOOP,
     Death,
     after_run,
@@ -39,8 +41,6 @@ from celery_leases.protocol.outcomes import (
     stood_back,
     store_pause,
 )
-from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, State
-from celery_leases.protocol.results import NOT_JSON
 from celery_leases.protocol.verdicts import Raise
 from tests.unit.situations import (
     FAILURE,
@@ -152,10 +152,10 @@ class TestAfterTheRun:
         assert (outcome.state, outcome.crashes, outcome.reason) == (
             State.FAILED,
             3,
-            outcomes.CRASH_LOOP,
+            settlement.CRASH_LOOP,
         )
         assert outcome.failure is not None
-        assert outcome.failure.rule == outcomes.CRASH_LOOP
+        assert outcome.failure.rule == settlement.CRASH_LOOP
 
     @pytest.mark.parametrize("delay", [None, 0.0, 30.0])
     @pytest.mark.parametrize("ended", [Ended.RETRIED, Ended.REJECTED])
@@ -333,7 +333,7 @@ class TestAfterAFailure:
 
     def test_under_rerun_a_call_that_failed_for_good_is_remembered_as_over(self) -> None:
         """And one that comes back is not."""
-        assert closed(raised(permanent()), on_done="rerun").finished == {OURS: outcomes.NO_RESULT}
+        assert closed(raised(permanent()), on_done="rerun").finished == {OURS: settlement.NO_RESULT}
         assert closed(raised(cooldown("60s")), on_done="rerun").finished is None
 
 
@@ -378,7 +378,7 @@ class TestUnrunAttempts:
         assert (outcome.state, outcome.ended, outcome.reason) == (
             State.FAILED,
             Ended.CRASHED,
-            outcomes.CRASH_LOOP,
+            settlement.CRASH_LOOP,
         )
         assert (outcome.attempt, outcome.crashes) == (3, 3)
 

@@ -13,7 +13,7 @@ import pytest
 from celery_leases.attempt.acquire import ClaimedAttempt
 from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
-from celery_leases.protocol.endings import (
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,

@@ -24,11 +24,11 @@ from celery_leases.errors import (
 )
 from celery_leases.failures.actions import cooldown
 from celery_leases.lease import SAVE_EVERY, Lease
-from celery_leases.protocol.endings import Interrupted, Lost, Raised, Snoozed, Terminated
+from celery_leases.protocol.body_endings import Interrupted, Lost, Raised, Snoozed, Terminated
 from celery_leases.protocol.failure_decisions import after_failure
-from celery_leases.protocol.outcomes import after_run
 from celery_leases.protocol.progress import Progress, checked, dump, load
 from celery_leases.protocol.records import State
+from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.status import status_of
 from celery_leases.protocol.verdicts import Call
 from tests.unit.effect_desk import Attempt, Desk

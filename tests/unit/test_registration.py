@@ -17,11 +17,11 @@ from celery.worker.request import Request
 from celery_leases import LeaseClient, LeasedMixin, LeasedTask
 from celery_leases.errors import AlreadyDone, CoolingDown, LeaseConfigurationError, LeaseHeld
 from celery_leases.failures.actions import permanent
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.keys import call_key
 from celery_leases.protocol.results import NOT_JSON, encode
 from celery_leases.settings import is_local
-from celery_leases.worker import apps, setting_checks
+from celery_leases.worker import app_components, setting_checks
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.request import LeaseRequest, request_class
 
@@ -364,7 +364,7 @@ def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Pat
     assert ship.apply((7,)).get() == 7
     assert ship.lease_status(7).state == "absent"
     app.conf.leases_eager_stores = True
-    apps.forget()
+    app_components.forget()
     assert ship.apply((8,)).get() == 8
     assert ship.lease_status(8).state == "done"
 
@@ -379,7 +379,7 @@ def test_an_eager_call_needs_no_database_whatever_the_broker() -> None:
 
     assert ship.apply((7,)).get() == 7
     app.conf.leases_eager_stores = True
-    apps.forget()
+    app_components.forget()
     with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
         ship.apply((8,)).get()
 

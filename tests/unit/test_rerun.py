@@ -11,16 +11,16 @@ import pytest
 
 from celery_leases.errors import CoolingDown, PermanentFailure, ResultMissing
 from celery_leases.failures.actions import cooldown, permanent
+from celery_leases.protocol.body_endings import Returned
 from celery_leases.protocol.decisions import after_claim
-from celery_leases.protocol.endings import Returned
 from celery_leases.protocol.failure_decisions import after_failure
-from celery_leases.protocol.outcomes import (
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.settlement import (
     REMEMBERED_CALLS,
     REMEMBERED_RESULT_MAX,
     after_run,
     gave_up,
 )
-from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run
 from tests.unit.situations import (
     NOW,

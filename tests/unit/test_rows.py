@@ -20,8 +20,8 @@ from celery_leases.protocol.records import (
 from celery_leases.protocol.repairs import settled
 from celery_leases.stores.claiming import COMPARED
 from celery_leases.stores.sql import rows
-from celery_leases.stores.sql.layouts import LAYOUTS, NARROW, WIDE, Layout
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.table_versions import LAYOUTS, NARROW, WIDE, Layout
 from tests.unit.situations import NOW, OURS, a_record
 from tests.unit.test_claims import a_claim
 

@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import permanent, retry
-from celery_leases.failures.rules import Rules
+from celery_leases.failures.classifier import Rules
 from tests.unit.ids import steady
 from tests.unit.lookalikes import RpcError, caused, http_error, kind, lookalike
 

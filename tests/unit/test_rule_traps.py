@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from celery_leases.failures.actions import Classification
+from celery_leases.failures.classifier import Rules
 from celery_leases.failures.facts import ErrorFacts
-from celery_leases.failures.rules import Rules
 from tests.unit.lookalikes import aws, caused, http_error, kind, lookalike
 
 NOW = 1_800_000_000.0

@@ -19,8 +19,8 @@ from celery_leases.failures.actions import (
     permanent,
     retry,
 )
+from celery_leases.failures.classifier import Rule, Rules
 from celery_leases.failures.facts import ErrorFacts
-from celery_leases.failures.rules import Rule, Rules
 from tests.unit.lookalikes import RpcError, aws, caused, http_error, lookalike
 
 NOW = 1_800_000_000.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from celery_leases.errors import Snooze
 from celery_leases.failures.actions import Reason, cooldown, exactly, permanent, retry
-from celery_leases.protocol.endings import (
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,

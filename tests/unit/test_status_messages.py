@@ -13,10 +13,10 @@ import pytest
 
 from celery_leases.errors import Cooldown, RetryLater
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol.outcomes import Death
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.results import failure_of
+from celery_leases.protocol.settlement import Death
 from celery_leases.protocol.status import LeaseStatus, MessageCode, status_of
 
 SECRET_TEXT = "Server error '500' for url 'http://127.0.0.1:18099/a'\nFor more information check http://127.0.0.1"

@@ -15,7 +15,7 @@ from celery import Celery
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import LeaseConfigurationError, LeaseHeld
 from celery_leases.stores.redis.leases import RedisLeaseStore
-from celery_leases.worker import apps, startup_checks
+from celery_leases.worker import app_components, startup_checks
 
 DISTRIBUTIONS = Path(__file__).parents[1] / "distributions"
 SECRET = "s3cret"
@@ -72,7 +72,7 @@ class Plugged:
 
         @self.app.task(base=LeasedTask, bind=True, name="plugged.work", lease_key="k", shared=False)
         def work(task: Any) -> str:
-            parts = apps.parts_of(self.app, eager=True)
+            parts = app_components.parts_of(self.app, eager=True)
             leases, (record,) = parts.leases, parts.records.search()
             held = leases.holder(record.stored_key)
             ours = held is not None and held.token == task.lease.token
@@ -87,7 +87,7 @@ class Plugged:
 def plugged(tmp_path: Path) -> Iterator[Callable[[str], Plugged]]:
     """Makes apps whose stores are forgotten after the test."""
     yield lambda url: Plugged(url, tmp_path)
-    apps.forget()
+    app_components.forget()
 
 
 def test_tasks_run_under_the_leases_of_another_distribution(
@@ -95,13 +95,13 @@ def test_tasks_run_under_the_leases_of_another_distribution(
 ) -> None:
     """A call takes its lease there, meanwhile the key is held, and afterwards it is free."""
     shop = plugged("toy://shop")
-    apps.parts_of(shop.app, eager=True).records.check()
+    app_components.parts_of(shop.app, eager=True).records.check()
     assert shop.work.apply().get() == "done"
     ((leases, ours, nested),) = shop.seen
     assert type(leases).__name__ == "ToyLeaseStore"
     assert ours
     assert isinstance(nested, LeaseHeld)
-    (record,) = apps.parts_of(shop.app, eager=True).records.search()
+    (record,) = app_components.parts_of(shop.app, eager=True).records.search()
     assert leases.holder(record.stored_key) is None
     assert shop.work.apply().get() == "done"
     assert len(shop.seen) == 1

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, Literal
 
-from celery_leases.board import texts
+from celery_leases.board import formatting
 from celery_leases.board.application import Answer, Asked, GoTo
+from celery_leases.board.bulk_jobs import Step, steps_of
 from celery_leases.board.forms import Asked as AskedFilter
 from celery_leases.board.forms import What, action_of, bad, confirmed, hidden, seen_of, seen_value
-from celery_leases.board.jobs import Step, steps_of
 from celery_leases.client import LeaseClient, LeaseStatus, RecordFilter
 from celery_leases.common.redaction import redact
 from celery_leases.errors import LeasesError, StoreUnavailable
@@ -143,14 +143,14 @@ def _resolved(
 ) -> Iterator[Step]:
     """Resolve one key after the other, unless it has changed meanwhile."""
     for each in seen:
-        key = texts.printed(each.key)
+        key = formatting.printed(each.key)
         try:
             outcome: Literal["done", "retry"] = "done" if what == "resolve_done" else "retry"
             client.resolve(each.key, outcome, result=result, found=each)
         except StoreUnavailable:
             raise
         except LeasesError as error:
-            yield Step(f"left alone: {key}", changed=0, why=texts.printed(redact(str(error))))
+            yield Step(f"left alone: {key}", changed=0, why=formatting.printed(redact(str(error))))
             continue
         yield Step(f"{what} {key}, which was {each.state} at fence {each.fence}")
 
@@ -173,4 +173,4 @@ def _in_words(wanted: RecordFilter) -> str:
         else (name, value)
         for name, value in hidden(wanted)
     ]
-    return texts.printed(" ".join(f"{name}={value}" for name, value in told))
+    return formatting.printed(" ".join(f"{name}={value}" for name, value in told))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from celery_leases.board.application import Answer, Asked
-from celery_leases.board.shared import value_of
+from celery_leases.board.cached_reads import value_of
 from celery_leases.board.views.overview import SOON
 
 

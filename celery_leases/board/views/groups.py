@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from celery_leases.board import texts
+from celery_leases.board import formatting
 from celery_leases.board.application import Answer, Asked, GoTo
-from celery_leases.board.drawing import closings
+from celery_leases.board.bulk_jobs import Step
+from celery_leases.board.charts import closings
 from celery_leases.board.forms import Fields, bad
-from celery_leases.board.jobs import Step
 from celery_leases.board.views.overview import trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import in_words, seconds
@@ -64,7 +64,7 @@ def _wanted(form: Fields) -> dict[str, Any]:
     try:
         wait = seconds(span, "For")
     except LeaseConfigurationError as error:
-        raise bad(texts.printed(error)) from None
+        raise bad(formatting.printed(error)) from None
     return {
         "what": what,
         "label": LABELS[what],
@@ -77,7 +77,7 @@ def _wanted(form: Fields) -> dict[str, Any]:
 
 def _steps(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
     for group in wanted["groups"]:
-        shown = texts.printed(group)
+        shown = formatting.printed(group)
         if wanted["what"] == "close":
             client.close_group(group, wanted["span"], wanted["why"])
             yield Step(f"close group {shown} for {wanted['wait']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.exceptions import HTTPException
 
 from celery_leases.board.application import Answer, Asked, GoTo
-from celery_leases.board.jobs import Job
+from celery_leases.board.bulk_jobs import Job
 
 
 def one(asked: Asked) -> Answer:

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
-from celery_leases.board import texts
+from celery_leases.board import formatting
 from celery_leases.board.application import Answer, Asked
-from celery_leases.board.drawing import timeline
+from celery_leases.board.charts import timeline
 from celery_leases.board.forms import Asked as AskedFilter
 from celery_leases.board.forms import bad, is_stored_key, order_of, place_of, seen_value
 from celery_leases.board.views.overview import trouble_in
@@ -60,7 +60,7 @@ def one(asked: Asked) -> Answer:
     client = asked.client
     status = client.status(stored)
     if status.stored_key is None:
-        raise HTTPException(404, f"There is no record for {texts.printed(stored)}.")
+        raise HTTPException(404, f"There is no record for {formatting.printed(stored)}.")
     trouble = status.detail if status.reason == LEASE_STORE_UNAVAILABLE else None
     context = {
         "status": status,
@@ -68,7 +68,7 @@ def one(asked: Asked) -> Answer:
         "facts": [(name, text) for name, text in _facts(status) if text],
         "timeline": timeline(status.attempts, datetime.now(UTC)),
         "arguments": _arguments(client, stored),
-        "trouble": texts.redacted(trouble) if trouble else None,
+        "trouble": formatting.redacted(trouble) if trouble else None,
     }
     return Answer("key.html", context)
 
@@ -83,23 +83,23 @@ def _arguments(client: LeaseClient, stored: str) -> Any:
 def _facts(status: LeaseStatus) -> list[tuple[str, str]]:
     waits_of = f"group {status.group}" if status.scope == "group" else status.scope
     return [
-        ("Task", texts.printed(status.task)),
-        ("In this state for", texts.short(status.age)),
-        ("Retry at", texts.moment(status.retry_at)),
-        ("Wait of", texts.printed(waits_of)),
-        ("Reason", texts.printed(status.reason)),
-        ("Detail", texts.redacted(status.detail)),
-        ("Rule", texts.printed(status.rule)),
+        ("Task", formatting.printed(status.task)),
+        ("In this state for", formatting.short(status.age)),
+        ("Retry at", formatting.moment(status.retry_at)),
+        ("Wait of", formatting.printed(waits_of)),
+        ("Reason", formatting.printed(status.reason)),
+        ("Detail", formatting.redacted(status.detail)),
+        ("Rule", formatting.printed(status.rule)),
         ("Attempt", str(status.attempt)),
         ("Failures", str(status.failures)),
         ("Crashes in a row", str(status.crashes)),
-        ("Call id", texts.printed(status.call_id)),
+        ("Call id", formatting.printed(status.call_id)),
         ("Fence", str(status.fence)),
-        ("Holder", texts.printed(status.holder)),
-        ("Lease ends in", texts.short(status.lease_remaining)),
-        ("Reference", texts.redacted(status.reference)),
-        ("Created", texts.moment(status.created_at)),
-        ("Started", texts.moment(status.started_at)),
-        ("Finished", texts.moment(status.finished_at)),
-        ("Stored key", texts.printed(status.stored_key)),
+        ("Holder", formatting.printed(status.holder)),
+        ("Lease ends in", formatting.short(status.lease_remaining)),
+        ("Reference", formatting.redacted(status.reference)),
+        ("Created", formatting.moment(status.created_at)),
+        ("Started", formatting.moment(status.started_at)),
+        ("Finished", formatting.moment(status.finished_at)),
+        ("Stored key", formatting.printed(status.stored_key)),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from celery_leases.board.application import Answer, Asked
-from celery_leases.board.shared import value_of
+from celery_leases.board.cached_reads import value_of
 from celery_leases.client import GroupStatus, LeaseClient, Page, Stats
 from celery_leases.common.redaction import redact
 from celery_leases.errors import StoreUnavailable

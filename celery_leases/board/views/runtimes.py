@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from celery_leases.board.application import Answer, Asked
-from celery_leases.board.drawing import histogram
-from celery_leases.board.shared import value_of
+from celery_leases.board.cached_reads import value_of
+from celery_leases.board.charts import histogram
 from celery_leases.board.views.overview import SOON, trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable

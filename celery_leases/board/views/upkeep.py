@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery_leases.board import texts
+from celery_leases.board import formatting
 from celery_leases.board.application import Answer, Asked, GoTo
+from celery_leases.board.bulk_jobs import Step
 from celery_leases.board.forms import Fields, bad
-from celery_leases.board.jobs import Step
 from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
@@ -45,7 +45,7 @@ def act(asked: Asked) -> Answer | GoTo:
         raise bad("Confirm it first.")
     wanted, client = _wanted(asked.form), asked.client
     told = [wanted["label"], wanted["older"], *wanted["states"], wanted["task"]]
-    name = " ".join(texts.printed(word) for word in told if word)
+    name = " ".join(formatting.printed(word) for word in told if word)
     steps = (
         _purged(client, wanted)
         if wanted["what"].startswith("purge")
@@ -64,7 +64,7 @@ def _wanted(form: Fields) -> dict[str, Any]:
         if older is not None:
             seconds(older, "For")
     except LeaseConfigurationError as error:
-        raise bad(texts.printed(error)) from None
+        raise bad(formatting.printed(error)) from None
     return {
         "what": what,
         "label": LABELS[what],
@@ -87,7 +87,7 @@ def _published(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
     older = wanted["older"]
     done = client.rescue(older=older, limit=AT_ONCE) if older else client.relay(AT_ONCE)
     for record in done.published:
-        yield Step(f"published {texts.printed(record.stored_key)}", published=True)
+        yield Step(f"published {formatting.printed(record.stored_key)}", published=True)
     for record in done.refused:
-        key = texts.printed(record.stored_key)
+        key = formatting.printed(record.stored_key)
         yield Step(f"not published {key}", changed=0, why=f"{key}: the broker did not take it")

@@ -28,13 +28,15 @@ class LeasesConfig(AppConfig):
 
     def ready(self) -> None:
         """Connect what follows Django's migrations and test databases, and register the checks."""
-        from celery_leases.contrib.django import checks, test_databases, unmigrated
+        from celery_leases.contrib.django import checks, testing_databases, tests_without_migrations
 
         checks.register_all()
         worker_init.connect(checks.log_in_worker, dispatch_uid="celery_leases.checks")
         pre_migrate.connect(
-            unmigrated.make_tables, sender=self, dispatch_uid="celery_leases.unmigrated"
+            tests_without_migrations.make_tables,
+            sender=self,
+            dispatch_uid="celery_leases.unmigrated",
         )
         post_migrate.connect(
-            test_databases.follow, sender=self, dispatch_uid="celery_leases.test_databases"
+            testing_databases.follow, sender=self, dispatch_uid="celery_leases.test_databases"
         )

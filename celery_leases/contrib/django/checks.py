@@ -27,7 +27,7 @@ from celery_leases.errors import (
     StoreUnavailable,
 )
 from celery_leases.settings import is_local
-from celery_leases.stores.sql.layouts import NEWEST
+from celery_leases.stores.sql.table_versions import NEWEST
 from celery_leases.stores.urls import shown
 from celery_leases.worker import setting_checks
 from celery_leases.worker.app_settings import leased_tasks, settings_of

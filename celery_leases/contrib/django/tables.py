@@ -11,9 +11,9 @@ from typing import Any
 from celery_leases.contrib.django.configuration import url_of_alias
 from celery_leases.contrib.django.databases import IN_MEMORY
 from celery_leases.stores.sql.database import engine_for
-from celery_leases.stores.sql.layouts import NEWEST, Migrated
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.table_versions import NEWEST, Migrated
 
 
 def migrate(connection: Any) -> Migrated:

@@ -17,7 +17,7 @@ from redis.sentinel import (
 )
 
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.direct import DirectClient
+from celery_leases.stores.redis.direct_client import DirectClient
 from celery_leases.stores.redis.url import (
     CLUSTER,
     LOOPBACK,

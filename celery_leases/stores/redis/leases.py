@@ -27,7 +27,7 @@ from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.direct import DirectClient
+from celery_leases.stores.redis.direct_client import DirectClient
 from celery_leases.stores.redis.errors import line_to_write
 from celery_leases.stores.redis.groups import RedisGates
 from celery_leases.stores.redis.scripts import ClusterScripts, DirectScripts, RedisScripts

@@ -11,7 +11,7 @@ from redis.exceptions import NoScriptError
 from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool, Turn
 from celery_leases.errors import StoreUnavailable
 from celery_leases.stores.redis.cluster import Cluster
-from celery_leases.stores.redis.direct import DirectClient, packed
+from celery_leases.stores.redis.direct_client import DirectClient, packed
 from celery_leases.stores.redis.errors import REDIS_ERRORS, unavailable
 from celery_leases.stores.redis.lease_scripts import Script
 from celery_leases.stores.redis.values import as_text

@@ -32,10 +32,10 @@ from celery_leases.errors import (
 )
 from celery_leases.protocol.deadlines import LONGEST_WAIT
 from celery_leases.stores.faults import FAULTS
+from celery_leases.stores.sql.compiled_statements import CompiledStatement, Row, Statements
 from celery_leases.stores.sql.connections import BoundedPool, Lending, OnePool
 from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.dialects.names import database_now
-from celery_leases.stores.sql.statements import CompiledStatement, Row, Statements
 from celery_leases.stores.sql.upserts import Writes, touched
 from celery_leases.stores.urls import rewritten_url, shown, shown_database, without_secrets
 

@@ -21,12 +21,12 @@ from celery_leases.protocol.effects import (
 )
 from celery_leases.protocol.records import Record, State
 from celery_leases.protocol.results import decode
+from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.dialects.names import in_text, now_in_text
 from celery_leases.stores.sql.rows import MICROSECONDS
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.statements import Row
 from celery_leases.stores.sql.upserts import Writes
 
 logger = logging.getLogger("celery_leases")

@@ -16,10 +16,10 @@ from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Renewal
 from celery_leases.stores.group_closing import GateClosing
 from celery_leases.stores.group_values import gate_from, gate_name, why
+from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.rows import MICROSECONDS
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.statements import Row
 from celery_leases.stores.sql.upserts import Writes, insert_absent, upsert
 
 PAST: Final = "celery_leases.closings"

@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 
 from celery_leases.errors import WrongDatabase
 from celery_leases.stores.sql.database import Database
+from celery_leases.stores.sql.dbapi import database_of, tells_transaction
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.drivers import database_of, tells_transaction
 from celery_leases.stores.urls import shown_database
 
 AUTOCOMMIT: Final = "AUTOCOMMIT"

@@ -29,9 +29,9 @@ from sqlalchemy import BigInteger, and_, bindparam, delete, func, or_, select, u
 from celery_leases.protocol.metrics import MICROSECONDS, Tally, Total, Written, summed
 from celery_leases.protocol.records import Ended, State
 from celery_leases.stores.sql import rows
+from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.statements import Row
 from celery_leases.stores.sql.upserts import insert_absent, upsert
 
 NAME: Final = "celery_leases.metrics"

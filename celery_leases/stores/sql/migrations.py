@@ -42,12 +42,12 @@ from sqlalchemy.schema import CreateColumn, CreateIndex
 from celery_leases.errors import SchemaOutdated, StoreUnavailable
 from celery_leases.protocol import record_document
 from celery_leases.protocol.records import State
+from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.dialects.names import in_text
-from celery_leases.stores.sql.layouts import DOCUMENT, NARROW, NEWEST, WIDE, Migrated
 from celery_leases.stores.sql.rows import to_record
 from celery_leases.stores.sql.schema import LONG, RELEASE, Tables
-from celery_leases.stores.sql.statements import Row
+from celery_leases.stores.sql.table_versions import DOCUMENT, NARROW, NEWEST, WIDE, Migrated
 from celery_leases.stores.urls import shown_database
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from celery_leases.protocol import repairs
 from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.outcomes import ENDS_CALL
 from celery_leases.protocol.records import Ended, Record, State
+from celery_leases.protocol.settlement import ENDS_CALL
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.record_statements import RecordStatements

@@ -36,8 +36,8 @@ from celery_leases.protocol.records import Ended, Outcome, Record, State
 from celery_leases.stores.claiming import COMPARED
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.layouts import Layout
 from celery_leases.stores.sql.schema import Tables
+from celery_leases.stores.sql.table_versions import Layout
 
 
 class RecordStatements:

@@ -32,16 +32,16 @@ from celery_leases.errors import ColumnMissing, StoreUnavailable, ValueRefused
 from celery_leases.protocol import repairs
 from celery_leases.protocol.claims import ALWAYS
 from celery_leases.protocol.filters import Order, Position, RecordFilter
-from celery_leases.protocol.outcomes import Death
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
+from celery_leases.protocol.settlement import Death
 from celery_leases.stores.sql import record_queries, rows
 from celery_leases.stores.sql.claims import SqlClaims, of_the_call
+from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database, migrating
-from celery_leases.stores.sql.layouts import NEWEST, Migrated
 from celery_leases.stores.sql.migrations import migration
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.schema import Tables
-from celery_leases.stores.sql.statements import Row
+from celery_leases.stores.sql.table_versions import NEWEST, Migrated
 from celery_leases.stores.sql.upserts import apart, upsert
 
 logger = logging.getLogger("celery_leases")

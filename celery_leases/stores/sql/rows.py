@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.stores.sql import layouts
-from celery_leases.stores.sql.statements import Row
+from celery_leases.stores.sql import table_versions
+from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.values import (
     MICROSECONDS,
     SHORT_TEXT,
@@ -90,7 +90,7 @@ def to_record(found: Row, *, lenient: bool = False) -> Record:
     """
     reading = Reading(found, lenient)
     reading.integers(_INTEGERS, _OR_NULL)
-    more = layouts.details_in(reading)
+    more = table_versions.details_in(reading)
     row = reading.row
     state = reading.of("state", State) or State.UNCERTAIN
     return Record(

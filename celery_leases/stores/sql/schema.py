@@ -40,7 +40,7 @@ from sqlalchemy.sql.compiler import DDLCompiler
 
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.layouts import (
+from celery_leases.stores.sql.table_versions import (
     DOCUMENT,
     NARROW,
     NEWEST,

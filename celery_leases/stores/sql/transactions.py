@@ -16,19 +16,19 @@ from sqlalchemy.orm import Session, scoped_session
 from celery_leases.errors import LeaseLost, WrongDatabase
 from celery_leases.protocol.records import Outcome, Record, State
 from celery_leases.stores.sql import rows
-from celery_leases.stores.sql.commits import execute_in, push_out_at_commit, tell_at_end
+from celery_leases.stores.sql.commit_hooks import execute_in, push_out_at_commit, tell_at_end
 from celery_leases.stores.sql.database import LOCKED, misses_a_column
-from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.drivers import (
+from celery_leases.stores.sql.dbapi import (
     TransactionMark,
     column_names,
     dialect_by_format,
     first_row,
     in_transaction,
 )
+from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.joining import connection_of, driver_of, refuse_unjoinable
-from celery_leases.stores.sql.layouts import layout_of
 from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.stores.sql.table_versions import layout_of
 from celery_leases.stores.sql.upserts import Writes, touched
 from celery_leases.stores.urls import shown_database
 
@@ -39,7 +39,7 @@ UNDEFINED_TABLE: Final = "42P01"
 
 class JoinedTransaction:
     """One open transaction of the user's; see
-    :class:`celery_leases.attempt.steps.UserTransaction`.
+    :class:`celery_leases.attempt.lease_services.UserTransaction`.
     """
 
     def __init__(self, given: Any, records: SqlRecordStore) -> None:

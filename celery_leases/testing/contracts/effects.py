@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from celery_leases.testing.contracts.intents import IntentContract
+from celery_leases.testing.contracts.effect_intents import IntentContract
+from celery_leases.testing.contracts.effect_replies import ReplyContract
+from celery_leases.testing.contracts.effect_scopes import ScopeContract
 from celery_leases.testing.contracts.progress import ProgressContract
-from celery_leases.testing.contracts.replies import ReplyContract
-from celery_leases.testing.contracts.scopes import ScopeContract
 
 
 class EffectStoreContract(IntentContract, ReplyContract, ScopeContract, ProgressContract):

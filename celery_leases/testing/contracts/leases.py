@@ -16,7 +16,7 @@ from celery_leases.testing.contracts.claim_requests import (
     held,
     make_claim_request,
 )
-from celery_leases.testing.contracts.fuzz import LeaseFuzz
+from celery_leases.testing.contracts.mutual_exclusion import LeaseFuzz
 from celery_leases.testing.waits import wait_until
 
 THREADS = 8

@@ -18,7 +18,7 @@ from typing import Any
 
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.common.texts import printable
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 from celery_leases.concurrency.kill_timer import KillTimer
 from celery_leases.errors import LeaseLost
 from celery_leases.protocol.options import OnLost
@@ -192,7 +192,7 @@ def interrupt_guard_here(pid: int, token: str | None = None) -> InterruptGuard:
     """
     global _interrupt_guard, _pid
     if _interrupt_guard is None or _pid != pid or threading.get_ident() != _interrupt_guard.main:
-        if native.green():
+        if os_threads.green():
             return greenlet_guard(token)
         if threading.current_thread() is not threading.main_thread():
             return InterruptGuard()

@@ -23,7 +23,7 @@ from celery_leases.board import leases_board
 from celery_leases.contrib.django.board import TO_CHANGE, staff
 from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from orders.models import Order
 from orders.tasks import charge, refund
 from orders.tests import IN_MEMORY, configured
@@ -51,8 +51,8 @@ class AdminTests(TransactionTestCase):
 
     def setUp(self) -> None:
         """Run them."""
-        apps.forget()
-        self.addCleanup(apps.forget)
+        app_components.forget()
+        self.addCleanup(app_components.forget)
         for number in (1, 2):
             Order.objects.create(number=number)
         with on_the_database():

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 from celery.exceptions import Reject
 
 from celery_leases.signals import logger
-from celery_leases.worker.routes import Routes, deliveries_of
+from celery_leases.worker.return_routes import Routes, deliveries_of
 
 KEPT: Final = 1000
 

@@ -12,7 +12,7 @@ from typing import Final, assert_never
 from celery_leases.common.texts import printable
 from celery_leases.errors import PermanentFailure
 from celery_leases.failures.actions import Reason
-from celery_leases.protocol.endings import (
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from celery_leases.board.drawing import precise
+from celery_leases.board.charts import precise
 from celery_leases.common.durations import in_short, in_words
 from celery_leases.common.redaction import redact, shortened
 from celery_leases.common.texts import printable

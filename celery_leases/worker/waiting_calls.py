@@ -37,11 +37,11 @@ from typing import Any, Final
 from celery.worker import state
 from celery.worker.request import Request
 
-from celery_leases.concurrency import greenlets, native
+from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import LeasesError
 from celery_leases.protocol.waiting import WOKEN_FIRST
 from celery_leases.signals import logger
-from celery_leases.worker import apps
+from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.headers import (
     HEADER,
@@ -404,20 +404,20 @@ class HeldCalls:
         """Call the lease store outside the worker's loop: it may not answer for seconds."""
         if not stored_keys or self._asking:
             return
-        ask = partial(self._ask, apps.worker_here().app, stored_keys)
+        ask = partial(self._ask, app_components.worker_here().app, stored_keys)
         self._asking = True
         try:
-            if native.green():
+            if os_threads.green():
                 greenlets.spawn(ask)
             else:
-                native.start_thread(ask)
+                os_threads.start_thread(ask)
         except BaseException:
             self._asking = False
             raise
 
     def _ask(self, app: Any, stored_keys: Sequence[str]) -> None:
         try:
-            leases = apps.parts_of(app, eager=False).leases
+            leases = app_components.parts_of(app, eager=False).leases
             for some in _parts_of(stored_keys, ASKED_AT_ONCE):
                 self._answers.append((some, leases.held(some)))
         except LeasesError as error:
@@ -454,7 +454,7 @@ class HeldCalls:
 
 
 def _consumer() -> Any:
-    return getattr(apps.worker_here(), "consumer", None)
+    return getattr(app_components.worker_here(), "consumer", None)
 
 
 def _header_of(request: Any) -> Header | None:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from celery_leases.failures.attributes import Reader, members, whole, word
+from celery_leases.failures.safe_attributes import Reader, members, whole, word
 
 VALUE_MAX: Final = 200
 BODY_MAX: Final = 20_000

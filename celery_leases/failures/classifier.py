@@ -11,8 +11,6 @@ from celery_leases.common.redaction import message_of
 from celery_leases.errors import Cooldown, LeaseConfigurationError, RetryLater, Snooze
 from celery_leases.failures import rule_syntax
 from celery_leases.failures.actions import Classification, Reason, exact_delay, reason_of
-from celery_leases.failures.attributes import Reader
-from celery_leases.failures.chains import linked
 from celery_leases.failures.conditions import HasHeader
 from celery_leases.failures.default_rules import (
     ANYTHING_ELSE,
@@ -24,9 +22,11 @@ from celery_leases.failures.default_rules import (
     LIMITS,
 )
 from celery_leases.failures.delays import server_delay
+from celery_leases.failures.exception_chain import linked
 from celery_leases.failures.facts import MESSAGE_MAX, ErrorFacts, facts_from
-from celery_leases.failures.hooks import answer
 from celery_leases.failures.rule import Asking, Hook, Rule, Turn, matching
+from celery_leases.failures.rule_functions import answer
+from celery_leases.failures.safe_attributes import Reader
 
 __all__ = ["Asking", "Hook", "Rule", "Rules"]
 
@@ -118,7 +118,7 @@ class Rules:
     ) -> Classification:
         """The classification of *error*; *now* is the wall clock in seconds since the epoch. Never
         raises, except for the KeyboardInterrupt of a hook. *clock* gives seconds, for the time
-        limit of :class:`~celery_leases.failures.attributes.Reader`.
+        limit of :class:`~celery_leases.failures.safe_attributes.Reader`.
 
         Celery's own control flow and ``LeaseLost`` are not failures and must not be passed;
         ``Snooze`` is not a failure either, and gives a retry after its delay.

@@ -9,8 +9,8 @@ from kombu import Queue
 from celery_leases.protocol.waiting import held_for, may_be_given_back
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
-from celery_leases.worker.rabbitmq_limits import over_consumer_timeout
-from celery_leases.worker.routes import without_brokers_own
+from celery_leases.worker.consumer_timeout import over_consumer_timeout
+from celery_leases.worker.return_routes import without_brokers_own
 
 DATABASE = {"leases_database_url": "sqlite://"}
 

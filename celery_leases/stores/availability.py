@@ -12,7 +12,7 @@ import math
 from typing import Final
 
 from celery_leases.protocol.claims import ALWAYS
-from celery_leases.protocol.outcomes import LONGEST_SETTLE_PAUSE
+from celery_leases.protocol.settlement import LONGEST_SETTLE_PAUSE
 
 GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0
 """Seconds for which the database must have answered: a live holder retries its outcome within

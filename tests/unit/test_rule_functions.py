@@ -17,8 +17,8 @@ from celery_leases.failures.actions import (
     permanent,
     retry,
 )
+from celery_leases.failures.classifier import Rules
 from celery_leases.failures.facts import ErrorFacts, facts_of
-from celery_leases.failures.rules import Rules
 from tests.unit.ids import steady
 from tests.unit.lookalikes import caused, http_error, lookalike
 

@@ -21,7 +21,7 @@ from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLease
 from celery_leases.errors import KeyUnusable, LeaseLost, RecordUnreadable, Snooze
 from celery_leases.failures.actions import Classification, Reason, permanent
-from celery_leases.protocol.endings import (
+from celery_leases.protocol.body_endings import (
     Ending,
     Interrupted,
     Lost,

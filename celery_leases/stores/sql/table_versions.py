@@ -377,6 +377,7 @@ def _ended(state: State, ended: Ended | None) -> Ended | None:
 
 def _leaves_details(record: Record, outcome: Outcome) -> bool:
     """Whether the outcome leaves the document as the claim wrote it, as a first success does."""
+    # A field that an outcome changes must be compared here, or it is not written.
     before = (
         record.retries,
         record.failures,

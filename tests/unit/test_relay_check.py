@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_leases import LeaseClient, LeasedTask
 from celery_leases.errors import StoreUnavailable
-from celery_leases.worker import apps, startup_checks, unrelayed
+from celery_leases.worker import app_components, relay_check, startup_checks
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_message_that_has_waited_for_five_minutes_is_told_of(
     @app.task(base=LeasedTask, name="ship", shared=False, lease_key="order:{number}")
     def ship(number: int) -> None: ...
 
-    records = apps.parts_of(app).records
+    records = app_components.parts_of(app).records
     with closing(sqlite3.connect(tmp_path / "records.db")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         ship.delay_in(connection, 7)  # nobody tells of this connection's commit
@@ -47,15 +47,15 @@ def test_a_message_that_has_waited_for_five_minutes_is_told_of(
     later = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: later() + minutes * 60 * 10**9)
     with caplog.at_level(logging.WARNING, "celery_leases"):
-        unrelayed.tell_of_waiting(records)
+        relay_check.tell_of_waiting(records)
     told = "the oldest for 6 minutes (ship, key order:7)" in caplog.text
     assert told is (minutes == 6)
     caplog.clear()
-    apps.parts_of(app).copies.publish = lambda _: None
+    app_components.parts_of(app).copies.publish = lambda _: None
     assert LeaseClient.from_app(app).relay()
-    unrelayed.tell_of_waiting(records)
+    relay_check.tell_of_waiting(records)
     assert not caplog.records
-    apps.forget()
+    app_components.forget()
 
 
 class AWorker:
@@ -75,7 +75,7 @@ def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPa
     def ship() -> None: ...
 
     looked: list[object] = []
-    monkeypatch.setattr(unrelayed, "tell_of_waiting", looked.append)
+    monkeypatch.setattr(relay_check, "tell_of_waiting", looked.append)
     startup_checks.check_before_work(AWorker(app))
     assert len(looked) == 1
 
@@ -95,13 +95,13 @@ def test_a_worker_goes_on_looking_until_it_ends(
             twice.set()
         raise StoreUnavailable("away", False)
 
-    monkeypatch.setattr(unrelayed, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(unrelayed, "tell_of_waiting", look)
+    monkeypatch.setattr(relay_check, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(relay_check, "tell_of_waiting", look)
     worker = AWorker(app)
-    unrelayed.watch(worker)
-    unrelayed.watch(worker)
+    relay_check.watch(worker)
+    relay_check.watch(worker)
     (thread,) = (one for one in threading.enumerate() if one.name == "celery_leases unrelayed")
     assert twice.wait(60)
-    unrelayed.end(worker)
+    relay_check.end(worker)
     thread.join(60)
     assert not thread.is_alive()

@@ -15,16 +15,16 @@ from celery import Celery
 
 from celery_leases.attempt.effects import Effects
 from celery_leases.attempt.held_lease import HeldLease
-from celery_leases.attempt.steps import Steps
+from celery_leases.attempt.lease_services import Steps
 from celery_leases.composition import Parts, build
 from celery_leases.errors import StoreUnavailable
+from celery_leases.protocol.body_endings import Returned
 from celery_leases.protocol.effects import scope_of
-from celery_leases.protocol.endings import Returned
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
-from celery_leases.protocol.outcomes import after_run
 from celery_leases.protocol.ports import Clock
 from celery_leases.protocol.records import Outcome, Record
 from celery_leases.protocol.results import encode
+from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.verdicts import Call
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
@@ -102,7 +102,10 @@ class AppParts(Parts):
             return JoinedTransaction(given, self.records)
 
         def detached(given: Any) -> JoinedTransaction | None:
-            from celery_leases.stores.detached import DetachedTransaction, tells_of_its_commit
+            from celery_leases.stores.eager_transactions import (
+                DetachedTransaction,
+                tells_of_its_commit,
+            )
 
             return DetachedTransaction(given, self.records) if tells_of_its_commit(given) else None
 
@@ -168,7 +171,7 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
                 with suppress(StoreUnavailable):  # a delivery that cannot reach it is rescheduled
                     parts.records.check()
                     if eager and settings.database_url == IN_MEMORY:
-                        from celery_leases.stores.eager_memory import keep_the_latest
+                        from celery_leases.stores.eager_eviction import keep_the_latest
 
                         keep_the_latest(parts.records)
             made[eager] = AppParts(app, parts, Copies(app))

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 from redis.exceptions import ResponseError
 
-from celery_leases.concurrency import native
+from celery_leases.concurrency import os_threads
 
 
 class DirectClient(redis.Redis):
@@ -86,7 +86,7 @@ class _Line:
     def _watch(self, socket: Any) -> None:
         self._socket = socket
         if socket is not None:
-            self._look = native.look_at(socket.fileno())
+            self._look = os_threads.look_at(socket.fileno())
 
 
 def _reply_or_error(connection: Any) -> Any:

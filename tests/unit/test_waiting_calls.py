@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery.worker import state
 
-from celery_leases.worker.held_calls import (
+from celery_leases.worker.waiting_calls import (
     FINGERPRINTS_KEPT,
     LATEST_LOOK,
     LONGEST_PAUSE,
@@ -261,7 +261,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
     """That of a worker of this process."""
     made = Timer()
     worker = SimpleNamespace(consumer=SimpleNamespace(timer=made), app=None)
-    monkeypatch.setattr("celery_leases.worker.apps.worker_here", lambda: worker)
+    monkeypatch.setattr("celery_leases.worker.app_components.worker_here", lambda: worker)
     return made
 
 
@@ -345,16 +345,16 @@ def test_all_keys_that_are_due_are_asked_for(timer: Timer, monkeypatch: pytest.M
 
     store = SimpleNamespace(held=held)
     parts = SimpleNamespace(leases=store)
-    monkeypatch.setattr("celery_leases.worker.apps.parts_of", lambda _, **__: parts)
+    monkeypatch.setattr("celery_leases.worker.app_components.parts_of", lambda _, **__: parts)
     calls = HeldCalls()
     keys = [f"t:shop.work|{number}" for number in range(1_234)]
 
     def no_thread(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("celery_leases.concurrency.native.start_thread", no_thread)
+    monkeypatch.setattr("celery_leases.concurrency.os_threads.start_thread", no_thread)
     with pytest.raises(RuntimeError):
         calls._ask_about(keys)
-    monkeypatch.setattr("celery_leases.concurrency.native.start_thread", lambda work: work())
+    monkeypatch.setattr("celery_leases.concurrency.os_threads.start_thread", lambda work: work())
     calls._ask_about(keys)
     assert asked == keys

@@ -9,8 +9,8 @@ from celery import Celery
 from sqlalchemy import func, select
 
 from celery_leases import LeasedTask
-from celery_leases.stores import eager_memory
-from celery_leases.worker import apps
+from celery_leases.stores import eager_eviction
+from celery_leases.worker import app_components
 
 
 def test_eager_calls_keep_the_records_of_the_latest_keys_only(
@@ -34,12 +34,12 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(
 
     app.finalize()
     kept, more = 20, 15
-    monkeypatch.setattr(eager_memory, "KEYS_KEPT", kept)
+    monkeypatch.setattr(eager_eviction, "KEYS_KEPT", kept)
     assert app.tasks["eager.work"].apply((-1, kept + more)).get() == -1
     latest = kept + more - 1
     assert app.tasks["eager.work"].apply((latest,)).get() == latest
     assert runs.count(latest) == runs.count(-1) == 1
-    records = apps.parts_of(app, eager=True).records
+    records = app_components.parts_of(app, eager=True).records
     with records.database.engine.connect() as connection:
         for table in (records.tables.records, records.tables.effects):
             assert (
@@ -47,7 +47,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(
                 <= connection.execute(select(func.count()).select_from(table)).scalar_one()
                 <= kept + 1
             )
-    apps.forget()
+    app_components.forget()
 
 
 def test_nothing_is_purged_beside_an_eager_call() -> None:
@@ -55,4 +55,4 @@ def test_nothing_is_purged_beside_an_eager_call() -> None:
     statement.
     """
     app = Celery("eager", broker="memory://", set_as_current=False)
-    assert apps.parts_of(app, eager=True).renewer._purged is None
+    assert app_components.parts_of(app, eager=True).renewer._purged is None
