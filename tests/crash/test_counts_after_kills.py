@@ -10,6 +10,7 @@ import pytest
 
 from celery_leases.composition import open_metrics
 from celery_leases.protocol.metrics import Tally
+from celery_leases.testing.waits import wait_until
 from tests.crash.conftest import SceneFactory
 from tests.crash.scenes import Scene, kill
 from tests.integration.stages import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES
@@ -59,11 +60,13 @@ def test_counts_and_records_agree_after_kills(scene_factory: SceneFactory, name:
     scene.wait_for("begin", 2, name=f"{name}-stands")
     gate.touch()
     stands.get(timeout=PATIENCE)
+    # The record tells of its last attempt alone, so the crash before must have been written.
+    metrics = open_metrics(scene.client._records)
+    wait_until(lambda: attempts(metrics.read().tally)["crashed"], PATIENCE, "the crash is counted")
     results = [scene.tasks.work.delay(f"{name}-{number}") for number in range(60)]
     for result in results:
         result.get(timeout=PATIENCE)
     scene.kill_worker()
-    metrics = open_metrics(scene.client._records)
     while metrics.fold(silent=0.0):
         pass
     tally = metrics.read().tally
