@@ -373,7 +373,7 @@ class LeaseClient:
     ) -> Change:
         stored = seen.stored_key or seen.key
         if what == "release" and seen.state not in (State.RUNNING, ABANDONED):
-            return Change(seen, False, f"it is {seen.state}: nobody holds it")
+            return Change(seen, False, f"it is {seen.state}: no attempt holds it")
         try:
             after = self._take(
                 stored,
@@ -525,7 +525,7 @@ class LeaseClient:
         return doctor.examine(app)
 
     def _tell_abandoned(self, counts: dict[tuple[str, str], tuple[int, int]]) -> None:
-        """Count running rows that nobody holds apart."""
+        """Count running rows without a live lease apart."""
         for task, state in [*counts]:
             if state != State.RUNNING:
                 continue

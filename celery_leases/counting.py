@@ -40,7 +40,7 @@ MISSING_KEPT: Final = 500
 """The most outcomes that are remembered as begun and not counted."""
 _COUNTED: Final = (events.AttemptSettled, events.LeaseRenewed)
 _ASKED: Final = (*_COUNTED, events.LeaseAcquired)
-"""Events that are made only if somebody hears them, and those of them that are counted."""
+"""Events that are made only if an observer wants them, and those of them that are counted."""
 
 
 class MetricsStore(Protocol):
@@ -59,7 +59,7 @@ class Counting:
     """An observer that counts the events that it passes on to *inner*.
 
     *tag* makes a word from this process and a number. The records keep that word beside an outcome.
-    If this process is killed, what it has not written yet is told from there.
+    If this process is killed, what it has not written yet is computed from there.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Counting:
 
     def hears(self, kind: type[Event]) -> bool:
         """Whether such an event is counted, or *inner* hears it. It is asked when a body begins:
-        then the row of this process is made, so that its outcomes can be told if it is killed.
+        then the row of this process is made, so that its outcomes can be computed if it is killed.
         """
         if not self._started:
             self._start()
@@ -141,7 +141,7 @@ class Counting:
         self._changed = False
         if not ours:
             # The process was silent for long, and its row was folded. The outcomes that followed
-            # were told from the records.
+            # were computed from the records.
             self._begin(self._tally.since(before))
         elif closing:
             self._begin(Tally())

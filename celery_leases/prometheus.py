@@ -49,7 +49,7 @@ GAUGES: Final = {
     "counting_processes": "Processes that count at this time. 0: leases_metrics is not set.",
     "records": "Records by task and state, as of the last count.",
     "oldest_cooling_seconds": "For how long the oldest key that cools down has done so.",
-    "oldest_abandoned_seconds": "For how long the oldest key is running that nobody holds.",
+    "oldest_abandoned_seconds": "Age of the oldest key that is running without a live lease.",
     "groups": "Cooldown groups that are not open, by state.",
     "group_trips": "The most trips in a row of a cooldown group that is not open.",
     "records_counted_timestamp_seconds": "When the records were counted.",

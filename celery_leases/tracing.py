@@ -1,4 +1,4 @@
-"""What OpenTelemetry's current span is told of a leased call: attributes, and no spans of our own.
+"""Attributes of a leased call on OpenTelemetry's current span; no spans of its own.
 
 Nothing is imported for it. A process in which nobody has imported OpenTelemetry has no span that
 records.
@@ -34,7 +34,7 @@ def recording_span() -> Any:
 
 
 def tell_span(event: events.Event) -> None:
-    """Put what *event* says on the current span; whatever that raises harms nobody."""
+    """Put what *event* says on the current span; an error in doing so is ignored."""
     span = recording_span()
     if span is None:
         return

@@ -1,7 +1,7 @@
 """The tasks of the example: invoices that are mailed once, and document summaries that are paid for
 once.
 
-One invoice per customer and month is mailed, whoever asks and however often. A summary comes from a
+One invoice per customer and month is mailed, however often it is asked for. A summary comes from a
 paid model that is rate limited now and then: whoever asks meanwhile is told when to ask again, and
 the model is left alone.
 """

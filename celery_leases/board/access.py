@@ -118,7 +118,7 @@ class Passwords:
 
 
 def everybody_here(_: Request) -> Operator:
-    """Lets in whoever reaches a board that is served on a loopback address alone."""
+    """Lets in every request; only for a board that is served on a loopback address alone."""
     return Operator("local")
 
 
@@ -290,7 +290,7 @@ def cookie_of(request: Request) -> str:
 
 
 def token_of(cookie: str, operator: Operator) -> str:
-    """What a form must bring along: nobody makes it without the cookie, or for somebody else."""
+    """What a form must send along; it depends on the cookie and on the operator."""
     said = f"celery_leases.board:{operator.name}".encode("utf-8", "surrogatepass")
     return hmac.new(cookie.encode(), said, hashlib.sha256).hexdigest()
 

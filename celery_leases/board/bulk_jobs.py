@@ -22,7 +22,7 @@ logger = logging.getLogger("celery_leases.board")
 RUNNING_AT_ONCE: Final = 4
 KEPT: Final = 100
 TOLD: Final = 50
-"""So many keys that were left alone are told of one by one."""
+"""At most so many keys that were left alone are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ class Read(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """One value, read anew when somebody looks and it is older than *fresh_for* seconds.
+    """One value. A request reads it again if it is older than *fresh_for* seconds.
 
-    A value that takes long is kept longer. Nobody waits for it longer than they want to.
+    A value that takes long to read is kept longer. Each request says how long it waits.
     """
 
     def __init__(self, read: Callable[[], T], fresh_for: float) -> None:
@@ -78,7 +78,7 @@ class Shared(Generic[T]):
         error: Exception | None = None
         try:
             value = self._read()
-        except Exception as raised:  # noqa: BLE001 - whoever looks is told
+        except Exception as raised:  # noqa: BLE001 - raised for the request that asks
             error = raised
         took = time.monotonic() - began
         with self._lock:

@@ -273,7 +273,7 @@ def show(
 @click.argument("key")
 @of_task
 @in_namespace
-@click.option("--done", is_flag=True, help="The work is done: nobody runs it again.")
+@click.option("--done", is_flag=True, help="The work is done: it is not run again.")
 @click.option(
     "--retry", "again", is_flag=True, help="What is in doubt has not happened: it may run again."
 )

@@ -83,7 +83,7 @@ def _release(ctx: click.Context, **options: Any) -> None:
 def _forget(ctx: click.Context, **options: Any) -> None:
     """Make keys as good as new: result, failures and counts are gone.
 
-    Each KEY, or all that the options find and nobody runs.
+    Each KEY, or all that the options find and that do not run.
     """
     _change(ctx, "forget", **options)
 
@@ -253,7 +253,7 @@ def _tell(change: Change, left: int, *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(count: int, label: str) -> Iterator[Tell]:
-    """A progress bar for *count* steps, where somebody looks at the terminal."""
+    """A progress bar for *count* steps, if the output is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -30,7 +30,7 @@ class PoolExhausted(Exception):
 
 
 class _Waiter(Generic[T]):
-    """Somebody who waits for a thing; the bell rings when it is there."""
+    """A caller that waits for a thing; *wakeup* is released when the thing is there."""
 
     def __init__(self) -> None:
         self.wakeup = threading.Lock()
@@ -58,7 +58,7 @@ class ResourcePool(Generic[T]):
         _pools.add(self)
 
     def _begin(self) -> None:
-        # Reentrant, as what nobody refers to any more may be given back wherever the collector
+        # Reentrant, as the garbage collector may give a thing back wherever the collector
         # happens to run.
         self._lock = threading.RLock()
         self._made: WeakSet[Any] = WeakSet()
@@ -88,7 +88,7 @@ class ResourcePool(Generic[T]):
             return list(self._made)
 
     def drain(self) -> list[T]:
-        """What is lent to nobody, which is lent no more."""
+        """Take all idle things out of the pool; they are not lent again."""
         drained: list[T] = []
         with suppress(IndexError):
             while True:
@@ -111,8 +111,8 @@ class ResourcePool(Generic[T]):
                 self._handed(thing)
 
     def _handed(self, thing: T) -> bool:
-        """Give *thing* to the one who has waited longest, so that nobody comes between; ``False``
-        if nobody waits.
+        """Give *thing* to the caller that has waited longest, ahead of any newcomer; ``False``
+        if no caller waits.
         """
         with self._lock:
             if not self._waiting:

@@ -1,1 +1,1 @@
-"""At home in web frameworks: a module for each, imported by whoever uses that framework."""
+"""Web frameworks: a module for each, which a project of that framework imports."""

@@ -28,7 +28,7 @@ VARIABLE: Final = "CELERY_LEASES_DRILL"
 PIPE: Final = 0
 """The file descriptor of standard input."""
 LONGEST_BODY: Final = 1800.0
-"""Seconds; a body that nobody ends ends then."""
+"""Seconds after which a body ends by itself."""
 _HEARD: Final = (
     "call_rescheduled",
     "call_dropped",

@@ -208,7 +208,7 @@ DEFAULTS: Final = (
     Rule(
         "infrastructure",
         _any(
-            # 25006: a replica; 53: no resources left; 55P03: somebody else has the lock.
+            # 25006: a replica; 53: no resources left; 55P03: another session has the lock.
             SqlStateStarts(("08", "25006", "40", "53", "55P03", "57P01", "57P02", "57P03")),
             ErrnoIn(library_codes.MYSQL_AGAIN | library_codes.MYSQL_AWAY),
             _code("SQLITE_BUSY*", "SQLITE_LOCKED*"),

@@ -131,7 +131,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
 
 
 def refused_for_good(record: Record) -> PermanentFailure:
-    """What a caller is told of a key that has failed for good, or waits for an operator."""
+    """The error for the callers of a key that has failed for good, or waits for an operator."""
     failure = record.failure or Failure("", f"{record.key} has failed for good")
     return PermanentFailure(printable(failure.text, None), failure.rule, failure.type or None)
 

@@ -82,7 +82,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     )
 }
 RECOVERED: Final = ("attempts", "run", "hold", "cooldown")
-"""The metrics that are told from the records for a process that was killed."""
+"""The metrics that are computed from the records for a process that was killed."""
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Tally:
                 self.spans[series] = [a + sign * b for a, b in zip(mine, span, strict=True)]
 
     def since(self, written: Self) -> Self:
-        """What was counted after *written*, but for what is told from the records."""
+        """What was counted after *written*, without what is computed from the records."""
         rest = type(self)(dict(self.counts), dict(self.spans))
         rest.merge(written, -1)
         counts = {

@@ -234,7 +234,7 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
 
 
 def crash_loop(record: Record) -> PermanentFailure:
-    """What a caller is told of a key that keeps killing its process."""
+    """The error for the callers of a key that keeps killing its process."""
     died = f"{printable(record.key)}: its process died {record.crashes} times in a row"
     return PermanentFailure(f"{died}; not retried until `leases retry`", CRASH_LOOP)
 

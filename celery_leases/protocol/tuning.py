@@ -23,7 +23,7 @@ STOP_PART = 1 / 6
 DATABASE_PROOF = 3.0
 """How long a database is watched before the lease in one of its rows counts as lapsed."""
 ASSUMED_LATENESS = 1.0
-"""For how long a process stands still where nobody has measured it."""
+"""For how long a process stands still, where this was not measured."""
 SHORTEST_GUARD = 2.0
 FEW = 100
 """With fewer measurements than these the slowest of a hundred is not known."""

@@ -139,14 +139,14 @@ class CrashPoints:
 
 
 StepObserver = Callable[[CrashPlan, Any, Any], None]
-"""Is told of a step of a store: its plan, the arguments of the step, and what it has returned."""
+"""Called for a step of a store with its plan, its arguments, and what it has returned."""
 
 
 class CrashableStore:
     """A store as the process of an attempt has it: once that is dead, no step of it is taken any
     more.
 
-    *before* and *after* are told of the steps of these names.
+    *before* and *after* are called for the steps of these names.
     """
 
     def __init__(

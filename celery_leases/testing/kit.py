@@ -68,7 +68,7 @@ _started: list[LeaseKit] = []
 
 
 class KitClock:
-    """A clock that stands still until somebody waits, or moves it. Waiting takes no time."""
+    """A clock that stands still until a caller waits or the test moves it. A wait takes no time."""
 
     def __init__(self) -> None:
         self._began, self._wall, self._moved = boot_clock(), time.time(), 0.0
@@ -759,7 +759,7 @@ def file_of(task: Any) -> str:
 def _use_clock(made: Parts, clock: KitClock) -> None:
     """Have the stores in memory go by *clock*, and nothing by chance."""
     made.records.database.host_now = clock.microseconds
-    made.records.evidence.grace = 0.0  # nobody else writes into this memory
+    made.records.evidence.grace = 0.0  # no other process writes into this memory
     _use(made, wall_time=clock.wall_time, rand=lambda: 1.0)
 
 

@@ -91,7 +91,7 @@ def bare_findings(app: Celery) -> Iterator[Finding]:
 def slow_redelivery(app: Celery) -> tuple[str, str] | None:
     """What there is to say of a Redis broker without a visibility timeout, and the value to write.
 
-    It gives the messages of a dead worker back after that time, an hour if nobody says otherwise.
+    It gives the messages of a dead worker back after that time, an hour by default.
     """
     options = _redis_options(app)
     if options is None or "visibility_timeout" in options:

@@ -91,7 +91,7 @@ class Line:
         self.begun: set[Any] = set()
         #: What its calls are about, as far as calls were rescheduled.
         self.fingerprints: set[str | None] = set()
-        #: Nobody holds the key, as far as is known here.
+        #: No attempt holds the key, as far as this process knows.
         self.free = False
         self.width = 1
         self.since = self.used = now

@@ -36,7 +36,7 @@ MODULES = {LEASES: "example_project.tasks", PLAIN: "example_project.demo.plain"}
 EXPLANATION = f"""
   Every call is billed, {PRICE} cents, whether the model answers it or not. Plain Celery: the same bodies,
   for the button without retries, overnight with autoretry_for and retry_backoff.
-  Promised: what cools down is not run, whoever asks; it runs again when its time is over.
+  Promised: what cools down is not run for any caller; it runs again when its time is over.
   Not promised: a call whose process dies is paid for again by the attempt that takes over.
   docs/guarantees.md says more.
 """

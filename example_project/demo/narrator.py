@@ -101,7 +101,7 @@ class Narrator:
                 return f"closes its attempt at {key}: {event['ended']}", "yellow"
             case "CrashSeen":
                 return (
-                    f"finds that whoever had {key} ({event['host']}) died without reporting an outcome",
+                    f"finds that the attempt on {key} ({event['host']}) died without reporting an outcome",
                     "yellow",
                 )
             case "LeaseGone":

@@ -103,7 +103,7 @@ class Verdict:
         for kill in self.kills:
             takeover = self.takeover(kill)
             if takeover is None:
-                lines.append(f"{kill.key}: nobody took over from {kill.what}")
+                lines.append(f"{kill.key}: no process took over from {kill.what}")
             elif takeover.after > kill.bound:
                 late = f"after {takeover.after:.1f} s, promised were {kill.bound:g} s"
                 lines.append(f"{kill.key}: taken over from {kill.what} {late}")

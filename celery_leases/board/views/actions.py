@@ -29,12 +29,12 @@ LABELS: Final[dict[What, tuple[str, str]]] = {
     ),
     "release": (
         "Release",
-        "They are taken away from whoever holds them: what the holder still says about the outcome is refused.",
+        "They are taken away from their holders. The outcome that such a holder reports afterwards is refused.",
     ),
     "forget": ("Forget", "They become as good as new: results, failures and counts are gone."),
     "resolve_done": (
         "Resolve: the work is done",
-        "Nobody runs them again; later callers get the result that is written here.",
+        "They are not run again. Later callers get the result that is written here.",
     ),
     "resolve_retry": (
         "Resolve: it has not happened",

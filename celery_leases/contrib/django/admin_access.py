@@ -20,15 +20,15 @@ class Operated(admin.ModelAdmin):
     """Rows that are shown, and changed by the actions of this package only."""
 
     def has_add_permission(self, request: Any) -> bool:
-        """Nobody adds rows."""
+        """Rows cannot be added."""
         return False
 
     def has_change_permission(self, request: Any, obj: Any = None) -> bool:
-        """Nobody edits rows."""
+        """Rows cannot be edited."""
         return False
 
     def has_delete_permission(self, request: Any, obj: Any = None) -> bool:
-        """Nobody deletes rows; `forget` makes a key as good as new."""
+        """Rows cannot be deleted; the action `forget` makes a key as good as new."""
         return False
 
     def board_url(self) -> str | None:

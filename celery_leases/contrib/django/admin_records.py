@@ -32,7 +32,7 @@ MICROSECONDS: Final = 1_000_000
 LAST_PAGE: Final = 200
 """Later pages would make the database sort ever more rows; a filter finds what is there."""
 TOLD: Final = 10
-"""So many keys that were left alone are told of one by one."""
+"""At most so many keys that were left alone are listed one by one."""
 LONGEST_TEXT: Final = 20_000
 _LISTED: Final = (
     *("stored_key", "key", "task", "state", "started_at", "finished_at", "retry_at"),
@@ -49,7 +49,7 @@ ACTIONS: Final[dict[str, tuple[str, str, str]]] = {
     "release": (
         "release",
         "Release",
-        "They are taken away from whoever holds them: what the holder still says about the outcome is refused.",
+        "They are taken away from their holders. The outcome that such a holder reports afterwards is refused.",
     ),
     "forget": (
         "forget",
@@ -59,7 +59,7 @@ ACTIONS: Final[dict[str, tuple[str, str, str]]] = {
     "resolve_done": (
         "resolve",
         "Resolve: the work is done",
-        "Nobody runs them again; later callers get the result that is written here.",
+        "They are not run again. Later callers get the result that is written here.",
     ),
     "resolve_retry": (
         "resolve",
@@ -381,7 +381,7 @@ def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
 
 
 def _changed(leases: LeaseClient, row: Any, what: str, result: Any, *, publish: bool) -> str | None:
-    """Change one key, unless somebody has meanwhile; ``None``, or why it was left alone."""
+    """Change one key unless it has changed meanwhile; ``None``, or why it was left alone."""
     seen = leases.status(row.stored_key)
     state = State.RUNNING.value if seen.state == ABANDONED else seen.state
     if seen.fence != row.fence or state not in (row.state, "unreadable"):

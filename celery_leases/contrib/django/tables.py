@@ -61,7 +61,7 @@ def found(connection: Any) -> int | None:
 
 
 def _is_in_memory(connection: Any) -> bool:
-    """Whether nobody but *connection* reaches its database; such a one is always new."""
+    """Whether only *connection* reaches its database; such a database is always new."""
     return url_of_alias(connection.alias) == IN_MEMORY
 
 
