@@ -115,7 +115,7 @@ class Jobs:
             job.problem = "It ended with an error; the log of the board has it."
         finally:
             logger.info(
-                "%s: %s: %d changed, %d left as they are%s",
+                "%s: %s: %d changed, %d unchanged%s",
                 job.who,
                 job.name,
                 job.changed,

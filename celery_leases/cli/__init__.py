@@ -1,5 +1,4 @@
-"""``celery -A proj leases …``: look at keys and groups, repair them, explain rules, and make the
-tables.
+"""``celery -A proj leases …``: show and repair keys and groups, explain rules, create the tables.
 
 Each module of this package adds its commands to the group ``leases`` when it is imported.
 """

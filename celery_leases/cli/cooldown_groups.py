@@ -11,7 +11,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
-from celery_leases.cli.parameters import SPAN
+from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import client_of, leases
 from celery_leases.client import GroupStatus, LeaseClient
 from celery_leases.common.durations import in_short, in_words
@@ -19,12 +19,15 @@ from celery_leases.common.durations import in_short, in_words
 
 @leases.group()
 def group() -> None:
-    """Look at cooldown groups, open and close their gates."""
+    """Show cooldown groups, and open or close their gates."""
 
 
 @group.command(name="list", cls=CeleryCommand)
 @click.option(
-    "--all", "opened", is_flag=True, help="Also those that are open and have closed in 30 days."
+    "--all",
+    "opened",
+    is_flag=True,
+    help="Also list groups that are open and were closed in the last 30 days.",
 )
 @printing_json
 @click.pass_context
@@ -40,14 +43,14 @@ def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) ->
 @click.pass_context
 @handle_preload_options
 def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> None:
-    """Show the gate of GROUP, and the last twenty times that it closed."""
+    """Show the gate of GROUP and the last twenty times it was closed."""
     status = client_of(ctx).group(name)
     if as_json:
         echo_json(status.as_json())
         return
     _echo([status])
     if not status.closings:
-        click.echo("no closing is remembered")
+        click.echo("not closed in the last 30 days")
         return
     click.echo()
     rows = [("CLOSED AT", "FOR", "TRIP", "RULE", "REASON", "OPENED")]
@@ -72,13 +75,14 @@ def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> Non
 @click.pass_context
 @handle_preload_options
 def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, **_: Any) -> None:
-    """Open the gate of each GROUP, forget its trips, and end the waits of the keys that failed of
-    it.
+    """Open the gate of each GROUP.
+
+    Its trips are set to zero. Keys that wait for the group can run at once.
     """
     client = client_of(ctx)
     for name in groups:
         if not client.open_group(name):
-            echo_line(f"the gate of {name} was open already", err=True)
+            echo_line(f"the gate of {name} was already open", err=True)
     _list(client, as_json=as_json)
 
 
@@ -87,19 +91,22 @@ def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, *
 @click.option(
     "--for",
     "span",
-    type=SPAN,
+    type=DURATION,
     default="5m",
     show_default=True,
-    help="For how long: 30s, 5m, 1h30m.",
+    help="How long the gate stays closed: 30s, 5m, 1h30m.",
 )
-@click.option("--why", default="", help="What operators see of it.")
+@click.option("--why", default="", help="The reason, shown to operators but not to callers.")
 @printing_json
 @click.pass_context
 @handle_preload_options
 def close_groups(
     ctx: click.Context, groups: tuple[str, ...], span: str, why: str, *, as_json: bool, **_: Any
 ) -> None:
-    """Let no body of each GROUP start for a while; the first one after that is a probe."""
+    """Close the gate of each GROUP for some time.
+
+    Until then no task of the group starts. The first one afterwards is a probe.
+    """
     client = client_of(ctx)
     for name in groups:
         client.close_group(name, span, why)
@@ -121,7 +128,7 @@ def _list(client: LeaseClient, *, as_json: bool, opened: bool = False) -> None:
 def _echo(found: Sequence[GroupStatus]) -> None:
     rows = [("STATE", "GROUP", "TRIPS", "OPENS IN", "CLOSINGS", "RULE", "WHY")]
     for status in found:
-        wait = in_words(status.retry_after) if status.retry_after else "a probe's time"
+        wait = in_words(status.retry_after) if status.retry_after else "after a probe"
         rows.append(
             (
                 *(status.state, status.group, str(status.trips)),
@@ -134,7 +141,7 @@ def _echo(found: Sequence[GroupStatus]) -> None:
 
 
 def _closings(status: GroupStatus) -> str:
-    """How many are remembered, and for how long."""
+    """How many closings are remembered, and how long ago the first of them was."""
     if not status.closings:
         return ""
     span = (datetime.now(UTC) - status.closings[-1].closed_at).total_seconds()

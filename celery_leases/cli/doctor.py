@@ -1,4 +1,4 @@
-"""``celery leases doctor``: examine the set-up."""
+"""``celery leases doctor``: check the set-up."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from celery_leases.worker.doctor import examine
 @click.pass_context
 @handle_preload_options
 def doctor(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
-    """Examine settings, tasks, broker and stores: what is wrong, what happens, what to write.
+    """Check settings, tasks, broker and stores.
 
-    Changes nothing. Exits with 1 if something was found that is more than a note.
+    Each finding says what is wrong, what happens because of it, and what to write instead. Nothing
+    is changed. Exits with 1 after a finding that is more than a note.
     """
     found = examine(app_of(ctx))
     if as_json:
         echo_json(found.as_json())
     else:
-        _tell(found)
+        _echo(found)
     if not found.healthy:
         ctx.exit(1)
 
 
-def _tell(found: Examination) -> None:
+def _echo(found: Examination) -> None:
     if found.servers:
         head = ("PART", "VERSION", "ROUND TRIP", "CLOCK", "ADDRESS")
         echo_table([head, *map(_row, found.servers)])

@@ -1,4 +1,4 @@
-"""``celery leases drill``: kill workers on purpose, and measure how soon their work goes on."""
+"""``celery leases drill``: kill workers on purpose, and measure how soon others take over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line
-from celery_leases.cli.parameters import SPAN
+from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, leases, unknown_task
 from celery_leases.common.durations import in_short, seconds
 from celery_leases.drill import steps
@@ -19,7 +19,7 @@ from celery_leases.protocol.options import DATABASE, DEFAULT_TTL, MINIMUM_TTL
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.setting_checks import redelivery_of
 
-_TAKERS: Final[dict[StepName, tuple[Who, ...]]] = {
+_TAKEOVERS_BY: Final[dict[StepName, tuple[Who, ...]]] = {
     "child": ("its own call",),
     "double": (),
     "pause": ("another call",),
@@ -30,24 +30,26 @@ _TAKERS: Final[dict[StepName, tuple[Who, ...]]] = {
 @leases.command(cls=CeleryCommand)
 @click.option(
     "--takeover-slo",
-    type=SPAN,
+    type=DURATION,
     default="30s",
     show_default=True,
-    help="How soon after a kill the key must be free, and its own call run again.",
+    help="The time after a kill within which the key must be free and the call must run again.",
 )
-@click.option("--task", help="With the lease_ttl of this task.")
+@click.option("--task", help="Use the lease_ttl of this task.")
 @click.option(
-    "--ttl", type=SPAN, help="With this lease_ttl; by default the longest one of the app's tasks."
+    "--ttl",
+    type=DURATION,
+    help="Use this lease_ttl; by default the longest one of the app's tasks.",
 )
 @click.option(
     "--step",
     "names",
     multiple=True,
     type=click.Choice([*STEPS]),
-    help="Only this step; may be repeated.",
+    help="Run only this step; may be repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be done; asks no server.")
-@click.option("--yes", is_flag=True, help="Do not ask before anything is started.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done, and connect to no server.")
+@click.option("--yes", is_flag=True, help="Start without asking for confirmation.")
 @printing_json
 @click.pass_context
 @handle_preload_options
@@ -63,11 +65,11 @@ def drill(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Kill worker processes in the middle of a harmless task, on this app's own broker and stores,
-    and measure how soon the work goes on.
+    """Kill workers in the middle of a harmless task, and measure how soon the work is taken over.
 
-    The command starts the worker processes itself and kills no others. It uses queues and keys of
-    its own, and deletes them at the end. Exit code 1: a takeover came later than the SLO.
+    The command uses this app's broker and stores. It starts the workers itself and kills no others.
+    It uses its own queues and keys, and deletes them at the end. Exits with 1 if a takeover was
+    later than --takeover-slo.
     """
     app = app_of(ctx)
     slo = seconds(takeover_slo, "--takeover-slo")
@@ -79,9 +81,9 @@ def drill(
     wanted = [name for name in STEPS if not names or name in names]
     if dry_run:
         for name in wanted:
-            _tell_plan(name, bounds, as_json=as_json)
+            _echo_plan(name, bounds, as_json=as_json)
         return
-    word = _word_of(ctx)
+    app_name = _app_argument(ctx)
     if not yes:
         click.confirm(
             f"start {WORKERS} workers of this app on this machine, and kill them?",
@@ -89,12 +91,12 @@ def drill(
             err=True,
         )
     missed = []
-    with Drill(app, word, bounds) as running:
+    with Drill(app, app_name, bounds) as running:
         for report in steps.run(running, wanted):
             if as_json:
                 echo_json(report.as_json())
             else:
-                _tell(report)
+                _echo(report)
             if not report.met:
                 missed.append(report.step)
     if missed:
@@ -102,12 +104,12 @@ def drill(
         ctx.exit(1)
 
 
-def _word_of(ctx: click.Context) -> str:
-    """The word behind ``celery -A``, which the workers are started with."""
-    word = ctx.find_root().params.get("app")
-    if not isinstance(word, str):
+def _app_argument(ctx: click.Context) -> str:
+    """The value of ``celery -A``; the workers are started with it too."""
+    name = ctx.find_root().params.get("app")
+    if not isinstance(name, str):
         raise click.UsageError("name the app for the workers: celery -A <app> leases drill")
-    return word
+    return name
 
 
 def _ttl(app: Any, task: str | None, ttl: str | None) -> float:
@@ -118,7 +120,7 @@ def _ttl(app: Any, task: str | None, ttl: str | None) -> float:
     if ttl is not None:
         span = seconds(ttl, "--ttl")
         if span < MINIMUM_TTL:
-            raise click.BadParameter(f"{ttl}: at least {MINIMUM_TTL:g} s", param_hint="--ttl")
+            raise click.BadParameter(f"{ttl}: write at least {MINIMUM_TTL:g}s", param_hint="--ttl")
         return span
     if task is None:
         return max((each.lease_options.ttl for each in known.values()), default=DEFAULT_TTL)
@@ -128,8 +130,8 @@ def _ttl(app: Any, task: str | None, ttl: str | None) -> float:
     return found
 
 
-def _tell_plan(name: StepName, bounds: Bounds, *, as_json: bool) -> None:
-    takers = {who: bounds.of(name, who) for who in _TAKERS[name]}
+def _echo_plan(name: StepName, bounds: Bounds, *, as_json: bool) -> None:
+    bound_of = {who: bounds.of(name, who) for who in _TAKEOVERS_BY[name]}
     if as_json:
         echo_json(
             {
@@ -137,20 +139,22 @@ def _tell_plan(name: StepName, bounds: Bounds, *, as_json: bool) -> None:
                 "would": STEPS[name],
                 "takeover_slo": bounds.slo,
                 "ttl": bounds.ttl,
-                "bounds": takers,
+                "bounds": bound_of,
             }
         )
         return
     echo_line(f"{name:7} {STEPS[name]}")
-    for who, bound in takers.items():
-        said = f"within {in_short(bound)}" if bound is not None else "at once"
-        echo_line(f"{'':7} {who}: {said}, by the settings with a ttl of {bounds.ttl:g} s")
+    for who, bound in bound_of.items():
+        within = f"within {in_short(bound)}" if bound is not None else "at once"
+        echo_line(
+            f"{'':7} {who} should run {within}, with these settings and a ttl of {bounds.ttl:g} s"
+        )
 
 
-def _tell(report: StepReport) -> None:
+def _echo(report: StepReport) -> None:
     echo_line(f"{report.step:7} {'met' if report.met else 'MISSED'}")
     for takeover in report.takeovers:
-        echo_line(f"{'':7} {_said(takeover, report.slo)}")
+        echo_line(f"{'':7} {_described(takeover, report.slo)}")
         if takeover.why is not None:
             echo_line(f"{'':7} because of {takeover.why}")
     for wrong in report.wrong:
@@ -159,7 +163,7 @@ def _tell(report: StepReport) -> None:
         echo_line(f"{'':7} {at:7.2f} s  {what}")
 
 
-def _said(takeover: Takeover, slo: float) -> str:
+def _described(takeover: Takeover, slo: float) -> str:
     who = f"{takeover.who} ran after"
     if takeover.took is None:
         return f"{takeover.who} did not run within {takeover.waited:g} s; allowed are {slo:g} s"

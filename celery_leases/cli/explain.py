@@ -1,4 +1,4 @@
-"""``celery leases explain``: which rule a failure would meet, and what that means for a task."""
+"""``celery leases explain``: which rule matches a failure, and what a task then does."""
 
 from __future__ import annotations
 
@@ -33,30 +33,36 @@ from celery_leases.worker.app_settings import leased_tasks
 
 _A_RECORD = Record("", "", "", State.RUNNING, 0, "", "", "", 1, 0, 0, 0, 0, "", 0.0, 0, 0, 0)
 SHOWN = 3
-"""How many failures in a row are played through."""
+"""For how many failures in a row the outcome is shown."""
 
 
 @leases.command(cls=CeleryCommand)
-@click.option("--task", help="Whose rules and options count; without it the defaults.")
-@click.option("--status", type=click.IntRange(100, 599), help="An HTTP status.")
 @click.option(
-    "--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header of the answer."
+    "--task", help="Use the rules and options of this task; by default the built-in ones."
+)
+@click.option("--status", type=click.IntRange(100, 599), help="The HTTP status of the response.")
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A header of the response; may be repeated.",
 )
 @click.option(
     "--code",
     "codes",
     multiple=True,
-    help="An error code in the answer's body, such as insufficient_quota.",
+    help="An error code in the body of the response, such as insufficient_quota.",
 )
-@click.option("--exc", help="An exception by its dotted name, such as httpx.ReadTimeout.")
+@click.option("--exc", help="The dotted name of an exception, such as httpx.ReadTimeout.")
 @click.option("--sqlstate", help="A SQLSTATE, such as 40001.")
 @click.option("--grpc", help="A gRPC status, such as RESOURCE_EXHAUSTED.")
-@click.option("--message", default="", help="The error's message.")
+@click.option("--message", default="", help="The message of the error.")
 @as_json
 @click.pass_context
 @handle_preload_options
 def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -> None:
-    """Print the rule that a failure would meet, why, and what would be done about it."""
+    """Print which rule matches a failure, why, and what the task does then."""
     facts = _facts(given)
     options = _options(ctx, task)
     judgement = options.classifier.judge_facts(facts, time.time())
@@ -73,8 +79,9 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
 
 
 def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any]:
-    """What *judgement* means for a task with *options*, as plain values; the failures are those in
-    a row.
+    """What *judgement* means for a task with *options*, as plain values.
+
+    ``failures`` has the outcome of the first, second and third failure in a row.
     """
     ruling = judgement.ruling
     group = (
@@ -95,28 +102,26 @@ def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any
         else None,
         "clamped": "to 6 hours" if judgement.clamped else None,
         "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
-        "operator": "waiting alone does not mend it" if ruling.operator else None,
+        "operator": "a person must act: waiting does not help" if ruling.operator else None,
         "after_a_cooldown": _after_a_cooldown(judgement, options),
-        "failures": _in_a_row(judgement, options, "a group" if in_group else None),
+        "failures": _consecutive(judgement, options, "a group" if in_group else None),
     }
 
 
 def _after_a_cooldown(judgement: Classification, options: LeaseOptions) -> str | None:
-    """What becomes of the call once it has no quick retries left; ``None``: it has failed for good
-    then.
-    """
+    """What happens to the call after its last quick retry; ``None``: it fails for good."""
     raised = Raised(Exception(), Failure("", ""), judgement)
     verdict = after_failure(_a_call(options), replace(_A_RECORD, quick_retries=MANY), raised, 0.0)
     if not isinstance(verdict, EnterCooldown):
         return None
-    return "the call comes back by itself" if verdict.resume else "the call ends with the error"
+    return "the call runs again by itself" if verdict.resume else "the call ends with the error"
 
 
 def _a_call(options: LeaseOptions, group: str | None = None) -> Call:
     return Call("", "", CallKey("", ""), options, group=group)
 
 
-def _in_a_row(judgement: Classification, options: LeaseOptions, group: str | None) -> list[str]:
+def _consecutive(judgement: Classification, options: LeaseOptions, group: str | None) -> list[str]:
     call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):
@@ -167,10 +172,10 @@ def _facts(given: Mapping[str, Any]) -> ErrorFacts:
         given[name] for name in ("status", "headers", "codes", "exc", "sqlstate", "grpc", "message")
     ):
         raise click.UsageError(
-            "say what failed: --status, --header, --code, --exc, --sqlstate, --grpc or --message"
+            "describe the failure: --status, --header, --code, --exc, --sqlstate, --grpc or --message"
         )
-    of_class = _of_class(given["exc"]) if given["exc"] else ErrorFacts()
-    told = {
+    class_facts = _facts_of_class(given["exc"]) if given["exc"] else ErrorFacts()
+    known = {
         "status": given["status"],
         "codes": given["codes"],
         "sqlstate": given["sqlstate"],
@@ -178,7 +183,7 @@ def _facts(given: Mapping[str, Any]) -> ErrorFacts:
         "headers": dict(map(_header, given["headers"])),
         "message": given["message"],
     }
-    return replace(of_class, chain=(), **{name: value for name, value in told.items() if value})
+    return replace(class_facts, chain=(), **{name: value for name, value in known.items() if value})
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -190,16 +195,19 @@ def _header(text: str) -> tuple[str, str]:
     return name.strip().lower(), value.strip()
 
 
-def _of_class(dotted: str) -> ErrorFacts:
-    """What the class of the exception tells, if it can be imported: its names, and what all its
-    instances carry.
+def _facts_of_class(dotted: str) -> ErrorFacts:
+    """The facts that the exception's class has, if it can be imported.
+
+    These are its names and what all its instances carry.
     """
     module, _, name = dotted.rpartition(".")
     try:
         found = getattr(import_module(module or "builtins"), name)
     except (ImportError, AttributeError, ValueError):
-        click.echo(f"{dotted} cannot be imported here, so only its own name counts", err=True)
+        click.echo(
+            f"{dotted} cannot be imported, so rules for its superclasses do not match", err=True
+        )
         return ErrorFacts(names=(dotted,))
     if not isinstance(found, type) or not issubclass(found, BaseException):
-        raise click.BadParameter(f"{dotted} is no exception class", param_hint="--exc")
+        raise click.BadParameter(f"{dotted} is not an exception class", param_hint="--exc")
     return replace(facts_of(found.__new__(found)), message="")

@@ -1,4 +1,4 @@
-"""``celery leases exporter``: the metrics of all processes, for Prometheus."""
+"""``celery leases exporter``: serve the metrics of all processes to Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import echo_line
-from celery_leases.cli.parameters import SPAN
+from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, leases
 from celery_leases.common.durations import seconds
 from celery_leases.worker.app_settings import settings_of
@@ -30,21 +30,21 @@ PORT: Final = 9808
     "--address",
     default="127.0.0.1",
     show_default=True,
-    help="Listen on this address. There is no password: let only Prometheus reach another one.",
+    help="Listen on this address. There is no password: protect any address that others can reach.",
 )
 @click.option(
     "--count-every",
-    type=SPAN,
+    type=DURATION,
     default="1m",
     show_default=True,
-    help="How often the records are counted at most, for the gauges.",
+    help="Count the records for the gauges at most this often.",
 )
 @click.pass_context
 @handle_preload_options
 def exporter(ctx: click.Context, port: int, address: str, count_every: str, **_: Any) -> None:
-    """Serve the metrics of all processes for Prometheus, under /metrics, until it is stopped.
+    """Serve the metrics of all processes to Prometheus, at /metrics, until the command is stopped.
 
-    Run one for each app. The counters need leases_metrics = True in the settings of the workers.
+    Run one exporter for each app. Counters need leases_metrics = True in the app's settings.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -57,7 +57,8 @@ def exporter(ctx: click.Context, port: int, address: str, count_every: str, **_:
     app = app_of(ctx)
     if not settings_of(app).metrics:
         echo_line(
-            "Nothing is counted: write leases_metrics = True. The gauges are there.", err=True
+            "Only gauges are served: counters need leases_metrics = True in the app's settings.",
+            err=True,
         )
     registry = CollectorRegistry()
     registry.register(LeaseCollector(app, count_every=seconds(count_every)))

@@ -1,6 +1,4 @@
-"""``celery leases list | watch | stats | show | resolve``: look at records, and say what became of
-one.
-"""
+"""``celery leases list | watch | stats | show | resolve``: show records, and resolve one."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from celery_leases.cli.output import (
     echo_status,
     echo_table,
 )
-from celery_leases.cli.parameters import SPAN, filtering, selected
-from celery_leases.cli.root import app_of, client_of, leases, whose
+from celery_leases.cli.parameters import DURATION, filtering, selected
+from celery_leases.cli.root import app_of, client_of, leases, task_and_namespace
 from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import in_short, in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
@@ -49,22 +47,24 @@ HEAD: Row = (
 )
 PAGE_SIZE = 500
 
-of_task = click.option("--task", help="The task's name; needed when several tasks have this key.")
+of_task = click.option(
+    "--task", help="The name of the task; needed if several tasks have this key."
+)
 in_namespace = click.option(
-    "--namespace", help="Its lease_namespace; needed where the app does not know the task."
+    "--namespace", help="The lease_namespace of the key; needed if the app does not know its task."
 )
 for_retention = click.option(
     "--retention",
-    type=SPAN,
-    help="How long the record counts from now, as 7d; by default the task's.",
+    type=DURATION,
+    help="Keep the record for this time from now, such as 7d; by default the task's lease_retention.",
 )
 slowest_first = click.option(
-    "--slowest", is_flag=True, help="The longest run first, instead of the latest started."
+    "--slowest", is_flag=True, help="The longest run first, instead of the last started."
 )
 
 
 def row_of(status: LeaseStatus) -> Row:
-    """A status as a row of the list."""
+    """A status as a row of ``leases list``."""
     spans = [in_short(span) if span is not None else "" for span in (status.age, status.runtime)]
     counts = (str(status.attempt), str(status.crashes), str(status.failures))
     known = (
@@ -79,7 +79,10 @@ def row_of(status: LeaseStatus) -> Row:
 
 
 class _Listing:
-    """At most *limit* statuses, read in pages; ``next`` is where to go on once all were given."""
+    """At most *limit* statuses, read page by page.
+
+    After the iteration ``next`` is the start of the next page, or ``None``.
+    """
 
     def __init__(
         self,
@@ -108,8 +111,12 @@ class _Listing:
 @leases.command(name="list", cls=CeleryCommand)
 @filtering
 @slowest_first
-@click.option("--limit", type=AT_MOST, default=100, show_default=True, help="At most so many.")
-@click.option("--page", "after", metavar="PAGE", help="Go on there; the page before says where.")
+@click.option(
+    "--limit", type=AT_MOST, default=100, show_default=True, help="List at most this many."
+)
+@click.option(
+    "--page", "after", metavar="PAGE", help="Start at this page; each page names the next one."
+)
 @as_json
 @click.pass_context
 @handle_preload_options
@@ -122,7 +129,7 @@ def list_keys(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """List the keys that have a record, the latest started first."""
+    """List the keys that have a record, the last started first."""
     client = client_of(ctx)
     wanted = selected(ctx, client, options).wanted
     listing = _Listing(client, wanted, slowest=slowest, limit=limit, after=after)
@@ -135,12 +142,12 @@ def list_keys(
     except LeaseConfigurationError as error:
         raise click.BadParameter(str(error), param_hint="--page") from None
     if listing.next is not None:
-        echo_line(f"there may be more: --page {listing.next}", err=True)
+        echo_line(f"next page, if there is one: --page {listing.next}", err=True)
 
 
 def _rows(listing: _Listing) -> Iterator[Row]:
     statuses = iter(listing)
-    first = next(statuses, None)  # an error comes before the head
+    first = next(statuses, None)  # so that an error is printed before the head
     yield HEAD
     if first is not None:
         yield row_of(first)
@@ -152,32 +159,32 @@ def _rows(listing: _Listing) -> Iterator[Row]:
 @slowest_first
 @click.option(
     "--every",
-    type=SPAN,
+    type=DURATION,
     default="2s",
     show_default=True,
-    help="How long to wait between two looks.",
+    help="How often to refresh the list.",
 )
-@click.option("--times", type=AT_MOST, help="End after so many looks; without it, with Ctrl-C.")
+@click.option("--times", type=AT_MOST, help="Stop after this many refreshes; by default at Ctrl-C.")
 @click.pass_context
 @handle_preload_options
 def watch(
     ctx: click.Context, *, slowest: bool, every: str, times: int | None, **options: Any
 ) -> None:
-    """Show the list again and again, as much of it as fits on the screen."""
+    """Show the part of the list that fits on the screen, and refresh it until Ctrl-C."""
     client = client_of(ctx)
-    wanted, looked = selected(ctx, client, options).wanted, 0
+    wanted, refreshes = selected(ctx, client, options).wanted, 0
     try:
         while True:
-            _look(client, wanted, slowest=slowest)
-            looked += 1
-            if looked == times:
+            _refresh(client, wanted, slowest=slowest)
+            refreshes += 1
+            if refreshes == times:
                 return
             time.sleep(seconds(every, "--every"))
     except KeyboardInterrupt:
         return
 
 
-def _look(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> None:
+def _refresh(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> None:
     terminal = sys.stdout.isatty()
     lines = max(5, shutil.get_terminal_size().lines - 3) if terminal else PAGE_SIZE
     try:
@@ -198,9 +205,7 @@ def _look(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> None:
 @click.pass_context
 @handle_preload_options
 def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
-    """Count the records by task and state, their last failures by rule, and the runs saved. Reads
-    every record.
-    """
+    """Count records by task and state, failures by rule, and saved runs. Reads every record."""
     found = client_of(ctx).stats()
     if as_json:
         echo_json(found.as_json())
@@ -235,9 +240,11 @@ def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
         ]
         echo_table([("TASK", "RUNS SAVED", "REPLAYED", "DROPPED"), *runs])
     elif found.saved is not None:
-        click.echo("No run was saved yet.")
+        click.echo("No run was saved so far.")
     if not settings_of(app_of(ctx)).metrics:
-        click.echo("Metrics are off: leases_metrics = True counts the runs saved.")
+        click.echo(
+            "Saved runs are not counted: that needs leases_metrics = True in the app's settings."
+        )
     if found.trouble is not None:
         echo_line(found.trouble, err=True)
         ctx.exit(1)
@@ -259,11 +266,11 @@ def show(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Show where KEY stands: its attempts, why its task did not run, and when it will.
+    """Show the status of KEY: its attempts, why its task did not run, and what happens next.
 
-    Exits with 1 for a key without a record.
+    Exits with 1 if the key has no record.
     """
-    status = client_of(ctx).status(key, **whose(ctx, task, namespace))
+    status = client_of(ctx).status(key, **task_and_namespace(ctx, task, namespace))
     echo_status(status, as_json=as_json)
     if status.state == "absent":
         ctx.exit(1)
@@ -273,12 +280,19 @@ def show(
 @click.argument("key")
 @of_task
 @in_namespace
-@click.option("--done", is_flag=True, help="The work is done: it is not run again.")
+@click.option("--done", is_flag=True, help="The work is done: the task does not run again.")
 @click.option(
-    "--retry", "again", is_flag=True, help="What is in doubt has not happened: it may run again."
+    "--retry",
+    "again",
+    is_flag=True,
+    help="The uncertain effect did not happen: the task may run again.",
 )
-@click.option("--result", help="With --done: what later callers get, as JSON.")
-@click.option("--force", is_flag=True, help="Even if it is running: its outcome is refused then.")
+@click.option("--result", help="With --done: the result for later callers, as JSON.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also if the key is running; the outcome of that run is then refused.",
+)
 @for_retention
 @as_json
 @click.pass_context
@@ -296,26 +310,27 @@ def resolve(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Say what became of KEY, after a look at the other side: above all of one that is
-    uncertain.
+    """Record whether the work of KEY was done, after you have checked the other system.
+
+    This is for a key that is uncertain: an effect was sent and its outcome is unknown.
     """
     if done == again:
-        raise click.UsageError("say one of --done and --retry")
+        raise click.UsageError("give one of --done and --retry")
     if result is not None and not done:
-        raise click.UsageError("--result goes with --done")
+        raise click.UsageError("--result needs --done")
     try:
         value = json.loads(result) if result is not None else None
     except ValueError as error:
         raise click.BadParameter(
-            f"{result!r} is no JSON ({error})", param_hint="--result"
+            f"{result!r} is not JSON ({error})", param_hint="--result"
         ) from None
     outcome: Literal["done", "retry"] = "done" if done else "retry"
     given: dict[str, Any] = {
-        **whose(ctx, task, namespace),
+        **task_and_namespace(ctx, task, namespace),
         "result": value,
         "force": force,
         "retention": retention,
     }
     echo_status(client_of(ctx).resolve(key, outcome, **given), as_json=as_json)
     if again:
-        click.echo("nothing is queued by this: call the task again", err=True)
+        click.echo("no message was published: call the task again", err=True)

@@ -1,4 +1,4 @@
-"""``celery leases migrate``: make the tables, and bring them from one version to another."""
+"""``celery leases migrate``: create the tables, and convert them to another version."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from celery_leases.worker.app_settings import settings_of
 
 
 @leases.command(cls=CeleryCommand)
-@click.option("--sql", is_flag=True, help="Print the SQL of new tables and change nothing.")
+@click.option(
+    "--sql", is_flag=True, help="Print the SQL that creates the tables, and change nothing."
+)
 @click.option(
     "--downgrade",
     is_flag=True,
-    help="Go back to the version before, for workers of the release before.",
+    help="Convert the tables to the previous version, for workers of the previous release.",
 )
 @click.pass_context
 @handle_preload_options
 def migrate(ctx: click.Context, sql: bool, downgrade: bool, **_: Any) -> None:
-    """Create the tables in the records database, or convert those of an older release while workers
-    run.
+    """Create the tables in the records database, or convert those of an older release.
 
-    Running it again is harmless.
+    Workers may run meanwhile. The command can be repeated.
     """
     if sql and downgrade:
-        raise click.UsageError("--sql prints the SQL of new tables: leave out --downgrade")
+        raise click.UsageError(
+            "--sql prints the SQL that creates new tables; it cannot be used with --downgrade"
+        )
     records = open_records(settings_of(ctx.obj.app))
     if sql:
         click.echo(records.tables.ddl(records.database.engine), nl=False)
         return
     done = records.migrate(NEWEST - 1 if downgrade else NEWEST)
-    click.echo(f"{_said(done)}: {shown_database(records.database.engine.url)}")
+    click.echo(f"{_described(done)}: {shown_database(records.database.engine.url)}")
 
 
-def _said(done: Migrated) -> str:
+def _described(done: Migrated) -> str:
     if done.before is None:
         return f"the tables were created in version {done.after}"
     if done.before == done.after and not done.rows:
-        return f"the tables have version {done.after} already"
+        return f"the tables already have version {done.after}"
     return f"the tables were converted from version {done.before} to {done.after}, with {done.rows} records"

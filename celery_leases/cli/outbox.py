@@ -1,4 +1,4 @@
-"""``celery leases relay | rescue``: publish what a crash left behind."""
+"""``celery leases relay | rescue``: publish messages that a crashed process did not publish."""
 
 from __future__ import annotations
 
@@ -21,37 +21,41 @@ from celery_leases.worker import outbox
     type=AT_MOST,
     default=outbox.RELAY_AT_ONCE,
     show_default=True,
-    help="At most so many messages.",
+    help="Publish at most this many messages.",
 )
 @click.pass_context
 @handle_preload_options
 def relay(ctx: click.Context, limit: int, **_: Any) -> None:
-    """Publish enqueued messages whose own process died after its commit. Exits with 1 if one could
-    not be.
+    """Publish messages of delay_in() whose process died between its commit and the publication.
+
+    Exits with 1 if a message could not be published.
     """
-    _tell(ctx, outbox.relay(app_of(ctx), limit))
+    _echo_result(ctx, outbox.relay(app_of(ctx), limit))
 
 
 @leases.command(cls=CeleryCommand)
 @click.option(
-    "--older", default="15m", show_default=True, help="Only records without a change for so long."
+    "--older",
+    default="15m",
+    show_default=True,
+    help="Only records that have not changed for this time.",
 )
 @click.option(
     "--limit",
     type=AT_MOST,
     default=outbox.RELAY_AT_ONCE,
     show_default=True,
-    help="At most so many records.",
+    help="Publish the messages of at most this many records.",
 )
-@click.option("--dry-run", is_flag=True, help="Only tell which.")
+@click.option("--dry-run", is_flag=True, help="List the records, and publish nothing.")
 @click.pass_context
 @handle_preload_options
 def rescue(ctx: click.Context, older: str, limit: int, dry_run: bool, **_: Any) -> None:
-    """Publish the kept messages of records whose work has stopped:
-    abandoned, pending, or cooling with the cooldown over.
+    """Publish the stored messages of records whose work has stopped.
 
-    So it does with enqueued messages that are due, as `leases relay`. Exits with 1 if one could not
-    be published.
+    These are abandoned, or pending, or cooling although the cooldown is over. Due messages of
+    delay_in() are published too, as by `leases relay`. Exits with 1 if a message could not be
+    published.
     """
     app, span = app_of(ctx), seconds(older, "--older")
     if dry_run:
@@ -61,7 +65,7 @@ def rescue(ctx: click.Context, older: str, limit: int, dry_run: bool, **_: Any) 
         return
     done = outbox.rescue(app, older=span, limit=limit)
     _list(done.published)
-    _tell(ctx, done)
+    _echo_result(ctx, done)
 
 
 def _list(records: Sequence[Record]) -> None:
@@ -70,12 +74,12 @@ def _list(records: Sequence[Record]) -> None:
         echo_table([("STATE", "KEY", "TASK", "CALL"), *rows])
 
 
-def _tell(ctx: click.Context, done: outbox.Round) -> None:
-    """Say how many were published; what could not be makes the command fail."""
+def _echo_result(ctx: click.Context, done: outbox.Round) -> None:
+    """Print how many were published, and exit with 1 if one could not be."""
     click.echo(f"{len(done.published)} published")
     if done.refused:
         click.echo(
-            f"{len(done.refused)} could not be published, the next relay or rescue tries again",
+            f"{len(done.refused)} could not be published; the next relay or rescue tries again",
             err=True,
         )
         ctx.exit(1)

@@ -1,5 +1,6 @@
-"""How commands print: tables and lines for people, of which a terminal obeys nothing; JSON lines
-for programs.
+"""Output of the commands: tables and lines for people, JSON lines for programs.
+
+Control characters are escaped, so that a key or a message cannot send commands to the terminal.
 """
 
 from __future__ import annotations
@@ -22,26 +23,24 @@ as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, one object on each line."
 )
 AT_MOST = click.IntRange(min=1)
-"""How many of something: a ``--limit``."""
-AT_ONCE: Final = 500
-"""As many rows are looked at before the first is printed, so that the columns of a long table stand
-in line.
-"""
+"""The type of a ``--limit``."""
+ROWS_MEASURED: Final = 500
+"""How many rows are read before the first one is printed, to set the widths of the columns."""
 NARROWEST: Final = 8
 GAP: Final = "  "
 Row = tuple[str, ...]
-_IN_PARTS: Final = {"message", "message_code", "attempts", "traceback", "stored_key"}
-"""What :func:`echo_status` prints apart, or not at all."""
+_NOT_FIELDS: Final = {"message", "message_code", "attempts", "traceback", "stored_key"}
+"""Values that :func:`echo_status` does not print as fields: it prints them elsewhere, or not."""
 
 
 def echo_status(status: LeaseStatus, *, as_json: bool) -> None:
-    """Print where a key stands, its attempts, and what happens next."""
+    """Print the status of a key, its attempts, and what happens next."""
     values = status.as_json()
     if as_json:
         echo_json(values)
         return
     echo_line(status.message())
-    echo_fields({name: value for name, value in values.items() if name not in _IN_PARTS})
+    echo_fields({name: value for name, value in values.items() if name not in _NOT_FIELDS})
     if status.attempts:
         click.echo("  attempts")
         rows: list[Row] = [("", "STARTED", "TOOK", "ENDED", "HOST", "ERROR")]
@@ -64,7 +63,7 @@ def _attempt(attempt: AttemptStatus) -> Row:
 
 
 def echo_fields(values: dict[str, Any]) -> None:
-    """Print one line for each value that says something."""
+    """Print one line for each value that is not empty and not false."""
     for name, value in values.items():
         if value not in (None, [], {}, "", False):
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
@@ -72,25 +71,24 @@ def echo_fields(values: dict[str, Any]) -> None:
 
 
 def echo_line(text: str, *, err: bool = False) -> None:
-    """Print one line, to stderr with *err*; what a terminal would obey is escaped."""
+    """Print one line with its control characters escaped; with *err* to stderr."""
     click.echo(printable(text, None), err=err)
 
 
 def echo_json(value: Any) -> None:
-    """Print JSON on one line; values are as they are, what a terminal would obey is escaped as JSON
-    escapes it.
-    """
+    """Print JSON on one line: values are complete, control characters are escaped as in JSON."""
     click.echo(json.dumps(value, default=str))
 
 
 def echo_table(rows: Iterable[Row], *, lines: int | None = None) -> None:
-    """Print rows in columns, the first one as their heads; what a terminal would obey is escaped.
+    """Print rows in columns, with their control characters escaped; the first row has the heads.
 
-    On a terminal the widest columns are cut to its width. Rows are printed as they come, after the
-    first 500; with *lines* no more than those.
+    On a terminal the widest columns are cut to fit its width. The first 500 rows set the widths of
+    the columns; later rows are printed as soon as they are read. With *lines*, at most that many
+    rows are printed.
     """
     shown = (tuple(map(printable, row)) for row in islice(rows, lines))
-    first = [*islice(shown, AT_ONCE)]
+    first = [*islice(shown, ROWS_MEASURED)]
     if not first:
         return
     widths = _fitting([max(map(_width, column)) for column in zip(*first, strict=True)])
@@ -100,7 +98,7 @@ def echo_table(rows: Iterable[Row], *, lines: int | None = None) -> None:
 
 
 def _fitting(widths: Sequence[int]) -> list[int]:
-    """*widths* of columns, the widest made narrower until all fit into the terminal."""
+    """*widths* of columns, the widest ones reduced until the table fits the terminal."""
     found = list(widths)
     if not sys.stdout.isatty():
         return found
@@ -122,7 +120,7 @@ def _cell(text: str, width: int) -> str:
 
 
 def _width(text: str) -> int:
-    """How many columns of a terminal *text* takes: those of East Asia take two."""
+    """How many columns of a terminal *text* takes: an East Asian character takes two."""
     if text.isascii():
         return len(text)
     return sum(

@@ -1,4 +1,4 @@
-"""What may be written behind the options of commands, and which records a command means by them."""
+"""Types of option values, and the options that select records."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from celery_leases.protocol.filters import KNOWN_STATES
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Span(click.ParamType[Any]):
-    name = "span"
+class _Duration(click.ParamType[Any]):
+    name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            seconds(value, param.opts[0] if param is not None else "a span")
+            seconds(value, param.opts[0] if param is not None else "a duration")
         except LeaseConfigurationError as error:
             self.fail(printable(str(error), None), param, ctx)
         return value
 
 
-class _Moment(click.ParamType[Any]):
+class _Time(click.ParamType[Any]):
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, datetime):
             return value
-        if (span := parsed(value)) is not None:
+        if (duration := parsed(value)) is not None:
             try:
-                return datetime.now(UTC) - timedelta(seconds=span)
+                return datetime.now(UTC) - timedelta(seconds=duration)
             except OverflowError:
                 self.fail(f"{printable(value)!r} is too long ago", param, ctx)
         try:
             when = datetime.fromisoformat(value)
         except ValueError:
-            said = f"{printable(value)!r} is no time: write one such as 2026-04-01T03:00, or a span before now: 12h"
-            self.fail(said, param, ctx)
+            hint = "write a time such as 2026-04-01T03:00, or 12h for 12 hours ago"
+            self.fail(f"{printable(value)!r} is not a time: {hint}", param, ctx)
         return when if when.tzinfo else when.astimezone()
 
 
-SPAN: Final = _Span()
-"""A span of time such as ``30s`` or ``1h30m``."""
-MOMENT: Final = _Moment()
-"""A time in ISO 8601, by the local clock where it has no zone; or a span before now."""
+DURATION: Final = _Duration()
+"""A duration such as ``30s`` or ``1h30m``."""
+TIME: Final = _Time()
+"""A time in ISO 8601, local if it has no time zone; or a duration, which means that long ago."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The records that options of a command mean."""
+    """The records that the options of a command select."""
 
     wanted: RecordFilter
     given: bool
-    """Whether one of the options was given."""
+    """Whether any of the options was given."""
 
 
 _FILTERS: Final = (
@@ -70,37 +70,47 @@ _FILTERS: Final = (
         "states",
         multiple=True,
         type=click.Choice(KNOWN_STATES),
-        help="Only these states.",
+        help="Only keys in this state; may be repeated.",
     ),
-    click.option("--task", help="Only this task."),
+    click.option("--task", help="Only keys of this task."),
     click.option(
-        "--group", metavar="GROUP", help="Only those whose last failure was of this cooldown group."
+        "--group",
+        metavar="GROUP",
+        help="Only keys whose last failure belongs to this cooldown group.",
     ),
-    click.option("--key", "prefix", metavar="PREFIX", help="Only keys that begin so."),
+    click.option("--key", "prefix", metavar="PREFIX", help="Only keys that start with this text."),
     click.option(
         "--since",
-        type=MOMENT,
-        help="Only those whose latest attempt began since then: 12h, 2026-04-01T03:00.",
-    ),
-    click.option("--until", type=MOMENT, help="Only those whose latest attempt began before then."),
-    click.option(
-        "--reason", help="Only with this reason, as list shows it: rate_limited, worker_lost."
+        type=TIME,
+        help="Only keys whose latest attempt started at this time or later: 2026-04-01T03:00, "
+        "or 12h for 12 hours ago.",
     ),
     click.option(
-        "--crashed", is_flag=True, help="Only those whose process died, in the latest attempts."
+        "--until",
+        type=TIME,
+        help="Only keys whose latest attempt started before this time, written as for --since.",
+    ),
+    click.option(
+        "--reason",
+        help="Only keys with this reason, as `leases list` shows it: rate_limited, worker_lost.",
+    ),
+    click.option(
+        "--crashed",
+        is_flag=True,
+        help="Only keys with crashes: the process died in the latest attempts.",
     ),
 )
 
 
 def filtering(command: F) -> F:
-    """Give *command* the options that :func:`selected` reads."""
+    """Add to *command* the options that :func:`selected` reads."""
     for option in reversed(_FILTERS):
         command = option(command)
     return command
 
 
 def selected(ctx: click.Context, client: LeaseClient, options: dict[str, Any]) -> Selection:
-    """What the options of :func:`filtering` mean; refuses a task that is unknown."""
+    """The records that the options of :func:`filtering` select; refuses an unknown task."""
     names = ("states", "task", "group", "prefix", "since", "until", "reason", "crashed")
     given = {name: options[name] for name in names}
     check_task(ctx, client, given["task"])

@@ -1,4 +1,4 @@
-"""The group ``celery leases``, and what all its commands need."""
+"""The command group ``celery leases``, and functions that its commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from celery_leases.worker.app_settings import leased_tasks
 
 
 class _Group(click.Group):
-    """Errors of celery_leases end a command with their message and exit code 1."""
+    """Prints an error of celery_leases as one message and exits with 1, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -23,19 +23,22 @@ class _Group(click.Group):
             raise click.ClickException(printable(str(error), None, keep="\n")) from None
 
 
-@click.group(cls=_Group, help="Leases and records of tasks that are safe to run twice.")
+@click.group(
+    cls=_Group, help="Show and change the leases and records of tasks, and check the set-up."
+)
 def leases() -> None:
-    """Hold the subcommands."""
+    """The group that the subcommands are added to."""
 
 
 def client_of(ctx: click.Context) -> LeaseClient:
-    """A client on the stores that the settings of the app name, also where its calls are eager."""
+    """A client for the stores in the app's settings, even if the app runs its tasks eagerly."""
     return LeaseClient.from_app(app_of(ctx), eager=False)
 
 
 def check_task(ctx: click.Context, client: LeaseClient, task: str | None) -> None:
-    """Refuse a ``--task`` that is neither a leased task of the app nor has a record: its answers
-    would all be empty.
+    """Refuse a ``--task`` that is not a leased task of the app and has no record.
+
+    The command would find nothing, without a hint that the name is wrong.
     """
     known = leased_tasks(app_of(ctx))
     if task is None or task in known or client.list(task=task, limit=1):
@@ -44,18 +47,21 @@ def check_task(ctx: click.Context, client: LeaseClient, task: str | None) -> Non
 
 
 def unknown_task(task: str, known: Iterable[str]) -> click.BadParameter:
-    """The error for a ``--task`` that names none of the app's leased tasks."""
+    """The error for a ``--task`` that is not one of the app's leased tasks."""
     names = ", ".join(sorted(known)) or "none"
     return click.BadParameter(
-        f"{task} is no leased task of this app; known are {names}", param_hint="--task"
+        f"{task} is not a leased task of this app; its leased tasks are {names}",
+        param_hint="--task",
     )
 
 
-def whose(ctx: click.Context, task: str | None, namespace: str | None) -> dict[str, str | None]:
-    """The task and the namespace of a key; the app is asked for the namespace of a task that it
-    knows.
+def task_and_namespace(
+    ctx: click.Context, task: str | None, namespace: str | None
+) -> dict[str, str | None]:
+    """The arguments ``task`` and ``namespace`` for methods of :class:`LeaseClient`.
 
-    Refuses an unknown *task* as :func:`check_task` does, unless the *namespace* is given.
+    Without *namespace* it is the one of the app's *task*; an unknown task is refused as in
+    :func:`check_task`.
     """
     if namespace is None:
         check_task(ctx, client_of(ctx), task)
@@ -65,7 +71,7 @@ def whose(ctx: click.Context, task: str | None, namespace: str | None) -> dict[s
 
 
 def app_of(ctx: click.Context) -> Any:
-    """The app the command was given, with all its tasks."""
+    """The app of ``celery -A``, with all its tasks imported."""
     app = ctx.obj.app
     app.loader.import_default_modules()
     app.finalize()

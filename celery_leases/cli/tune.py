@@ -1,4 +1,4 @@
-"""``celery leases tune``: which ``lease_ttl`` fits, from the run times in the records."""
+"""``celery leases tune``: recommend a ``lease_ttl`` from the run times in the records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import AT_MOST, Row, as_json, echo_json, echo_line, echo_table
-from celery_leases.cli.parameters import SPAN
+from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, check_task, client_of, leases
 from celery_leases.common.durations import in_short, seconds
 from celery_leases.protocol.tuning import (
@@ -32,28 +32,33 @@ HEAD: Row = ("TASK", "RUNS", "P50", "P95", "P99", "LONGEST", "TTL NOW", "TTL UNR
 @click.option("--task", help="Only this task.")
 @click.option(
     "--takeover-slo",
-    type=SPAN,
-    help="How soon after a worker was killed its key must be free, and its own call run again.",
+    type=DURATION,
+    help="The time after the kill of a worker within which its key must be free and its call must "
+    "run again.",
 )
 @click.option(
     "--lateness",
-    type=SPAN,
-    help="How long a worker process may stand still: swapping, a pause of its machine; by default "
-    "how late renewals were (p99), as leases_metrics counts, or else 1s.",
+    type=DURATION,
+    help="The longest pause of a worker process, for example while the machine swaps; by default the "
+    "p99 lateness of renewals, if leases_metrics has counted it, otherwise 1s.",
 )
 @click.option(
     "--guard",
-    type=SPAN,
-    help="What a ttl without renewal has on top of p99 and jitter; by default lateness and twice "
+    type=DURATION,
+    help="The margin of a ttl without renewal above p99 and jitter; by default lateness plus twice "
     "the p99 of the lease store, at least 2s.",
 )
 @click.option(
     "--jitter",
-    type=SPAN,
-    help="How much longer than p99 a run may take; by default the longest run seen less p99.",
+    type=DURATION,
+    help="How much longer than p99 a run may take; by default the longest run minus p99.",
 )
 @click.option(
-    "--runs", type=AT_MOST, default=5000, show_default=True, help="The latest so many of each task."
+    "--runs",
+    type=AT_MOST,
+    default=5000,
+    show_default=True,
+    help="Use the last runs of each task, at most this many.",
 )
 @click.option(
     "--picture",
@@ -75,10 +80,9 @@ def tune(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Advise on lease_ttl: from the run times in the records, and from how long the stores take to
-    answer this machine.
+    """Recommend a lease_ttl from the run times in the records and the response times of the stores.
 
-    Exit code 1: the takeover SLO cannot be met with these settings; the last lines say why.
+    Exits with 1 if --takeover-slo cannot be met with these settings; the last lines say why.
     """
     draw = _drawing(picture) if picture is not None else None
     app, client = app_of(ctx), client_of(ctx)
@@ -163,7 +167,7 @@ def _echo_advice(tasks: list[dict[str, Any]], advice: Mapping[str, Any], missed:
 
 
 def _lateness(advice: Mapping[str, Any]) -> str:
-    """Where the standstill is from."""
+    """Where the value of the standstill comes from."""
     count, span = advice["renewals"], _precise(advice["lateness"])
     match advice["lateness_from"]:
         case "measured":
@@ -182,7 +186,7 @@ def _lateness(advice: Mapping[str, Any]) -> str:
 def _missed(
     tasks: list[dict[str, Any]], advice: Mapping[str, Any], delivery: Delivery, slo: float
 ) -> list[str]:
-    """Why the SLO is not met, a line for each reason."""
+    """Why the SLO is not met: one line for each reason."""
     found = []
     longest = advice["longest_ttl_for_slo"]
     if longest is None or longest < advice["ttl"]:
@@ -208,7 +212,7 @@ def _missed(
 
 
 def _precise(span: float) -> str:
-    """*span* seconds with its milliseconds, where they matter."""
+    """*span* seconds as text, with milliseconds if it is short."""
     if span < 0.0995:
         return f"{1000 * span:.3g}ms"
     return f"{span:.3g}s" if span < 120 else in_short(span)
@@ -219,9 +223,11 @@ def _span(value: str | None) -> float | None:
 
 
 def _drawing(path: Path) -> Any:
-    """What draws the histogram into *path*; refuses a kind of file that it cannot write."""
+    """A function that draws the histogram into *path*; refuses other files than .svg and .png."""
     if path.suffix not in (".svg", ".png"):
-        raise click.BadParameter(f"{path.name}: write a .svg or a .png", param_hint="--picture")
+        raise click.BadParameter(
+            f"{path.name}: the file name must end with .svg or .png", param_hint="--picture"
+        )
     try:
         from matplotlib.figure import Figure
     except ImportError:

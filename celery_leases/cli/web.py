@@ -13,9 +13,9 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.root import app_of, client_of, leases
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-GRACE = 5
-"""Seconds that requests have when the board is stopped."""
-AT_ONCE = 200
+SHUTDOWN_TIMEOUT = 5
+"""How many seconds requests may still take after the board was stopped."""
+CONCURRENT_REQUESTS = 200
 
 
 @leases.command(cls=CeleryCommand)
@@ -25,24 +25,25 @@ AT_ONCE = 200
     type=click.IntRange(0, 65535),
     default=8765,
     show_default=True,
-    help="The port; 0 takes a free one.",
+    help="The port to listen on; 0 takes a free one.",
 )
 @click.option(
     "--password-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Ask for a name and a password: a line name:password for each person.",
+    help="Ask for a name and a password. The file has one line name:password for each person.",
 )
 @click.option(
     "--authoriser",
     metavar="MODULE:FUNCTION",
-    help="Ask this function of yours who a request is from.",
+    help="Call this function to find out which user sends a request.",
 )
 @click.option(
     "--origin",
     "origins",
     multiple=True,
     metavar="URL",
-    help="Where else the board is seen, as https://ops.example.com, behind a proxy.",
+    help="The public URL of the board behind a proxy, such as https://ops.example.com; may be "
+    "repeated.",
 )
 @click.pass_context
 @handle_preload_options
@@ -58,7 +59,7 @@ def web(
 ) -> None:
     """Serve the board: records and cooldown groups as web pages. Needs celery-leases[web].
 
-    On another address than a loopback one only with --password-file or --authoriser.
+    An address that other machines can reach needs --password-file or --authoriser.
     """
     try:
         import uvicorn
@@ -66,13 +67,15 @@ def web(
         from celery_leases.board import Passwords, leases_board
         from celery_leases.board.access import everybody_here, is_loopback
     except ImportError:
-        raise click.UsageError("web needs more: pip install 'celery-leases[web]'") from None
+        raise click.UsageError(
+            "the board needs more packages: pip install 'celery-leases[web]'"
+        ) from None
     if password_file is not None and authoriser is not None:
         raise click.UsageError("give --password-file or --authoriser, not both")
     if not is_loopback(host) and password_file is None and authoriser is None:
         raise click.UsageError(
-            f"--host {host}: everybody who reaches it could release and forget every key; give --password-file, "
-            "or --authoriser"
+            f"--host {host}: without a password, anyone who can connect could release and forget "
+            "every key; give --password-file or --authoriser"
         )
     authorise: Any = everybody_here
     if password_file is not None:
@@ -80,8 +83,8 @@ def web(
     elif authoriser is not None:
         authorise = _imported(authoriser)
     app = app_of(ctx)
-    client_of(ctx)  # a wrong setting is said now, and the first page does not wait for imports
-    # Without a password, a page elsewhere whose name points here would read and change all.
+    client_of(ctx)  # report a wrong setting now, and import what the first page needs
+    # DNS rebinding: without a password, only requests that name a local host are served.
     hosts = LOCAL if authorise is everybody_here else None
     board = leases_board(app, authorise, origins=origins, hosts=hosts)
     log = logging.getLogger("celery_leases")
@@ -96,8 +99,8 @@ def web(
         server_header=False,
         proxy_headers=False,
         lifespan="off",
-        limit_concurrency=AT_ONCE,
-        timeout_graceful_shutdown=GRACE,
+        limit_concurrency=CONCURRENT_REQUESTS,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
     )
 
 

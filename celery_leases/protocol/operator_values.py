@@ -110,7 +110,7 @@ class Stats:
 class Change:
     """What became of one key: ``done``, or *why* it was left as it is.
 
-    ``published``: its kept message was published; ``None`` where none was kept or none was to be
+    ``published``: its stored message was published; ``None`` where none was kept or none was to be
     published.
     """
 

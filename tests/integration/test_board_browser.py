@@ -144,7 +144,7 @@ def test_an_operator_filters_selects_confirms_and_sees_what_became_of_it(
     browser.picture(where / "board-confirm.png", 1000, 680)
     shop.client.forget(f"t:{TASK}|order:1901")
     browser.click("button.main")
-    browser.reads("3 changed, 1 left as they are")
+    browser.reads("3 changed, 1 unchanged")
     assert [shop.state(f"order:{number}") for number in range(1900, 1905)] == [
         *("absent", "absent"),
         *["pending"] * 3,

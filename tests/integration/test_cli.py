@@ -116,11 +116,11 @@ def test_a_record_counts_for_as_long_as_an_operator_says(
 
 
 def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> None:
-    """Release says that nothing is queued by it."""
+    """Release says that no message was published by it."""
     operator.runs(WORK, "invoice:2")
     done = operator.types("release", "invoice:2", "--json")
     assert json.loads(done.stdout)["state"] == "pending"
-    assert "nothing is queued" in done.stderr
+    assert "no message was published" in done.stderr
     record = operator.records.read(f"t:{WORK}|invoice:2")
     assert record is not None
     assert (record.state, record.attempt, record.lease_remaining) == (State.PENDING, 1, 0.0)
@@ -173,7 +173,7 @@ def test_a_task_that_does_not_exist_is_no_empty_answer(
     operator.finished(WORK, "invoice:5")
     asked = operator.types(*words, "--task", "tests.apps.leased.wrok")
     assert (asked.returncode, asked.stdout) == (2, "")
-    assert "known are " in asked.stderr
+    assert "its leased tasks are " in asked.stderr
     assert f" {APP}.auto," in asked.stderr
     operator.finished("renamed.since", "invoice:5")
     assert operator.types(*words, "--task", "renamed.since").returncode != 2
@@ -233,7 +233,7 @@ def test_without_tables_the_command_to_run_is_named_and_runs(leases_postgres_url
     assert "CREATE TABLE" in operator.sees("migrate", "--sql")
     assert operator.types("list").returncode == 1
     assert "the tables were created in version 2: " in operator.sees("migrate")
-    assert "the tables have version 2 already: " in operator.sees("migrate")
+    assert "the tables already have version 2: " in operator.sees("migrate")
     assert "from version 2 to 1, with 0 records: " in operator.sees("migrate", "--downgrade")
     assert operator.types("migrate", "--downgrade", "--sql").returncode != 0
     assert "from version 1 to 2, with 0 records: " in operator.sees("migrate")

@@ -59,11 +59,11 @@ def test_explain_says_which_rule_a_failure_meets_and_what_follows(operator: Term
 @pytest.mark.parametrize(
     ("words", "code", "answer"),
     [
-        (("explain",), 2, "say what failed"),
+        (("explain",), 2, "describe the failure"),
         (("explain", "--status", "99"), 2, "--status"),
         (("explain", "--header", "retry-after"), 2, "is not NAME=VALUE"),
         (("explain", "--status", "429", "--task", "nobody"), 2, f"known are {COOLING}.asks"),
-        (("explain", "--exc", "os.path"), 2, "is no exception class"),
+        (("explain", "--exc", "os.path"), 2, "is not an exception class"),
         (("group", "close", "model", "--for", "soon"), 2, "'soon' is not usable"),
         (("group", "close"), 2, "GROUP"),
         (("retry", "nothing"), 1, "nothing"),
@@ -83,7 +83,7 @@ def test_what_cannot_be_meant_is_refused_with_a_word_of_help(
 def test_a_key_that_waits_is_listed_shown_and_let_go(
     stage: Stage, operator: Terminal, name: str
 ) -> None:
-    """``leases retry`` ends the wait, says that nothing is queued, and the next press runs at
+    """``leases retry`` ends the wait and says that no message was published; the next call runs at
     once.
     """
     script = [["cooldown", 300, "draft not ready"], OK]
@@ -103,7 +103,7 @@ def test_a_key_that_waits_is_listed_shown_and_let_go(
 
     done = operator.types("retry", key, "--json")
     assert done.returncode == 0
-    assert "nothing is queued" in done.stderr
+    assert "no message was published" in done.stderr
     let_go = json.loads(done.stdout)
     assert (let_go["state"], let_go["failures"], let_go["retry_after"]) == ("pending", 0, None)
     assert stage.tasks.slow.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
@@ -165,7 +165,7 @@ def test_the_gate_of_a_group_is_closed_listed_and_opened(
     }
     again = operator.types("group", "open", group)
     assert again.returncode == 0
-    assert "was open already" in again.stderr
+    assert "was already open" in again.stderr
 
 
 def test_retry_of_a_key_whose_group_is_shut_says_so(

@@ -172,7 +172,7 @@ def test_the_command_line_is_a_command_of_the_project(sqlite_url: str) -> None:
     assert json.loads(
         manage("leases", "--settings", "shop.settings", "show", "charge:1", "--json", code=1)
     )
-    assert "no leased task of this app" in manage("leases", "list", "--task", "nobody", code=2)
+    assert "not a leased task of this app" in manage("leases", "list", "--task", "nobody", code=2)
     assert "rate_limited" in manage(
         "leases", "explain", "--task", "orders.tasks.charge", "--status", "429"
     )

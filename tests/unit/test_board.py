@@ -495,7 +495,7 @@ def test_a_selection_is_changed_as_it_was_seen(
     )
     shop.client.forget(f"t:{TASK}|order:2")
     done = words(ann.sends("/keys/act", given).text)
-    assert "2 changed , 1 left as they are" in done
+    assert "2 changed , 1 unchanged" in done
     assert [shop.state(f"order:{number}") for number in range(4)] == [
         "pending",
         "pending",
@@ -507,7 +507,7 @@ def test_a_selection_is_changed_as_it_was_seen(
     assert f"ann (testclient): retry t:{TASK}|order:0, which was failed at fence " in log
     assert f"left alone: t:{TASK}|order:2" in log
     again = words(ann.sends("/keys/act", given).text)
-    assert "0 changed , 3 left as they are" in again, "sent twice, done once"
+    assert "0 changed , 3 unchanged" in again, "sent twice, done once"
 
 
 def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann: Visitor) -> None:
@@ -521,7 +521,7 @@ def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann:
         (seen,) = seen_in(ann.sees(html.unescape(link))).values()
         sent = re.sub(r"\r\n|\r|\n", "\r\n", seen)
         given, _ = ann.confirms("/keys/confirm", {"action": "retry", "seen": sent})
-        assert "1 changed , 0 left" in words(ann.sends("/keys/act", given).text), link
+        assert "1 changed , 0 unchanged" in words(ann.sends("/keys/act", given).text), link
     assert {key: shop.state(key) for key in keys} == dict.fromkeys(keys, "pending")
 
 
@@ -539,7 +539,7 @@ def test_a_filter_is_changed_as_of_the_question(shop: Shop, ann: Visitor) -> Non
     shop.put("order:5", State.FAILED)
     shop.client.retry(f"t:{TASK}|order:2")
     shop.put("order:2", State.FAILED)
-    assert "2 changed , 0 left" in words(ann.sends("/keys/act", given).text)
+    assert "2 changed , 0 unchanged" in words(ann.sends("/keys/act", given).text)
     states = [
         shop.state(key)
         for key in ("order:0", "order:1", "order:2", "order:5", "order:9", "other:1")
@@ -559,7 +559,7 @@ def test_an_uncertain_key_is_resolved(shop: Shop, ann: Visitor) -> None:
     assert "is no JSON" in wrong.text
     assert "1 changed" in words(ann.sends("/keys/act", [*given, ("result", '{"sent": 2}')]).text)
     assert shop.client.status(f"t:{TASK}|order:1").result == {"sent": 2}
-    assert "1 left as they are" in words(ann.sends("/keys/act", given).text)
+    assert "1 unchanged" in words(ann.sends("/keys/act", given).text)
 
 
 @pytest.mark.parametrize("action", ["resolve_done", "resolve_retry"])
@@ -579,7 +579,7 @@ def test_a_key_that_changes_just_before_it_is_resolved_is_left_alone(
         return look(client, *asked, **more)
 
     monkeypatch.setattr(LeaseClient, "_look", looked)
-    assert "0 changed , 1 left as they are" in words(ann.sends("/keys/act", given).text)
+    assert "0 changed , 1 unchanged" in words(ann.sends("/keys/act", given).text)
     assert (came, shop.state("order:1")) == ([True], "uncertain")
 
 
@@ -601,7 +601,7 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
     assert "All gates are open." in page
     assert page.count('class="closing"') == 1
     assert re.search(r"openai:&lt;x&gt;: \S+ \S+ UTC for 10m, opened \S+: operator", page)
-    assert "was open already" in ann.sends("/groups/act", given).text
+    assert "was already open" in ann.sends("/groups/act", given).text
 
 
 def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:

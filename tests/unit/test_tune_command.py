@@ -204,8 +204,8 @@ def test_the_picture_shows_ttl_and_limits(types: Types, tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--picture", "runs.pdf"), "write a .svg or a .png"),
-        (("--task", "nothing"), "no leased task of this app"),
+        (("--picture", "runs.pdf"), "must end with .svg or .png"),
+        (("--task", "nothing"), "not a leased task of this app"),
         (("--takeover-slo", "soon"), "--takeover-slo"),
         (("--runs", "0"), "--runs"),
     ],

@@ -84,4 +84,4 @@ def _steps(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
         elif client.open_group(group):
             yield Step(f"open group {shown}")
         else:
-            yield Step(f"open group {shown}", changed=0, why=f"{shown} was open already")
+            yield Step(f"open group {shown}", changed=0, why=f"{shown} was already open")

@@ -60,7 +60,7 @@ class LeaseGateAdmin(Operated):
         context = {
             **self._context(request, "Cooldown groups whose gate is not open"),
             "groups": [
-                (group, in_words(group.retry_after) if group.retry_after else "a probe's time")
+                (group, in_words(group.retry_after) if group.retry_after else "after a probe")
                 for group in groups
             ],
             "may_operate": self.may(request, PERMISSION),
