@@ -51,7 +51,7 @@ def verdict_cell(rule: Any) -> str:
     """The verdict of a rule as the table writes it."""
     ruling = rule.ruling
     if rule.name.startswith("asked-"):
-        return "as it asked"
+        return "as requested"
     words = kind_cell(ruling)
     if ruling.otherwise:
         words = f"{words} if `lease_idempotent`, else {kind_cell(ruling.otherwise)}"
@@ -68,10 +68,10 @@ def delay_cell(rule: Any) -> str:
     if ruling.kind == "permanent":
         return ""
     if rule.name.startswith("asked-"):
-        return "as it asked"
+        return "as requested"
     words = growth(ruling.policy) if ruling.policy else "`lease_cooldown`"
     if ruling.server_delay == "instead":
-        words = f"as told, else {words}"
+        words = f"from the response, else {words}"
     if ruling.at_least:
         words += f", at least {span(ruling.at_least)}"
     for word, other in (("else", ruling.otherwise), ("then", ruling.then)):
