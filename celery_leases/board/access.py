@@ -1,6 +1,4 @@
-"""Who may see the board and who may change what: authorisers, passwords, origins, form tokens, and
-the headers of each answer.
-"""
+"""Access to the board: authorisers, passwords, origins, form tokens, and response headers."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ from celery_leases.errors import LeaseConfigurationError
 
 logger = logging.getLogger("celery_leases.board")
 
-SHORTEST_PASSWORD: Final = 12
+MIN_PASSWORD_LENGTH: Final = 12
 COOKIE: Final = "celery_leases_board"
 OPERATOR: Final = "celery_leases.operator"
-"""Where a request's scope has the operator, once it was authorised."""
+"""The key of the operator in the ASGI scope of an authorised request."""
 POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -47,7 +45,7 @@ HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # With no-referrer a browser would say "Origin: null" when it sends our own forms.
+    # With no-referrer, browsers send "Origin: null" with the board's own forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -58,24 +56,23 @@ _COOKIE_LENGTH: Final = 43
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Who looks at the board: a *name* for the log, and whether they *may_change* anything."""
+    """A user of the board: the *name* for the log, and whether they *may_change* anything."""
 
     name: str
     may_change: bool = True
 
 
 Authorise = Callable[[Request], Any]
-"""Says who a request is from: a name, an :class:`Operator`, ``None`` to refuse it, or a response,
-such as a redirection to a login; or what is awaited for one of these.
+"""Returns the user of a request: a name, an :class:`Operator`, ``None`` to refuse the request, a
+response such as a redirect to a login page, or an awaitable of one of these.
 """
 
 
 class Passwords:
-    """An authoriser that asks for one of the names and passwords in a file: ``name:password``, one
-    on each line.
+    """An authoriser that asks for a name and a password of a file with lines ``name:password``.
 
-    The file is read once. Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a file
-    that others than its owner may read or write, or that has no usable line.
+    The file is read once. Raises :class:`~celery_leases.errors.LeaseConfigurationError` if users
+    other than its owner may read or write it, or if it has no usable line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +83,7 @@ class Passwords:
             raise LeaseConfigurationError(f"password file {path}: {error}") from None
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise LeaseConfigurationError(
-                f"password file {path} is open to others than its owner; write: chmod 600 {path}"
+                f"password file {path} can be read or written by other users than its owner; run: chmod 600 {path}"
             )
         self._known = dict(
             _account(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
@@ -97,10 +94,12 @@ class Passwords:
             )
 
     def __call__(self, request: Request) -> Operator:
-        """The operator whose name and password a request has; asks for them with 401."""
+        """The operator whose name and password the request has; without them it is refused
+        with 401.
+        """
         name, password = _basic(request.headers.get("authorization", ""))
         known = self._known.get(name)
-        # Also without such a name: how long it takes tells nothing.
+        # Compare for unknown names too, so that the response time does not reveal which exist.
         same = hmac.compare_digest(_digest(password), known or bytes(32))
         if known is None or not same:
             if password:
@@ -117,23 +116,23 @@ class Passwords:
         return Operator(name)
 
 
-def everybody_here(_: Request) -> Operator:
-    """Lets in every request; only for a board that is served on a loopback address alone."""
+def local_operator(_: Request) -> Operator:
+    """Accepts every request; only for a board that listens on a loopback address alone."""
     return Operator("local")
 
 
 def _account(path: Path, number: int, line: str) -> tuple[str, bytes]:
     name, colon, password = line.strip().partition(":")
-    if not colon or not name.strip() or len(password) < SHORTEST_PASSWORD:
+    if not colon or not name.strip() or len(password) < MIN_PASSWORD_LENGTH:
         raise LeaseConfigurationError(
             f"password file {path}, line {number}: write name:password, with at least "
-            f"{SHORTEST_PASSWORD} characters of password"
+            f"{MIN_PASSWORD_LENGTH} characters of password"
         )
     return name.strip(), _digest(password)
 
 
 def _basic(header: str) -> tuple[str, str]:
-    """The name and the password of a request; empty ones if it has none that can be read."""
+    """The name and password in an ``Authorization`` header; empty if they cannot be read."""
     scheme, _, coded = header.partition(" ")
     if scheme.lower() != "basic":
         return "", ""
@@ -150,7 +149,7 @@ def _digest(password: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches *host*."""
+    """Whether *host* can be reached from this machine alone."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -158,14 +157,12 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(request: Request) -> str:
-    """Where a request comes from, for the log."""
+    """The address of the client, for the log."""
     return request.client.host if request.client is not None else "-"
 
 
-class Guard:
-    """Stands before all of the board: asks who a request is from, refuses foreign origins, and
-    writes the headers that keep the pages to themselves.
-    """
+class AccessMiddleware:
+    """Authorises each request, refuses forms of other origins, and adds the security headers."""
 
     def __init__(
         self,
@@ -191,7 +188,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers[name] = value
-                is_file = "etag" in headers  # no-cache: asked for again, and not sent again
+                is_file = "etag" in headers  # no-cache: the browser revalidates it and gets a 304
                 headers.setdefault("Cache-Control", "no-cache" if is_file else "no-store")
             await send(message)
 
@@ -228,14 +225,16 @@ class Guard:
         if isinstance(found, str) and found:
             return Operator(found)
         if found is None or found is False or found == "":
-            raise HTTPException(403, "You may not see this.")
+            raise HTTPException(403, "You may not see this board.")
         raise LeaseConfigurationError(
-            f"the authoriser of the board gave a {type(found).__name__}: give a name, an Operator or None"
+            f"the authoriser of the board returned a {type(found).__name__}; return a name, an "
+            "Operator, a response or None"
         )
 
     def _check_host(self, request: Request) -> None:
-        """Refuse another name than those of this machine: a page elsewhere whose name was made to
-        point here would be of one origin with the board.
+        """Refuse host names other than those of this machine, against DNS rebinding.
+
+        A site whose name resolves to this machine would have the same origin as the board.
         """
         host = request.headers.get("host", "")
         if self._hosts is None or _without_port(host) in self._hosts:
@@ -245,16 +244,17 @@ class Guard:
         logger.warning("refused: the host %s from %s", printable(host), address_of(request))
         raise HTTPException(
             403,
-            "The board is not served under this name; give it with --origin, or a password file.",
+            "The board is not served under this name: give its URL with --origin, or use a password file.",
         )
 
     def _check_origin(self, request: Request) -> None:
-        """Refuse what a page elsewhere sends. Its scheme does not count: a proxy may have ended
-        TLS.
+        """Refuse a form that a page of another origin sent.
+
+        The scheme is not compared, because a proxy may terminate TLS.
         """
         origin = request.headers.get("origin", "").lower()
         host = request.headers.get("host", "").lower()
-        own = bool(host) and urlsplit_of(origin) == host
+        own = bool(host) and _netloc_of(origin) == host
         if not own and origin not in self._origins:
             logger.warning(
                 "refused: %s %s by the origin %s from %s",
@@ -263,11 +263,11 @@ class Guard:
                 printable(origin) or "-",
                 address_of(request),
             )
-            raise HTTPException(403, "This was sent by a page of another origin.")
+            raise HTTPException(403, "The form was sent by a page of another origin.")
 
 
-def urlsplit_of(origin: str) -> str:
-    """The host and port of an origin; empty for what is none, as ``null``."""
+def _netloc_of(origin: str) -> str:
+    """The host and port of an origin; empty if it is not one, such as ``null``."""
     try:
         parts = urlsplit(origin)
     except ValueError:
@@ -284,22 +284,24 @@ def _without_port(host: str) -> str:
 
 
 def cookie_of(request: Request) -> str:
-    """The secret of the browser, or a new one."""
-    held = request.cookies.get(COOKIE, "")
-    return held if len(held) == _COOKIE_LENGTH and held.isascii() else secrets.token_urlsafe(32)
+    """The secret in the browser's cookie, or a new one."""
+    secret: str = request.cookies.get(COOKIE, "")
+    if len(secret) == _COOKIE_LENGTH and secret.isascii():
+        return secret
+    return secrets.token_urlsafe(32)
 
 
 def token_of(cookie: str, operator: Operator) -> str:
-    """What a form must send along; it depends on the cookie and on the operator."""
-    said = f"celery_leases.board:{operator.name}".encode("utf-8", "surrogatepass")
-    return hmac.new(cookie.encode(), said, hashlib.sha256).hexdigest()
+    """The CSRF token of a form; it depends on the cookie and on the operator."""
+    message = f"celery_leases.board:{operator.name}".encode("utf-8", "surrogatepass")
+    return hmac.new(cookie.encode(), message, hashlib.sha256).hexdigest()
 
 
 def check_token(request: Request, operator: Operator, given: str) -> None:
     """Refuse a form that was not made for this browser and this operator."""
-    held = request.cookies.get(COOKIE, "")
-    right = token_of(held, operator) if held else ""
-    if not right or not hmac.compare_digest(right.encode(), given.encode("utf-8", "replace")):
+    secret = request.cookies.get(COOKIE, "")
+    expected = token_of(secret, operator) if secret else ""
+    if not expected or not hmac.compare_digest(expected.encode(), given.encode("utf-8", "replace")):
         raise HTTPException(
-            403, "The form is not from this browser, or too old: load the page again."
+            403, "The form was made for another browser or is too old: load the page again."
         )

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, one way for each request, and how errors are answered."""
+"""What the board does with each request: it calls a view, and renders its page or an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from celery_leases.board.access import (
     token_of,
 )
 from celery_leases.board.bulk_jobs import Job, Jobs, TooManyJobs
-from celery_leases.board.cached_reads import Shared
+from celery_leases.board.cached_reads import CachedRead
 from celery_leases.board.forms import Fields, form_of
 from celery_leases.client import LeaseClient
 from celery_leases.common.redaction import redact
@@ -43,9 +43,9 @@ from celery_leases.errors import (
 
 logger = logging.getLogger("celery_leases.board")
 
-HERE: Final = Path(__file__).parent
+PACKAGE: Final = Path(__file__).parent
 THREADS: Final = 16
-"""As many requests wait for the stores at once; more wait for their turn."""
+"""How many requests may use the stores at the same time; further ones wait for a thread."""
 _STATUS: Final[tuple[tuple[type[LeasesError], int], ...]] = (
     (UnknownKey, 404),
     (LeaseIsLive, 409),
@@ -58,8 +58,8 @@ _STATUS: Final[tuple[tuple[type[LeasesError], int], ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, as a view gets it."""
+class ViewRequest:
+    """A request as views get it; ``who`` is the operator and the address, for the log."""
 
     board: Board
     operator: Operator
@@ -75,8 +75,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A page: its template, and what is in it."""
+class HtmlPage:
+    """A page to render: its template and the context of the template."""
 
     template: str
     context: dict[str, Any] = field(default_factory=dict)
@@ -84,25 +84,23 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class GoTo:
-    """Another page of the board, by its path in it."""
+class Redirect:
+    """A redirect to another page of the board; *path* begins below the board's root."""
 
     path: str
 
 
-View = Callable[[Asked], Answer | GoTo]
+View = Callable[[ViewRequest], HtmlPage | Redirect]
 
 
 class Board:
-    """What the pages of one board share: the app, its client, what is read for all, and its
-    jobs.
-    """
+    """What the pages of one board share: the app, its client, cached reads, and jobs."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self.jobs = Jobs()
         self._threads = AsyncLeaseClient(self.client, threads=THREADS)
-        self._shared: dict[str, Shared[Any]] = {}
+        self._cached: dict[str, CachedRead[Any]] = {}
         self._templates = Environment(
             loader=PackageLoader("celery_leases.board", "templates"),
             autoescape=True,
@@ -113,31 +111,31 @@ class Board:
         self._templates.filters.update(formatting.FILTERS)
 
     def client(self) -> LeaseClient:
-        """The client of the app, on the stores of its workers."""
+        """A client for the stores that the app's workers use."""
         return LeaseClient.from_app(self.app, eager=False)
 
-    def shared(self, name: str, read: Callable[[], Any], fresh_for: float) -> Shared[Any]:
-        """What is read once for all who look, by its name."""
-        return self._shared.setdefault(name, Shared(read, fresh_for))
+    def cached(self, name: str, read: Callable[[], Any], fresh_for: float) -> CachedRead[Any]:
+        """The read with this name, which all requests share."""
+        return self._cached.setdefault(name, CachedRead(read, fresh_for))
 
-    def shared_anew(self, name: str) -> None:
-        """Read it anew at the next look."""
-        self._shared[name].forget()
+    def invalidate(self, name: str) -> None:
+        """Let the next request read the value with this name again."""
+        self._cached[name].invalidate()
 
-    def begun(self, job: Job) -> Answer | GoTo:
-        """The page of a job that has begun: what became of it, if that is known soon."""
-        for shared in self._shared.values():
-            shared.forget()
+    def job_page(self, job: Job) -> HtmlPage | Redirect:
+        """The page of a job that was just started: its result, if it ends within 3 seconds."""
+        for read in self._cached.values():
+            read.invalidate()
         if job.ended.wait(3.0):
-            for shared in self._shared.values():
-                shared.forget()
-            return Answer("job.html", {"job": job})
-        return GoTo(f"/jobs?number={job.number}")
+            for read in self._cached.values():
+                read.invalidate()
+            return HtmlPage("job.html", {"job": job})
+        return Redirect(f"/jobs?number={job.number}")
 
     # -- one request -------------------------------------------------------------------------------
 
     def endpoint(self, view: View) -> Callable[[Request], Any]:
-        """What answers the requests of a route by *view*."""
+        """The endpoint of a route whose requests *view* answers."""
 
         async def answer(request: Request) -> Response:
             operator: Operator = request.scope[OPERATOR]
@@ -145,13 +143,14 @@ class Board:
                 query, form = Fields(request.scope["query_string"]), Fields(b"")
                 if request.method == "POST":
                     if not operator.may_change:
-                        raise HTTPException(403, "You may look, and change nothing.")
+                        raise HTTPException(403, "You may only read this board.")
                     form = await form_of(request)
                     check_token(request, operator, form.get("token"))
                 who = f"{formatting.printed(operator.name)} ({address_of(request)})"
                 base = request.scope.get("root_path", "")
-                asked = Asked(self, operator, who, request.url.path.removeprefix(base), query, form)
-                return await self._threads.run(lambda: self._answered(request, asked, view))
+                path = request.url.path.removeprefix(base)
+                view_request = ViewRequest(self, operator, who, path, query, form)
+                return await self._threads.run(lambda: self._respond(request, view_request, view))
             except HTTPException as error:
                 return self.refused(request, error)
             except Exception:
@@ -160,22 +159,24 @@ class Board:
 
         return answer
 
-    def _answered(self, request: Request, asked: Asked, view: View) -> Response:
+    def _respond(self, request: Request, view_request: ViewRequest, view: View) -> Response:
         try:
-            answer = view(asked)
+            page = view(view_request)
         except TooManyJobs:
-            raise HTTPException(429, "Other changes are still being made: wait for them.") from None
+            raise HTTPException(
+                429, "Too many changes are running: wait until one has ended."
+            ) from None
         except LeasesError as error:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
             if status == 500:
                 logger.exception("%s %s", request.method, formatting.printed(request.url.path))
             raise HTTPException(status, redact(str(error))) from None
-        if isinstance(answer, GoTo):
-            return RedirectResponse(request.scope.get("root_path", "") + answer.path, 303)
-        return self.rendered(request, answer)
+        if isinstance(page, Redirect):
+            return RedirectResponse(request.scope.get("root_path", "") + page.path, 303)
+        return self.rendered(request, page)
 
-    def rendered(self, request: Request, answer: Answer) -> Response:
-        """A page; each form in it has the token of the browser's cookie."""
+    def rendered(self, request: Request, page: HtmlPage) -> Response:
+        """The response with a page; each form on it has a token that belongs to the cookie."""
         base = request.scope.get("root_path", "")
         operator = request.scope.get(OPERATOR)
         cookie = cookie_of(request)
@@ -187,10 +188,10 @@ class Board:
             "may_change": operator is not None and operator.may_change,
             "token": token_of(cookie, operator) if operator is not None else "",
             "running_jobs": self.jobs.running() if operator is not None else [],
-            **answer.context,
+            **page.context,
         }
-        text = self._templates.get_template(answer.template).render(context)
-        response = HTMLResponse(text, answer.status)
+        text = self._templates.get_template(page.template).render(context)
+        response = HTMLResponse(text, page.status)
         if operator is not None and request.cookies.get(COOKIE) != cookie:
             response.set_cookie(
                 COOKIE,
@@ -203,12 +204,12 @@ class Board:
         return response
 
     def refused(self, request: Request, error: HTTPException) -> Response:
-        """The page of an error, with the text that was written for it and no other."""
+        """The page of an error; an unexpected one is described in the log alone."""
         what = HTTPStatus(error.status_code).phrase
-        said = error.detail if error.detail != what else ""
+        text = error.detail if error.detail != what else ""
         if error.status_code == 500:
-            said = "The log of the board says more."
-        answer = Answer("error.html", {"what": what, "said": said}, error.status_code)
-        response = self.rendered(request, answer)
+            text = "The log of the board has the details."
+        page = HtmlPage("error.html", {"what": what, "text": text}, error.status_code)
+        response = self.rendered(request, page)
         response.headers.update(error.headers or {})
         return response

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from celery_leases.board.access import Authorise, Guard
-from celery_leases.board.application import HERE, Board
+from celery_leases.board.access import AccessMiddleware, Authorise
+from celery_leases.board.application import PACKAGE, Board
 from celery_leases.board.views import ROUTES
 from celery_leases.errors import LeaseConfigurationError
 
@@ -28,19 +28,19 @@ def leases_board(
 ) -> Starlette:
     """The board of a Celery *app* as an ASGI application, to be served or mounted.
 
-    *authorise* gets the request (Starlette's) and gives the name of the operator, an
-    :class:`~celery_leases.board.Operator` who may look only, ``None`` to refuse with 403, or a
-    response of its own; it may be ``async``, and may raise Starlette's ``HTTPException``.
-    *origins* are those from which forms are taken beside the board's own, such as
-    ``https://ops.example.com`` where a proxy changes the ``Host`` header. *hosts*: the only names
-    under which it is served; by default any.
+    *authorise* gets Starlette's request and returns the name of the operator, or an
+    :class:`~celery_leases.board.Operator`, or ``None`` to refuse the request with 403, or a
+    response. It may be ``async``, and may raise Starlette's ``HTTPException``. *origins* are
+    further origins from which forms are accepted, such as ``https://ops.example.com`` if a proxy
+    changes the ``Host`` header. *hosts* are the only host names that are served; by default all
+    are.
 
     Raises :class:`~celery_leases.errors.LeaseConfigurationError` without an authoriser.
     """
     if not callable(authorise):
         raise LeaseConfigurationError(
-            f"leases_board({authorise!r}): give a function that says who a request is from; without one "
-            "everybody could release and forget every key"
+            f"leases_board({authorise!r}): give a function that returns the user of a request; without one, "
+            "anyone could release and forget every key"
         )
     board = Board(app)
 
@@ -52,8 +52,8 @@ def leases_board(
         Route(path, board.endpoint(view), methods=[method], name=f"{method} {path}")
         for method, path, view in ROUTES
     ]
-    routes.append(Mount("/static", StaticFiles(directory=HERE / "static")))
-    guard = Middleware(
-        Guard, authorise=authorise, origins=[*origins], hosts=hosts, refuse=board.refused
+    routes.append(Mount("/static", StaticFiles(directory=PACKAGE / "static")))
+    access = Middleware(
+        AccessMiddleware, authorise=authorise, origins=[*origins], hosts=hosts, refuse=board.refused
     )
-    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: refuse})
+    return Starlette(routes=routes, middleware=[access], exception_handlers={HTTPException: refuse})

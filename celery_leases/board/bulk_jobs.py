@@ -1,5 +1,6 @@
-"""Changes of many keys: made in a thread of their own, one after the other, with a count of what is
-done, and a line in the log for each.
+"""Changes of many keys, made one after the other in a background thread.
+
+A job counts the changes and writes a log line for each.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from celery_leases.errors import LeasesError
 
 logger = logging.getLogger("celery_leases.board")
 
-RUNNING_AT_ONCE: Final = 4
-KEPT: Final = 100
-TOLD: Final = 50
-"""At most so many keys that were left alone are listed one by one."""
+MAX_RUNNING: Final = 4
+MAX_JOBS: Final = 100
+"""How many jobs, running or finished, are held in memory."""
+REASONS_SHOWN: Final = 50
+"""For how many unchanged keys the reason is listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One part of a job that is done: *count* keys, of which *changed* were changed.
+    """A finished part of a job: *count* keys, of which *changed* were changed.
 
-    *line* is what the log says of it, *why* what was left alone and for which reason.
+    *line* is its log line; *why* names the unchanged keys and the reason.
     """
 
     line: str
@@ -41,14 +43,14 @@ class Step:
 
 @dataclass
 class Job:
-    """What became of a change so far."""
+    """A change of many keys: its progress and its result."""
 
     name: str
     number: str
     who: str
     total: int
     changed: int = 0
-    left: int = 0
+    unchanged: int = 0
     published: int = 0
     refused: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -57,34 +59,34 @@ class Job:
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more happens."""
+    def finished(self) -> bool:
+        """Whether the job has ended."""
         return self.ended.is_set()
 
     def stop(self) -> None:
-        """End it after the key that is being changed."""
+        """End the job after the key that is being changed."""
         self.stopped = True
 
 
 class TooManyJobs(Exception):
-    """As many jobs run as may."""
+    """The maximal number of jobs is running."""
 
 
 class Jobs:
-    """The jobs of this process, the latest of them."""
+    """The latest jobs of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
 
     def start(self, name: str, who: str, total: int, steps: Iterable[Step]) -> Job:
-        """Begin to take *steps*; *name* says what they do. Raises :class:`TooManyJobs`."""
+        """Start a job that does *steps*; *name* describes it. Raises :class:`TooManyJobs`."""
         job = Job(name, secrets.token_urlsafe(12), who, total)
         with self._lock:
-            if sum(not each.over for each in self._jobs.values()) >= RUNNING_AT_ONCE:
+            if sum(not each.finished for each in self._jobs.values()) >= MAX_RUNNING:
                 raise TooManyJobs
-            over = [number for number, each in self._jobs.items() if each.over]
-            for number in over[: max(0, len(self._jobs) - KEPT + 1)]:
+            finished = [number for number, each in self._jobs.items() if each.finished]
+            for number in finished[: max(0, len(self._jobs) - MAX_JOBS + 1)]:
                 del self._jobs[number]
             self._jobs[job.number] = job
         logger.info("%s asks: %s; %d", who, name, total)
@@ -94,12 +96,12 @@ class Jobs:
         return job
 
     def get(self, number: str) -> Job | None:
-        """The job with this number."""
+        """The job with this number, or ``None``."""
         return self._jobs.get(number)
 
     def running(self) -> list[Job]:
-        """Those that are not over."""
-        return [job for job in list(self._jobs.values()) if not job.over]
+        """The jobs that have not ended."""
+        return [job for job in list(self._jobs.values()) if not job.finished]
 
     @staticmethod
     def _run(job: Job, steps: Iterable[Step]) -> None:
@@ -112,14 +114,14 @@ class Jobs:
             job.problem = redact(str(error))
         except Exception:
             logger.exception("%s: %s", job.who, job.name)
-            job.problem = "It ended with an error; the log of the board has it."
+            job.problem = "It ended with an error, which is in the log of the board."
         finally:
             logger.info(
                 "%s: %s: %d changed, %d unchanged%s",
                 job.who,
                 job.name,
                 job.changed,
-                job.left,
+                job.unchanged,
                 ", stopped" if job.stopped else f"; {job.problem}" if job.problem else "",
             )
             job.ended.set()
@@ -127,10 +129,10 @@ class Jobs:
 
 def _count(job: Job, step: Step) -> None:
     job.changed += step.changed
-    job.left += step.count - step.changed
+    job.unchanged += step.count - step.changed
     job.published += step.published is True
     job.refused += step.published is False
-    if step.why is not None and len(job.reasons) < TOLD:
+    if step.why is not None and len(job.reasons) < REASONS_SHOWN:
         job.reasons.append(step.why)
     if step.line:
         logger.info("%s: %s", job.who, step.line)
@@ -141,7 +143,7 @@ def steps_of(
     change: Callable[[Iterable[LeaseStatus]], Iterable[Change]],
     found: Iterable[LeaseStatus],
 ) -> Iterator[Step]:
-    """What *change* does to each key that was *found*, as steps."""
+    """The steps of a job that applies *change* to each key that was *found*."""
     seen: list[LeaseStatus] = []
 
     def each_found() -> Iterator[LeaseStatus]:
@@ -157,5 +159,5 @@ def steps_of(
             yield Step(f"{what} {was}", published=made.published)
         else:
             why = printable(redact(made.why or ""), 500)
-            told = why if before.key in why else f"{key}: {why}"
-            yield Step(f"left alone: {was}", changed=0, why=told)
+            reason = why if before.key in why else f"{key}: {why}"
+            yield Step(f"unchanged: {was}", changed=0, why=reason)

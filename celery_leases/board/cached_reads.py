@@ -1,6 +1,4 @@
-"""Values that take long to read: read by one thread, shared by all who look, and kept for a
-while.
-"""
+"""A cache for values that take long to read: one thread reads, all requests share the value."""
 
 from __future__ import annotations
 
@@ -12,20 +10,18 @@ from datetime import UTC, datetime
 from typing import Any, Final, Generic, TypeVar
 
 T = TypeVar("T")
-REST: Final = 10
-"""A value is kept for so many times as long as it took to read: the board asks for a tenth of the
-time at most, however many look.
+FRESHNESS_FACTOR: Final = 10
+"""A value is fresh for ten times as long as it took to read. So reading takes at most a tenth of
+the time, however many users look at the board.
 """
 
-AFTER_ERROR: Final = 2.0
-"""Seconds after which a reading that has failed is tried again, however long it took."""
+FRESH_AFTER_ERROR: Final = 2.0
+"""Seconds until a failed read is repeated, however long it took."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Generic[T]):
-    """What was read: the *value*, or the *error* of the try; when it was *at*, and what it *took*
-    in seconds.
-    """
+class ReadResult(Generic[T]):
+    """The *value* or the *error* of a read, when it ended (*at*), and the seconds it *took*."""
 
     value: T | None
     error: Exception | None
@@ -33,26 +29,27 @@ class Read(Generic[T]):
     took: float
 
 
-class Shared(Generic[T]):
-    """One value. A request reads it again if it is older than *fresh_for* seconds.
+class CachedRead(Generic[T]):
+    """One cached value, which is read again once it is older than *fresh_for* seconds.
 
-    A value that takes long to read is kept longer. Each request says how long it waits.
+    A value that takes long to read stays fresh for longer.
     """
 
     def __init__(self, read: Callable[[], T], fresh_for: float) -> None:
         self._read, self._fresh_for = read, fresh_for
         self._lock = threading.Lock()
         self._reading: threading.Event | None = None
-        self._last: Read[T] | None = None
+        self._last: ReadResult[T] | None = None
         self._ended = 0.0
 
-    def look(self, wait: float) -> Read[T] | None:
-        """The last value; waits at most *wait* seconds for the first one, and for a newer one than
-        an old one. ``None``: it is still being read.
+    def get(self, wait: float) -> ReadResult[T] | None:
+        """The last value; if it is not fresh, waits up to *wait* seconds for a newer one.
+
+        ``None``: the first read has not ended yet.
         """
         with self._lock:
             last, reading = self._last, self._reading
-            if last is not None and time.monotonic() - self._ended < self._kept_for(last):
+            if last is not None and time.monotonic() - self._ended < self._fresh_for_seconds(last):
                 return last
             if reading is None:
                 reading = self._reading = threading.Event()
@@ -62,33 +59,33 @@ class Shared(Generic[T]):
         reading.wait(wait)
         return self._last
 
-    def forget(self) -> None:
-        """Read it anew at the next look: something was changed."""
+    def invalidate(self) -> None:
+        """Let the next request read the value again."""
         with self._lock:
-            self._ended = 0.0 if self._last is None else self._ended - REST * 3600.0
+            self._ended = 0.0 if self._last is None else self._ended - FRESHNESS_FACTOR * 3600.0
 
-    def _kept_for(self, last: Read[T]) -> float:
+    def _fresh_for_seconds(self, last: ReadResult[T]) -> float:
         if last.error is not None:
-            return AFTER_ERROR
-        return max(self._fresh_for, REST * last.took)
+            return FRESH_AFTER_ERROR
+        return max(self._fresh_for, FRESHNESS_FACTOR * last.took)
 
     def _refresh(self, reading: threading.Event) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         value: T | None = None
         error: Exception | None = None
         try:
             value = self._read()
-        except Exception as raised:  # noqa: BLE001 - raised for the request that asks
+        except Exception as raised:  # noqa: BLE001 - raised again by value_of
             error = raised
-        took = time.monotonic() - began
+        took = time.monotonic() - started
         with self._lock:
-            self._last = Read(value, error, datetime.now(UTC), took)
+            self._last = ReadResult(value, error, datetime.now(UTC), took)
             self._ended, self._reading = time.monotonic(), None
         reading.set()
 
 
-def value_of(read: Read[Any]) -> Any:
-    """The value that was read; raises the error of the try."""
+def value_of(read: ReadResult[Any]) -> Any:
+    """The value that was read; raises the error of a failed read."""
     if read.error is not None:
         raise read.error
     return read.value

@@ -1,7 +1,6 @@
-"""Pictures as SVG without any style or script of their own: the attempts of a key and
-the closings of groups in time, and histograms of run times.
+"""Geometry of the SVG drawings: timelines of attempts and of closings, histograms of run times.
 
-What is given here are numbers and texts for the templates, which escape them.
+The templates draw the SVG from these numbers and texts, and escape the texts.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ from celery_leases.common.durations import in_short
 from celery_leases.protocol.status import AttemptStatus, ClosingStatus, GroupStatus
 
 WIDTH: Final = 860
-LABELS: Final = 150
-ROW: Final = 22
-NARROWEST: Final = 3.0
+LABEL_WIDTH: Final = 150
+ROW_HEIGHT: Final = 22
+MIN_BAR_WIDTH: Final = 3.0
 BINS: Final = 48
 HEIGHT: Final = 120
-EDGE: Final = 20
-"""So near to an end of the axis no number has room."""
-SHORTEST_RUN: Final = 0.001
-"""Seconds at which the axis of a histogram begins at the earliest."""
+TICK_MARGIN: Final = 20
+"""How far a tick label must be from both ends of the axis."""
+MIN_RUN_TIME: Final = 0.001
+"""The lowest value, in seconds, on the axis of a histogram."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One attempt: where it begins and how wide it is, in units of the drawing; *open*: nobody
-    knows when it ended.
+    """One attempt: its position and width in units of the drawing.
+
+    *open*: the time of its end is not known.
     """
 
     x: float
@@ -44,7 +44,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The attempts of a key, one below the other, on one axis of time."""
+    """The attempts of a key, one below the other, on one time axis."""
 
     width: int
     height: int
@@ -54,18 +54,18 @@ class Timeline:
 
 
 def timeline(attempts: Sequence[AttemptStatus], now: datetime) -> Timeline | None:
-    """The drawing of *attempts*, the oldest first; ``None`` without any."""
+    """The drawing of *attempts*, the oldest first; ``None`` if there are none."""
     if not attempts:
         return None
     first = attempts[0].started_at
     ends = [_end(attempts, place, now) for place in range(len(attempts))]
     span = max(0.001, *((end - first).total_seconds() for end in ends))
-    scale = (WIDTH - LABELS) / span
+    scale = (WIDTH - LABEL_WIDTH) / span
     bars = [
         Bar(
             x=round((each.started_at - first).total_seconds() * scale, 2),
-            y=place * ROW + 4,
-            width=round(max(NARROWEST, (end - each.started_at).total_seconds() * scale), 2),
+            y=place * ROW_HEIGHT + 4,
+            width=round(max(MIN_BAR_WIDTH, (end - each.started_at).total_seconds() * scale), 2),
             ended=each.ended,
             label=f"{each.ended}{f' {in_short(each.runtime)}' if each.runtime is not None else ''}",
             title=f"{each.started_at:%Y-%m-%d %H:%M:%S} UTC, {each.host}"
@@ -74,11 +74,11 @@ def timeline(attempts: Sequence[AttemptStatus], now: datetime) -> Timeline | Non
         )
         for place, (each, end) in enumerate(zip(attempts, ends, strict=True))
     ]
-    return Timeline(WIDTH, len(bars) * ROW + 4, bars, first, in_short(span))
+    return Timeline(WIDTH, len(bars) * ROW_HEIGHT + 4, bars, first, in_short(span))
 
 
 def _end(attempts: Sequence[AttemptStatus], place: int, now: datetime) -> datetime:
-    """When an attempt ended, as far as is known: at the latest when the next one began."""
+    """When an attempt ended; if that is not known, when the next one started, or now."""
     each = attempts[place]
     if each.finished_at is not None:
         return each.finished_at
@@ -89,9 +89,7 @@ def _end(attempts: Sequence[AttemptStatus], place: int, now: datetime) -> dateti
 
 @dataclass(frozen=True, slots=True)
 class Closings:
-    """When the gates of groups were closed: a row of bars for each group, on one axis of time that
-    ends now.
-    """
+    """When gates were closed: a row of bars for each group, on one time axis that ends now."""
 
     width: int
     height: int
@@ -101,13 +99,13 @@ class Closings:
 
 
 def closings(groups: Sequence[GroupStatus], now: datetime) -> Closings | None:
-    """The drawing of the closings of *groups*; ``None`` without any."""
+    """The drawing of the closings of *groups*; ``None`` if there are none."""
     shown = [group for group in groups if group.closings]
     if not shown:
         return None
     first = min(each.closed_at for group in shown for each in group.closings)
     span = max(1.0, (now - first).total_seconds())
-    scale = (WIDTH - LABELS) / span
+    scale = (WIDTH - LABEL_WIDTH) / span
 
     def bar(each: ClosingStatus) -> tuple[float, float, str]:
         ends = each.closed_at + timedelta(seconds=each.seconds)
@@ -116,20 +114,20 @@ def closings(groups: Sequence[GroupStatus], now: datetime) -> Closings | None:
         opened = f", opened {each.opened_at:%H:%M:%S}" if each.opened_at is not None else ""
         return (
             round((each.closed_at - first).total_seconds() * scale, 2),
-            round(max(NARROWEST, lasted.total_seconds() * scale), 2),
+            round(max(MIN_BAR_WIDTH, lasted.total_seconds() * scale), 2),
             f"{began} UTC for {in_short(each.seconds)}{opened}: {each.rule or each.reason}",
         )
 
     rows = [
-        (group.group, place * ROW + 4, [bar(each) for each in reversed(group.closings)])
+        (group.group, place * ROW_HEIGHT + 4, [bar(each) for each in reversed(group.closings)])
         for place, group in enumerate(shown)
     ]
-    return Closings(WIDTH, len(rows) * ROW + 4, rows, first, in_short(span))
+    return Closings(WIDTH, len(rows) * ROW_HEIGHT + 4, rows, first, in_short(span))
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A moment on the axis of a histogram: a ttl, a limit, a percentile."""
+    """A vertical line in a histogram, such as a ttl, a time limit or a percentile."""
 
     kind: str
     text: str
@@ -138,7 +136,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How often runs took how long; the axis is logarithmic."""
+    """A histogram of run times with a logarithmic axis."""
 
     width: int
     height: int
@@ -148,16 +146,17 @@ class Histogram:
 
 
 def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | None]]) -> Histogram:
-    """The drawing of run times in seconds, with *marks*: a kind, a text, and seconds if there are
-    any.
+    """The histogram of run times in seconds, with a line for each of *marks*.
+
+    A mark has a kind, a text, and seconds; one without seconds is not drawn.
     """
     given = [(kind, text, at) for kind, text, at in marks if at is not None and at > 0]
-    runs = [max(SHORTEST_RUN, each) for each in took]
+    runs = [max(MIN_RUN_TIME, each) for each in took]
     ends = [*runs, *(at for _, _, at in given)] or [1.0]
     low, high = math.log10(min(ends)) - 0.05, math.log10(max(ends)) + 0.05
 
     def x(seconds: float) -> float:
-        place = (math.log10(max(SHORTEST_RUN, seconds)) - low) / (high - low)
+        place = (math.log10(max(MIN_RUN_TIME, seconds)) - low) / (high - low)
         return round(place * WIDTH, 2)
 
     counts = [0] * BINS
@@ -178,20 +177,20 @@ def histogram(took: Sequence[float], marks: Sequence[tuple[str, str, float | Non
     ticks = [
         (x(10.0**power), precise(10.0**power))
         for power in range(math.ceil(low), math.floor(high) + 1)
-        if EDGE < x(10.0**power) < WIDTH - EDGE
+        if TICK_MARGIN < x(10.0**power) < WIDTH - TICK_MARGIN
     ]
     lines = [Line(kind, f"{text} {precise(at)}", x(at)) for kind, text, at in given]
     return Histogram(WIDTH, HEIGHT + 24, bars, lines, ticks)
 
 
 def _title(count: int, shortest: float, longest: float) -> str:
-    """What a bar of a histogram says."""
+    """The tooltip of a bar in a histogram."""
     runs = f"{count:,} run{'s' if count > 1 else ''}"
     return f"{runs}, {precise(shortest)} to {precise(longest)}"
 
 
 def precise(span: Any) -> str:
-    """*span* seconds with its milliseconds, where they matter."""
+    """*span* seconds as text, with milliseconds if it is short."""
     if span < 0.0995:
         return f"{1000 * span:.3g} ms"
     return f"{span:.3g} s" if span < 120 else in_short(span)

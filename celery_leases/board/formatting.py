@@ -1,4 +1,4 @@
-"""How the board says things: spans, moments, values without secrets."""
+"""Filters of the templates: durations, times, and values without secrets."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from celery_leases.common.redaction import redact, shortened
 from celery_leases.common.texts import printable
 from celery_leases.protocol.status import next_try
 
-LONGEST: Final = 20_000
+MAX_LENGTH: Final = 20_000
 
 
 def printed(value: object) -> str:
-    """A word in one line; what a terminal or a reading order would obey is escaped."""
+    """A value on one line; control characters and bidirectional controls are escaped."""
     return printable(str(value), 300) if value not in (None, "") else ""
 
 
 def redacted(value: object) -> str:
-    """A text without secrets; its lines stay."""
-    return shortened(printable(str(value), LONGEST, keep="\n"), LONGEST) if value else ""
+    """A text without secrets; its line breaks stay."""
+    return shortened(printable(str(value), MAX_LENGTH, keep="\n"), MAX_LENGTH) if value else ""
 
 
 def short(span: float | None) -> str:
-    """A span in few characters."""
+    """A duration in few characters."""
     return in_short(span) if span is not None else ""
 
 
 def words(span: float | None) -> str:
-    """A span in words."""
+    """A duration in words."""
     return in_words(span) if span else ""
 
 
 def moment(when: datetime | None) -> str:
-    """A moment in UTC."""
+    """A time in UTC."""
     return f"{when.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" if when is not None else ""
 
 
 def ago(when: datetime | None) -> str:
-    """How long ago a moment was."""
+    """How long ago a time was."""
     return in_short(max(0.0, (datetime.now(UTC) - when).total_seconds())) if when else ""
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON, without secrets and within bounds; what a reading order would obey, or no
-    page can have, is escaped.
+    """A value as JSON, shortened and without secrets.
+
+    Bidirectional controls and characters that HTML cannot contain are escaped.
     """
     if value is None:
         return ""
     text = redact(json.dumps(value, indent=2, default=str, ensure_ascii=False))
-    return shortened(printable(text, LONGEST, keep="\n"), LONGEST)
+    return shortened(printable(text, MAX_LENGTH, keep="\n"), MAX_LENGTH)
 
 
 def own_key(stored: str) -> str:
-    """The key in a stored key, as people know it."""
+    """The task's key in a stored key."""
     return printed(stored.partition("|")[2] or stored)
 
 

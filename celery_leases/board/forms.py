@@ -1,6 +1,4 @@
-"""What comes in queries and forms: read within bounds, and refused with 400 where it is
-malformed.
-"""
+"""Parsing of queries and forms; malformed or too large ones are refused."""
 
 from __future__ import annotations
 
@@ -20,22 +18,22 @@ from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.filters import KNOWN_STATES, Position
 from celery_leases.protocol.keys import STORED_KEY_MAX
 
-LARGEST: Final = 4_000_000
-"""Bytes of a form; 500 selected keys have at most two thirds of that, as they are quoted twice."""
-MOST_FIELDS: Final = 1_000
-MOST_SELECTED: Final = 500
-LONGEST_FIELD: Final = 100_000
+MAX_BODY: Final = 4_000_000
+"""Bytes of a form; 500 selected keys take at most two thirds, because they are quoted twice."""
+MAX_FIELDS: Final = 1_000
+MAX_SELECTED: Final = 500
+MAX_FIELD_LENGTH: Final = 100_000
 _INT_MAX: Final = 2**63
-_LAST_MOMENT: Final = 253_402_300_799_000_000
-"""Microseconds since the epoch, at the end of the year 9999."""
+_MAX_TIME: Final = 253_402_300_799_000_000
+"""The end of the year 9999, in microseconds since the epoch."""
 URLENCODED: Final = "application/x-www-form-urlencoded"
 
-What = Literal["retry", "release", "forget", "resolve_done", "resolve_retry"]
+Action = Literal["retry", "release", "forget", "resolve_done", "resolve_retry"]
 Order = Literal["latest", "slowest"]
 
 
-def bad(text: str) -> HTTPException:
-    """The answer to what cannot be read."""
+def bad_request(text: str) -> HTTPException:
+    """The error 400 for a query or form that cannot be read."""
     return HTTPException(400, text)
 
 
@@ -48,40 +46,42 @@ class Fields:
                 coded.decode("ascii"),
                 keep_blank_values=True,
                 errors="strict",
-                max_num_fields=MOST_FIELDS,
+                max_num_fields=MAX_FIELDS,
             )
         except ValueError:
-            raise bad("The form cannot be read.") from None
-        if any("\x00" in name + value or len(value) > LONGEST_FIELD for name, value in self._pairs):
-            raise bad("The form cannot be read.")
+            raise bad_request("The form cannot be read.") from None
+        if any(
+            "\x00" in name + value or len(value) > MAX_FIELD_LENGTH for name, value in self._pairs
+        ):
+            raise bad_request("The form cannot be read.")
 
     def get(self, name: str, otherwise: str = "") -> str:
-        """The value of a field, without blanks around it."""
+        """The first value of a field, without surrounding blanks."""
         return next((value.strip() for each, value in self._pairs if each == name), otherwise)
 
     def all(self, name: str) -> list[str]:
-        """The values of a field that comes several times, those that are not blank."""
+        """All values of a field that are not blank."""
         return [value for each, value in self._pairs if each == name and value.strip()]
 
     def number(self, name: str) -> int | None:
-        """A whole number, if the field has one."""
+        """The integer value of a field; ``None`` if it is empty."""
         text = self.get(name)
         if not text:
             return None
         if not (text.isascii() and text.isdigit() and len(text) < 20) or int(text) >= _INT_MAX:
-            raise bad(f"{name} is no number.")
+            raise bad_request(f"{name} is not a number.")
         return int(text)
 
 
 async def form_of(request: Request) -> Fields:
-    """The form of a request; refuses one of another kind, and one that is too large."""
+    """The form of a request; refuses another content type and a form that is too large."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != URLENCODED:
-        raise HTTPException(415, "Send a form.")
+        raise HTTPException(415, f"Send the form as {URLENCODED}.")
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > LARGEST:
+        if len(body) > MAX_BODY:
             raise HTTPException(413, "The form is too large.")
     return Fields(bytes(body))
 
@@ -90,8 +90,8 @@ async def form_of(request: Request) -> Fields:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The filter, as it was written."""
+class FilterForm:
+    """A filter as it was entered."""
 
     states: tuple[str, ...] = ()
     task: str = ""
@@ -103,15 +103,15 @@ class Asked:
     crashed: str = ""
 
     @classmethod
-    def read(cls, given: Fields) -> Asked:
-        """The filter of a query or form."""
+    def read(cls, given: Fields) -> FilterForm:
+        """The filter in a query or form."""
         names = [field.name for field in fields(cls) if field.name != "states"]
         return cls(tuple(given.all("state")), **{name: given.get(name) for name in names})
 
     def wanted(self, now: datetime) -> RecordFilter:
-        """The filter itself; a span is counted back from *now*."""
+        """The filter to apply; a duration means that long before *now*."""
         if unknown := set(self.states).difference(KNOWN_STATES):
-            raise bad(f"{printable(min(unknown))} is no state.")
+            raise bad_request(f"{printable(min(unknown))} is not a state.")
         return RecordFilter(
             states=self.states,
             task=self.task or None,
@@ -124,7 +124,7 @@ class Asked:
         )
 
     def query(self, **more: str | None) -> str:
-        """It as the query of a URL."""
+        """The filter as the query of a URL."""
         return query_of(
             [
                 *(("state", state) for state in self.states),
@@ -139,21 +139,21 @@ class Asked:
 
 
 def query_of(pairs: Sequence[tuple[str, str | None]]) -> str:
-    """A query with its question mark; empty without any values."""
-    kept = [(name, value) for name, value in pairs if value]
-    return f"?{urlencode(kept)}" if kept else ""
+    """A query with its question mark; empty if there are no values."""
+    given = [(name, value) for name, value in pairs if value]
+    return f"?{urlencode(given)}" if given else ""
 
 
 def order_of(given: Fields) -> Order:
     """The order of the list."""
     found = given.get("order", "latest") or "latest"
     if found not in get_args(Order):
-        raise bad(f"{printable(found)} is no order.")
+        raise bad_request(f"{printable(found)} is not an order.")
     return found  # type: ignore[return-value]
 
 
-def place_of(given: Fields) -> str | None:
-    """Where the list goes on."""
+def page_token_of(given: Fields) -> str | None:
+    """The token of the page to show; ``None`` for the first page."""
     token = given.get("after")
     if not token:
         return None
@@ -162,13 +162,14 @@ def place_of(given: Fields) -> str | None:
     except LeaseConfigurationError:
         place = None
     if place is None or abs(place.value) >= _INT_MAX or "\x00" in place.stored_key:
-        raise bad("There is no such page: begin with the first one.")
+        raise bad_request("There is no such page: start with the first one.")
     return token
 
 
 def _moment(text: str, now: datetime) -> int | None:
-    """Microseconds since the epoch; a span counts back from *now*, a time without a zone is in
-    UTC.
+    """A time in microseconds since the epoch; ``None`` if *text* is empty.
+
+    A duration means that long before *now*; a time without a time zone is UTC.
     """
     if not text:
         return None
@@ -178,20 +179,20 @@ def _moment(text: str, now: datetime) -> int | None:
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
         return max(0, round(when.timestamp() * 1e6))
     except (ValueError, OverflowError):
-        raise bad(
-            f"{printable(text)} is no time: write one such as 2026-04-01T03:00 (UTC), or a span "
-            "before now: 12h."
+        raise bad_request(
+            f"{printable(text)} is not a time: write a time such as 2026-04-01T03:00 (UTC), or 12h "
+            "for 12 hours ago."
         ) from None
 
 
-# -- a filter as it was confirmed ------------------------------------------------------------------
+# -- the filter in the form that confirms an action -----------------------------------------------
 
 _TEXTS: Final = ("task", "group", "prefix", "reason")
 _NUMBERS: Final = ("since", "until", "unmoved_since")
 
 
 def hidden(wanted: RecordFilter) -> list[tuple[str, str]]:
-    """A filter as hidden fields, with its moments: what it means does not move with the clock."""
+    """A filter as hidden fields; its times are absolute, so it selects the same records later."""
     found = [("state", state) for state in wanted.states]
     found += [
         (name, str(getattr(wanted, name)))
@@ -202,34 +203,35 @@ def hidden(wanted: RecordFilter) -> list[tuple[str, str]]:
 
 
 def confirmed(given: Fields) -> RecordFilter:
-    """The filter of those fields."""
+    """The filter in the fields that :func:`hidden` made."""
     states = tuple(given.all("state"))
     moment = given.number("unmoved_since")
     if moment is None or set(states).difference(KNOWN_STATES):
-        raise bad("The form cannot be read.")
+        raise bad_request("The form cannot be read.")
     texts: dict[str, Any] = {name: given.get(name) or None for name in _TEXTS}
     numbers: dict[str, Any] = {name: given.number(name) for name in _NUMBERS}
-    if any(value is not None and value > _LAST_MOMENT for value in numbers.values()):
-        raise bad("The form cannot be read.")
+    if any(value is not None and value > _MAX_TIME for value in numbers.values()):
+        raise bad_request("The form cannot be read.")
     return RecordFilter(states, **texts, **numbers, crashed=bool(given.get("crashed")))
 
 
-# -- keys as they were seen ------------------------------------------------------------------------
+# -- selected keys, with the status that the page showed ------------------------------------------
 
 
 def seen_value(status: LeaseStatus) -> str:
-    """A status as the value of a field: what must not have changed when something is done. The key
-    is quoted, as a browser sends each line break of a field as CR LF.
+    """A status as the value of a form field; an action requires that it is still the same.
+
+    The key is quoted because browsers send each line break in a field as CR LF.
     """
     stored = quote(status.stored_key or status.key, safe="/:|", errors="replace")
     return f"{status.fence}:{status.state}:{stored}"
 
 
 def seen_of(given: Fields) -> list[LeaseStatus]:
-    """The statuses that were seen, of each key once."""
+    """The statuses of the selected keys, as the page showed them."""
     found = {status.key: status for status in map(_seen, given.all("seen"))}
-    if len(found) > MOST_SELECTED:
-        raise bad(f"Select at most {MOST_SELECTED} keys.")
+    if len(found) > MAX_SELECTED:
+        raise bad_request(f"Select at most {MAX_SELECTED} keys.")
     return [*found.values()]
 
 
@@ -239,7 +241,7 @@ def _seen(value: str) -> LeaseStatus:
     stored = unquote(quoted)
     number = int(fence) if fence.isascii() and fence.isdigit() and len(fence) < 20 else _INT_MAX
     if number >= _INT_MAX or state not in KNOWN_STATES or not is_stored_key(stored):
-        raise bad("The selection cannot be read.")
+        raise bad_request("The selection cannot be read.")
     return LeaseStatus(stored, None, state, fence=number, stored_key=stored)
 
 
@@ -248,9 +250,9 @@ def is_stored_key(text: str) -> bool:
     return text.startswith("t:") and "|" in text and len(text) <= STORED_KEY_MAX
 
 
-def action_of(given: Fields) -> What:
-    """The action that is asked for."""
+def action_of(given: Fields) -> Action:
+    """The action that a form asks for."""
     found = given.get("action")
-    if found not in get_args(What):
-        raise bad("There is no such action.")
+    if found not in get_args(Action):
+        raise bad_request("There is no such action.")
     return found  # type: ignore[return-value]

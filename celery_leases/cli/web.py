@@ -65,7 +65,7 @@ def web(
         import uvicorn
 
         from celery_leases.board import Passwords, leases_board
-        from celery_leases.board.access import everybody_here, is_loopback
+        from celery_leases.board.access import is_loopback, local_operator
     except ImportError:
         raise click.UsageError(
             "the board needs more packages: pip install 'celery-leases[web]'"
@@ -77,7 +77,7 @@ def web(
             f"--host {host}: without a password, anyone who can connect could release and forget "
             "every key; give --password-file or --authoriser"
         )
-    authorise: Any = everybody_here
+    authorise: Any = local_operator
     if password_file is not None:
         authorise = Passwords(password_file)
     elif authoriser is not None:
@@ -85,7 +85,7 @@ def web(
     app = app_of(ctx)
     client_of(ctx)  # report a wrong setting now, and import what the first page needs
     # DNS rebinding: without a password, only requests that name a local host are served.
-    hosts = LOCAL if authorise is everybody_here else None
+    hosts = LOCAL if authorise is local_operator else None
     board = leases_board(app, authorise, origins=origins, hosts=hosts)
     log = logging.getLogger("celery_leases")
     if not log.handlers and not logging.getLogger().handlers:

@@ -1,5 +1,5 @@
-"""The board in process: who may see and change what, what its pages say, and that an action changes
-what was seen and nothing else.
+"""The board in process: access, what its pages show, and that an action changes only the keys that
+are as the page showed them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from starlette.responses import RedirectResponse
 
 from celery_leases.board import Operator, Passwords, charts, leases_board
 from celery_leases.board.bulk_jobs import Jobs, Step, TooManyJobs
-from celery_leases.board.cached_reads import Shared, value_of
+from celery_leases.board.cached_reads import CachedRead, value_of
 from celery_leases.board.forms import seen_value
 from celery_leases.board.views import ROUTES
 from celery_leases.cli import leases
@@ -63,7 +63,7 @@ def shop(apps: None, tmp_path: Path) -> Iterator[Shop]:
 
 
 def board_of(shop: Shop, **options: Any) -> Any:
-    """A board that lets in whoever names themselves in a header."""
+    """A board that takes the name of the operator from a header."""
 
     def authorise(request: Request) -> Any:
         who = request.headers.get("x-who", "ann")
@@ -81,21 +81,21 @@ def ann(shop: Shop) -> Visitor:
 
 
 def box(shop: Shop, key: str) -> str:
-    """The value of the box of a key, as it is now."""
+    """The value of a key's checkbox for its current status."""
     status = shop.client.status(f"t:{TASK}|{key}")
     return seen_value(status)
 
 
-# -- who may come in -------------------------------------------------------------------------------
+# -- access ----------------------------------------------------------------------------------------
 
 
 def test_a_board_without_an_authoriser_is_not_made(shop: Shop) -> None:
-    with pytest.raises(LeaseConfigurationError, match="give a function that says who"):
+    with pytest.raises(LeaseConfigurationError, match="give a function that returns the user"):
         leases_board(shop.app, None)  # type: ignore[arg-type]
 
 
-def test_whoever_the_authoriser_does_not_know_sees_and_changes_nothing(shop: Shop) -> None:
-    """Not even the names of files; and an authoriser that fails lets nobody in."""
+def test_a_user_whom_the_authoriser_refuses_sees_and_changes_nothing(shop: Shop) -> None:
+    """Not even static files. If the authoriser raises, the request is refused."""
     shop.put("order:1", State.FAILED)
     visitor = Visitor(board_of(shop))
     for path in (*PAGES, "/static/board.css", "/nowhere"):
@@ -128,12 +128,12 @@ def test_a_reader_has_no_buttons_and_is_refused(shop: Shop) -> None:
     for path in ACTIONS:
         refused = visitor.sends(path, act)
         assert refused.status_code == 403
-        assert "You may look" in refused.text
+        assert "You may only read" in refused.text
     assert shop.state("order:1") == "failed"
 
 
 def test_a_password_is_asked_for(shop: Shop, tmp_path: Path) -> None:
-    """Whoever has none, a wrong one or another's name gets 401; the file must be its owner's."""
+    """Without one, or with a wrong one, the answer is 401. The file must be private."""
     path = tmp_path / "passwords"
     path.write_text("ann:correct horse battery\n\nbob:another long one\n")
     path.chmod(0o644)
@@ -162,7 +162,7 @@ def test_a_password_is_asked_for(shop: Shop, tmp_path: Path) -> None:
             Passwords(path)
 
 
-def test_the_command_listens_elsewhere_with_a_password_only(shop: Shop, tmp_path: Path) -> None:
+def test_the_command_refuses_other_addresses_without_a_password(shop: Shop, tmp_path: Path) -> None:
     def types(*more: str) -> Any:
         return CliRunner().invoke(leases, ["web", *more], obj=SimpleNamespace(app=shop.app))
 
@@ -179,9 +179,9 @@ def test_no_action_is_a_get(ann: Visitor) -> None:
         assert ann.http.get(path).status_code == 405
 
 
-def test_a_form_from_elsewhere_is_refused(shop: Shop) -> None:
-    """By its origin, also without one; by the token of this browser and this operator. A proxy that
-    ends TLS, and one whose origin was given, are let through.
+def test_a_form_of_another_origin_is_refused(shop: Shop) -> None:
+    """Its ``Origin`` header and its token are checked. The form is accepted behind a proxy that
+    terminates TLS, and from an origin that the board was given.
     """
     shop.put("order:1", State.FAILED)
     visitor = Visitor(board_of(shop, origins=["https://ops.example.com"]))
@@ -208,8 +208,8 @@ def test_a_form_from_elsewhere_is_refused(shop: Shop) -> None:
         assert visitor.sends("/keys/confirm", act, Origin=origin).status_code == 200
 
 
-def test_a_name_that_was_made_to_point_here_is_refused(shop: Shop) -> None:
-    """A board without a password would give everything to the page that has that name."""
+def test_an_unknown_host_name_is_refused(shop: Shop) -> None:
+    """DNS rebinding would otherwise give a foreign page access to a board without a password."""
     board = board_of(
         shop, hosts=("localhost", "127.0.0.1", "::1"), origins=["https://ops.example.com"]
     )
@@ -219,8 +219,8 @@ def test_a_name_that_was_made_to_point_here_is_refused(shop: Shop) -> None:
         Visitor(board, f"http://{host}").sees("/groups", 403)
 
 
-def test_pages_obey_a_strict_policy(shop: Shop, ann: Visitor) -> None:
-    """No script, style or handler is in a page, and each has the headers."""
+def test_pages_have_a_strict_content_security_policy(shop: Shop, ann: Visitor) -> None:
+    """Pages have no inline scripts, styles or handlers, and all have the security headers."""
     shop.put("order:1", State.FAILED)
     for path in (*PAGES, f"/key?stored=t:{TASK}|order:1", "/nowhere"):
         found = ann.http.get(path)
@@ -308,8 +308,8 @@ def test_a_form_that_cannot_be_read_is_400_and_changes_nothing(shop: Shop, ann: 
     assert shop.state("b") == "failed"
 
 
-def test_what_is_no_form_or_too_large_is_refused(ann: Visitor) -> None:
-    """Before it is read to its end."""
+def test_other_content_types_and_large_forms_are_refused(ann: Visitor) -> None:
+    """A large form is refused before all of it was read."""
     sent = {"Origin": ann.origin, "Content-Type": "application/json"}
     assert ann.http.post("/keys/act", content="{}", headers=sent).status_code == 415
     assert ann.posts("/keys/act", {"action": "x" * 5_000_000}).status_code == 413
@@ -321,7 +321,7 @@ def test_what_is_no_form_or_too_large_is_refused(ann: Visitor) -> None:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def test_the_overview_has_what_needs_a_look_first(shop: Shop, ann: Visitor) -> None:
+def test_the_overview_shows_what_needs_attention_first(shop: Shop, ann: Visitor) -> None:
     shop.put("order:1")
     shop.put("order:2", State.UNCERTAIN)
     shop.put("order:3", State.RUNNING)
@@ -342,7 +342,7 @@ def test_the_overview_has_what_needs_a_look_first(shop: Shop, ann: Visitor) -> N
 def test_keys_are_filtered_and_paged_without_a_count(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million records cost the first page no look at each."""
+    """The first page does not read every record."""
     for number in range(60):
         shop.put(f"order:{number:02}", State.FAILED if number % 2 else State.DONE)
     for name in ("how_many", "stats", "matching", "run_times"):
@@ -359,8 +359,8 @@ def test_keys_are_filtered_and_paged_without_a_count(
     assert seen_in(ann.sees("/keys?until=1h")) == {}
 
 
-def test_one_key_tells_all_but_secrets(shop: Shop, ann: Visitor) -> None:
-    """Its sentence, its attempts as a drawing, error and arguments, nothing as markup."""
+def test_the_page_of_a_key_shows_everything_but_secrets(shop: Shop, ann: Visitor) -> None:
+    """Status, attempts, error and arguments, with all markup escaped."""
     shop.put("<b>&1", State.FAILED)
     message = (
         f'{{"args": [1], "kwargs": {{"password": "{SECRET}", "to": "ann<i>"}}, "options": {{}}}}'
@@ -378,10 +378,10 @@ def test_one_key_tells_all_but_secrets(shop: Shop, ann: Visitor) -> None:
     assert "There is no record" in ann.sees(f"/key?stored=t:{TASK}|none", 404)
 
 
-def test_one_key_shows_its_effects_progress_and_result(
+def test_the_page_of_a_key_shows_effects_progress_and_result(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also an attempt that runs, in a group that waits."""
+    """Also a running attempt, in a group that is closed."""
     shop.put("order:1")
     now = datetime.now(UTC)
     effects = (
@@ -405,8 +405,8 @@ def test_one_key_shows_its_effects_progress_and_result(
         assert text in words(page), text
 
 
-def test_a_result_that_no_page_can_send_as_it_is_is_escaped(shop: Shop, ann: Visitor) -> None:
-    """Half a surrogate pair, and what turns the reading order."""
+def test_a_result_that_html_cannot_contain_is_escaped(shop: Shop, ann: Visitor) -> None:
+    """Half a surrogate pair, and bidirectional control characters."""
     shop.put("order:1", result='{"half": "\\ud800", "turned": "\\u202e"}')
     page = words(ann.sees(f"/key?stored=t:{TASK}|order:1"))
     assert r'"half": "\ud800"' in page
@@ -426,7 +426,7 @@ def test_run_times_are_drawn_with_ttl_and_limit(shop: Shop, ann: Visitor) -> Non
 
 
 def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: Path) -> None:
-    """It says so on each page that misses something; an action says why it changed nothing."""
+    """Each incomplete page says so, and an action says why nothing was changed."""
     shop = Shop(sqlite(tmp_path), f"redis://127.0.0.1:{free_port()}/0")
     shop.put("order:1", State.FAILED)
     shop.put("order:2", State.RUNNING)
@@ -434,7 +434,7 @@ def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: 
     for path in ("/", "/keys", "/groups", f"/key?stored=t:{TASK}|order:2", "/runtimes"):
         assert "the lease store does not answer" in visitor.sees(path), path
     assert "order:1" in visitor.sees("/keys")
-    assert "Which keys are abandoned is not known." in visitor.sees("/")
+    assert "It is not known which keys are abandoned." in visitor.sees("/")
     assert "does not answer" in visitor.sees("/doctor")
     act = {"action": "retry", "seen": box(shop, "order:1"), "confirmed": "yes"}
     assert "lease store" in visitor.sends("/keys/act", act).text
@@ -443,7 +443,7 @@ def test_the_board_stays_readable_without_the_lease_store(apps: None, tmp_path: 
 
 
 def test_the_board_says_that_the_records_do_not_answer(apps: None, tmp_path: Path) -> None:
-    """503 with the reason and without the password."""
+    """The answer is 503 with the reason, without the password in the URL."""
     shop = Shop(f"postgresql+psycopg://ann:{SECRET}@127.0.0.1:{free_port()}/nothing")
     for path in ("/", "/keys", "/runtimes"):
         found = Visitor(board_of(shop)).sees(path, 503)
@@ -452,7 +452,7 @@ def test_the_board_says_that_the_records_do_not_answer(apps: None, tmp_path: Pat
     shop.close()
 
 
-def test_an_unexpected_error_is_not_told(
+def test_an_unexpected_error_is_not_shown(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised: list[Exception] = [RuntimeError(SECRET)]
@@ -472,11 +472,11 @@ def test_an_unexpected_error_is_not_told(
 # -- actions ---------------------------------------------------------------------------------------
 
 
-def test_a_selection_is_changed_as_it_was_seen(
+def test_selected_keys_are_changed_only_if_they_are_as_the_page_showed_them(
     shop: Shop, ann: Visitor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A key that changes after the list, or after the question, is left alone; the log has who,
-    what and which keys.
+    """A key that changes after the list or after the confirmation page stays unchanged. The log has
+    the operator, the action and the keys.
     """
     caplog.set_level(logging.INFO, "celery_leases.board")
     for number in range(4):
@@ -489,7 +489,7 @@ def test_a_selection_is_changed_as_it_was_seen(
         "/keys/confirm", [("action", "retry"), *[("seen", value) for value in boxes.values()]]
     )
     assert "Retry: 3 keys?" in text
-    assert "changed since you looked" in text
+    assert "changed since the page was shown" in text
     assert {key for key in boxes if shop.state(key) == "failed"} == set(boxes), (
         "asking changes nothing"
     )
@@ -505,7 +505,7 @@ def test_a_selection_is_changed_as_it_was_seen(
     log = caplog.text
     assert "ann (testclient) asks: Retry: 3 selected keys" in log
     assert f"ann (testclient): retry t:{TASK}|order:0, which was failed at fence " in log
-    assert f"left alone: t:{TASK}|order:2" in log
+    assert f"unchanged: t:{TASK}|order:2" in log
     again = words(ann.sends("/keys/act", given).text)
     assert "0 changed , 3 unchanged" in again, "sent twice, done once"
 
@@ -525,8 +525,8 @@ def test_keys_with_blanks_and_line_breaks_are_found_and_changed(shop: Shop, ann:
     assert {key: shop.state(key) for key in keys} == dict.fromkeys(keys, "pending")
 
 
-def test_a_filter_is_changed_as_of_the_question(shop: Shop, ann: Visitor) -> None:
-    """What joins or changes afterwards is left alone."""
+def test_a_filter_selects_the_keys_as_of_the_confirmation_page(shop: Shop, ann: Visitor) -> None:
+    """Keys that match or change later stay unchanged."""
     for number in range(3):
         shop.put(f"order:{number}", State.FAILED)
     shop.put("order:9")
@@ -546,27 +546,27 @@ def test_a_filter_is_changed_as_of_the_question(shop: Shop, ann: Visitor) -> Non
     ]
     assert states == ["pending", "pending", "failed", "failed", "done", "failed"]
     _, text = ann.confirms("/keys/confirm", {"action": "forget", "scope": "filter"})
-    assert "as the filter is empty" in text
+    assert "the filter is empty" in text
 
 
 def test_an_uncertain_key_is_resolved(shop: Shop, ann: Visitor) -> None:
-    """With a result that is JSON."""
+    """The result must be JSON."""
     shop.put("order:1", State.UNCERTAIN)
     fields = [("action", "resolve_done"), ("seen", box(shop, "order:1"))]
     given, _ = ann.confirms("/keys/confirm", fields)
     wrong = ann.sends("/keys/act", [*given, ("result", "{no json")])
     assert wrong.status_code == 400
-    assert "is no JSON" in wrong.text
+    assert "is not JSON" in wrong.text
     assert "1 changed" in words(ann.sends("/keys/act", [*given, ("result", '{"sent": 2}')]).text)
     assert shop.client.status(f"t:{TASK}|order:1").result == {"sent": 2}
     assert "1 unchanged" in words(ann.sends("/keys/act", given).text)
 
 
 @pytest.mark.parametrize("action", ["resolve_done", "resolve_retry"])
-def test_a_key_that_changes_just_before_it_is_resolved_is_left_alone(
+def test_a_key_that_changes_just_before_it_is_resolved_stays_unchanged(
     shop: Shop, ann: Visitor, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    """The attempt that came meanwhile is in doubt by itself."""
+    """A later attempt became uncertain; it is not resolved by the older answer."""
     shop.put("order:1", State.UNCERTAIN)
     given, _ = ann.confirms("/keys/confirm", [("action", action), ("seen", box(shop, "order:1"))])
     look, came = LeaseClient._look, []
@@ -588,7 +588,7 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
         "/groups/confirm",
         {"action": "close", "group": "openai:<x>", "span": "10m", "why": "a test"},
     )
-    assert "No body of it starts for 10 minutes" in text
+    assert "No task of the group starts for 10 minutes" in text
     assert shop.client.groups() == []
     ann.sends("/groups/act", given)
     (gate,) = shop.client.groups()
@@ -605,7 +605,7 @@ def test_groups_are_closed_and_opened(shop: Shop, ann: Visitor) -> None:
 
 
 def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
-    """710 units for 710 s: until the gate opened, until its time was over, or until now."""
+    """710 units are 710 s. A bar ends when the gate opened, when its time was over, or now."""
     now = datetime(2026, 4, 1, 12, tzinfo=UTC)
 
     def closing(ago: float, lasts: float, opened: float | None = None) -> ClosingStatus:
@@ -627,7 +627,7 @@ def test_closings_are_drawn_on_one_axis_that_ends_now() -> None:
     assert charts.closings([GroupStatus("c", "closed", 1, "asked")], now) is None
 
 
-def test_old_records_are_deleted_after_a_count(shop: Shop, ann: Visitor) -> None:
+def test_old_records_are_counted_and_then_deleted(shop: Shop, ann: Visitor) -> None:
     for number in range(3):
         shop.put(f"order:{number}")
     day = 86_400_000_000
@@ -643,7 +643,7 @@ def test_old_records_are_deleted_after_a_count(shop: Shop, ann: Visitor) -> None
 
 
 def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
-    """Links, forms, files and the cookie stay below its path."""
+    """Links, forms, files and the cookie use the path of the mount."""
     shop.put("order:1", State.FAILED)
     site = FastAPI()
     site.mount("/ops/leases", board_of(shop))
@@ -663,23 +663,23 @@ def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
     assert "Path=/ops/leases" in cookie
 
 
-def test_the_example_of_the_page_refuses_whom_it_does_not_know(apps: None) -> None:
-    """docs/board.md mounts it in FastAPI, with an authoriser that reads a header."""
+def test_the_documented_example_refuses_unknown_users(apps: None) -> None:
+    """docs/board.md mounts the board in FastAPI, with an authoriser that reads a header."""
     (example,) = pages.blocks(pages.page("board"), "python")
     with pages.executed(example, "board_example") as names:
         visitor = Visitor(names["site"], under="/leases")
         visitor.sees("/upkeep", 403)
         visitor.http.headers["x-authenticated-user"] = "bob"
-        assert "looking only" in visitor.sees("/upkeep")
+        assert "read only" in visitor.sees("/upkeep")
         visitor.http.headers["x-authenticated-user"] = "ann@ops.example.com"
         assert "Rescue" in visitor.sees("/upkeep")
 
 
-# -- what is shared, and what goes on --------------------------------------------------------------
+# -- cached reads and jobs -------------------------------------------------------------------------
 
 
-def test_what_takes_long_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits longer than they want to, and a failed reading is told and tried again."""
+def test_concurrent_requests_share_one_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request waits as long as it asks for. A failed read raises its error and is repeated."""
     go, calls = threading.Event(), []
 
     def read() -> int:
@@ -689,26 +689,26 @@ def test_what_takes_long_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -
             raise StoreUnavailable("away", False)
         return len(calls)
 
-    shared = Shared(read, 3600.0)
-    assert [shared.look(0.0) for _ in range(3)] == [None] * 3
+    cached = CachedRead(read, 3600.0)
+    assert [cached.get(0.0) for _ in range(3)] == [None] * 3
     go.set()
-    first = shared.look(PATIENCE)
+    first = cached.get(PATIENCE)
     assert first is not None
     assert value_of(first) == 1
-    assert shared.look(0.0) is first
+    assert cached.get(0.0) is first
     assert len(calls) == 1
-    shared.forget()
-    failed = shared.look(PATIENCE)
+    cached.invalidate()
+    failed = cached.get(PATIENCE)
     assert failed is not None
     with pytest.raises(StoreUnavailable):
         value_of(failed)
-    monkeypatch.setattr("celery_leases.board.cached_reads.AFTER_ERROR", 0.0)
-    better = shared.look(PATIENCE)
+    monkeypatch.setattr("celery_leases.board.cached_reads.FRESH_AFTER_ERROR", 0.0)
+    better = cached.get(PATIENCE)
     assert better is not None
     assert value_of(better) == 3
 
 
-def test_a_change_can_be_stopped_and_not_too_many_run_at_once() -> None:
+def test_a_job_can_be_stopped_and_the_number_of_running_jobs_is_limited() -> None:
     go, jobs = threading.Event(), Jobs()
 
     def steps() -> Iterator[Step]:

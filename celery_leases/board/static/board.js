@@ -1,10 +1,10 @@
-// Live parts are not replaced while somebody has selected keys or looks elsewhere, and a board that does not answer says so.
+// Do not refresh the live part while keys are selected or the page is hidden; say so when the board does not answer.
 "use strict";
 document.addEventListener("htmx:beforeRequest", function (event) {
   const part = event.target;
   if (document.hidden || (part.querySelector && part.querySelector("input:checked"))) event.preventDefault();
 });
-// A selection may have been made while the answer was on its way.
+// Keys may have been selected while the response was on its way.
 document.addEventListener("htmx:beforeSwap", function (event) {
   if (event.target.querySelector && event.target.querySelector("input:checked")) event.detail.shouldSwap = false;
 });

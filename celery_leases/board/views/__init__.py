@@ -1,4 +1,4 @@
-"""The pages and actions of the board, by method and path."""
+"""The routes of the board: its pages and actions, by method and path."""
 
 from typing import Final
 

@@ -1,14 +1,14 @@
-"""What ``leases doctor`` finds."""
+"""The page with the findings of ``leases doctor``."""
 
 from __future__ import annotations
 
-from celery_leases.board.application import Answer, Asked
+from celery_leases.board.application import HtmlPage, ViewRequest
 from celery_leases.board.cached_reads import value_of
-from celery_leases.board.views.overview import SOON
+from celery_leases.board.views.overview import READ_TIMEOUT
 
 
-def doctor(asked: Asked) -> Answer:
-    """The latest examination, which everybody shares for a while."""
-    read = asked.board.shared("doctor", lambda: asked.client.examine(), 30.0).look(SOON)  # noqa: PLW0108
+def doctor(request: ViewRequest) -> HtmlPage:
+    """The latest examination; requests of the next 30 seconds share it."""
+    read = request.board.cached("doctor", lambda: request.client.examine(), 30.0).get(READ_TIMEOUT)  # noqa: PLW0108
     found = value_of(read) if read is not None else None
-    return Answer("doctor.html", {"found": found, "at": read.at if read is not None else None})
+    return HtmlPage("doctor.html", {"found": found, "at": read.at if read is not None else None})

@@ -1,4 +1,4 @@
-"""The cooldown groups: those whose gate is not open; open them, or close one."""
+"""The page of cooldown groups, and the actions that open and close their gates."""
 
 from __future__ import annotations
 
@@ -7,64 +7,68 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from celery_leases.board import formatting
-from celery_leases.board.application import Answer, Asked, GoTo
+from celery_leases.board.application import HtmlPage, Redirect, ViewRequest
 from celery_leases.board.bulk_jobs import Step
 from celery_leases.board.charts import closings
-from celery_leases.board.forms import Fields, bad
+from celery_leases.board.forms import Fields, bad_request
 from celery_leases.board.views.overview import trouble_of
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import in_words, seconds
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
 
-USUAL_SPAN: Final = "5m"
-MOST: Final = 200
-DRAWN: Final = 30
-"""The closings of so many groups are drawn."""
+DEFAULT_DURATION: Final = "5m"
+MAX_GROUPS: Final = 200
+GROUPS_DRAWN: Final = 30
+"""For how many groups the closings are drawn."""
 LABELS: Final = {"open": "Open", "close": "Close"}
 
 
-def listed(asked: Asked) -> Answer:
-    """The groups that are not open, and when groups were closed lately."""
+def listed(request: ViewRequest) -> HtmlPage:
+    """The groups that are not open, and the last closings of all groups."""
     try:
-        known, trouble = [*asked.client.groups(opened=True)], None
+        known, trouble = [*request.client.groups(opened=True)], None
     except StoreUnavailable as error:
         known, trouble = [], trouble_of(error)
     context = {
         "groups": [group for group in known if group.state != "open"],
-        "closings": closings(known[:DRAWN], datetime.now(UTC)),
-        "left_out": max(0, len(known) - DRAWN),
+        "closings": closings(known[:GROUPS_DRAWN], datetime.now(UTC)),
+        "left_out": max(0, len(known) - GROUPS_DRAWN),
         "trouble": trouble,
-        "span": USUAL_SPAN,
+        "span": DEFAULT_DURATION,
     }
-    return Answer("groups.html", context)
+    return HtmlPage("groups.html", context)
 
 
-def confirm(asked: Asked) -> Answer:
-    """Ask whether it is meant; nothing is changed."""
-    return Answer("confirm_groups.html", _wanted(asked.form))
+def confirm(request: ViewRequest) -> HtmlPage:
+    """Ask for confirmation; nothing is changed."""
+    return HtmlPage("confirm_groups.html", _wanted(request.form))
 
 
-def act(asked: Asked) -> Answer | GoTo:
+def act(request: ViewRequest) -> HtmlPage | Redirect:
     """Open or close the groups."""
-    if asked.form.get("confirmed") != "yes":
-        raise bad("Confirm it first.")
-    wanted = _wanted(asked.form)
+    if request.form.get("confirmed") != "yes":
+        raise bad_request("Confirm the action first.")
+    wanted = _wanted(request.form)
     name = f"{wanted['label']}: {len(wanted['groups'])} group{'s' * (len(wanted['groups']) > 1)}"
-    steps = _steps(asked.client, wanted)
-    return asked.board.begun(asked.board.jobs.start(name, asked.who, len(wanted["groups"]), steps))
+    steps = _steps(request.client, wanted)
+    return request.board.job_page(
+        request.board.jobs.start(name, request.who, len(wanted["groups"]), steps)
+    )
 
 
 def _wanted(form: Fields) -> dict[str, Any]:
     what, groups = form.get("action"), [*dict.fromkeys(form.all("group"))]
     if what not in LABELS:
-        raise bad("There is no such action.")
-    if not groups or len(groups) > MOST:
-        raise bad("Select a group, or write the name of one.")
-    span = form.get("span") or USUAL_SPAN
+        raise bad_request("There is no such action.")
+    if not groups or len(groups) > MAX_GROUPS:
+        raise bad_request(
+            f"Select at least one group and at most {MAX_GROUPS}, or enter the name of one."
+        )
+    span = form.get("span") or DEFAULT_DURATION
     try:
         wait = seconds(span, "For")
     except LeaseConfigurationError as error:
-        raise bad(formatting.printed(error)) from None
+        raise bad_request(formatting.printed(error)) from None
     return {
         "what": what,
         "label": LABELS[what],

@@ -1,4 +1,4 @@
-"""The keys: a list without counts, and one key with all that is known of it."""
+"""The list of keys, and the page of one key."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 
 from celery_leases.board import formatting
-from celery_leases.board.application import Answer, Asked
+from celery_leases.board.application import HtmlPage, ViewRequest
 from celery_leases.board.charts import timeline
-from celery_leases.board.forms import Asked as AskedFilter
-from celery_leases.board.forms import bad, is_stored_key, order_of, place_of, seen_value
+from celery_leases.board.forms import (
+    FilterForm,
+    bad_request,
+    is_stored_key,
+    order_of,
+    page_token_of,
+    seen_value,
+)
 from celery_leases.board.views.overview import trouble_in
 from celery_leases.client import LeaseClient, LeaseStatus
 from celery_leases.errors import RecordUnreadable
@@ -21,46 +27,47 @@ from celery_leases.protocol.filters import KNOWN_STATES
 from celery_leases.protocol.status import LEASE_STORE_UNAVAILABLE
 from celery_leases.worker.app_settings import leased_tasks
 
-ON_A_PAGE: Final = 50
-SOONEST: Final = 5.0
-"""Seconds until the list is read again; longer where the reading takes long."""
-PART_OF_TIME: Final = 20
+PAGE_SIZE: Final = 50
+MIN_REFRESH: Final = 5.0
+"""Seconds until the page refreshes its list, unless reading it takes long."""
+REFRESH_FACTOR: Final = 20
+"""The list is refreshed after at least this many times the time that reading it took."""
 
 
-def listed(asked: Asked) -> Answer:
-    """One page of the keys that a filter finds; nothing is counted."""
-    filtered = AskedFilter.read(asked.query)
+def listed(request: ViewRequest) -> HtmlPage:
+    """One page of the keys that a filter selects; they are not counted."""
+    filtered = FilterForm.read(request.query)
     wanted = filtered.wanted(datetime.now(UTC))
-    order, after = order_of(asked.query), place_of(asked.query)
-    began = time.monotonic()
-    page = asked.client.page(wanted, order=order, limit=ON_A_PAGE, after=after)
-    took = time.monotonic() - began
-    said_order = order if order != "latest" else None
+    order, after = order_of(request.query), page_token_of(request.query)
+    started = time.monotonic()
+    page = request.client.page(wanted, order=order, limit=PAGE_SIZE, after=after)
+    took = time.monotonic() - started
+    shown_order = order if order != "latest" else None
     context = {
         "filter": filtered,
-        "filtered": filtered != AskedFilter(),
+        "filtered": filtered != FilterForm(),
         "order": order,
         "known_states": KNOWN_STATES,
-        "tasks": sorted(leased_tasks(asked.board.app)),
+        "tasks": sorted(leased_tasks(request.board.app)),
         "reasons": [reason.value for reason in Reason],
         "rows": [(status, seen_value(status)) for status in page.statuses],
-        "first": f"/keys{filtered.query(order=said_order)}" if after else None,
-        "next": f"/keys{filtered.query(order=said_order, after=page.next)}" if page.next else None,
+        "first": f"/keys{filtered.query(order=shown_order)}" if after else None,
+        "next": f"/keys{filtered.query(order=shown_order, after=page.next)}" if page.next else None,
         "trouble": trouble_in(page),
-        "every": round(max(SOONEST, PART_OF_TIME * took)),
+        "every": round(max(MIN_REFRESH, REFRESH_FACTOR * took)),
     }
-    return Answer("keys.html", context)
+    return HtmlPage("keys.html", context)
 
 
-def one(asked: Asked) -> Answer:
-    """One key: where it stands, what happened, and what can be done."""
-    stored = next(iter(asked.query.all("stored")), "")  # blanks at its end belong to a key
+def one(request: ViewRequest) -> HtmlPage:
+    """One key: its status, its attempts, and the actions for it."""
+    stored = next(iter(request.query.all("stored")), "")  # not stripped: a key may end with blanks
     if not is_stored_key(stored):
-        raise bad("There is no such key: take it from the list.")
-    client = asked.client
+        raise bad_request("There is no such key: open it from the list.")
+    client = request.client
     status = client.status(stored)
     if status.stored_key is None:
-        raise HTTPException(404, f"There is no record for {formatting.printed(stored)}.")
+        raise HTTPException(404, f"There is no record of {formatting.printed(stored)}.")
     trouble = status.detail if status.reason == LEASE_STORE_UNAVAILABLE else None
     context = {
         "status": status,
@@ -70,7 +77,7 @@ def one(asked: Asked) -> Answer:
         "arguments": _arguments(client, stored),
         "trouble": formatting.redacted(trouble) if trouble else None,
     }
-    return Answer("key.html", context)
+    return HtmlPage("key.html", context)
 
 
 def _arguments(client: LeaseClient, stored: str) -> Any:
@@ -81,12 +88,12 @@ def _arguments(client: LeaseClient, stored: str) -> Any:
 
 
 def _facts(status: LeaseStatus) -> list[tuple[str, str]]:
-    waits_of = f"group {status.group}" if status.scope == "group" else status.scope
+    waits_for = f"group {status.group}" if status.scope == "group" else status.scope
     return [
         ("Task", formatting.printed(status.task)),
         ("In this state for", formatting.short(status.age)),
         ("Retry at", formatting.moment(status.retry_at)),
-        ("Wait of", formatting.printed(waits_of)),
+        ("Waits for", formatting.printed(waits_for)),
         ("Reason", formatting.printed(status.reason)),
         ("Detail", formatting.redacted(status.detail)),
         ("Rule", formatting.printed(status.rule)),

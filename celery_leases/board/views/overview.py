@@ -1,4 +1,4 @@
-"""The overview: what needs a look, groups that count down, and counts by task and state."""
+"""The overview: keys that need attention, closed groups, and counts by task and state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from celery_leases.board.application import Answer, Asked
+from celery_leases.board.application import HtmlPage, ViewRequest
 from celery_leases.board.cached_reads import value_of
 from celery_leases.client import GroupStatus, LeaseClient, Page, Stats
 from celery_leases.common.redaction import redact
@@ -15,9 +15,9 @@ from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LEASE_STORE_UNAVAILABLE, UNREADABLE
 
 SHOWN: Final = 10
-SOON: Final = 0.5
-"""Seconds for which the page waits for what is being read; it comes without it then."""
-LOOKS: Final = (
+READ_TIMEOUT: Final = 0.5
+"""Seconds for which a page waits for a value that is being read; then it is shown without it."""
+NEEDS_ATTENTION: Final = (
     (
         ABANDONED,
         "their process died; the broker delivers them again, or leases rescue publishes them",
@@ -28,34 +28,36 @@ STATES: Final = (
     *(ABANDONED, State.UNCERTAIN.value, UNREADABLE, State.FAILED.value, State.COOLING.value),
     *(State.RUNNING.value, State.PENDING.value, State.DONE.value),
 )
-"""In this order: what needs a look first."""
+"""The states in the order of the columns: those that need attention first."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Urgent:
-    """What changes while somebody looks."""
+class _Attention:
+    """The part of the page that is read every two seconds."""
 
     pages: dict[str, Page]
     groups: list[GroupStatus]
     trouble: str | None
 
 
-def overview(asked: Asked) -> Answer:
-    """The page: at once, also where the counts still take their time."""
-    board = asked.board
+def overview(request: ViewRequest) -> HtmlPage:
+    """The page; it is shown at once, even if the counts are still being read."""
+    board = request.board
 
     def count() -> Stats:
         return board.client().stats()
 
-    urgent = board.shared("urgent", lambda: _urgent(board.client()), 2.0).look(SOON)
-    counted = board.shared("stats", count, 10.0).look(0.0 if urgent is None else SOON)
-    found: _Urgent | None = value_of(urgent) if urgent is not None else None
+    attention = board.cached("attention", lambda: _attention(board.client()), 2.0).get(READ_TIMEOUT)
+    counted = board.cached("stats", count, 10.0).get(0.0 if attention is None else READ_TIMEOUT)
+    found: _Attention | None = value_of(attention) if attention is not None else None
     stats: Stats | None = value_of(counted) if counted is not None else None
     trouble = (found.trouble if found is not None else None) or (stats.trouble if stats else None)
     if stats is not None and stats.trouble and found is not None and not found.trouble:
-        board.shared_anew("stats")  # the lease store is back
+        board.invalidate("stats")  # the lease store is back
     context = {
-        "looks": [(state, why, found.pages[state]) for state, why in LOOKS] if found else [],
+        "attention": [(state, why, found.pages[state]) for state, why in NEEDS_ATTENTION]
+        if found
+        else [],
         "shown": SHOWN,
         "groups": found.groups if found else [],
         "counts": [*_counts(stats)] if stats else [],
@@ -63,19 +65,22 @@ def overview(asked: Asked) -> Answer:
         "rules": stats.rules if stats else [],
         "counted_at": counted.at if counted is not None else None,
         "counting": counted is None,
-        "looking": urgent is None,
+        "reading": attention is None,
         "trouble": redact(trouble) if trouble else None,
     }
-    return Answer("overview.html", context)
+    return HtmlPage("overview.html", context)
 
 
-def _urgent(client: LeaseClient) -> _Urgent:
-    """The keys that need a look, and the groups, as far as the lease store tells."""
-    pages = {state: client.page(client.where(states=[state]), limit=SHOWN) for state, _ in LOOKS}
+def _attention(client: LeaseClient) -> _Attention:
+    """The keys that need attention, and the groups if the lease store answers."""
+    pages = {
+        state: client.page(client.where(states=[state]), limit=SHOWN)
+        for state, _ in NEEDS_ATTENTION
+    }
     try:
-        return _Urgent(pages, [*client.groups()], None)
+        return _Attention(pages, [*client.groups()], None)
     except StoreUnavailable as error:
-        return _Urgent(pages, [], trouble_of(error))
+        return _Attention(pages, [], trouble_of(error))
 
 
 def trouble_of(error: StoreUnavailable) -> str:
@@ -96,7 +101,7 @@ def trouble_in(page: Page) -> str | None:
 
 
 def _counts(stats: Stats) -> Iterator[dict[str, Any]]:
-    """A row for each task, with a count for each state; what needs a look first."""
+    """A row for each task, with a count for each state; tasks that need attention first."""
     tasks: dict[str, dict[str, Any]] = {}
     for each in stats.states:
         tasks.setdefault(each.task, {})[each.state] = each
