@@ -13,13 +13,13 @@ from celery_leases.cli.parameters import DURATION
 from celery_leases.cli.root import app_of, leases, unknown_task
 from celery_leases.common.durations import in_short, seconds
 from celery_leases.drill import steps
-from celery_leases.drill.report import STEPS, Bounds, StepName, StepReport, Takeover, Who
+from celery_leases.drill.report import STEPS, Bounds, StepName, StepReport, Takeover, Taker
 from celery_leases.drill.run import WORKERS, Drill
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL, MINIMUM_TTL
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.setting_checks import redelivery_of
 
-_TAKEOVERS_BY: Final[dict[StepName, tuple[Who, ...]]] = {
+_TAKEOVERS_BY: Final[dict[StepName, tuple[Taker, ...]]] = {
     "child": ("its own call",),
     "double": (),
     "pause": ("another call",),

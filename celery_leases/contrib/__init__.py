@@ -1,1 +1,1 @@
-"""Web frameworks: a module for each, which a project of that framework imports."""
+"""Integrations with web frameworks: one module or package for each."""

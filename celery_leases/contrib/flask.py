@@ -1,7 +1,6 @@
-"""Flask: task classes with an application context, ``flask leases``, a status blueprint, error
-handlers.
+"""Flask: tasks with an application context, ``flask leases``, a status blueprint, error handlers.
 
-Needs the extra ``flask``. ``docs/flask.md`` shows all of it.
+Needs the extra ``flask``. ``docs/flask.md`` explains how to use it.
 """
 
 from __future__ import annotations
@@ -27,40 +26,37 @@ if TYPE_CHECKING:
 __all__ = ["CeleryLeases", "FlaskTask", "LeasedTask", "leases_blueprint", "response"]
 
 Authoriser = Callable[[str, str | None], object]
-"""Given a key and the name of its task, or ``None``: whether the current request may see it."""
+"""Gets a key and the name of its task or ``None``; returns whether the request may see the key."""
 
 EXTENSION: Final = "celery_leases"
 _MEMORY: Final = (None, "", ":memory:")
-_OF_CELERY: Final = "celery_leases_flask_app"
-"""The attribute of a Celery app that is its Flask app."""
+_FLASK_APP: Final = "celery_leases_flask_app"
+"""The attribute of a Celery app that holds its Flask app."""
 
 
 class FlaskTask(Task):
-    """A task whose body runs in the application context of the Flask app, as Flask's documentation
-    has it.
+    """A task that runs in the application context of the Flask app, as in Flask's documentation.
 
-    Raises :class:`~celery_leases.errors.LeaseConfigurationError` where no :class:`CeleryLeases`
-    knows the Celery app.
+    Raises :class:`~celery_leases.errors.LeaseConfigurationError` if no :class:`CeleryLeases` was
+    set up with its Celery app.
     """
 
     abstract = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body in a fresh application context, which ends with it."""
-        flask_app: Flask | None = getattr(self.app, _OF_CELERY, None)
+        """Run the task in a new application context."""
+        flask_app: Flask | None = getattr(self.app, _FLASK_APP, None)
         if flask_app is None:
             raise LeaseConfigurationError(
-                f"task {self.name}: no Flask app is known for its Celery app; write CeleryLeases(app) where the Flask "
-                "app is made, also in the module that the worker imports"
+                f"task {self.name}: its Celery app has no Flask app; write CeleryLeases(app) where the Flask app "
+                "is created, also in the module that the worker imports"
             )
         with flask_app.app_context():
             return self.run(*args, **kwargs)
 
 
 class LeasedTask(LeasedMixin, FlaskTask):
-    """A leased task whose body runs in the application context of the Flask app, under the
-    lease.
-    """
+    """A leased task; its body runs under the lease, in the application context of the Flask app."""
 
     abstract = True
 
@@ -69,11 +65,12 @@ class CeleryLeases:
     """The Flask extension: ``CeleryLeases(app)``, or ``leases = CeleryLeases()`` and
     ``leases.init_app(app)``.
 
-    The Celery app is *celery*, or ``app.extensions["celery"]``, or is made of
-    ``app.config["CELERY"]``, with :class:`FlaskTask` as its task class. Where that names no
-    ``leases_database_url``, the records are in the database of Flask-SQLAlchemy, if that was set up
-    before. The app gets ``flask leases`` and, unless *error_handlers* is off, a handler that
-    answers errors of celery_leases as ``docs/http.md`` says.
+    The Celery app is *celery*, or ``app.extensions["celery"]``, or a new one with the settings of
+    ``app.config["CELERY"]`` and :class:`FlaskTask` as its task class. If its settings have no
+    ``leases_database_url``, the records are in the database of Flask-SQLAlchemy, provided that
+    Flask-SQLAlchemy was set up before. The Flask app gets the command ``flask leases``. Unless
+    *error_handlers* is false, it also gets a handler that answers errors of celery_leases as
+    described in ``docs/http.md``.
     """
 
     def __init__(
@@ -84,13 +81,14 @@ class CeleryLeases:
             self.init_app(app, celery)
 
     def init_app(self, app: Flask, celery: Celery | None = None) -> None:
-        """Set *app* up; raises :class:`~celery_leases.errors.LeaseConfigurationError` without
-        settings for Celery.
+        """Set *app* up.
+
+        Raises :class:`~celery_leases.errors.LeaseConfigurationError` without settings for Celery.
         """
-        celery = celery or app.extensions.get("celery") or _made(app)
+        celery = celery or app.extensions.get("celery") or _celery_from_config(app)
         app.extensions["celery"] = celery
         app.extensions[EXTENSION] = self
-        setattr(celery, _OF_CELERY, app)
+        setattr(celery, _FLASK_APP, app)
         _share_database(app, celery)
         app.cli.add_command(_leases)
         if self._error_handlers:
@@ -102,7 +100,7 @@ class CeleryLeases:
         return found
 
     def client(self) -> LeaseClient:
-        """The client of that Celery app; it is the same each time and need not be closed."""
+        """The client of that Celery app; it is always the same and need not be closed."""
         return LeaseClient.from_app(self.celery())
 
     def submit(
@@ -117,11 +115,11 @@ class CeleryLeases:
         poll_after: float = POLL_AFTER,
         **options: Any,
     ) -> Response:
-        """Ask for the work of a leased *task*, publish its call if need be, and make the response.
+        """Request the work of a leased *task*, publish its call if needed, and build the response.
 
         See :func:`celery_leases.submitting.submit`. *location* is by default the URL of the status
-        in the app's blueprint, if it has one. With a *session*, such as ``db.session``, commit it
-        before you return the response.
+        in the app's blueprint, if the app has one. If you give a *session*, such as ``db.session``,
+        commit it before you return the response.
         """
         sent = submit(
             *(task, args, kwargs),
@@ -135,7 +133,7 @@ class CeleryLeases:
 
 
 def response(sent: HttpAnswer) -> Response:
-    """An answer as a response of Flask's."""
+    """An :class:`~celery_leases.http.HttpAnswer` as a Flask response."""
     return Response(sent.content(), sent.status, dict(sent.headers))
 
 
@@ -147,28 +145,28 @@ def leases_blueprint(
     url_prefix: str = "/leases",
     poll_after: float = POLL_AFTER,
 ) -> Blueprint:
-    """A blueprint with ``GET /leases/<key>``: the status of a key, as ``docs/http.md`` says.
+    """A blueprint with ``GET /leases/<key>``: the status of a key, as in ``docs/http.md``.
 
-    *authorise* is asked first, with the key and the task's name: what is not true is answered with
-    403, whether the key exists or not; it may ``abort()`` too, and be ``async def``, as a view may.
-    *task*: the only task whose keys are shown; else ``?task=`` names it, which is needed for keys
-    that several tasks have. Raises :class:`~celery_leases.errors.LeaseConfigurationError` without
-    an authoriser.
+    *authorise* is called first, with the key and the task's name. If it returns a false value, the
+    response is 403, whether or not the key exists; it may also call ``abort()``, and may be ``async
+    def``. *task* is the only task whose keys are shown. Without it, ``?task=`` names the task; that
+    is needed for keys that several tasks have. Raises
+    :class:`~celery_leases.errors.LeaseConfigurationError` without an authoriser.
     """
     if not callable(authorise):
         raise LeaseConfigurationError(
-            f"leases_blueprint({authorise!r}): give a function of the key and the task's name that says whether the "
-            "current request may see it; without one everybody could see every result"
+            f"leases_blueprint({authorise!r}): give a function of the key and the task's name that returns whether the "
+            "current request may see it; without one, anyone could see every result"
         )
     blueprint = Blueprint(name, __name__, url_prefix=url_prefix)
 
     @blueprint.record
-    def remember(state: Any) -> None:
+    def register_endpoint(state: Any) -> None:
         state.app.extensions.setdefault(f"{EXTENSION}.status", f"{state.name}.status")
 
     @blueprint.get("/<path:key>")
     def status(key: str) -> Response:
-        """Answer with the status of a key."""
+        """The status of a key."""
         of_task = task or request.args.get("task") or None
         allowed = authorise(key, of_task)
         if isawaitable(allowed):
@@ -180,15 +178,15 @@ def leases_blueprint(
     return blueprint
 
 
-async def _awaited(coming: Awaitable[object]) -> object:
-    return await coming
+async def _awaited(awaitable: Awaitable[object]) -> object:
+    return await awaitable
 
 
 def _status(key: str, task: str | None) -> LeaseStatus:
     celery: Celery = current_app.extensions["celery"]
     if task is None and key.startswith("t:") and "|" in key:
-        # A stored key, by which the key that the authoriser has not seen would be found.
-        raise UnknownKey(f"{key} is written as it is stored; give the key and its task", key)
+        # A stored key: it would find a key other than the one that authorise has checked.
+        raise UnknownKey(f"{key} is a stored key; give the key itself and its task", key)
     known = celery.tasks.get(task) if task is not None else None
     options = getattr(known, "lease_options", None)
     namespace = options.namespace if options is not None else None
@@ -210,12 +208,12 @@ def _handle(error: LeasesError) -> Response:
     return response(sent)
 
 
-def _made(app: Flask) -> Celery:
+def _celery_from_config(app: Flask) -> Celery:
     conf = app.config.get("CELERY")
     if not isinstance(conf, Mapping):
         raise LeaseConfigurationError(
-            'CeleryLeases: there is no Celery app; write app.config["CELERY"] = {"broker_url": ..., ...} before it, or '
-            "CeleryLeases(app, celery)"
+            'CeleryLeases: there is no Celery app; set app.config["CELERY"] = {"broker_url": ..., ...} before, or '
+            "write CeleryLeases(app, celery)"
         )
     celery = Celery(app.import_name, task_cls=FlaskTask)
     celery.config_from_object(dict(conf))
@@ -224,7 +222,7 @@ def _made(app: Flask) -> Celery:
 
 
 def _share_database(app: Flask, celery: Celery) -> None:
-    """Take the database of Flask-SQLAlchemy for the records, unless another one is named."""
+    """Use the database of Flask-SQLAlchemy for the records, unless a setting names another one."""
     if celery.conf.get("leases_database_url") or "sqlalchemy" not in app.extensions:
         return
     with app.app_context():
@@ -237,11 +235,11 @@ def _share_database(app: Flask, celery: Celery) -> None:
     "leases",
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     add_help_option=False,
-    help="Leases and records of the app's tasks, as celery leases.",
+    help="Show and change leases and records of tasks, as celery leases does.",
 )
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def _leases(args: tuple[str, ...]) -> None:
-    """Run ``celery leases`` on the Celery app of the current Flask app, and exit as that does."""
+    """Run ``celery leases`` for the Celery app of the current Flask app, with its exit code."""
     from celery.bin.base import CLIContext
     from flask.cli import ScriptInfo
 

@@ -1,3 +1,5 @@
-"""The drill: kills worker processes of its own in the middle of a harmless task, and measures how
-soon the work goes on, on the operator's own broker and stores.
+"""The drill behind ``leases drill``: it measures takeovers on the operator's broker and stores.
+
+It starts workers, kills them in the middle of a harmless task, and measures how soon another worker
+takes the work over.
 """

@@ -1,4 +1,4 @@
-"""What the workers of a drill have seen, as lines of a file that the drill reads."""
+"""Events that the workers of a drill write to a file, and that the drill reads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something happened to *key* at *at*, in seconds of this machine's monotonic clock.
+    """An event of *key* at the time *at*, in seconds of this machine's monotonic clock.
 
-    ``worker`` is the number of the drill's worker, ``pid`` the process that wrote the note.
+    ``worker`` is the number of the drill's worker, 0 for the drill itself; ``pid`` is the process
+    that wrote the note.
     """
 
     what: str
@@ -27,18 +28,19 @@ class Note:
 
 
 class Notes:
-    """A file that several processes append to; each note is one write, so that a killed process
-    leaves whole lines.
+    """A file that several processes append to.
+
+    Each note is one write, so that a killed process does not leave half a line.
     """
 
     def __init__(self, path: Path, worker: int = 0) -> None:
         self._path = path
         self._worker = worker
-        self._read_to = 0
-        self._found: list[Note] = []
+        self._offset = 0
+        self._notes: list[Note] = []
 
     def write(self, what: str, key: str = "", call: str = "", more: str = "") -> Note:
-        """Append a note with the time of now; returns it."""
+        """Append a note with the current time, and return it."""
         note = Note(what, time.monotonic(), self._worker, os.getpid(), key, call, more)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -49,16 +51,16 @@ class Notes:
 
     def all(self) -> list[Note]:
         """All notes so far, in the order in which they were written."""
-        self._found.extend(self._next())
-        return self._found
+        self._notes.extend(self._read_new())
+        return self._notes
 
-    def _next(self) -> Iterator[Note]:
+    def _read_new(self) -> Iterator[Note]:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            file.seek(self._read_to)
+            file.seek(self._offset)
             written = file.read()
         whole = written[: written.rfind(b"\n") + 1]
-        self._read_to += len(whole)
+        self._offset += len(whole)
         for line in whole.splitlines():
             yield Note(**json.loads(line))

@@ -1,6 +1,6 @@
-"""What a drill has found: pure values, and why a takeover came later than its SLO allows.
+"""The results of a drill as values, and the reason why a takeover missed its SLO.
 
-Times are seconds. SLO: the service level objective for a takeover.
+Times are seconds. The SLO is the service level objective for a takeover.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from typing import Any, Literal
 
 from celery_leases.protocol.tuning import Delivery
 
-Who = Literal["its own call", "another call"]
+Taker = Literal["its own call", "another call"]
 StepName = Literal["child", "double", "pause", "worker"]
 
 STEPS: dict[StepName, str] = {
-    "child": "kill the pool process of a body; its own call must run again",
-    "double": "deliver a message three times; the body must run once",
-    "pause": "stop a worker for longer than the ttl; another call must take the key over, and the "
-    "paused body must lose its lease",
-    "worker": "kill a whole worker; another call must take the key over, and its own call must "
-    "run again",
+    "child": "kill the pool process that runs a call; the call must run again",
+    "double": "deliver a message three times; the task must run once",
+    "pause": "pause a worker for longer than the ttl; another call must take the key over, and the "
+    "paused call must lose its lease",
+    "worker": "kill a whole worker; another call must take the key over, and the call of the dead "
+    "worker must run again",
 }
-"""What each step does, in the order of the steps."""
+"""The steps in their order, and what each one does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the settings of an app promise: *ttl* of the leases, and *delivery* of messages."""
+    """How long takeovers may take with the app's settings: the *ttl* of leases and the *delivery*
+    of messages.
+    """
 
     ttl: float
     slo: float
     delivery: Delivery
 
-    def of(self, step: StepName, who: Who) -> float | None:
-        """The longest that the takeover of *step* takes by the settings; ``None``: at once."""
+    def of(self, step: StepName, who: Taker) -> float | None:
+        """The longest time that the takeover of *step* may take; ``None``: at once."""
         if step == "child":
             return None
         ttl = self.ttl
@@ -44,14 +46,14 @@ class Bounds:
             else self.delivery.work_resumed(ttl)
         )
 
-    def why_missed(self, step: StepName, who: Who) -> str:
-        """Which setting makes the takeover of *step* later than the SLO, and what to write."""
+    def why_missed(self, step: StepName, who: Taker) -> str:
+        """Which setting makes the takeover of *step* miss the SLO, and what to write instead."""
         timeout, sweep = self.delivery.visibility_timeout or 0.0, self._sweep()
         bound = self.of(step, who)
         if bound is None:
             return (
-                "the worker found the death of its pool process late, or its stores did not answer "
-                "at once; see what was seen"
+                "the worker noticed the death of its pool process late, or its stores answered "
+                "late; see the events"
             )
         if who == "its own call" and timeout >= self.slo:
             return (
@@ -77,7 +79,7 @@ class Bounds:
             )
         return (
             f"not the settings: they allow {bound:.0f} s; this machine or a server was slow, see "
-            "what was seen"
+            "the events"
         )
 
     def _sweep(self) -> float:
@@ -86,9 +88,9 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """How soon a call had the key: *took* is ``None`` if it had not within *waited*."""
+    """The seconds until a call had the key; *took* is ``None`` if it had not after *waited*."""
 
-    who: Who
+    who: Taker
     took: float | None
     waited: float
     bound: float | None
@@ -97,9 +99,9 @@ class Takeover:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step has found: its takeovers, and what went wrong otherwise, a sentence each.
+    """The result of one step: its takeovers, and a sentence for each other problem.
 
-    ``seen``: what happened, each with the seconds since the step began.
+    ``seen``: the events, each with the seconds since the step began.
     """
 
     step: StepName
@@ -111,11 +113,11 @@ class StepReport:
 
     @property
     def met(self) -> bool:
-        """Whether every takeover was in time, and nothing else was wrong."""
+        """Whether every takeover was in time and there was no other problem."""
         return not self.wrong and all(each.why is None for each in self.takeovers)
 
     def as_json(self) -> dict[str, Any]:
-        """As ``leases drill --json`` prints it."""
+        """The values that ``leases drill --json`` prints."""
         return {
             "step": self.step,
             "met": self.met,

@@ -1,4 +1,4 @@
-"""One drill: its workers and queues, its steps, and the end, which leaves nothing behind."""
+"""One drill: it starts workers and queues, and deletes everything at the end."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from uuid import uuid4
 
 from celery import Celery
 
-from celery_leases.drill import leftovers
+from celery_leases.drill import cleanup
 from celery_leases.drill.notes import Note, Notes
 from celery_leases.drill.processes import DrillWorker
-from celery_leases.drill.report import Bounds, StepName, StepReport, Takeover, Who
-from celery_leases.drill.task import never, register
-from celery_leases.drill.worker import Orders, finish_file
+from celery_leases.drill.report import Bounds, StepName, StepReport, Takeover, Taker
+from celery_leases.drill.task import register, unused_body
+from celery_leases.drill.worker import WorkerConfig, finish_file
 from celery_leases.errors import LeasesError
 from celery_leases.worker import app_components
 
 T = TypeVar("T")
 WORKERS: Final = 2
 CONCURRENCY: Final = 2
-STARTED_WITHIN: Final = 60.0
-"""Seconds for what no SLO is about: a worker's start, the first run of a body."""
+START_TIMEOUT: Final = 60.0
+"""Seconds to wait for events that have no SLO, such as the start of a worker."""
 BROKER_TIMEOUT: Final = 5.0
-OFTEN: Final = 0.02
+POLL_INTERVAL: Final = 0.02
 KILLED: Final = "killed worker"
-"""The note of a worker that was killed as a whole."""
+"""The note that a whole worker was killed."""
 _BROKERS: Final = ("redis", "amqp")
-_SPOKEN: Final = {
-    "began": "began the body of {call}",
-    "lost": "stopped the body of {call}: its lease is lost",
-    "returned": "came to the end of the body of {call}",
+_EVENT_TEXTS: Final = {
+    "began": "started the task of {call}",
+    "lost": "stopped the task of {call}: its lease is lost",
+    "returned": "finished the task of {call}",
     "call_rescheduled": "rescheduled {call}",
     "call_dropped": "dropped a message of {call}",
-    "result_replayed": "answered {call} without a run",
+    "result_replayed": "answered {call} with its saved result",
     "lease_lost": "found the lease of {call} lost",
-    "outcome_refused": "had the outcome of {call} refused",
+    "outcome_refused": "reported an outcome of {call}, which was refused",
     "attempt_settled": "wrote the outcome of {call}",
-    "crash_seen": "found, for {call}, that the attempt before had died",
+    "crash_seen": "found that the previous attempt of {call} had died",
 }
-"""By the kind of a note, what a worker has done."""
+"""What a worker has done, by the kind of the note."""
 
 
 class DrillImpossible(LeasesError):
-    """The drill could not begin, or could not go on; the message says why."""
+    """The drill could not start or continue; the message says why."""
 
 
 class Drill:
-    """Two workers of *app* with queues of their own; a context manager.
+    """Two workers of *app* with their own queues; a context manager.
 
-    *app_name* is the word behind ``celery -A``. When it ends, in any way but SIGKILL, the workers
-    are killed, and queues, records and leases are deleted.
+    *app_name* is the value of ``celery -A``. At the end, unless the process is killed by SIGKILL,
+    the workers are killed, and their queues, records and leases are deleted.
     """
 
     def __init__(self, app: Celery, app_name: str, bounds: Bounds) -> None:
@@ -69,13 +69,13 @@ class Drill:
         self._queues = [self._name, *(self.queue_of(number) for number in range(1, WORKERS + 1))]
         self._calls: list[tuple[str, str]] = []
         self._workers: dict[int, DrillWorker] = {}
-        self._restored: list[Callable[[], object]] = []
+        self._restore: list[Callable[[], object]] = []
 
     # -- beginning and end -------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.parts = self._answering()
-        self._task = register(self.app, self.bounds.ttl, never)
+        self.parts = self._check_servers()
+        self._task = register(self.app, self.bounds.ttl, unused_body)
         self._end_by_signals()
         self._directory = Path(tempfile.mkdtemp(prefix="celery-leases-drill-"))
         self.notes = Notes(self._directory / "notes")
@@ -97,25 +97,25 @@ class Drill:
                 worker.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
             left = [
-                *self._deleted("queues", lambda: leftovers.delete_queues(self.app, self._queues)),
-                *self._deleted("keys", lambda: leftovers.delete_keys(self.parts, self._calls)),
+                *self._delete("queues", lambda: cleanup.delete_queues(self.app, self._queues)),
+                *self._delete("keys", lambda: cleanup.delete_keys(self.parts, self._calls)),
             ]
-        for restore in self._restored:
+        for restore in self._restore:
             restore()
         if left:
             raise DrillImpossible("; ".join(left)) from None
 
-    def _deleted(self, what: str, delete: Callable[[], None]) -> Iterator[str]:
+    def _delete(self, what: str, delete: Callable[[], None]) -> Iterator[str]:
         try:
             delete()
         except Exception as error:  # noqa: BLE001 - whatever a broker's or a store's client raises
             yield (
-                f"the workers are killed, but {what} that begin with {self._name} could not be "
+                f"the workers are killed, but {what} that start with {self._name} could not be "
                 f"deleted: {_line(error)}"
             )
 
-    def _answering(self) -> app_components.AppParts:
-        """The stores of the app; raises unless they and the broker answer, and tables are there."""
+    def _check_servers(self) -> app_components.AppParts:
+        """The stores of the app; raises if the broker or a store cannot be used."""
         parts = app_components.parts_of(self.app, eager=False)
         parts.check_once()
         parts.leases.held([self._name])
@@ -129,22 +129,20 @@ class Drill:
         except Exception as error:  # noqa: BLE001 - whatever a broker's client raises
             raise DrillImpossible(f"the broker does not answer: {_line(error)}") from None
         if kind not in _BROKERS:
-            raise DrillImpossible(
-                f"the broker is {kind}; the drill works on Redis and RabbitMQ only"
-            )
+            raise DrillImpossible(f"the broker is {kind}; the drill needs Redis or RabbitMQ")
         return parts
 
     def _end_by_signals(self) -> None:
-        """Let SIGTERM and SIGHUP end the drill as Ctrl-C does."""
+        """Make SIGTERM and SIGHUP end the drill as Ctrl-C does."""
         if threading.current_thread() is not threading.main_thread():
             return
         for sig in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(sig, _interrupt)
-            self._restored.append(partial(signal.signal, sig, before))
+            self._restore.append(partial(signal.signal, sig, before))
 
     def _start_workers(self) -> None:
         for number in range(1, WORKERS + 1):
-            orders = Orders(
+            config = WorkerConfig(
                 self._app_name,
                 str(self._directory),
                 number,
@@ -152,21 +150,21 @@ class Drill:
                 self.bounds.ttl,
                 CONCURRENCY,
             )
-            self._workers[number] = DrillWorker(orders)
-        if not self.saw(
+            self._workers[number] = DrillWorker(config)
+        if not self.wait_for(
             lambda notes: {n.worker for n in notes if n.what == "ready"} == {*self._workers},
-            STARTED_WITHIN,
+            START_TIMEOUT,
         ):
-            raise DrillImpossible(f"the workers were not ready within {STARTED_WITHIN:g} s")
+            raise DrillImpossible(f"the workers were not ready within {START_TIMEOUT:g} s")
 
     # -- what steps do -----------------------------------------------------------------------------
 
     def queue_of(self, number: int) -> str:
-        """The queue that only the worker with that number consumes."""
+        """The queue that only the worker with this number consumes."""
         return f"{self._name}.{number}"
 
     def key(self, step: StepName) -> str:
-        """The key of a step."""
+        """The key that a step uses."""
         return f"{self._name}:{step}"
 
     def publish(self, key: str, *, worker: int | None = None, call: str | None = None) -> str:
@@ -178,70 +176,71 @@ class Drill:
         return call
 
     def finish(self, key: str) -> None:
-        """Let the bodies of *key* end."""
+        """Let the running calls of *key* end."""
         finish_file(self._directory, key).touch()
 
     def worker(self, number: int) -> DrillWorker:
-        """The worker with that number."""
+        """The worker with this number."""
         return self._workers[number]
 
     def other(self, number: int) -> int:
         """The number of the other worker."""
         return next(each for each in self._workers if each != number)
 
-    def saw(self, look: Callable[[list[Note]], T | None], within: float) -> T | None:
-        """What *look* finds in the notes, as soon as it finds something; ``None`` after *within*
-        seconds.
+    def wait_for(self, find: Callable[[list[Note]], T | None], within: float) -> T | None:
+        """Wait until *find* returns something for the notes, and return it; ``None`` after
+        *within* seconds.
         """
         until = time.monotonic() + within
         while True:
-            if found := look(self.notes.all()):
+            if found := find(self.notes.all()):
                 return found
             for worker in self._workers.values():
                 if not worker.alive and worker.number not in self._killed():
                     raise DrillImpossible(
-                        f"a worker of the drill has ended by itself: {worker.last_words()}"
+                        f"a worker of the drill has ended unexpectedly: {worker.last_log_line()}"
                     )
             if time.monotonic() >= until:
                 return None
-            time.sleep(OFTEN)
+            time.sleep(POLL_INTERVAL)
 
-    def awaited(self, what: str, look: Callable[[list[Note]], T | None]) -> T:
-        """As :meth:`saw`, for what must happen before a step can go on."""
-        found = self.saw(look, STARTED_WITHIN)
+    def require(self, what: str, find: Callable[[list[Note]], T | None]) -> T:
+        """As :meth:`wait_for`, for an event without which a step cannot continue."""
+        found = self.wait_for(find, START_TIMEOUT)
         if found is None:
-            raise DrillImpossible(f"waited {STARTED_WITHIN:g} s for {what}")
+            raise DrillImpossible(f"waited {START_TIMEOUT:g} s for {what}")
         return found
 
     def takeover(
-        self, step: StepName, who: Who, since: Note, look: Callable[[list[Note]], Note | None]
+        self, step: StepName, who: Taker, since: Note, find: Callable[[list[Note]], Note | None]
     ) -> Takeover:
-        """How long after *since* the note came that *look* finds; waits twice as long as the SLO
-        allows.
+        """How long after *since* the note was written that *find* finds.
+
+        Waits for twice the time that the SLO allows.
         """
-        patience = 2 * self.bounds.slo + 1.0
-        found = self.saw(look, max(0.0, since.at + patience - time.monotonic()))
+        timeout = 2 * self.bounds.slo + 1.0
+        found = self.wait_for(find, max(0.0, since.at + timeout - time.monotonic()))
         took = found.at - since.at if found is not None else None
         missed = took is None or took > self.bounds.slo
         return Takeover(
             who,
             took,
-            patience,
+            timeout,
             self.bounds.of(step, who),
             self.bounds.why_missed(step, who) if missed else None,
         )
 
-    def did(self, what: str, key: str, worker: int) -> Note:
-        """Note what the drill itself has done to a worker."""
+    def note_action(self, what: str, key: str, worker: int) -> Note:
+        """Write a note about what the drill itself has done to a worker."""
         return self.notes.write(what, key, more=str(worker))
 
     def report(
         self, step: StepName, takeovers: list[Takeover], wrong: list[str] | None = None
     ) -> StepReport:
-        """What *step* has found, with all that was seen of its key."""
+        """The result of *step*, with all events of its key."""
         notes = [note for note in self.notes.all() if note.key == self.key(step)]
         begin = notes[0].at if notes else 0.0
-        seen = [(round(note.at - begin, 3), self._said(note)) for note in notes]
+        seen = [(round(note.at - begin, 3), self._described(note)) for note in notes]
         return StepReport(
             step, self.bounds.slo, self.bounds.ttl, takeovers, tuple(wrong or ()), tuple(seen)
         )
@@ -249,13 +248,13 @@ class Drill:
     def _killed(self) -> set[int]:
         return {int(note.more) for note in self.notes.all() if note.what == KILLED}
 
-    def _said(self, note: Note) -> str:
+    def _described(self, note: Note) -> str:
         if not note.worker:
             return f"the drill {note.what} {note.more}"
         calls = list(dict.fromkeys(call for key, call in self._calls if key == note.key))
         call = f"call {calls.index(note.call) + 1}" if note.call in calls else "a call"
         more = f": {note.more}" if note.more else ""
-        return f"worker {note.worker} {_SPOKEN[note.what].format(call=call)}{more}"
+        return f"worker {note.worker} {_EVENT_TEXTS[note.what].format(call=call)}{more}"
 
 
 def _interrupt(*_: Any) -> None:
@@ -264,7 +263,7 @@ def _interrupt(*_: Any) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP for a moment."""
+    """Ignore Ctrl-C, SIGTERM and SIGHUP in the ``with`` block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -276,7 +275,7 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         for sig, handler in before.items():
-            with suppress(TypeError):  # a handler that Python has not set
+            with suppress(TypeError):  # a handler that was not set from Python
                 signal.signal(sig, handler)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a drill: what each one kills, and what must happen then."""
+"""The steps of a drill: each one kills or pauses a worker and checks what happens then."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from celery_leases.drill.notes import Note
 from celery_leases.drill.report import StepName, StepReport
 from celery_leases.drill.run import KILLED, Drill
 
-Look = Callable[[list[Note]], Note | None]
-NOTICED_WITHIN: Final = 15.0
-"""Seconds in which a paused body must have noticed that its lease is lost, once it goes on."""
+Find = Callable[[list[Note]], Note | None]
+LOSS_TIMEOUT: Final = 15.0
+"""Seconds after the pause within which the paused task must notice that its lease is lost."""
 
 
 def run(drill: Drill, steps: Sequence[StepName]) -> Iterator[StepReport]:
@@ -24,10 +24,10 @@ def run(drill: Drill, steps: Sequence[StepName]) -> Iterator[StepReport]:
 def _child(drill: Drill) -> StepReport:
     key = drill.key("child")
     call = drill.publish(key)
-    first = _begun(drill, key, call)
-    killed = drill.did("killed the pool process of worker", key, first.worker)
+    first = _wait_for_run(drill, key, call)
+    killed = drill.note_action("killed the pool process of worker", key, first.worker)
     drill.worker(first.worker).kill_child(first.pid)
-    own = drill.takeover("child", "its own call", killed, _begins(key, call, after=killed))
+    own = drill.takeover("child", "its own call", killed, _run_of(key, call, after=killed))
     drill.finish(key)
     return drill.report("child", [own])
 
@@ -35,25 +35,25 @@ def _child(drill: Drill) -> StepReport:
 def _double(drill: Drill) -> StepReport:
     key = drill.key("double")
     call = drill.publish(key)
-    first = _begun(drill, key, call)
+    first = _wait_for_run(drill, key, call)
     drill.publish(key, worker=drill.other(first.worker), call=call)
-    drill.awaited(
-        "the second delivery", _next(key, ("call_rescheduled", "call_dropped", "began"), first)
+    drill.require(
+        "the second delivery", _first_of(key, ("call_rescheduled", "call_dropped", "began"), first)
     )
     drill.finish(key)
-    ended = drill.awaited("the end of the body", _next(key, ("attempt_settled",), first))
+    ended = drill.require("the end of the task", _first_of(key, ("attempt_settled",), first))
     drill.publish(key, worker=first.worker, call=call)
     answers = ("result_replayed", "call_dropped", "began")
-    drill.awaited("the third delivery", _next(key, answers, ended))
+    drill.require("the third delivery", _first_of(key, answers, ended))
     runs = sum(note.what == "began" and note.key == key for note in drill.notes.all())
-    wrong = [] if runs == 1 else [f"the body of one call ran {runs} times"]
+    wrong = [] if runs == 1 else [f"the task of one call ran {runs} times"]
     return drill.report("double", [], wrong)
 
 
 def _pause(drill: Drill) -> StepReport:
     key = drill.key("pause")
     first, _ = _two_calls(drill, key)
-    paused = drill.did("paused worker", key, first.worker)
+    paused = drill.note_action("paused worker", key, first.worker)
     drill.worker(first.worker).pause()
     try:
         taken = drill.takeover(
@@ -61,28 +61,28 @@ def _pause(drill: Drill) -> StepReport:
             "another call",
             paused,
             lambda notes: next(
-                (n for n in _of(notes, key, "began", paused) if n.worker != first.worker), None
+                (n for n in _events(notes, key, "began", paused) if n.worker != first.worker), None
             ),
         )
     finally:
         drill.worker(first.worker).resume()
-        drill.did("resumed worker", key, first.worker)
+        drill.note_action("resumed worker", key, first.worker)
     wrong = []
     if taken.took is not None:
-        lost = drill.saw(
+        lost = drill.wait_for(
             lambda notes: next(
                 (
                     n
                     for what in ("lost", "lease_lost", "outcome_refused")
-                    for n in _of(notes, key, what, paused)
+                    for n in _events(notes, key, what, paused)
                     if n.worker == first.worker
                 ),
                 None,
             ),
-            NOTICED_WITHIN,
+            LOSS_TIMEOUT,
         )
         if lost is None:
-            wrong.append("the paused body did not lose its lease, although another call had it")
+            wrong.append("the paused call did not lose its lease, although another call had it")
     drill.finish(key)
     return drill.report("pause", [taken], wrong)
 
@@ -90,11 +90,11 @@ def _pause(drill: Drill) -> StepReport:
 def _worker(drill: Drill) -> StepReport:
     key = drill.key("worker")
     first, other = _two_calls(drill, key)
-    killed = drill.did(KILLED, key, first.worker)
+    killed = drill.note_action(KILLED, key, first.worker)
     drill.worker(first.worker).kill()
     drill.finish(key)
-    another = drill.takeover("worker", "another call", killed, _begins(key, other, after=killed))
-    own = drill.takeover("worker", "its own call", killed, _begins(key, first.call, after=killed))
+    another = drill.takeover("worker", "another call", killed, _run_of(key, other, after=killed))
+    own = drill.takeover("worker", "its own call", killed, _run_of(key, first.call, after=killed))
     return drill.report("worker", [another, own])
 
 
@@ -107,29 +107,29 @@ _STEPS: Final[dict[StepName, Callable[[Drill], StepReport]]] = {
 
 
 def _two_calls(drill: Drill, key: str) -> tuple[Note, str]:
-    """A body that runs, and the id of another call of its key that waits at the other worker."""
-    first = _begun(drill, key, drill.publish(key))
+    """A call that runs, and the id of another call of its key that waits at the other worker."""
+    first = _wait_for_run(drill, key, drill.publish(key))
     other = drill.publish(key, worker=drill.other(first.worker))
-    drill.awaited("another call to wait for the key", _next(key, ("call_rescheduled",), first))
+    drill.require("another call to wait for the key", _first_of(key, ("call_rescheduled",), first))
     return first, other
 
 
-def _begun(drill: Drill, key: str, call: str) -> Note:
-    return drill.awaited("the first run of a body", _begins(key, call))
+def _wait_for_run(drill: Drill, key: str, call: str) -> Note:
+    return drill.require("the first run of a task", _run_of(key, call))
 
 
-def _begins(key: str, call: str, after: Note | None = None) -> Look:
+def _run_of(key: str, call: str, after: Note | None = None) -> Find:
     return lambda notes: next(
-        (note for note in _of(notes, key, "began", after) if note.call == call), None
+        (note for note in _events(notes, key, "began", after) if note.call == call), None
     )
 
 
-def _next(key: str, whats: Sequence[str], after: Note) -> Look:
+def _first_of(key: str, whats: Sequence[str], after: Note) -> Find:
     return lambda notes: next(
-        (note for what in whats for note in _of(notes, key, what, after)), None
+        (note for what in whats for note in _events(notes, key, what, after)), None
     )
 
 
-def _of(notes: list[Note], key: str, what: str, after: Note | None) -> Iterator[Note]:
+def _events(notes: list[Note], key: str, what: str, after: Note | None) -> Iterator[Note]:
     since = after.at if after is not None else 0.0
     return (note for note in notes if note.key == key and note.what == what and note.at > since)

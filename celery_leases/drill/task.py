@@ -1,4 +1,4 @@
-"""The task of the drill. It is registered in the processes of a drill only."""
+"""The task of the drill, which only the processes of a drill register."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from celery import Celery
 from celery_leases.task import LeasedTask
 
 TASK: Final = "celery_leases.drill"
-KEPT: Final = "1h"
-"""The retention of its records: workers delete those that a killed drill leaves behind."""
+RETENTION: Final = "1h"
+"""The retention of its records: if a drill is killed, workers delete them after this time."""
 TIME_LIMIT: Final = 3600
 
 Body = Callable[[Any, str], None]
@@ -20,8 +20,8 @@ Body = Callable[[Any, str], None]
 def register(app: Celery, ttl: float, body: Body) -> Any:
     """Register the drill's task with *app*; *body* gets the task and its key.
 
-    Each call runs once, one after the other, so that a body shows that its call has the key. What
-    the app sets for all tasks does not count for what the drill measures.
+    A running body shows that its call has the key, because each call of the key runs its own body.
+    Options that could change the measurement are set here, whatever the app's settings are.
     """
     app.conf.task_always_eager = False
     app.conf.task_create_missing_queues = True
@@ -43,13 +43,13 @@ def register(app: Celery, ttl: float, body: Body) -> Any:
         lease_on_held="reschedule",
         lease_on_done="rerun",
         lease_on_lost="interrupt",
-        lease_wait=0.001,  # none; 0 is refused
+        lease_wait=0.001,  # do not wait; 0 is refused
         lease_renew=True,
         lease_queue_once=False,
         lease_store_arguments=False,
         lease_allow_loss=False,
         lease_max_crashes=10,
-        lease_retention=KEPT,
+        lease_retention=RETENTION,
     )
     def drill(self: Any, key: str) -> None:
         body(self, key)
@@ -57,6 +57,6 @@ def register(app: Celery, ttl: float, body: Body) -> Any:
     return drill
 
 
-def never(_task: Any, _key: str) -> None:
+def unused_body(_task: Any, _key: str) -> None:
     """The body in a process that only publishes."""
-    raise AssertionError("the drill's task runs in the workers of a drill only")
+    raise AssertionError("only the workers of a drill run its task")

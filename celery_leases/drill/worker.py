@@ -1,7 +1,7 @@
 """A worker process of a drill: ``python -m celery_leases.drill.worker``, started by the drill.
 
-It reads what it needs from one variable of its environment. It ends itself, with its pool, as soon
-as the drill's process is gone.
+Its configuration is in one environment variable. It kills itself and its pool as soon as the
+drill's process has ended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from celery_leases.errors import LeaseLost
 VARIABLE: Final = "CELERY_LEASES_DRILL"
 PIPE: Final = 0
 """The file descriptor of standard input."""
-LONGEST_BODY: Final = 1800.0
-"""Seconds after which a body ends by itself."""
-_HEARD: Final = (
+MAX_RUN_TIME: Final = 1800.0
+"""Seconds after which the task ends by itself."""
+_NOTED_SIGNALS: Final = (
     "call_rescheduled",
     "call_dropped",
     "result_replayed",
@@ -41,8 +41,8 @@ _HEARD: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
-    """What a worker of a drill is to do: *app* is the word behind ``celery -A``."""
+class WorkerConfig:
+    """The configuration of a drill's worker; *app* is the value of ``celery -A``."""
 
     app: str
     directory: str
@@ -52,27 +52,27 @@ class Orders:
     concurrency: int
 
     def as_text(self) -> str:
-        """As a value of the environment."""
+        """The value of the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """From :meth:`as_text`."""
+        """The configuration in a value of :meth:`as_text`."""
         return cls(**json.loads(text))
 
 
 def finish_file(directory: Path, key: str) -> Path:
-    """The file that ends the bodies of *key* when it exists."""
+    """The file whose existence ends the running calls of *key*."""
     return directory / f"finish-{key.rpartition(':')[2]}"
 
 
 def _body(notes: Notes, directory: Path, task: Any, key: str) -> None:
-    """Hold the lease until the drill says that it is enough."""
+    """Hold the lease until the drill creates the file of :func:`finish_file`."""
     call, finish = task.request.id, finish_file(directory, key)
-    give_up = time.monotonic() + LONGEST_BODY
+    deadline = time.monotonic() + MAX_RUN_TIME
     try:
         notes.write("began", key, call, f"attempt {task.lease.attempt}, fence {task.lease.fence}")
-        while not finish.exists() and time.monotonic() < give_up:
+        while not finish.exists() and time.monotonic() < deadline:
             task.lease.check()
             time.sleep(0.05)
     except LeaseLost:
@@ -87,29 +87,29 @@ def _listen(notes: Notes) -> None:
             more = getattr(event, "reason", None) or getattr(event, "ended", None) or ""
             notes.write(name, event.key, event.call_id, str(more))
 
-    for name in _HEARD:
+    for name in _NOTED_SIGNALS:
         getattr(signals, name).connect(partial(note, name), weak=False)
     worker_ready.connect(lambda **_: notes.write("ready"), weak=False)
 
 
 def _end_with_the_drill() -> None:
-    """Kill this worker and its pool when the drill has closed its end of the pipe, or has died."""
-    while os.read(PIPE, 1):  # not by sys.stdin, whose lock the processes of the pool would inherit
+    """Kill this worker and its pool when the drill closes its end of the pipe or dies."""
+    while os.read(PIPE, 1):  # not sys.stdin: pool processes would inherit its lock
         pass
-    if os.getpgrp() == os.getpid():  # no other process was put into this group
+    if os.getpgrp() == os.getpid():  # the group of this worker, and not the operator's
         os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     """Run the worker until it is killed."""
-    orders = Orders.read(os.environ[VARIABLE])
+    config = WorkerConfig.read(os.environ[VARIABLE])
     threading.Thread(target=_end_with_the_drill, daemon=True).start()
-    directory = Path(orders.directory)
-    notes = Notes(directory / "notes", orders.number)
-    app = find_app(orders.app)
+    directory = Path(config.directory)
+    notes = Notes(directory / "notes", config.number)
+    app = find_app(config.app)
     app.loader.import_default_modules()
-    register(app, orders.ttl, partial(_body, notes, directory))
-    # It answers no remote control, and no monitoring sees it.
+    register(app, config.ttl, partial(_body, notes, directory))
+    # Remote control and monitoring of the operator's workers do not see this worker.
     app.conf.update(
         worker_enable_remote_control=False, worker_send_task_events=False, leases_metrics=False
     )
@@ -117,9 +117,9 @@ def main() -> None:
     app.worker_main(
         [
             "worker",
-            *("--pool", "prefork", "--concurrency", str(orders.concurrency)),
-            *("--queues", ",".join(orders.queues)),
-            *("--hostname", f"celery_leases_drill_{orders.number}_{os.getpid()}@%h"),
+            *("--pool", "prefork", "--concurrency", str(config.concurrency)),
+            *("--queues", ",".join(config.queues)),
+            *("--hostname", f"celery_leases_drill_{config.number}_{os.getpid()}@%h"),
             *("--loglevel", "INFO"),
             *("--without-gossip", "--without-mingle", "--without-heartbeat"),
         ]

@@ -62,7 +62,11 @@ def test_explain_says_which_rule_a_failure_meets_and_what_follows(operator: Term
         (("explain",), 2, "describe the failure"),
         (("explain", "--status", "99"), 2, "--status"),
         (("explain", "--header", "retry-after"), 2, "is not NAME=VALUE"),
-        (("explain", "--status", "429", "--task", "nobody"), 2, f"known are {COOLING}.asks"),
+        (
+            ("explain", "--status", "429", "--task", "nobody"),
+            2,
+            f"its leased tasks are {COOLING}.asks",
+        ),
         (("explain", "--exc", "os.path"), 2, "is not an exception class"),
         (("group", "close", "model", "--for", "soon"), 2, "'soon' is not usable"),
         (("group", "close"), 2, "GROUP"),

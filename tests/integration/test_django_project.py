@@ -155,7 +155,7 @@ def test_tasks_that_do_not_do_what_they_say_are_named(sqlite_url: str) -> None:
         ({"MORE_APPS": ["wrong"]}, "lease_ttl"),
         (
             {"CELERY_LEASES_URL": "redis://localhost/1"},
-            "CELERY_LEASES['url'] and a setting LEASES_URL",
+            "CELERY_LEASES['url'] and the setting LEASES_URL",
         ),
     ],
 )

@@ -178,7 +178,7 @@ def test_files_of_sqlite(name: Any, wanted: str) -> None:
         (
             "mysql",
             {"NAME": "x", "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"key": "k"}}},
-            "without an authority",
+            "without a certificate authority",
         ),
     ],
     ids=lambda value: str(value)[:40],

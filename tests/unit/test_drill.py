@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from celery_leases import LeasedTask
 from celery_leases.cli import leases
 from celery_leases.drill.notes import Notes
-from celery_leases.drill.report import Bounds, StepReport, Takeover, Who
+from celery_leases.drill.report import Bounds, StepReport, Takeover, Taker
 from celery_leases.drill.task import TASK
 from celery_leases.protocol.tuning import Delivery
 
@@ -75,7 +75,9 @@ def types(app: Celery) -> Types:
         (10.0, AN_HOUR, "another call", "not the settings: "),
     ],
 )
-def test_a_miss_names_what_causes_it(ttl: float, delivery: Delivery, who: Who, begin: str) -> None:
+def test_a_miss_names_what_causes_it(
+    ttl: float, delivery: Delivery, who: Taker, begin: str
+) -> None:
     """Broker, sweep or ttl; or none of them, where the settings allow less than the SLO."""
     assert Bounds(ttl, 30.0, delivery).why_missed("worker", who).startswith(begin)
 

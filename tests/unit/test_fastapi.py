@@ -177,7 +177,7 @@ def test_the_authoriser_decides_before_anything_is_looked_up(
 @pytest.mark.parametrize("authorise", [None, True, "me"])
 def test_a_router_without_an_authoriser_is_refused(authorise: Any) -> None:
     """When the app starts, not when somebody finds out."""
-    with pytest.raises(LeaseConfigurationError, match="everybody could see"):
+    with pytest.raises(LeaseConfigurationError, match="anyone could see"):
         leases_router(authorise, AsyncLeaseClient(Scripted(a_status("done"))))  # type: ignore[arg-type]
 
 

@@ -235,7 +235,7 @@ def test_nothing_is_changed_by_the_view(shop: Any) -> None:
 @pytest.mark.parametrize("authorise", [None, True, "me"])
 def test_a_blueprint_without_an_authoriser_is_refused(authorise: Any) -> None:
     """When the app starts, not when somebody finds out."""
-    with pytest.raises(LeaseConfigurationError, match="everybody could see"):
+    with pytest.raises(LeaseConfigurationError, match="anyone could see"):
         leases_blueprint(authorise)
 
 

@@ -1,6 +1,4 @@
-"""What the pages of the admin share: nobody adds, changes or deletes rows, and the client that
-looks and repairs.
-"""
+"""What the admin pages share: rows that cannot be edited, and the client that changes records."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from celery_leases.errors import LeaseConfigurationError
 STYLES = {"all": ["celery_leases/admin.css"]}
 
 
-class Operated(admin.ModelAdmin):
-    """Rows that are shown, and changed by the actions of this package only."""
+class ReadOnlyAdmin(admin.ModelAdmin):
+    """Shows rows; only the actions of this package change them."""
 
     def has_add_permission(self, request: Any) -> bool:
         """Rows cannot be added."""
@@ -28,22 +26,23 @@ class Operated(admin.ModelAdmin):
         return False
 
     def has_delete_permission(self, request: Any, obj: Any = None) -> bool:
-        """Rows cannot be deleted; the action `forget` makes a key as good as new."""
+        """Rows cannot be deleted; the action `forget` clears a key."""
         return False
 
     def board_url(self) -> str | None:
-        """The address of the board, if the settings have one."""
+        """The URL of the board, if the settings have one."""
         return configuration.board_url()
 
-    def may(self, request: Any, what: str) -> bool:
-        """Whether the user has the permission *what*, such as ``retry``, on this model."""
+    def is_permitted(self, request: Any, what: str) -> bool:
+        """Whether the user has the permission *what* on this model, such as ``retry``."""
         return bool(request.user.has_perm(f"{self.opts.app_label}.{what}_{self.opts.model_name}"))
 
 
 def client() -> LeaseClient:
-    """The client of the project's Celery app, on the stores that its workers use."""
+    """A client for the stores that the workers of the project's Celery app use."""
     if _state.default_app is None:
         raise LeaseConfigurationError(
-            "this project has no Celery app: import it in the package of the settings, as Celery's documentation says"
+            "this project has no Celery app; import it in the project's __init__.py, as Celery's "
+            "documentation shows"
         )
     return LeaseClient.from_app(_state.get_current_app(), eager=False)

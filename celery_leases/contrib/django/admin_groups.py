@@ -1,4 +1,4 @@
-"""Cooldown groups in Django's admin: those whose gate is not open, wherever the lease store is."""
+"""The admin page of cooldown groups, for any lease store."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 
 from celery_leases.common.durations import in_words
-from celery_leases.contrib.django.admin_access import STYLES, Operated, client
+from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client
 from celery_leases.errors import LeasesError
 
 ACTIONS: Final = {"open": "Open", "close": "Close"}
 PERMISSION: Final = "operate"
-USUAL_SPAN: Final = "5m"
+DEFAULT_DURATION: Final = "5m"
 
 
-class LeaseGateAdmin(Operated):
-    """The page of the cooldown groups. Their gates may be in Redis, so the client is asked and not
-    the table.
+class LeaseGateAdmin(ReadOnlyAdmin):
+    """The page of the cooldown groups.
+
+    It asks the client and not the table, because the gates may be in Redis.
     """
 
     actions: ClassVar[list[str]] = []
 
     class Media:
-        """As for the records."""
+        """The stylesheet of all admin pages of this package."""
 
         css = STYLES
 
     def changelist_view(self, request: Any, extra_context: dict[str, Any] | None = None) -> Any:
-        """The groups; by POST, once it was asked and answered, open those that are selected, or
-        close one.
+        """Show the groups; a POST asks for confirmation, then opens the selected groups or closes
+        one.
         """
         if not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST":
             return self._act(request)
-        return self._listed(request, extra_context)
+        return self._show_groups(request, extra_context)
 
     def change_view(
         self, request: Any, object_id: str, form_url: str = "", extra_context: Any = None
     ) -> Any:
-        """There is no page of one group: the list says all."""
+        """Redirect to the list: a group has no page of its own."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         return HttpResponseRedirect("../../")
 
-    def _listed(
+    def _show_groups(
         self, request: Any, extra_context: dict[str, Any] | None = None, problem: str | None = None
     ) -> Any:
         try:
@@ -63,32 +64,32 @@ class LeaseGateAdmin(Operated):
                 (group, in_words(group.retry_after) if group.retry_after else "after a probe")
                 for group in groups
             ],
-            "may_operate": self.may(request, PERMISSION),
+            "may_operate": self.is_permitted(request, PERMISSION),
             "problem": problem,
             "given": {name: request.POST.get(name, "") for name in ("group", "span", "why")},
-            "usual_span": USUAL_SPAN,
+            "default_duration": DEFAULT_DURATION,
             "leases_board": self.board_url(),
             **(extra_context or {}),
         }
         return TemplateResponse(request, "admin/celery_leases/leasegate/groups.html", context)
 
     def _act(self, request: Any) -> Any:
-        if not self.may(request, PERMISSION):
+        if not self.is_permitted(request, PERMISSION):
             raise PermissionDenied
         what = request.POST.get("action")
         groups = [group for group in request.POST.getlist("group") if group.strip()]
         if what not in ACTIONS or not groups:
-            return self._listed(request, problem="Select a group, or write the name of one.")
+            return self._show_groups(request, problem="Select a group, or enter the name of one.")
         if request.POST.get("confirmed") != "yes":
-            return self._asked(request, what, groups)
+            return self._confirm(request, what, groups)
         try:
             for group in groups:
                 self._do(request, what, group)
         except (LeasesError, ValueError, TypeError) as error:
-            return self._listed(request, problem=str(error))
+            return self._show_groups(request, problem=str(error))
         return HttpResponseRedirect(request.get_full_path())
 
-    def _asked(self, request: Any, what: str, groups: list[str]) -> Any:
+    def _confirm(self, request: Any, what: str, groups: list[str]) -> Any:
         count = f"{len(groups)} group{'' if len(groups) == 1 else 's'}"
         context = {
             **self._context(request, f"{ACTIONS[what]}: {count}?"),
@@ -96,7 +97,7 @@ class LeaseGateAdmin(Operated):
             "label": ACTIONS[what],
             "count": count,
             "groups": groups,
-            "span": request.POST.get("span") or USUAL_SPAN,
+            "span": request.POST.get("span") or DEFAULT_DURATION,
             "why": request.POST.get("why", ""),
         }
         return TemplateResponse(request, "admin/celery_leases/leasegate/confirm.html", context)
@@ -104,11 +105,11 @@ class LeaseGateAdmin(Operated):
     def _do(self, request: Any, what: str, group: str) -> None:
         leases = client()
         if what == "open":
-            was_shut = leases.open_group(group)
-            done = "Opened" if was_shut else "Was open already"
+            was_closed = leases.open_group(group)
+            done = "Opened" if was_closed else "Was already open"
         else:
             status = leases.close_group(
-                group, request.POST.get("span") or USUAL_SPAN, request.POST.get("why", "")
+                group, request.POST.get("span") or DEFAULT_DURATION, request.POST.get("why", "")
             )
             done = f"Closed for {in_words(status.retry_after or 0.0)}"
         LogEntry.objects.create(

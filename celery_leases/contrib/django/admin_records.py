@@ -1,4 +1,4 @@
-"""Records in Django's admin: a list without counts, a key's history, actions that ask first."""
+"""Records in Django's admin: the list, the page of one record, and actions with a confirmation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from django.utils import timezone
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import in_words
 from celery_leases.common.redaction import redact, shortened
-from celery_leases.contrib.django.admin_access import STYLES, Operated, client
+from celery_leases.contrib.django.admin_access import STYLES, ReadOnlyAdmin, client
 from celery_leases.errors import LeasesError, StoreUnavailable
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED, LeaseStatus
@@ -30,10 +30,10 @@ from celery_leases.worker.app_settings import leased_tasks
 
 MICROSECONDS: Final = 1_000_000
 LAST_PAGE: Final = 200
-"""Later pages would make the database sort ever more rows; a filter finds what is there."""
-TOLD: Final = 10
-"""At most so many keys that were left alone are listed one by one."""
-LONGEST_TEXT: Final = 20_000
+"""The last page that is shown: later ones would make the database sort more and more rows."""
+REASONS_SHOWN: Final = 10
+"""For how many unchanged keys the reason is shown."""
+MAX_TEXT: Final = 20_000
 _LISTED: Final = (
     *("stored_key", "key", "task", "state", "started_at", "finished_at", "retry_at"),
     *("attempt", "crashes", "fence", "reason", "resumes"),
@@ -44,7 +44,7 @@ ACTIONS: Final[dict[str, tuple[str, str, str]]] = {
     "retry": (
         "retry",
         "Retry",
-        "Their cooldown or countdown ends, and failed keys run again: failures and crashes are forgiven.",
+        "Their cooldown or countdown ends, and failed keys can run again. Failures and crashes are set to zero.",
     ),
     "release": (
         "release",
@@ -54,27 +54,27 @@ ACTIONS: Final[dict[str, tuple[str, str, str]]] = {
     "forget": (
         "forget",
         "Forget",
-        "They become as good as new: results, failures and counts are gone.",
+        "Their results, failures and counts are deleted: the next call runs the task again.",
     ),
     "resolve_done": (
         "resolve",
         "Resolve: the work is done",
-        "They are not run again. Later callers get the result that is written here.",
+        "They do not run again. Later callers get the result that you enter here.",
     ),
     "resolve_retry": (
         "resolve",
-        "Resolve: it has not happened",
-        "The effects in doubt have not happened: they may run again.",
+        "Resolve: it did not happen",
+        "The uncertain effects did not happen: the keys may run again.",
     ),
 }
-"""By name: the permission, what the page calls it, and what it does."""
+"""The permission, the title and the description of each action."""
 
 
-class _Choice(admin.SimpleListFilter):
-    """A filter that does not ask the database for what there is."""
+class _ChoiceFilter(admin.SimpleListFilter):
+    """A filter whose choices are not read from the database."""
 
     def queryset(self, request: Any, queryset: Any) -> Any:
-        """The rows that are wanted."""
+        """The rows that match the choice."""
         value = self.value()
         return queryset if value is None else queryset.filter(**self.wanted(value))
 
@@ -83,8 +83,8 @@ class _Choice(admin.SimpleListFilter):
         raise NotImplementedError
 
 
-class StateFilter(_Choice):
-    """By state."""
+class StateFilter(_ChoiceFilter):
+    """Filters by state."""
 
     title = parameter_name = "state"
 
@@ -93,17 +93,17 @@ class StateFilter(_Choice):
         return [(state.value, state.value) for state in State]
 
     def wanted(self, value: str) -> dict[str, Any]:
-        """Those in this state."""
+        """The records in this state."""
         return {"state": value}
 
 
-class TaskFilter(_Choice):
-    """By task: those that the project has."""
+class TaskFilter(_ChoiceFilter):
+    """Filters by task; the choices are the project's leased tasks."""
 
     title = parameter_name = "task"
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """The leased tasks of the app, and the one that is asked for."""
+        """The leased tasks of the app, and the task that the request names."""
         app = _state.get_current_app() if _state.default_app is not None else None
         names = {
             *(leased_tasks(app) if app is not None else ()),
@@ -112,45 +112,45 @@ class TaskFilter(_Choice):
         return [(name, name) for name in sorted(names)]
 
     def wanted(self, value: str) -> dict[str, Any]:
-        """Those of this task."""
+        """The records of this task."""
         return {"task": value}
 
 
-class StartedFilter(_Choice):
-    """By the start of the latest attempt."""
+class StartedFilter(_ChoiceFilter):
+    """Filters by the start of the latest attempt."""
 
     title, parameter_name = "started", "started"
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """Until now."""
+        """Periods that end now."""
         return [(name, f"past {name}") for name in _PERIODS]
 
     def wanted(self, value: str) -> dict[str, Any]:
-        """Those that were started since."""
+        """The records whose latest attempt started in this period."""
         return {"started_at__gte": int((time.time() - _PERIODS.get(value, 0)) * MICROSECONDS)}
 
 
-class CrashedFilter(_Choice):
-    """Those whose process has died."""
+class CrashedFilter(_ChoiceFilter):
+    """Filters records whose process has died."""
 
     title = parameter_name = "crashed"
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        """Only these."""
+        """One choice."""
         return [("yes", "in the latest attempts")]
 
     def wanted(self, value: str) -> dict[str, Any]:
-        """Those with a crash after their last progress."""
+        """The records with a crash since their last progress."""
         return {"crashes__gt": 0}
 
 
 class RecordList(ChangeList):
-    """One page, and whether there is another one: rows are never counted."""
+    """One page, and whether there is a next one; rows are not counted."""
 
     page_num: int
 
     def get_results(self, request: Any) -> None:
-        """Read the keys first, one more than are shown: the sort need not carry whole rows."""
+        """Read the keys of one page and one more, then the rows: so only keys are sorted."""
         self.page_num = max(1, min(self.page_num, LAST_PAGE))
         first = (self.page_num - 1) * self.list_per_page
         keys = self.queryset.values_list("pk", flat=True)
@@ -173,14 +173,14 @@ class RecordList(ChangeList):
         )
 
 
-class LeaseRecordAdmin(Operated):
-    """Records: the latest started first."""
+class LeaseRecordAdmin(ReadOnlyAdmin):
+    """The list of records, the last started first, and the page of one record."""
 
     list_display = ("key", "state", "task", "started", "retry_in", "runtime", "attempt", "reason")
     list_filter = (StateFilter, TaskFilter, StartedFilter, CrashedFilter)
     list_per_page = 50
     show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER  # they are counts
+    show_facets = admin.ShowFacets.NEVER  # facets are counts
     search_fields = ("key",)
     search_help_text = "The beginning of a key"
     ordering = ("-started_at",)
@@ -189,44 +189,47 @@ class LeaseRecordAdmin(Operated):
     change_form_template = "admin/celery_leases/leaserecord/record.html"
 
     class Media:
-        """Sizes and colours, as a content security policy allows no styles in the page."""
+        """The stylesheet: a content security policy may forbid inline styles."""
 
         css = STYLES
 
     # -- the list ----------------------------------------------------------------------------------
 
     def get_changelist(self, request: Any, **_: Any) -> type[ChangeList]:
-        """The list without counts."""
+        """The list that does not count rows."""
         return RecordList
 
     def get_queryset(self, request: Any) -> Any:
-        """Without forgotten keys, and without the columns that the list does not show, some of
-        which are large.
+        """The records without those of forgotten keys, and only the columns of the list.
+
+        Other columns may be large.
         """
         forgotten = {"state": State.PENDING.value, "call_id": "", "ended": None, "message": None}
         return super().get_queryset(request).exclude(**forgotten).only(*_LISTED)
 
     def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
-        """The filters of the list and nothing else: a lookup such as ``?message__contains=`` would
-        tell, guess by guess, what the pages leave out because it looks secret.
+        """Allow the filters of the list alone.
+
+        With a lookup such as ``?message__contains=`` a user could find out, guess by guess, what
+        the pages hide because it may be secret.
         """
         own = {getattr(choice, "parameter_name", choice) for choice in self.list_filter}
         return lookup.partition("__")[0] in own
 
     def get_search_results(self, request: Any, queryset: Any, search_term: str) -> tuple[Any, bool]:
-        """The keys that begin with the words."""
+        """The keys that start with the search term."""
         if not search_term:
             return queryset, False
         return queryset.filter(Q(key__startswith=search_term) | Q(stored_key=search_term)), False
 
     @admin.display(description="started")
     def started(self, row: Any) -> str:
-        """How long ago the latest attempt began."""
+        """How long ago the latest attempt started."""
         return f"{_ago(row.started_at)} ago"
 
     @admin.display(description="retry in")
     def retry_in(self, row: Any) -> str:
-        """How long the key still waits."""
+        """The time until the key can run again."""
         if row.state not in (State.PENDING, State.COOLING) or row.retry_at is None:
             return "-"
         left = row.retry_at / MICROSECONDS - time.time()
@@ -234,7 +237,7 @@ class LeaseRecordAdmin(Operated):
 
     @admin.display(description="runtime")
     def runtime(self, row: Any) -> str:
-        """From the start of the latest attempt to its end, or until now."""
+        """How long the latest attempt took, or has taken so far."""
         if row.finished_at is not None:
             return f"{max(0, row.finished_at - row.started_at) / MICROSECONDS:.3f} s"
         return f"{_ago(row.started_at)} so far" if row.state == State.RUNNING else "-"
@@ -262,58 +265,62 @@ class LeaseRecordAdmin(Operated):
     # -- actions -----------------------------------------------------------------------------------
 
     def changelist_view(self, request: Any, extra_context: dict[str, Any] | None = None) -> Any:
-        """The list; an action that the user may not take is refused."""
+        """The list; an action without its permission is refused."""
         name = request.POST.get("action") if request.method == "POST" else None
-        if name in ACTIONS and not self.may(request, ACTIONS[name][0]):
+        if name in ACTIONS and not self.is_permitted(request, ACTIONS[name][0]):
             raise PermissionDenied
         context = {**(extra_context or {}), "leases_board": self.board_url()}
         return super().changelist_view(request, context)
 
     def get_actions(self, request: Any) -> dict[str, Any]:
-        """The actions that the user may take."""
+        """The actions for which the user has the permission."""
         return {
             name: (_action(name), name, label)
             for name, (permission, label, _) in ACTIONS.items()
-            if self.may(request, permission)
+            if self.is_permitted(request, permission)
         }
 
     def _permitted(self, request: Any) -> list[tuple[str, str]]:
         return [(name, label) for name, (_, _, label) in self.get_actions(request).items()]
 
     def act(self, request: Any, queryset: Any, what: str) -> Any:
-        """Ask, and once that was answered do *what* to the selected keys that are still as they
-        were shown.
+        """Ask for confirmation; then do *what* to the selected keys that have not changed since
+        the page was shown.
         """
         rows = [*queryset]
         if not rows or request.POST.get("select_across") == "1":
             self.message_user(request, "Select keys on one page.", messages.WARNING)
             return None
         problem, result = _result(request) if what == "resolve_done" else (None, None)
-        as_shown = dict(
+        shown_versions = dict(
             seen.split(" ", 1)[::-1] for seen in request.POST.getlist("seen") if " " in seen
         )
         if request.POST.get("confirmed") != "yes" or problem:
-            return self._asked_again(request, rows, what, as_shown, problem)
-        self._do(request, rows, what, as_shown, result)
+            return self._confirm_unchanged(request, rows, what, shown_versions, problem)
+        self._do(request, rows, what, shown_versions, result)
         return HttpResponseRedirect(request.get_full_path())
 
-    def _asked_again(
+    def _confirm_unchanged(
         self,
         request: Any,
         rows: Sequence[Any],
         what: str,
-        as_shown: dict[str, str],
+        shown_versions: dict[str, str],
         problem: str | None,
     ) -> Any:
-        """Ask about the rows that are still as a page has shown them, if one has."""
-        same = [row for row in rows if as_shown.get(row.stored_key, _as_is(row)) == _as_is(row)]
+        """Ask for confirmation for the rows that have not changed since a page showed them."""
+        same = [
+            row
+            for row in rows
+            if shown_versions.get(row.stored_key, _version(row)) == _version(row)
+        ]
         for row in rows:
             if row not in same:
-                text = f"Left alone: {row.key} has changed meanwhile: look again"
+                text = f"Unchanged: {row.key} has changed meanwhile; check it again"
                 self.message_user(request, text, messages.WARNING)
-        return self._asked(request, same, what, problem) if same else None
+        return self._confirm(request, same, what, problem) if same else None
 
-    def _asked(self, request: Any, rows: Sequence[Any], what: str, problem: str | None) -> Any:
+    def _confirm(self, request: Any, rows: Sequence[Any], what: str, problem: str | None) -> Any:
         _, label, means = ACTIONS[what]
         context = {
             **self.admin_site.each_context(request),
@@ -332,13 +339,18 @@ class LeaseRecordAdmin(Operated):
         return TemplateResponse(request, "admin/celery_leases/leaserecord/confirm.html", context)
 
     def _do(
-        self, request: Any, rows: Iterable[Any], what: str, as_shown: dict[str, str], result: Any
+        self,
+        request: Any,
+        rows: Iterable[Any],
+        what: str,
+        shown_versions: dict[str, str],
+        result: Any,
     ) -> None:
-        leases, changed, left = client(), 0, []
+        leases, changed, unchanged = client(), 0, []
         for row in rows:
             try:
-                if as_shown.get(row.stored_key) != _as_is(row):
-                    left.append(f"{row.key} has changed meanwhile: look again")
+                if shown_versions.get(row.stored_key) != _version(row):
+                    unchanged.append(f"{row.key} has changed meanwhile; check it again")
                     continue
                 why = _changed(
                     leases, row, what, result, publish=request.POST.get("publish") == "yes"
@@ -347,7 +359,7 @@ class LeaseRecordAdmin(Operated):
                 self.message_user(request, f"{row.key}: {error}", messages.ERROR)
                 break
             if why is not None:
-                left.append(why)
+                unchanged.append(why)
                 continue
             changed += 1
             self.log_change(
@@ -355,22 +367,24 @@ class LeaseRecordAdmin(Operated):
             )
         if changed:
             self.message_user(request, f"{ACTIONS[what][1]}: {_keys(changed)}.", messages.SUCCESS)
-        for text in left[:TOLD]:
-            self.message_user(request, f"Left alone: {text}", messages.WARNING)
-        if len(left) > TOLD:
+        for text in unchanged[:REASONS_SHOWN]:
+            self.message_user(request, f"Unchanged: {text}", messages.WARNING)
+        if len(unchanged) > REASONS_SHOWN:
             self.message_user(
-                request, f"{_keys(len(left) - TOLD)} more were left alone.", messages.WARNING
+                request,
+                f"{_keys(len(unchanged) - REASONS_SHOWN)} more are unchanged.",
+                messages.WARNING,
             )
 
 
-def _as_is(row: Any) -> str:
-    """What a row must still be when the answer comes."""
+def _version(row: Any) -> str:
+    """The fence and the state of a row; an action requires that they are still the same."""
     return f"{row.fence}:{row.state}"
 
 
 def _seen(row: Any) -> str:
-    """The same, for a field of a form."""
-    return f"{_as_is(row)} {row.stored_key}"
+    """The version and the key of a row, for a form field."""
+    return f"{_version(row)} {row.stored_key}"
 
 
 def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
@@ -381,11 +395,11 @@ def _action(what: str) -> Callable[[LeaseRecordAdmin, Any, Any], Any]:
 
 
 def _changed(leases: LeaseClient, row: Any, what: str, result: Any, *, publish: bool) -> str | None:
-    """Change one key unless it has changed meanwhile; ``None``, or why it was left alone."""
+    """Change one key unless it has changed meanwhile; returns why it stayed unchanged."""
     seen = leases.status(row.stored_key)
     state = State.RUNNING.value if seen.state == ABANDONED else seen.state
     if seen.fence != row.fence or state not in (row.state, "unreadable"):
-        return f"{row.key} has changed meanwhile: look again"
+        return f"{row.key} has changed meanwhile; check it again"
     if what in ("retry", "release", "forget"):
         (change,) = leases.change(what, [seen], publish=publish)  # type: ignore[arg-type]
         return None if change.done else f"{row.key}: {change.why}"
@@ -400,21 +414,21 @@ def _changed(leases: LeaseClient, row: Any, what: str, result: Any, *, publish: 
 
 
 def _result(request: Any) -> tuple[str | None, Any]:
-    """What is wrong with the result that was written, or the result."""
+    """What is wrong with the result that was entered, and the result."""
     text = request.POST.get("result", "").strip()
     if not text:
         return None, None
     try:
         return None, json.loads(text)
     except ValueError as error:
-        return f"The result is no JSON: {error}", None
+        return f"The result is not JSON: {error}", None
 
 
-# -- how things are shown --------------------------------------------------------------------------
+# -- formatting ------------------------------------------------------------------------------------
 
 
 def _shown(row: Any) -> dict[str, Any]:
-    """What the page of one record shows of it."""
+    """The context of the page of one record."""
     try:
         status = client().status(row.stored_key)
     except LeasesError as error:
@@ -426,7 +440,7 @@ def _shown(row: Any) -> dict[str, Any]:
         ],
         "attempts": [
             {
-                "began": _at(attempt.started_at),
+                "started": _at(attempt.started_at),
                 "took": f"{attempt.runtime:.3f} s" if attempt.runtime is not None else "-",
                 "ended": attempt.ended,
                 "host": attempt.host,
@@ -459,7 +473,7 @@ def _facts(status: LeaseStatus) -> list[tuple[str, str | None]]:
         ("State", status.state),
         ("What happens next", status.what_next()),
         ("Retry at", _at(status.retry_at)),
-        ("Wait of", f"group {status.group}" if status.scope == "group" else status.scope),
+        ("Waits for", f"group {status.group}" if status.scope == "group" else status.scope),
         ("Reason", status.reason),
         ("Detail", status.detail),
         ("Rule", status.rule),
@@ -487,12 +501,12 @@ def _error(status: LeaseStatus) -> str | None:
 
 
 def _arguments(message: str | None) -> str | None:
-    """The arguments in a kept message, without what looks secret."""
+    """The arguments in a stored message, without secrets."""
     if message is None:
         return None
     try:
-        kept = json.loads(message)
-        return _json({"args": kept.get("args"), "kwargs": kept.get("kwargs")})
+        stored = json.loads(message)
+        return _json({"args": stored.get("args"), "kwargs": stored.get("kwargs")})
     except (ValueError, AttributeError):
         return "The message cannot be read."
 
@@ -500,9 +514,7 @@ def _arguments(message: str | None) -> str | None:
 def _json(value: Any) -> str | None:
     if value is None:
         return None
-    return shortened(
-        redact(json.dumps(value, indent=2, default=str, ensure_ascii=False)), LONGEST_TEXT
-    )
+    return shortened(redact(json.dumps(value, indent=2, default=str, ensure_ascii=False)), MAX_TEXT)
 
 
 def _at(moment: datetime | None) -> str:

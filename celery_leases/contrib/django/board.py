@@ -1,5 +1,4 @@
-"""The authoriser of :mod:`celery_leases.board` for a Django project: whoever is logged in to the
-admin.
+"""The authoriser of :mod:`celery_leases.board` for a Django project: users of the admin.
 
 Needs the extras ``django`` and ``web``.
 """
@@ -16,27 +15,27 @@ from django.http import HttpRequest
 
 from celery_leases.board import Operator
 
-TO_SEE: Final = ("celery_leases.view_leaserecord", "celery_leases.view_leasegate")
-TO_CHANGE: Final = (
+VIEW_PERMISSIONS: Final = ("celery_leases.view_leaserecord", "celery_leases.view_leasegate")
+CHANGE_PERMISSIONS: Final = (
     *(f"celery_leases.{what}_leaserecord" for what in ("retry", "release", "forget", "resolve")),
     "celery_leases.operate_leasegate",
 )
 
 
 def staff(request: Any) -> Operator | None:
-    """The member of the staff whose session a request has; ``None`` for anybody else.
+    """The staff member whose session cookie a request has; ``None`` for other users.
 
-    They look with the permissions to view records and groups, and change with all those of the
-    admin's actions.
+    The permissions to view records and groups are required. With the permissions of all admin
+    actions the operator may also change keys and groups.
     """
-    asked: Any = HttpRequest()
+    django_request: Any = HttpRequest()
     store = import_module(settings.SESSION_ENGINE).SessionStore
     close_old_connections()
     try:
-        asked.session = store(request.cookies.get(settings.SESSION_COOKIE_NAME))
-        user = auth.get_user(asked)
-        if not (user.is_active and user.is_staff and user.has_perms(TO_SEE)):
+        django_request.session = store(request.cookies.get(settings.SESSION_COOKIE_NAME))
+        user = auth.get_user(django_request)
+        if not (user.is_active and user.is_staff and user.has_perms(VIEW_PERMISSIONS)):
             return None
-        return Operator(user.get_username(), may_change=user.has_perms(TO_CHANGE))
+        return Operator(user.get_username(), may_change=user.has_perms(CHANGE_PERMISSIONS))
     finally:
         close_old_connections()

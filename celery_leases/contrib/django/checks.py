@@ -1,6 +1,4 @@
-"""System checks: what ``manage.py check`` says of leases, and what a worker of the project logs
-when it starts.
-"""
+"""System checks for ``manage.py check``; a worker logs their warnings when it starts."""
 
 from __future__ import annotations
 
@@ -33,15 +31,15 @@ from celery_leases.worker import setting_checks
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 
 TAG: Final = "celery_leases"
-RELAYS: Final = frozenset({"celery_leases.relay", "celery_leases.rescue"})
-_WRITES: Final = (b".delay_in(", b".apply_async_in(")
+RELAY_TASKS: Final = frozenset({"celery_leases.relay", "celery_leases.rescue"})
+_DELAY_IN_CALLS: Final = (b".delay_in(", b".apply_async_in(")
 _BEAT: Final = "django_celery_beat"
 
 logger = logging.getLogger("celery_leases")
 
 
 def register_all() -> None:
-    """Have Django run the checks of this module."""
+    """Register the checks of this module with Django."""
     register(check_settings, TAG)
     register(check_tasks, TAG)
     register(check_relay, TAG)
@@ -64,20 +62,20 @@ def check_settings(**_: Any) -> list[CheckMessage]:
         alias = configuration.alias_of_records()
         found.append(
             Warning(
-                f"The records are in {shown(settings.database_url)}, and not in DATABASES[{alias!r}]: the admin and "
-                "the models do not see them, and delay_in() refuses Django's connection.",
-                hint="Leave out the setting LEASES_DATABASE_URL of the Celery app, or name the alias of that database "
-                'by CELERY_LEASES = {"database": "<alias>"}.',
+                f"The records are in {shown(settings.database_url)}, not in DATABASES[{alias!r}]: the admin and "
+                "the models do not show them, and delay_in() refuses Django's connection.",
+                hint="Remove the setting LEASES_DATABASE_URL of the Celery app, or name the alias of that database: "
+                'CELERY_LEASES = {"database": "<alias>"}.',
                 id="celery_leases.W001",
             )
         )
     elif settings.database_schema is not None:
         found.append(
             Warning(
-                f"The records are in the schema {settings.database_schema}, where neither Django's migrations nor its "
-                "models look.",
-                hint='Write the schema into the alias, "OPTIONS": {"options": "-c search_path=<schema>"}, and leave '
-                "out the setting LEASES_DATABASE_SCHEMA of the Celery app.",
+                f"The records are in the schema {settings.database_schema}, which Django's migrations and models "
+                "do not use.",
+                hint='Write the schema into the alias, "OPTIONS": {"options": "-c search_path=<schema>"}, and '
+                "remove the setting LEASES_DATABASE_SCHEMA of the Celery app.",
                 id="celery_leases.W001",
             )
         )
@@ -90,9 +88,9 @@ def check_settings(**_: Any) -> list[CheckMessage]:
     if settings.database_url.startswith("sqlite") and broker and not is_local(broker):
         found.append(
             Warning(
-                f"The broker {shown(broker)} is on another machine, and the records are in a SQLite file of this one: "
-                "workers of two machines would not know of each other's work.",
-                hint="Keep the records in a database that all workers reach, by CELERY_LEASES = "
+                f"The broker {shown(broker)} is on another machine, but the records are in a SQLite file on this one: "
+                "workers on other machines would use other records.",
+                hint="Use a database that all workers can connect to: CELERY_LEASES = "
                 '{"database": "<alias>"}.',
                 id="celery_leases.W005",
             )
@@ -111,9 +109,9 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
         return [_wrong(error)]
     found: list[CheckMessage] = [
         Warning(
-            f"The leased task {name} has autoretry_for: each of its retries is a failure that the rules see too, with "
-            "waits of its own.",
-            hint="Leave autoretry_for out, and write lease_rules.",
+            f"The leased task {name} has autoretry_for: each failure is also handled by the rules, which have "
+            "their own waits.",
+            hint="Remove autoretry_for, and write lease_rules.",
             id="celery_leases.W003",
         )
         for name, task in sorted(leased.items())
@@ -122,7 +120,7 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
     found += [
         Warning(
             f"The task {name} has {', '.join(options)}, but runs without a lease.",
-            hint="Write base=LeasedTask, or leave them out.",
+            hint="Write base=LeasedTask, or remove these options.",
             id="celery_leases.W004",
         )
         for name, options in setting_checks.bare_options(app)
@@ -131,7 +129,7 @@ def check_tasks(**_: Any) -> list[CheckMessage]:
 
 
 def check_relay(**_: Any) -> list[CheckMessage]:
-    """W007, where Celery's own schedule is the only one."""
+    """W007, if beat uses Celery's own schedule."""
     app = _app()
     if app is None or installed.is_installed(_BEAT) or _is_scheduled(app):
         return []
@@ -139,21 +137,21 @@ def check_relay(**_: Any) -> list[CheckMessage]:
 
 
 def check_scheduled_relay(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """W007, where beat's schedule is in the database."""
+    """W007, if beat's schedule is in the database."""
     app = _app()
     if app is None or not databases or not installed.is_installed(_BEAT) or _is_scheduled(app):
         return []
     periodic: Any = installed.get_model(_BEAT, "PeriodicTask")
     try:
-        if periodic.objects.filter(task__in=RELAYS, enabled=True).exists():
+        if periodic.objects.filter(task__in=RELAY_TASKS, enabled=True).exists():
             return []
-    except Exception:  # noqa: BLE001 - its own tables are not there yet
+    except Exception:  # noqa: BLE001 - its tables may not exist yet
         return []
     return _without_relay(app)
 
 
 def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """W006, for the databases that are asked about."""
+    """W006 and E002, for the given databases."""
     try:
         alias = configuration.alias_of_records()
         if (
@@ -166,15 +164,14 @@ def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[Check
     except SchemaOutdated as error:
         return [Error(f"{str(error)[0].upper()}{str(error)[1:]}.", id="celery_leases.E002")]
     except (LeaseConfigurationError, StoreUnavailable) as error:
-        return (
-            [_wrong(error)] if isinstance(error, LeaseConfigurationError) else []
-        )  # Django tells of that itself
+        # Django itself reports a database that does not answer.
+        return [_wrong(error)] if isinstance(error, LeaseConfigurationError) else []
     if version == NEWEST:
         return []
     state = (
         "missing"
         if version is None
-        else f"of version {version}, and this release has version {NEWEST}"
+        else f"of version {version}, but this release needs version {NEWEST}"
     )
     return [
         Warning(
@@ -186,10 +183,9 @@ def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[Check
 
 
 def log_in_worker(**_: Any) -> None:
-    """Log what the checks find when a worker starts; Celery itself runs them and drops what they
-    find.
+    """Log the warnings of the checks when a worker starts; Celery runs the checks and drops them.
 
-    What each worker says by itself is left to it.
+    Warnings that every worker logs by itself are left out.
     """
     for check in (check_settings, check_tasks, check_relay):
         for message in check():
@@ -201,17 +197,17 @@ def log_in_worker(**_: Any) -> None:
 
 
 def _app() -> Celery | None:
-    """The project's Celery app; ``None`` where this process has not imported one."""
+    """The project's Celery app; ``None`` if this process has not imported one."""
     return _state.get_current_app() if _state.default_app is not None else None
 
 
 def _tasks(app: Celery) -> dict[str, Any]:
-    """The leased tasks of the app, with those in the ``tasks`` modules of the installed apps."""
+    """The leased tasks of the app, including the ``tasks`` modules of the installed apps."""
     try:
         autodiscover_modules("tasks")
     except LeasesError:
         raise
-    except Exception as error:  # noqa: BLE001 - a worker tells of it, with its traceback
+    except Exception as error:  # noqa: BLE001 - a worker reports it, with its traceback
         logger.debug("a module of tasks cannot be imported: %s", error)
     return leased_tasks(app)
 
@@ -219,7 +215,7 @@ def _tasks(app: Celery) -> dict[str, Any]:
 def _has_tasks(app: Celery) -> bool:
     try:
         return bool(_tasks(app))
-    except LeaseConfigurationError:  # check_tasks tells of it
+    except LeaseConfigurationError:  # check_tasks reports it
         return False
 
 
@@ -228,43 +224,43 @@ def _wrong(error: LeaseConfigurationError) -> CheckMessage:
 
 
 def _is_migrating() -> bool:
-    """Whether the tables are about to be made by the very command that runs."""
+    """Whether the running command is ``migrate``, which creates the tables."""
     return sys.argv[1:2] == ["migrate"]
 
 
 def _is_scheduled(app: Celery) -> bool:
     schedule = app.conf.beat_schedule or {}
-    return any(entry.get("task") in RELAYS for entry in schedule.values())
+    return any(entry.get("task") in RELAY_TASKS for entry in schedule.values())
 
 
 def _without_relay(app: Celery) -> list[CheckMessage]:
-    with suppress(LeaseConfigurationError):  # check_tasks tells of it
-        _tasks(app)  # imports them, in whatever order Django runs the checks
-    writing = next(_writing_modules(), None)
-    if writing is None:
+    with suppress(LeaseConfigurationError):  # check_tasks reports it
+        _tasks(app)  # imports their modules, whatever check Django runs first
+    calling = next(_calling_modules(), None)
+    if calling is None:
         return []
     return [
         Warning(
-            f"{writing} calls delay_in() or apply_async_in(), and no relay is scheduled: a call whose process dies "
-            "between its commit and its message is never published.",
-            hint='Have beat run it, CELERY_BEAT_SCHEDULE = {"relay": {"task": "celery_leases.relay", "schedule": 60}} '
-            'and CELERY_INCLUDE = ["celery_leases.builtin_tasks"]; or run `manage.py leases relay` '
-            "each minute, and silence this check.",
+            f"{calling} calls delay_in() or apply_async_in(), but no relay is scheduled: if a process dies between "
+            "its commit and the publication of the message, the call is never published.",
+            hint='Schedule the relay with beat, CELERY_BEAT_SCHEDULE = {"relay": {"task": "celery_leases.relay", '
+            '"schedule": 60}} and CELERY_INCLUDE = ["celery_leases.builtin_tasks"]; or run '
+            "`manage.py leases relay` each minute, and silence this check.",
             id="celery_leases.W007",
         )
     ]
 
 
-def _writing_modules() -> Iterator[str]:
-    """The modules of the project's apps, as far as they are imported, in whose source a call is
-    written.
+def _calling_modules() -> Iterator[str]:
+    """The imported modules of the project's apps whose source calls ``delay_in()`` or
+    ``apply_async_in()``.
     """
     roots = [
         Path(config.path)
         for config in installed.get_app_configs()
-        if not _is_from_elsewhere(config.path)
+        if not _is_third_party(config.path)
     ]
-    for name, module in _imported(roots):
+    for name, module in _imported_modules(roots):
         file = getattr(module, "__file__", None)
         if (
             any(part.startswith("test") for part in name.split("."))
@@ -276,11 +272,11 @@ def _writing_modules() -> Iterator[str]:
             source = Path(file).read_bytes()
         except OSError:
             continue
-        if any(call in source for call in _WRITES):
+        if any(call in source for call in _DELAY_IN_CALLS):
             yield name
 
 
-def _imported(roots: Iterable[Path]) -> list[tuple[str, ModuleType]]:
+def _imported_modules(roots: Iterable[Path]) -> list[tuple[str, ModuleType]]:
     places = tuple(f"{root}/" for root in roots)
     found = [
         (name, module)
@@ -294,8 +290,6 @@ def _file_of(module: ModuleType | None) -> str:
     return str(getattr(module, "__file__", None) or "")
 
 
-def _is_from_elsewhere(path: str) -> bool:
-    """Whether an installed app is a package that was installed, and not the project's own; or this
-    one.
-    """
+def _is_third_party(path: str) -> bool:
+    """Whether an installed app is not the project's own."""
     return "site-packages" in path or "dist-packages" in path or Path(path) == Path(__file__).parent

@@ -1,13 +1,12 @@
-"""The settings of a Django project: the dict ``CELERY_LEASES``, and the database that the records
-live in.
+"""The settings of a Django project: the dict ``CELERY_LEASES``, and the database of the records.
 
 ``CELERY_LEASES = {"database": "default"}`` names an alias of ``DATABASES``. Its other entries are
 the settings ``leases_*`` without their prefix, such as ``{"url": "redis://localhost/2", "ttl":
-"30s"}``, and ``"board_url"``, the address of the board that the admin links to. Each setting is
-written once: there, or as a setting of the Celery app such as ``CELERY_LEASES_URL``.
+"30s"}``, and ``"board_url"``, the URL of the board that the admin links to. Write each setting in
+one place only: in this dict, or as a setting of the Celery app such as ``CELERY_LEASES_URL``.
 
-Under Django's test runner the records are in the test database. Where there is none, or it is in
-memory, they are in the memory of the process. So a test never meets the records of the configured
+Under Django's test runner the records are in the test database. If there is none, or if it is in
+memory, they are in the memory of the process. So tests never use the records of the configured
 database.
 """
 
@@ -26,7 +25,7 @@ from celery_leases.errors import LeaseConfigurationError
 SETTING: Final = "CELERY_LEASES"
 DATABASE: Final = "database"
 BOARD: Final = "board_url"
-_ELSEWHERE: Final = {
+_REFUSED: Final = {
     "database_url": 'write the alias of a database, {"database": "<alias>"}, or CELERY_LEASES_DATABASE_URL for a '
     "database that Django does not know",
     "database_schema": "the models are read through Django's own connection; write the schema into the OPTIONS of the "
@@ -34,9 +33,7 @@ _ELSEWHERE: Final = {
 }
 
 _configured: dict[str, str] = {}
-"""The names of the databases as the project's settings have them; Django's test runner puts others
-in their place.
-"""
+"""The database names in the project's settings; Django's test runner replaces them in Django."""
 
 
 def remember_names() -> None:
@@ -47,8 +44,9 @@ def remember_names() -> None:
 
 
 def given_settings() -> Mapping[str, Any]:
-    """The dict ``CELERY_LEASES``; raises :class:`~celery_leases.errors.LeaseConfigurationError` for
-    a wrong one.
+    """The dict ``CELERY_LEASES``.
+
+    Raises :class:`~celery_leases.errors.LeaseConfigurationError` if it is wrong.
     """
     given = getattr(settings, SETTING, None)
     if given is None:
@@ -57,7 +55,7 @@ def given_settings() -> Mapping[str, Any]:
         raise LeaseConfigurationError(
             f'{SETTING} is of type {type(given).__name__}: write a dict, such as {{"database": "default"}}'
         )
-    for name, advice in _ELSEWHERE.items():
+    for name, advice in _REFUSED.items():
         if name in given:
             raise LeaseConfigurationError(f"{SETTING}[{name!r}]: {advice}")
     wrong = next(
@@ -76,7 +74,7 @@ def given_settings() -> Mapping[str, Any]:
 
 
 def board_url() -> str | None:
-    """The address of the board, with a slash at its end; ``None`` without one."""
+    """The URL of the board, with a slash at the end; ``None`` if the settings have none."""
     url = given_settings().get(BOARD)
     if url is None:
         return None
@@ -88,28 +86,24 @@ def board_url() -> str | None:
 
 
 def alias_of_records() -> str:
-    """The alias in ``DATABASES`` that the records live in."""
+    """The alias in ``DATABASES`` of the database with the records."""
     alias = given_settings().get(DATABASE, DEFAULT_DB_ALIAS)
     if not isinstance(alias, str) or alias not in connections.settings:
         known = ", ".join(sorted(connections.settings))
         raise LeaseConfigurationError(
-            f"{SETTING}[{DATABASE!r}]={alias!r} is no alias of DATABASES; known are {known}"
+            f"{SETTING}[{DATABASE!r}]={alias!r} is not an alias of DATABASES; its aliases are {known}"
         )
     return alias
 
 
 def url_of_alias(alias: str) -> str:
-    """The URL of the database that Django's connection of *alias* is on; under a test runner, of
-    the test database.
-    """
+    """The URL of the database of *alias*; under a test runner, of the test database."""
     connection = connections[alias]
     return url_of(alias, connection.vendor, connection.settings_dict)
 
 
 def url_of_records() -> str:
-    """The URL of the database that the records live in; in a test without a database of its own, of
-    the memory.
-    """
+    """The URL of the records database; in a test without a test database, that of the memory."""
     alias = alias_of_records()
     name = str(connections[alias].settings_dict.get("NAME"))
     if under_test() and name == _configured.get(alias, name):
@@ -118,19 +112,19 @@ def url_of_records() -> str:
 
 
 def under_test() -> bool:
-    """Whether Django's test environment is set up, by what its set-up keeps until it is torn down.
+    """Whether Django's test environment is set up.
 
-    ``django.core.mail.outbox`` is no sign of it: the ``locmem`` backend of mail makes one anywhere.
+    Its ``_TestState`` has ``saved_data`` then. ``django.core.mail.outbox`` does not show it: the
+    ``locmem`` mail backend creates that anywhere.
     """
     utils = sys.modules.get("django.test.utils")
     return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
 
 def complete(written: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings ``leases_*`` of an app whose own configuration has those in *written*.
+    """The settings ``leases_*`` of a Celery app whose own configuration has those in *written*.
 
-    Raises :class:`~celery_leases.errors.LeaseConfigurationError` for a setting that is written
-    twice.
+    Raises :class:`~celery_leases.errors.LeaseConfigurationError` if a setting is written twice.
     """
     given = {
         f"leases_{name}": value
@@ -140,13 +134,13 @@ def complete(written: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in written and written[name] != value:
             raise LeaseConfigurationError(
-                f"{SETTING}[{name.removeprefix('leases_')!r}] and a setting {name.upper()} of the Celery app differ; "
-                "leave one of them out"
+                f"{SETTING}[{name.removeprefix('leases_')!r}] and the setting {name.upper()} of the Celery app differ; "
+                "remove one of them"
             )
     if DATABASE in given_settings() and written.get("leases_database_url") and not under_test():
         raise LeaseConfigurationError(
-            f"{SETTING}[{DATABASE!r}] and a setting LEASES_DATABASE_URL of the Celery app both name the records' "
-            "database; leave one of them out"
+            f"{SETTING}[{DATABASE!r}] and the setting LEASES_DATABASE_URL of the Celery app both name the records' "
+            "database; remove one of them"
         )
     found = {**written, **given}
     if under_test() or not found.get("leases_database_url"):

@@ -1,9 +1,8 @@
-"""The records database as one of Django's ``DATABASES``: the URL that names the same database.
+"""Converts an entry of Django's ``DATABASES`` into the SQLAlchemy URL of the same database.
 
-The settings of an alias are turned into a URL of SQLAlchemy. What only Django's own connection
-needs (isolation level, pool, cursors, converters) is left out, as connections to the records have
-their own. An option that says how the server is reached, and that a URL cannot hold, is an error:
-without it the records might be somewhere else.
+Options for Django's own connection (isolation level, pool, cursors, converters) are left out,
+because connections to the records have their own. An option that describes how to connect to the
+server, and that a URL cannot hold, is an error: the records might be in another database.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from celery_leases.stores.urls import written_url
 
 IN_MEMORY: Final = "sqlite://"
 
-_OF_DJANGO: Final = {
+_DJANGO_ONLY: Final = {
     "postgresql": frozenset(
         {
             *(
@@ -47,9 +46,9 @@ _OF_DJANGO: Final = {
         }
     ),
 }
-"""Options for Django's own connection alone, by the ``vendor`` of a database."""
+"""Options for Django's own connection only, by the ``vendor`` of a database."""
 
-_PLAIN_OF_MYSQL: Final = frozenset(
+_MYSQL_OPTIONS: Final = frozenset(
     {
         *(
             "unix_socket",
@@ -67,23 +66,23 @@ _SSL_MODES: Final = ("DISABLED", "PREFERRED", "REQUIRED", *_VERIFYING)
 
 
 def url_of(alias: str, vendor: str, given: Mapping[str, Any]) -> str:
-    """The URL of SQLAlchemy for the database *alias*, whose settings in ``DATABASES`` are *given*.
+    """The SQLAlchemy URL for the database *alias*, whose settings in ``DATABASES`` are *given*.
 
     *vendor* is that of Django's connection: ``postgresql``, ``mysql`` or ``sqlite``. Raises
-    :class:`~celery_leases.errors.LeaseConfigurationError` for another one, and for options that
-    cannot be passed on.
+    :class:`~celery_leases.errors.LeaseConfigurationError` for other vendors, and for options that
+    the URL cannot hold.
     """
-    made: Mapping[str, Callable[[str, Mapping[str, Any]], str]] = {
+    converters: Mapping[str, Callable[[str, Mapping[str, Any]], str]] = {
         "postgresql": _postgresql,
         "mysql": _mysql,
         "sqlite": _sqlite,
     }
-    if vendor not in made:
+    if vendor not in converters:
         raise LeaseConfigurationError(
-            f"DATABASES[{alias!r}] is a database of the kind {vendor!r}; records are kept in PostgreSQL, MySQL, "
-            'MariaDB or SQLite: name such a database, CELERY_LEASES = {"database": "<alias>"}'
+            f"DATABASES[{alias!r}] is a database of the kind {vendor!r}, but records need PostgreSQL, MySQL, MariaDB "
+            'or SQLite; name such a database: CELERY_LEASES = {"database": "<alias>"}'
         )
-    return made[vendor](alias, given)
+    return converters[vendor](alias, given)
 
 
 def _postgresql(alias: str, given: Mapping[str, Any]) -> str:
@@ -102,12 +101,12 @@ def _postgresql(alias: str, given: Mapping[str, Any]) -> str:
     host, port = str(given.get("HOST") or ""), str(given.get("PORT") or "")
     if (
         host.startswith(("/", "@")) or "," in host or "," in port
-    ):  # a socket's directory, or several servers
+    ):  # the directory of a socket, or several servers
         query["host"] = host
         if port:
             query["port"] = port
         host = port = ""
-    return written_url("postgresql", query=query, **_who_and_where(alias, given, host, port))
+    return written_url("postgresql", query=query, **_user_and_server(alias, given, host, port))
 
 
 def _mysql(alias: str, given: Mapping[str, Any]) -> str:
@@ -128,7 +127,7 @@ def _mysql(alias: str, given: Mapping[str, Any]) -> str:
     tls = _tls_of_mysql(alias, options)
     if host.startswith("/"):
         options["unix_socket"], host, port = host, "", ""
-    unknown = sorted(options.keys() - _PLAIN_OF_MYSQL)
+    unknown = sorted(options.keys() - _MYSQL_OPTIONS)
     if unknown:
         raise _cannot_pass_on(alias, unknown[0])
     query = {
@@ -136,7 +135,7 @@ def _mysql(alias: str, given: Mapping[str, Any]) -> str:
     }
     if "init_command" in query:
         query["init_command"] = query["init_command"].rstrip("; ")
-    return written_url("mysql", query=query | tls, **_who_and_where(alias, given, host, port))
+    return written_url("mysql", query=query | tls, **_user_and_server(alias, given, host, port))
 
 
 def _sqlite(_: str, given: Mapping[str, Any]) -> str:
@@ -158,10 +157,10 @@ def _options(alias: str, vendor: str, given: Mapping[str, Any]) -> dict[str, Any
         raise LeaseConfigurationError(
             f"DATABASES[{alias!r}]: OPTIONS is of type {type(found).__name__}: write a dict"
         )
-    return {name: value for name, value in found.items() if name not in _OF_DJANGO[vendor]}
+    return {name: value for name, value in found.items() if name not in _DJANGO_ONLY[vendor]}
 
 
-def _who_and_where(alias: str, given: Mapping[str, Any], host: str, port: str) -> dict[str, Any]:
+def _user_and_server(alias: str, given: Mapping[str, Any], host: str, port: str) -> dict[str, Any]:
     if port and not port.isdigit():
         raise LeaseConfigurationError(f"DATABASES[{alias!r}]: PORT={port!r}: write a number")
     return {
@@ -174,12 +173,11 @@ def _who_and_where(alias: str, given: Mapping[str, Any], host: str, port: str) -
 
 
 def _tls_of_mysql(alias: str, options: dict[str, Any]) -> dict[str, str]:
-    """The query of a URL for what *options* say of TLS, which they lose; in words that the driver
-    here understands.
+    """The TLS part of the URL's query, for the installed driver; removes it from *options*.
 
-    PyMySQL forgets the authority that was named, as SQLAlchemy passes it on, where it is told to
-    verify by its own options. So a named authority is verified by its presence, and the name of the
-    host by ``ssl_check_hostname``.
+    PyMySQL ignores the certificate authority that SQLAlchemy passes on if PyMySQL's own options
+    for verification are given. So the authority alone switches verification on, and
+    ``ssl_check_hostname`` decides about the host name.
     """
     mode, given = options.pop("ssl_mode", None), options.pop("ssl", None)
     names = ("ca", "capath", "cert", "key", "cipher", "check_hostname")
@@ -215,7 +213,7 @@ def _tls_of_mysql(alias: str, options: dict[str, Any]) -> dict[str, str]:
     if wanted in _VERIFYING and not {"ssl_ca", "ssl_capath"} & found.keys():
         if found:
             raise LeaseConfigurationError(
-                f"DATABASES[{alias!r}]: ssl_mode={wanted!r} without an authority to verify by; write its file, "
+                f"DATABASES[{alias!r}]: ssl_mode={wanted!r} without a certificate authority; write its file, "
                 'OPTIONS = {"ssl": {"ca": "/path/to/ca.pem", ...}}'
             )
         return {"ssl_verify_cert": "true"} | (
@@ -227,7 +225,7 @@ def _tls_of_mysql(alias: str, options: dict[str, Any]) -> dict[str, str]:
 
 
 def _by_mysqlclient() -> bool:
-    """Whether the records' connections are made by mysqlclient, as PyMySQL is not there."""
+    """Whether connections to the records use mysqlclient, because PyMySQL is not installed."""
     try:
         import_module("pymysql")
     except ImportError:
@@ -236,7 +234,7 @@ def _by_mysqlclient() -> bool:
 
 
 def _text(alias: str, name: str, value: Any) -> str:
-    """The value of an option as the query of a URL has it."""
+    """The value of an option for the query of a URL."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | int | float | os.PathLike):
@@ -252,5 +250,5 @@ def _cannot_pass_on(alias: str, name: str) -> LeaseConfigurationError:
 
 
 def _in_options(text: str) -> str:
-    """*text* as one word in libpq's ``options``."""
+    """*text* escaped as one word of libpq's ``options``."""
     return text.replace("\\", "\\\\").replace(" ", "\\ ")

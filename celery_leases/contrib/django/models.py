@@ -1,8 +1,7 @@
-"""The tables of the records as models of Django, to be read; what changes a record is
-``LeaseClient``.
+"""Read-only Django models of the tables; records are changed with ``LeaseClient``.
 
-A model's own way to write would pass the fence by which attempts are told from one another, so each
-of them refuses. Times in the tables are microseconds since the epoch.
+Django's write methods would bypass the fence that orders the attempts, so all of them raise. Times
+in the tables are microseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -17,45 +16,45 @@ from celery_leases.errors import LeaseConfigurationError
 
 def _refuse(what: str) -> NoReturn:
     raise LeaseConfigurationError(
-        f"{what}: the tables of celery_leases are read-only for Django; change a record by LeaseClient, the admin or "
+        f"{what}: the tables of celery_leases are read-only for Django; change records with LeaseClient, the admin or "
         "`manage.py leases`"
     )
 
 
 class ReadOnlyQuerySet(models.QuerySet):
-    """Rows to be read: nothing here writes."""
+    """A query set whose write methods raise."""
 
     def create(self, **_: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("create()")
 
     def bulk_create(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("bulk_create()")
 
     def bulk_update(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("bulk_update()")
 
     def get_or_create(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("get_or_create()")
 
     def update_or_create(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("update_or_create()")
 
     def update(self, **_: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("update()")
 
     def delete(self) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse("delete()")
 
 
 class _RecordsManager(models.Manager.from_queryset(ReadOnlyQuerySet)):  # type: ignore[misc]
-    """Reads from the database that the records live in."""
+    """Reads from the records database."""
 
     def get_queryset(self) -> Any:
         queryset = super().get_queryset()
@@ -63,7 +62,7 @@ class _RecordsManager(models.Manager.from_queryset(ReadOnlyQuerySet)):  # type: 
 
 
 class _ReadOnly(models.Model):
-    """A row to be read."""
+    """A row that is read-only."""
 
     objects = _RecordsManager()
 
@@ -73,11 +72,11 @@ class _ReadOnly(models.Model):
         abstract = True
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse(f"{type(self).__name__}.save()")
 
     def delete(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
+        """Raises, because rows are read-only."""
         _refuse(f"{type(self).__name__}.delete()")
 
 
@@ -113,7 +112,7 @@ class LeaseRecord(_ReadOnly):
     details = models.TextField(null=True)
 
     class Meta:
-        """The table, and what the admin calls a row."""
+        """The table, and the name of its rows in the admin."""
 
         db_table = "celery_leases_records"
         default_permissions = ("view",)
@@ -159,7 +158,7 @@ class LeaseEffect(_ReadOnly):
 
 
 class LeaseMark(_ReadOnly):
-    """A short note of the workers, such as who waits for a key."""
+    """A short-lived note of the workers, for example about a call that waits for a key."""
 
     pk = models.CompositePrimaryKey("stored_key", "name")
     stored_key = models.CharField(max_length=255)
@@ -179,7 +178,7 @@ class LeaseMark(_ReadOnly):
 
 
 class LeaseGate(_ReadOnly):
-    """A cooldown group that has had failures, where the lease store is the database."""
+    """A cooldown group that has had failures, if the lease store is the database."""
 
     name = models.CharField(max_length=255, primary_key=True)
     trips = models.IntegerField()
@@ -190,7 +189,7 @@ class LeaseGate(_ReadOnly):
     expires_at = models.BigIntegerField()
 
     class Meta:
-        """The table, and what the admin calls a row."""
+        """The table, and the name of its rows in the admin."""
 
         db_table = "celery_leases_gates"
         default_permissions = ("view",)

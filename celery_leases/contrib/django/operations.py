@@ -1,6 +1,4 @@
-"""What the migrations of the Django app do: they make the tables as ``leases migrate`` makes
-them.
-"""
+"""The operation of the Django migrations: it creates the tables as ``leases migrate`` does."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from celery_leases.contrib.django import configuration, tables
 
 
 class MigrateTables(Operation):
-    """Make the tables of the records, or convert those of an older release while workers run.
+    """Creates the tables, or converts those of an older release while workers run.
 
-    The models learn of it by *state_operations*. Nothing is done in other databases than that of
-    the records.
+    *state_operations* describe the same change to Django's models. Other databases than that of
+    the records are not changed.
     """
 
     reversible = True
@@ -27,18 +25,18 @@ class MigrateTables(Operation):
         self.state_operations = state_operations
 
     def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
-        """What a migration file says of it."""
+        """The operation as a migration file writes it."""
         return self.__class__.__qualname__, [], {"state_operations": self.state_operations}
 
     def state_forwards(self, app_label: str, state: Any) -> None:
-        """Tell the models."""
+        """Apply the change to Django's models."""
         for operation in self.state_operations:
             operation.state_forwards(app_label, state)
 
     def database_forwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        """Make or convert the tables; for ``sqlmigrate``, give the SQL of new ones."""
+        """Create or convert the tables; for ``sqlmigrate``, collect the SQL that creates them."""
         if not _is_for(schema_editor.connection, app_label):
             return
         if schema_editor.collect_sql:
@@ -49,7 +47,7 @@ class MigrateTables(Operation):
     def database_backwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        """Drop the tables, as Django does when the first migration of an app is taken back."""
+        """Drop the tables, as Django does when the first migration of an app is reversed."""
         if not _is_for(schema_editor.connection, app_label):
             return
         if schema_editor.collect_sql:
@@ -58,12 +56,12 @@ class MigrateTables(Operation):
         tables.drop(schema_editor.connection)
 
     def describe(self) -> str:
-        """What ``migrate --plan`` shows."""
-        return "Make or convert the tables of celery_leases"
+        """The text that ``migrate --plan`` shows."""
+        return "Create or convert the tables of celery_leases"
 
 
 def _is_for(connection: Any, app_label: str) -> bool:
-    """Whether the tables belong into the database of *connection*."""
+    """Whether the tables belong in the database of *connection*."""
     alias = connection.alias
     return alias == configuration.alias_of_records() and bool(
         router.allow_migrate(alias, app_label)

@@ -1,6 +1,4 @@
-"""The tables of the records in a database that Django is connected to: made, converted and
-dropped.
-"""
+"""Creates, converts and drops the tables in a database that Django is connected to."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from celery_leases.stores.sql.table_versions import NEWEST, Migrated
 
 
 def migrate(connection: Any) -> Migrated:
-    """Make the tables in the database of Django's *connection*, or convert those of an older
-    release.
+    """Create the tables in the database of Django's *connection*, or convert older ones.
 
     Workers may run meanwhile. Raises as
     :meth:`~celery_leases.stores.sql.records.SqlRecordStore.migrate` does.
@@ -40,7 +37,7 @@ def drop(connection: Any) -> None:
 
 
 def sql(connection: Any) -> str:
-    """The SQL of new tables for the database of Django's *connection*; nothing is changed."""
+    """The SQL that creates the tables in the database of Django's *connection*."""
     with _records_of(connection) as records:
         return records.tables.ddl(records.database.engine)
 
@@ -51,8 +48,9 @@ def sql_to_drop() -> str:
 
 
 def found(connection: Any) -> int | None:
-    """The version of the tables, ``None`` where there are none; raises for those of a later
-    release.
+    """The version of the tables, or ``None`` if there are none.
+
+    Raises :class:`~celery_leases.errors.SchemaOutdated` for tables of a later release.
     """
     if _is_in_memory(connection):
         return NEWEST if Tables().version.name in connection.introspection.table_names() else None
@@ -61,7 +59,7 @@ def found(connection: Any) -> int | None:
 
 
 def _is_in_memory(connection: Any) -> bool:
-    """Whether only *connection* reaches its database; such a database is always new."""
+    """Whether the database is in memory, so that only *connection* can use it; it is always new."""
     return url_of_alias(connection.alias) == IN_MEMORY
 
 
@@ -74,7 +72,7 @@ def _execute(connection: Any, statements: Iterable[str]) -> None:
 
 @contextmanager
 def _records_of(connection: Any) -> Iterator[SqlRecordStore]:
-    """The records, over a connection of their own."""
+    """The record store, with a connection of its own."""
     records = SqlRecordStore(engine_for(url_of_alias(connection.alias), 1))
     try:
         yield records

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from celery_leases import LeaseClient
 from celery_leases.board import leases_board
-from celery_leases.contrib.django.board import TO_CHANGE, staff
+from celery_leases.contrib.django.board import CHANGE_PERMISSIONS, staff
 from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.worker import app_components
@@ -104,7 +104,7 @@ class AdminTests(TransactionTestCase):
         self.assertEqual(board.get("/upkeep").status_code, 403)
         User.objects.create_user("ann", password="secret")
         self.client.login(username="ann", password="secret")
-        every = [name.removeprefix("celery_leases.") for name in TO_CHANGE]
+        every = [name.removeprefix("celery_leases.") for name in CHANGE_PERMISSIONS]
         for permissions, status, button in (
             (None, 403, False),
             ([], 200, False),
@@ -286,7 +286,7 @@ class AdminTests(TransactionTestCase):
         """One that is no JSON is asked for again."""
         self.login("resolve_leaserecord")
         self.assertIn(
-            "The result is no JSON", self.confirmed("resolve_done", self.failed, result="{")
+            "The result is not JSON", self.confirmed("resolve_done", self.failed, result="{")
         )
         self.assertIn(
             "Resolve: the work is done: 1 key.",

@@ -1,6 +1,4 @@
-"""``manage.py leases …``: the command line of celery_leases, for the Celery app of this Django
-project.
-"""
+"""``manage.py leases …``: the commands of ``celery leases`` for the project's Celery app."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ from celery_leases.cli import leases
 
 
 class Command(BaseCommand):
-    """Hands everything on, as ``celery -A <project> leases …`` would have it."""
+    """Passes its arguments to ``celery -A <project> leases``."""
 
-    help = "Look at leases and records, and repair them: manage.py leases --help says how."
+    help = "Show and change leases and records; see manage.py leases --help."
     requires_system_checks: Sequence[str] = []
 
     def run_from_argv(self, argv: Sequence[str]) -> None:
-        """Run the command with the arguments behind ``leases``; exits as that does.
+        """Run the command with the arguments after ``leases``, and exit with its exit code.
 
-        Django has read its own ``--settings`` and ``--pythonpath`` before.
+        Django has already read its own ``--settings`` and ``--pythonpath``.
         """
         parser = CommandParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--settings")
@@ -39,12 +37,13 @@ class Command(BaseCommand):
         sys.exit(code)
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """The words behind ``leases``."""
+        """The arguments after ``leases``."""
         parser.add_argument("words", nargs="*")
 
     def handle(self, *_: Any, words: Sequence[str], **__: Any) -> None:
-        """Run it from Python, as by ``call_command("leases", "show", KEY)``; raises
-        ``CommandError``.
+        """Run the command from ``call_command("leases", "show", KEY)``.
+
+        Raises ``CommandError`` if its exit code is not 0.
         """
         if code := self._run([*words], "manage.py leases"):
             raise CommandError(f"leases {' '.join(words)} has failed", returncode=code)
@@ -52,8 +51,8 @@ class Command(BaseCommand):
     def _run(self, words: list[str], name: str) -> int:
         if _state.default_app is None:
             raise CommandError(
-                "This project has no Celery app: import it in the package of the settings, as Celery's documentation "
-                "says, `from .celery import app as celery_app`."
+                "This project has no Celery app: import it in the project's __init__.py, as Celery's documentation "
+                "shows: `from .celery import app as celery_app`."
             )
         context = CLIContext(app=_state.get_current_app(), no_color=True, workdir=None)
         try:

@@ -1,4 +1,4 @@
-"""Deletes what a drill has written: its queues with their messages, its records and its leases."""
+"""Deletes what a drill has written: its queues and messages, its records and its leases."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from celery_leases.protocol.message_copies import callbacks_mark, waiter_mark
 from celery_leases.protocol.ports import MarkStore
 from celery_leases.worker.app_components import AppParts
 
-SCANNED_AT_ONCE = 1000
+SCAN_COUNT = 1000
 
 
 def delete_queues(app: Celery, queues: Sequence[str]) -> None:
-    """Delete *queues*, their exchanges, and what dead workers have left unacknowledged of them.
+    """Delete *queues*, their exchanges, and their unacknowledged messages.
 
-    On Redis the latter is in a hash that all queues share; it is walked, and nothing of another
-    queue is touched.
+    On Redis all queues share one hash of unacknowledged messages. It is scanned, and only messages
+    of *queues* are deleted.
     """
     with app.connection_for_write() as connection, connection.channel() as channel:
         if hasattr(channel, "unacked_key"):
             _delete_unacknowledged(channel, queues)
         for name in queues:
             queue = app.amqp.queues[name].bind(channel)
-            queue.declare()  # a process knows the bindings of queues that it has declared
+            queue.declare()  # kombu knows the bindings only of queues that this process has declared
             queue.delete()
             if connection.transport.driver_type == "amqp" and queue.exchange.name == name:
                 channel.exchange_delete(name)
@@ -37,13 +37,13 @@ def delete_queues(app: Celery, queues: Sequence[str]) -> None:
 
 
 def _delete_unacknowledged(channel: Any, queues: Sequence[str]) -> None:
-    """Of kombu's Redis transport: a message is ``[message, exchange, routing key]`` by its tag."""
+    """Delete them from kombu's hash in Redis, whose values are ``[message, exchange, key]``."""
     with channel.conn_or_acquire() as client:
         cursor = 0
         while True:
-            # kombu puts its global prefix before the names in HDEL and ZREM, and not in HSCAN.
+            # kombu adds its global prefix to the names in HDEL and ZREM, but not in HSCAN.
             cursor, found = client.hscan(
-                channel.global_keyprefix + channel.unacked_key, cursor, count=SCANNED_AT_ONCE
+                channel.global_keyprefix + channel.unacked_key, cursor, count=SCAN_COUNT
             )
             for tag, message in found.items():
                 if json.loads(message)[2] in queues:
@@ -54,15 +54,16 @@ def _delete_unacknowledged(channel: Any, queues: Sequence[str]) -> None:
 
 
 def delete_keys(parts: AppParts, calls: Collection[tuple[str, str]]) -> None:
-    """Delete the records, the leases and the marks of *calls*, pairs of a key and a call's id,
-    whoever holds them.
+    """Delete the records, leases and marks of *calls*, which are pairs of a key and a call id.
+
+    Leases are deleted although workers may hold them.
     """
     from celery_leases.stores.sql.leases import DatabaseLeaseStore
 
     records, leases = parts.records, parts.leases
     keys = {stored_key(TASK, key) for key, _ in calls}
     for stored in keys:
-        records.reset(stored, keep=True)  # first the fence: a late outcome is refused
+        records.reset(stored, keep=True)  # raise the fence first, so that late outcomes are refused
         if (holder := leases.holder(stored)) is not None:
             leases.release(stored, holder.token)
         leases.end_cooldown(stored)
@@ -72,9 +73,9 @@ def delete_keys(parts: AppParts, calls: Collection[tuple[str, str]]) -> None:
     if isinstance(leases, DatabaseLeaseStore):
         leases.delete_marks([*keys])
     for key in {key for key, _ in calls}:
-        # A second on top, for a clock that has moved.
+        # One second more, in case the database's clock was set back.
         unmoved = RecordFilter(task=TASK, prefix=key, unmoved_since=records.now() + 1_000_000)
-        records.delete_unmoved(unmoved, SCANNED_AT_ONCE)
+        records.delete_unmoved(unmoved, SCAN_COUNT)
 
 
 def _expire(marks: MarkStore, stored: str, mark: str) -> None:
