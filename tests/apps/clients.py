@@ -1,4 +1,4 @@
-"""One task that makes a real library fail in a worker, and tells what the rules say of it there."""
+"""One task that makes a real library fail in a worker, and returns how the rules classify it."""
 
 import os
 from typing import Any
@@ -19,5 +19,5 @@ app.conf.update(
 
 @app.task
 def judge(name: str) -> dict[str, Any]:
-    """What the rules say of the error of one case, before anything of it is pickled."""
+    """Classify the error of one case before it is pickled."""
     return judged(IN_A_WORKER[name].raised(Places()))

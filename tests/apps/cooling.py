@@ -1,8 +1,9 @@
-"""Leased tasks that fail by a script: run number n of a name plays step n, and the last step from
-then on.
+"""Leased tasks that fail by a script.
 
-A step is a list: a word of :data:`STEPS` and its arguments. Each run first writes down that it was
-paid for.
+Run number n of a name plays step n; later runs play the last step.
+
+A step is a list: a name from :data:`STEPS` and its arguments. Each run first writes ``paid`` to the
+journal.
 """
 
 import builtins
@@ -23,7 +24,7 @@ from celery.exceptions import Ignore, Reject
 from celery_leases import Cooldown, LeasedTask, PermanentFailure, RetryLater, Snooze
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
 from tests.apps.leased import app, gather, note, plain, wait_for
-from tests.integration.remote import Answered
+from tests.integration.rate_limited_server import Answered
 
 __all__ = ["app", "gather", "plain"]
 
@@ -73,7 +74,7 @@ def _when(gate, *step):
 
 
 def _read_timeout():
-    """Ask a server that accepts and never answers: the error is a real one."""
+    """Raise a real read timeout: the server accepts the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         urlopen(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=0.2)
 
@@ -157,7 +158,7 @@ gated = _task("gated", lease_resume="never", lease_on_cooling="raise", **_GROUPE
 
 @app.task(base=LeasedTask, name=f"{__name__}.unkeyed")
 def unkeyed(name):
-    """Without a key of its own; fails like a call with wrong arguments."""
+    """Has no key; fails like a call with wrong arguments."""
     raise TypeError(f"no {name}")
 
 
@@ -169,7 +170,7 @@ def failed(call):
 
 @app.task(base=LeasedTask, bind=True, lease_key="asks:{number}", lease_on_cooling="reschedule")
 def asks(self, number, url):
-    """Call the limited server; each key for itself."""
+    """Call the rate limited server; each key cools down by itself."""
     return _ask(number, url)
 
 
@@ -181,7 +182,7 @@ def asks(self, number, url):
     lease_cooldown_group="{url}",
 )
 def asks_together(self, number, url):
-    """Call the limited server; all keys behind one gate."""
+    """Call the rate limited server; all keys are in one cooldown group."""
     return _ask(number, url)
 
 

@@ -1,8 +1,8 @@
-"""Named steps at which a process of the tests dies, so often.
+"""Named steps at which a process of the tests dies.
 
-FAILPOINT names the step for a whole worker, FAILPOINT_TIMES how often it strikes, FAILPOINT_FILE
-(plus a number) remembers that it has. :func:`reach_for` strikes once for one name, where the test
-has put a file for it into the directory FAILPOINTS.
+FAILPOINT is the step for a whole worker, FAILPOINT_TIMES how often it kills, and a file
+FAILPOINT_FILE plus a number records each time. :func:`reach_for` kills once for one name, if the
+test has created a file for it in the directory FAILPOINTS.
 """
 
 import os
@@ -13,7 +13,7 @@ STEP = os.environ.get("FAILPOINT", "")
 
 
 def strikes() -> bool:
-    """Whether it is to strike once more."""
+    """Whether the failpoint must act once more."""
     for number in range(int(os.environ.get("FAILPOINT_TIMES", "1"))):
         try:
             Path(f"{os.environ['FAILPOINT_FILE']}.{number}").touch(exist_ok=False)
@@ -52,6 +52,6 @@ def reach_for(step: str, name: str) -> None:
 def _note(**more: str) -> None:
     from tests.apps.leased import (
         note,
-    )  # a test that arms a step must not get all its tasks for that
+    )  # one armed step must not kill further tasks of the test
 
     note("failpoint", **more)

@@ -1,11 +1,10 @@
-"""Customers are charged and invoiced: effects against the payment provider of
-:mod:`tests.apps.provider`.
+"""Tasks that charge customers through the payment provider of :mod:`tests.apps.provider`.
 
-PROVIDER is its URL, VERIFY_AFTER and LATER are how old an intent must be to be looked up, in
-seconds. Where FAILPOINTS names a directory, a process dies at the steps that are armed there:
-``before intent``, ``after intent``, ``after reply`` (before it is noted), ``after noting``,
-``before complete``, ``after complete`` (before it is committed), ``after commit`` and ``before
-release``; inside the call it is the provider that kills.
+PROVIDER is its URL; VERIFY_AFTER and LATER are how old an intent must be before it is looked up, in
+seconds. If FAILPOINTS is a directory, a process dies at the steps that are armed there: ``before
+intent``, ``after intent``, ``after reply`` (before it is recorded), ``after noting``, ``before
+complete``, ``after complete`` (before the commit), ``after commit`` and ``before release``. During
+the call itself the provider kills the process.
 """
 
 import json
@@ -26,7 +25,7 @@ from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.stores.sql.effects import SqlEffectStore
 from tests.apps.failpoints import reach_for
 from tests.apps.leased import app, note, wait_for
-from tests.integration.remote import Answered
+from tests.integration.rate_limited_server import Answered
 
 __all__ = ["app"]
 
@@ -36,14 +35,14 @@ STEPS = ("before intent", "after intent", "after reply", "after noting")
 STEPS += ("before complete", "after complete", "after commit", "before release")
 
 
-# -- the other side --------------------------------------------------------------------------------
+# -- the provider ----------------------------------------------------------------------------------
 
 
 NOBODY = "http://127.0.0.1:1"
 
 
 def request(method, path, body=None, headers=None, timeout=30.0, url=None):
-    """One request to the provider; its status, its headers, and its reply."""
+    """Send one request to the provider; returns status, headers and reply."""
     connection = HTTPConnection(urlsplit(url or os.environ["PROVIDER"]).netloc, timeout=timeout)
     try:
         connection.request(method, path, body, headers or {})
@@ -54,7 +53,7 @@ def request(method, path, body=None, headers=None, timeout=30.0, url=None):
 
 
 def charged(customer, key, timeout=30.0, url=None):
-    """Charge *customer*; the reply. Raises as client libraries do."""
+    """Charge *customer* and return the reply; raises as client libraries do."""
     body = json.dumps({"customer": customer, "pid": os.getpid()})
     status, headers, reply = request(
         "POST", "/charges", body, {"Idempotency-Key": key}, timeout, url
@@ -71,7 +70,7 @@ def looked_up(key):
 
 
 def unsure(key):
-    """Look it up, and find that one cannot tell."""
+    """Look it up without a definite answer."""
     looked_up(key)
     raise Uncertain("the provider has lost its memory")
 
@@ -90,7 +89,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-# -- the invoice story -----------------------------------------------------------------------------
+# -- invoices --------------------------------------------------------------------------------------
 
 _engine = create_engine(URL, poolclass=NullPool)
 if URL.get_backend_name() == "sqlite":
@@ -103,7 +102,7 @@ INVOICE = text("INSERT INTO invoices (name, reference, fence) VALUES (:name, :re
 
 
 def reply_of(customer, key, pause=0.0):
-    """Charge, and die between the reply and its noting if a test says so."""
+    """Charge, and die between the reply and its record if a test has armed that."""
     time.sleep(pause)
     reply = charged(customer, key)
     time.sleep(pause)
@@ -113,7 +112,7 @@ def reply_of(customer, key, pause=0.0):
 
 @app.task(base=LeasedTask, bind=True, lease_key="invoice:{name}", lease_max_crashes=50)
 def invoice(self, name, way, pause=0.0, gate=None):
-    """Charge once, write one invoice, and be done, all of it or nothing; *pause* seconds lie around
+    """Charge once and write one invoice, completely or not at all; pauses *pause* seconds around
     each step.
     """
     note("begin", name=name, attempt=self.lease.attempt, id=self.request.id)
@@ -251,10 +250,9 @@ def _pay(
     names=("charge",),
     away=(),
 ):
-    """Charge under each of *names*; then run number n does what is number n in *after*, and later
-    ones nothing.
+    """Charge under each of *names*; then run number n does step n of *after*, later runs nothing.
 
-    *away* are the runs in which nobody listens at the provider's address.
+    *away* are the runs in which the provider's address refuses connections.
     """
     run = _run_number(name)
     url = NOBODY if run in away else None
@@ -281,7 +279,7 @@ def _pay(
     return {"charges": charges}
 
 
-# Of what the default rules make of these only the times are changed.
+# The default rules, with shorter times.
 RULES = (
     Rules.default()
     .on(exc="builtins.TimeoutError", to="200ms")
@@ -290,7 +288,7 @@ RULES = (
 RULES = RULES.on(status=500, to="200ms")
 app.conf.leases_result_max = 1000
 PAYS = {"base": LeasedTask, "bind": True, "lease_cooldown": _soon(0.3), "lease_rules": RULES}
-PAYS |= {"lease_resume": "always"}  # what is charged by the attempt before is found by the next one
+PAYS |= {"lease_resume": "always"}  # the next attempt finds the charge of the previous one
 
 
 @app.task(**PAYS, lease_key="pay:{name}", max_retries=5)
@@ -301,7 +299,7 @@ def pay(self, name, *args, **kwargs):
 
 @app.task(**PAYS, lease_key="pays:{name}", lease_on_done="rerun")
 def pays(self, name, *args, **kwargs):
-    """See :func:`_pay`; anew for each call."""
+    """See :func:`_pay`; each call runs."""
     return _pay(self, name, *args, **kwargs)
 
 
@@ -309,11 +307,11 @@ def pays(self, name, *args, **kwargs):
     **PAYS | {"lease_cooldown": _soon(3), "lease_key": "stops:{name}", "lease_resume": "never"}
 )
 def stops(self, name, *args, **kwargs):
-    """See :func:`_pay`; a failure is told to the caller."""
+    """See :func:`_pay`; the caller gets the failure."""
     return _pay(self, name, *args, **kwargs)
 
 
-# -- steps inside the library ----------------------------------------------------------------------
+# -- steps inside the product ----------------------------------------------------------------------
 
 if "FAILPOINTS" in os.environ:
     _begin, _finish = SqlEffectStore.begin, SqlEffectStore.finish

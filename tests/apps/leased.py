@@ -1,9 +1,8 @@
-"""Leased tasks for tests with real workers. Each body writes what it does into a journal before it
-does more.
+"""Leased tasks for tests with real workers. Each body writes its steps to a journal.
 
-Everything comes from the environment: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL,
-VISIBILITY, and QUORUM, the type of the exchange of a quorum queue ("topic" or "direct"); SIDE_QUEUE
-is the name of another one.
+The settings are environment variables: JOURNAL (a file), LEASES_URL, LEASES_DATABASE_URL, TTL,
+VISIBILITY, QUORUM (the type of the exchange of a quorum queue, "topic" or "direct"), and SIDE_QUEUE
+(the name of another queue).
 """
 
 import json
@@ -67,9 +66,7 @@ if "BROKER_CONNECTIONS" in os.environ:
 
 
 def note(what: str, **more: object) -> None:
-    """Append one event to the journal, in one write, so that a killed process leaves whole
-    lines.
-    """
+    """Append one event to the journal in one write, so that a killed process leaves whole lines."""
     lease = current_lease
     event = {
         "what": what,
@@ -91,25 +88,25 @@ def _begun(name: str) -> list[dict[str, object]]:
 
 
 def wait_for(path: str, seconds: float = 60.0) -> None:
-    """Wait for a file to appear: how a test lets a body go on."""
+    """Wait for a file that a test creates to let a body continue."""
     deadline = time.monotonic() + seconds
     while not Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def begins(task, name, **more):
-    """Note that the body of *task* begins."""
+    """Write that the body of *task* begins."""
     note("begin", name=name, attempt=task.lease.attempt, id=task.request.id, **more)
 
 
 def ends(task, name):
-    """Note that it ends."""
+    """Write that it ends."""
     note("end", name=name, id=task.request.id)
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="work:{name}")
 def work(self, name, seconds=0.0, gate=None, answer=None, other=None):
-    """Work for so many seconds, or until *gate* exists; returns *answer* or who did it."""
+    """Work for *seconds*, or until *gate* exists; returns *answer* or the call that ran."""
     begins(self, name, previous=_ended(self.lease.previous))
     if gate:
         wait_for(gate)
@@ -120,22 +117,22 @@ def work(self, name, seconds=0.0, gate=None, answer=None, other=None):
 
 @app.task(base=LeasedTask, lease_key="shared:{name}", lease_namespace="ours")
 def shared(name):
-    """Keep its keys under a name of their own."""
+    """Has a lease_namespace of its own."""
     return {"name": name}
 
 
 class AuditedRequest(Request):
-    """A request class of the user's own."""
+    """A request class of the user."""
 
     def on_accepted(self, pid, time_accepted):
-        """Say that it is asked."""
+        """Write that it was called."""
         print(f"audited {self.id}", flush=True)
         return super().on_accepted(pid, time_accepted)
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="audited:{name}", Request=AuditedRequest)
 def audited(self, name, gate):
-    """As :func:`work`, for a request class of the user's own."""
+    """As :func:`work`, with a request class of the user."""
     begins(self, name)
     wait_for(gate)
     return {"name": name}
@@ -143,19 +140,19 @@ def audited(self, name, gate):
 
 @app.task(base=LeasedTask, bind=True, lease_key="rerun:{name}", lease_on_done="rerun")
 def rerun(self, name, seconds=0.0, gate=None):
-    """As :func:`work`, anew for each call."""
+    """As :func:`work`; each call runs."""
     return _working(self, name, seconds, gate)
 
 
 @app.task(base=LeasedTask, bind=True)
 def keyless(self, name, seconds=0.0, gate=None):
-    """As :func:`work`, keyed by the call."""
+    """As :func:`work`; its key is the call id."""
     return _working(self, name, seconds, gate)
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="snoozes:{name}")
 def snoozes(self, name, *delays):
-    """Snooze for each of *delays* in turn, then return where the message came from."""
+    """Snooze for each of *delays* in turn, then return the routing of the message."""
     number = len(_begun(name))
     info = self.request.delivery_info
     note(
@@ -189,7 +186,7 @@ def checks(self, name, gate=None, stop=None):
 
 @app.task(base=LeasedTask, bind=True, lease_key="sleeps:{name}")
 def sleeps(self, name, seconds):
-    """Sleep without looking at the lease, and tell how that ended."""
+    """Sleep without checks of the lease, and write how that ended."""
     try:
         begins(self, name)
         time.sleep(seconds)
@@ -202,7 +199,7 @@ def sleeps(self, name, seconds):
 
 @app.task(base=LeasedTask, bind=True, lease_key="dies:{name}")
 def dies(self, name, times=100):
-    """Kill the own process in the first so many attempts."""
+    """Kill its own process in the first *times* attempts."""
     begins(self, name)
     if self.lease.attempt <= times:
         os.kill(os.getpid(), 9)
@@ -221,7 +218,7 @@ def fails(self, name):
 
 @app.task(base=LeasedTask, bind=True, lease_key="retries:{name}", max_retries=5)
 def retries(self, name, times, countdown=0.2):
-    """Raise ``self.retry()`` so many times, then succeed."""
+    """Raise ``self.retry()`` *times* times, then succeed."""
     begins(self, name, retries=self.request.retries)
     if self.request.retries < times:
         raise self.retry(countdown=countdown)
@@ -247,7 +244,7 @@ def exports(self, name, ids, gate=None):
 
 @app.task(base=LeasedTask, bind=True, lease_key="passes:{name}")
 def passes(self, name, how):
-    """End by Celery's own control flow."""
+    """End with one of Celery's control flow exceptions."""
     begins(self, name)
     if how == "ignore":
         raise Ignore
@@ -264,7 +261,7 @@ def passes(self, name, how):
 
 @app.task(base=LeasedTask, bind=True, lease_key="limited:{name}", time_limit=2)
 def limited(self, name, seconds=30.0):
-    """Run into the hard limit in the first attempt."""
+    """Exceed the hard time limit in the first attempt."""
     begins(self, name)
     if self.lease.attempt == 1:
         time.sleep(seconds)
@@ -274,7 +271,7 @@ def limited(self, name, seconds=30.0):
 
 @app.task(base=LeasedTask, bind=True, lease_key="swallows:{name}")
 def swallows(self, name, stop):
-    """Go on over every ``Exception`` until *stop* exists; only the first attempt."""
+    """The first attempt catches every ``Exception`` until *stop* exists."""
     first = not Path(f"{stop}.first").exists()
     Path(f"{stop}.first").touch()
     try:
@@ -294,8 +291,8 @@ def swallows(self, name, stop):
 
 @app.task(base=LeasedTask, bind=True, lease_key="goes_on:{name}", lease_on_lost="flag")
 def goes_on(self, name, gate, error=None):
-    """Go on without a look at the lease until the gate of its attempt exists; the first attempt may
-    end by an error.
+    """Continue without checks of the lease until the gate of its attempt exists; the first attempt
+    may raise an error.
     """
     begins(self, name)
     wait_for(f"{gate}.{self.lease.attempt}")
@@ -321,7 +318,7 @@ def tidies(self, name, gate, tidying=0.3):
 
 @app.task(base=LeasedTask, bind=True, lease_key="exits:{name}", lease_max_crashes=2)
 def exits(self, name, how, times=100):
-    """End the own process in the first so many attempts: ``sys.exit(3)`` or ``os._exit(3)``."""
+    """End its own process in the first *times* attempts: ``sys.exit(3)`` or ``os._exit(3)``."""
     begins(self, name, previous=_ended(self.lease.previous))
     if self.lease.attempt <= times:
         sys.exit(3) if how == "sys" else os._exit(3)
@@ -333,7 +330,7 @@ def exits(self, name, how, times=100):
     base=LeasedTask, bind=True, lease_key="softly:{name}", soft_time_limit=1, lease_resume="never"
 )
 def softly(self, name, seconds=30.0):
-    """Work for so many seconds under a soft limit of one."""
+    """Work for *seconds* with a soft time limit of one second."""
     begins(self, name)
     try:
         time.sleep(seconds)
@@ -346,7 +343,7 @@ def softly(self, name, seconds=30.0):
 
 @app.task(base=LeasedTask, bind=True, lease_key="often:{name}", lease_max_crashes=4)
 def often(self, name):
-    """Kill the own process in every attempt."""
+    """Kill its own process in every attempt."""
     begins(self, name)
     os.kill(os.getpid(), 9)
 
@@ -359,7 +356,7 @@ def waits(self, name, seconds=0.0, gate=None):
 
 @app.task(base=LeasedTask, bind=True, lease_key="impatient:{name}", lease_wait=0.5)
 def impatient(self, name, seconds=0.0, gate=None):
-    """As :func:`waits`, but only half a second."""
+    """As :func:`waits`, but for half a second only."""
     return _working(self, name, seconds, gate)
 
 
@@ -396,7 +393,7 @@ def refuses(self, name, seconds=0.0, gate=None):
     retry_kwargs={"max_retries": 3, "countdown": 0.1},
 )
 def auto(self, name, times):
-    """Fail so many times, under ``autoretry_for``."""
+    """Fail *times* times, with ``autoretry_for``."""
     begins(self, name, retries=self.request.retries)
     if self.request.retries < times:
         raise ValueError(f"not yet: {name}")
@@ -414,7 +411,7 @@ def recursive(self, name, depth):
 
 @app.task(base=LeasedTask, bind=True, lease_key="calls:{name}")
 def calls(self, name):
-    """Call other leased tasks directly, and through ``map`` in this very body."""
+    """Call other leased tasks directly, and through ``map`` in its body."""
     note("begin", name=name, held=self.lease.held, key_before=self.lease.key, id=self.request.id)
     direct = square(3)
     note("end", name=name, held=self.lease.held, key_after=self.lease.key, id=self.request.id)
@@ -423,7 +420,7 @@ def calls(self, name):
 
 @app.task(base=LeasedTask, lease_key="square:{number}")
 def square(number):
-    """Not bound: looks at ``current_lease``."""
+    """Not bound; reads ``current_lease``."""
     note("square", number=number, held=current_lease.held)
     return number * number
 
@@ -453,7 +450,7 @@ def plain(self, value=None):
 
 @app.task
 def opened(gate, value):
-    """Give *value* once there is a gate, or fail of what it says."""
+    """Return *value* once *gate* exists, or raise the error that it contains."""
     wait_for(gate)
     if said := Path(gate).read_text():
         raise ValueError(said)

@@ -1,7 +1,6 @@
-"""Leased tasks whose messages are looked at as they arrive, and a serializer that a worker can read
-but not write.
+"""Leased tasks that write down their messages, and a serializer that a worker can only read.
 
-While the file REFUSED exists, nothing can be rescheduled. DELIVERY_LIMIT is that of the worker's
+While the file REFUSED exists, no call can be rescheduled. DELIVERY_LIMIT is that of the worker's
 queue, a quorum queue.
 """
 
@@ -83,9 +82,9 @@ def _received(request, **_):
 _PROPERTIES = ("correlation_id", "reply_to", "priority", "delivery_mode")
 
 
-@app.task(base=LeasedTask, bind=True, lease_key="comes_back:{name}", lease_fingerprint=False)
-def comes_back(self, name, payload=None, delay=0.2):
-    """Come back once, then tell the type of *payload*."""
+@app.task(base=LeasedTask, bind=True, lease_key="reschedules_once:{name}", lease_fingerprint=False)
+def reschedules_once(self, name, payload=None, delay=0.2):
+    """Be rescheduled once, then write the type of *payload*."""
     first = not self.request.headers["celery_leases"].get("copy")
     note("begin", name=name, id=self.request.id)
     if first:

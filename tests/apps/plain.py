@@ -1,4 +1,4 @@
-"""A plain Celery app without leases: the yardstick for the test tools themselves."""
+"""A plain Celery app without leases, for tests of the test tools."""
 
 import os
 import time
@@ -29,7 +29,7 @@ def child_pid() -> int:
 
 @app.task(acks_late=True, reject_on_worker_lost=True)
 def hang(seconds: float) -> str:
-    """Work for so many seconds."""
+    """Work for *seconds*."""
     print(f"hanging in {os.getpid()}", flush=True)
     time.sleep(seconds)
     return "done"

@@ -1,23 +1,23 @@
-"""A payment provider as a process of its own: ``python -m tests.apps.provider LEDGER`` serves
-127.0.0.1.
+"""A payment provider in its own process: ``python -m tests.apps.provider LEDGER`` on 127.0.0.1.
 
 ``POST /charges`` with ``{"customer": …, "pid": …}`` and an ``Idempotency-Key`` charges the customer
 and replies with the charge; ``GET /charges?key=…`` finds the last charge under a key, or answers
-404. Each request and each charge is a line of the ledger, written with one ``os.write``, so that it
-says what has happened whoever died.
+404. Each request and each charge is a line of the ledger. It is written with one ``os.write``, so
+the ledger is complete whichever process dies.
 
-``PUT /scripts/<customer>`` with ``{"dedupe": true, "steps": […]}`` says how to behave to one
-customer: whether a key is charged once (then the same reply comes again), and how the next requests
-go; after the last step, and without a script, it charges and replies at once. A step may have
+``PUT /scripts/<customer>`` with ``{"dedupe": true, "steps": […]}`` sets the behaviour for one
+customer: whether a key is charged only once (a repeated request gets the same reply), and what the
+next requests do. After the last step, and without a script, it charges and replies at once. A step
+may have
 
-* ``status`` and ``headers``: answer so, without a charge; with ``charged``, after one,
+* ``status`` and ``headers``: reply with these, without a charge, or with ``charged`` after one,
 * ``slow``: seconds between charge and reply; ``hold``: a file that must appear before the reply is
   sent,
 * ``never``: charge, and send nothing until the client has gone,
 * ``drop``: charge, and close the connection,
-* ``kill``: charge, and SIGKILL the process that asked.
+* ``kill``: charge, and SIGKILL the process that sent the request.
 
-``PROVIDER_DEDUPE=1`` dedupes where no script says otherwise.
+With ``PROVIDER_DEDUPE=1`` it dedupes unless a script says otherwise.
 """
 
 import json
@@ -38,7 +38,7 @@ PATIENCE = 60.0
 
 
 class Books:
-    """All charges, and what is to be done for whom."""
+    """All charges, and the scripts of the customers."""
 
     def __init__(self, ledger: str) -> None:
         self._fd = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -54,18 +54,18 @@ class Books:
         )
 
     def instruct(self, customer: str, script: dict[str, Any]) -> None:
-        """Behave so to *customer* from now on."""
+        """Set the script of *customer*."""
         with self._lock:
             self._scripts[customer] = script
 
     def next_step(self, customer: str) -> dict[str, Any]:
-        """How the request that came now goes."""
+        """The step for the current request."""
         with self._lock:
             steps = self._scripts[customer].get("steps") or [{}]
             return dict(steps.pop(0)) if steps else {}
 
     def charge(self, customer: str, key: str) -> dict[str, Any]:
-        """Charge, unless the key was charged before and is deduped; the reply."""
+        """Charge unless the key is deduped and was charged before; returns the reply."""
         with self._lock:
             dedupe = self._scripts[customer].get("dedupe", os.environ.get("PROVIDER_DEDUPE") == "1")
             if dedupe and key in self._charges:
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
     books: Books
 
     def do_POST(self) -> None:
-        """Charge a customer, as the script says."""
+        """Charge a customer according to the script."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         customer, key = asked["customer"], self.headers["Idempotency-Key"]
         self.books.note("asked", customer=customer, key=key, pid=asked["pid"])
@@ -121,13 +121,13 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200 if found else 404, found or {"error": 404})
 
     def do_PUT(self) -> None:
-        """Take a script."""
+        """Set a script."""
         script = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.books.instruct(unquote(self.path.rpartition("/")[2]), script)
         self._answer(200, {})
 
     def _waited(self, step: Mapping[str, Any]) -> bool:
-        """Wait as the step says; whether a reply is to be sent."""
+        """Wait as the step says; returns whether to send a reply."""
         until = time.monotonic() + PATIENCE
         if "never" in step:
             select.select([self.connection], [], [], PATIENCE)  # readable once the client has gone
@@ -149,17 +149,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Server(ThreadingHTTPServer):
-    """As many clients at once as there are workers."""
+    """Accepts as many clients at once as there are workers."""
 
     daemon_threads = True
     request_queue_size = 128
 
     def handle_error(self, *_: Any) -> None:
-        """Clients are killed on purpose."""
+        """Ignore errors: clients are killed on purpose."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Leased tasks in every shape Celery knows: bound, class-based, shared, pydantic, a second app in
-the same process.
+"""Leased tasks of every kind: bound, class-based, shared, pydantic, and of a second app in the same
+process.
 """
 
 import os
@@ -14,7 +14,7 @@ __all__ = ["app"]
 
 
 class Billing(LeasedTask):
-    """A base class with options of its own, which subclasses inherit."""
+    """A base class whose options subclasses inherit."""
 
     lease_key = "billing:{name}"
     lease_on_done = "raise"
@@ -43,17 +43,17 @@ app.register_task(ClassBased())
 
 
 class Tracing(Task):
-    """Somebody else's base class, with hooks of its own."""
+    """A third-party base class with its own hooks."""
 
     abstract = True
 
     def __call__(self, *args, **kwargs):
-        """Note that the body is entered through here."""
+        """Write that the body was called through this method."""
         note("traced", name=args[0])
         return super().__call__(*args, **kwargs)
 
     def on_success(self, retval, task_id, args, kwargs):
-        """Note the end."""
+        """Write that the task succeeded."""
         note("on_success", name=args[0], retval=retval)
 
 
@@ -63,20 +63,20 @@ class LeasedTracing(LeasedMixin, Tracing):
 
 @app.task(base=LeasedTracing, bind=True, lease_key="mixed:{name}")
 def mixed(self, name):
-    """Runs under both."""
+    """Has both base classes."""
     note("begin", name=name, held=self.lease.held)
     return name
 
 
 @shared_task(base=LeasedTask, lease_key="shared:{name}")
 def shared(name):
-    """Belongs to whatever app there is."""
+    """Belongs to the current app."""
     note("begin", name=name, held=current_lease.held)
     return name
 
 
 class Invoice(BaseModel):
-    """What a pydantic task takes and gives."""
+    """The argument and the result of a pydantic task."""
 
     name: str
     month: int
@@ -84,7 +84,7 @@ class Invoice(BaseModel):
 
 @app.task(base=LeasedTask, pydantic=True, lease_key="model:{invoice[name]}:{invoice[month]}")
 def model(invoice: Invoice) -> Invoice:
-    """Gets a model, returns a model."""
+    """Takes a model and returns one."""
     note("begin", name=invoice.name, held=current_lease.held, kind=type(invoice).__name__)
     return Invoice(name=invoice.name, month=invoice.month + 1)
 
@@ -98,7 +98,7 @@ def made(name, *, month=1):
 
 @app.task(base=LeasedTask)
 def twice(numbers):
-    """Uses ``map`` and ``chunks`` of a leased task through Celery's own tasks."""
+    """Calls ``map`` and ``chunks`` of a leased task, which use Celery's built-in tasks."""
     return list(square.map(numbers)())
 
 
@@ -113,14 +113,14 @@ other.conf.update(
 
 @other.task(base=LeasedTask, bind=True, lease_key="other:{name}")
 def foreign(self, name):
-    """A task of another app, with stores of its own."""
+    """A task of another app, which has its own stores."""
     note("foreign", name=name, held=self.lease.held, key=self.lease.key)
     return {"name": name, "fence": self.lease.fence}
 
 
 @app.task(base=LeasedTask, bind=True, lease_key="hosts:{name}")
 def hosts(self, name):
-    """Runs a task of the other app eagerly, inside this one's body."""
+    """Runs a task of the other app eagerly in its body."""
     note("begin", name=name, held=self.lease.held, key=self.lease.key)
     inner = foreign.apply(args=(name,)).get(disable_sync_subtasks=False)
     again = foreign.apply(args=(name,)).get(disable_sync_subtasks=False)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.clients.catalog import IN_A_WORKER
 from tests.clients.expectations import Case
-from tests.integration.stages import imported_anew
+from tests.integration.deployments import imported_anew
 from tests.support.servers import RedisServer
 from tests.support.workers import LocalWorker
 

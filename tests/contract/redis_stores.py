@@ -20,7 +20,7 @@ from tests.support.plugin import missing_server
 from tests.support.process import NotReady
 from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
 from tests.support.servers.local import free_port
-from tests.unit.pages import blocks, page
+from tests.unit.doc_pages import blocks, page
 
 OpenStore = Callable[..., RedisLeaseStore]
 PASSWORD = "s3cret-w0rd"

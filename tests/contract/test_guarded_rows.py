@@ -45,9 +45,9 @@ from tests.contract.sql_stores import (
     wait_for_locks,
 )
 from tests.contract.test_postgres import needs_told
-from tests.crash.proxy import CuttingProxy
+from tests.crash.cutting_proxy import CuttingProxy
 from tests.support.servers import PostgresServer
-from tests.unit.memory_stores import Seen, StillClock
+from tests.unit.memory_stores import ManualClock, Seen
 
 __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
@@ -343,7 +343,7 @@ class Guarded:
         self.leases = DatabaseLeaseStore(records)
         claim_request = make_claim_request(fresh_key(), ttl=SHORT)
         self.record = won(records, claim_request, self.leases.name)
-        leases, clock = self.leases, StillClock()
+        leases, clock = self.leases, ManualClock()
         context = Context(
             leases, records, leases, leases, Seen(), clock, lambda: 0.0, "h/1", lambda: 0.0
         )

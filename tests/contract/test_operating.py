@@ -21,7 +21,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
 from tests.contract.sql_stores import database_url, sql_records
-from tests.unit.pages import blocks, page
+from tests.unit.doc_pages import blocks, page
 
 __all__ = ["database_url", "sql_records"]
 

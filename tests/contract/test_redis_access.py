@@ -26,7 +26,7 @@ from tests.contract.redis_stores import (
 )
 from tests.contract.test_redis_outages import STEPS, steps
 from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
-from tests.unit.pages import markdown_rows, page
+from tests.unit.doc_pages import markdown_rows, page
 
 __all__ = ["acl_store", "certificates", "tls_store"]
 

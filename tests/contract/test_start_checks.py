@@ -35,7 +35,7 @@ from celery_leases.testing.contracts.effect_case import finished, sent
 from celery_leases.testing.contracts.record_case import closed, outcome, row, won
 from celery_leases.worker import app_components, startup_checks
 from tests.support.servers import RedisServer
-from tests.unit.pages import blocks, page, section
+from tests.unit.doc_pages import blocks, page, section
 
 TABLES = ("records", "effects", "marks", "gates")
 PASSWORD = "a-word-nobody-sees"

@@ -1,13 +1,11 @@
-"""Scenes for the tests that kill, pause and restart; each test has its own, unless it says
-otherwise.
-"""
+"""Deployments for the tests that kill, pause and restart processes; most tests have their own."""
 
 from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 import pytest
 
-from tests.crash.scenes import Scene
+from tests.crash.crash_deployments import CrashDeployment
 from tests.support.plugin import missing_server
 from tests.support.servers import (
     LocalServer,
@@ -17,12 +15,12 @@ from tests.support.servers import (
     ServerMissing,
 )
 
-SceneFactory = Callable[..., Scene]
+CrashDeploymentFactory = Callable[..., CrashDeployment]
 ServerFactory = Callable[[LocalServer], LocalServer]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here is marked ``crash``."""
+    """Mark all tests here as ``crash``."""
     for item in items:
         if "tests/crash/" in item.path.as_posix():
             item.add_marker(pytest.mark.crash)
@@ -31,11 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def scene_factory(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SceneFactory]:
-    """``scene_factory(combination, urls=..., start=True, **Scene options)``; *urls* names servers
-    of the test's own.
+) -> Iterator[CrashDeploymentFactory]:
+    """``scene_factory(combination, urls=..., start=True, **options)`` returns a deployment.
+
+    *urls* are those of the test's own servers.
     """
-    scenes: list[Scene] = []
+    scenes: list[CrashDeployment] = []
 
     def make(
         combination: tuple[str, ...],
@@ -43,14 +42,14 @@ def scene_factory(
         urls: dict[str, str] | None = None,
         start: bool = True,
         **options: object,
-    ) -> Scene:
+    ) -> CrashDeployment:
         known = dict(urls or {})
         known.setdefault("redis", request.getfixturevalue("leases_redis").url)
         if "rabbit" in combination and "rabbit" not in known:
             known["rabbit"] = request.getfixturevalue("leases_rabbit").url
         for server in {"postgres", "mariadb"} & {*combination} - {*known}:
             known[server] = request.getfixturevalue(f"leases_{server}").new_database()
-        scene = Scene(combination, known, tmp_path_factory.mktemp("scene"), **options)  # type: ignore[arg-type]
+        scene = CrashDeployment(combination, known, tmp_path_factory.mktemp("scene"), **options)  # type: ignore[arg-type]
         scenes.append(scene)
         if start:
             scene.start()
@@ -74,42 +73,42 @@ def _own(server: LocalServer) -> Iterator[LocalServer]:
 
 @pytest.fixture
 def own_redis() -> Iterator[LocalServer]:
-    """A Redis that the test may hurt; it forgets everything when it dies."""
+    """A Redis that the test may kill; it loses its data when it dies."""
     yield from _own(RedisServer())
 
 
 @pytest.fixture
 def durable_redis() -> Iterator[LocalServer]:
-    """A Redis that the test may hurt; it remembers every command."""
+    """A Redis that the test may kill; it writes every command to disk."""
     yield from _own(RedisServer(options=("--appendonly", "yes", "--appendfsync", "always")))
 
 
 @pytest.fixture(scope="module")
 def module_postgres() -> Iterator[LocalServer]:
-    """A PostgreSQL for the tests of one module, which hurt it one after the other."""
+    """A PostgreSQL that the tests of one module may kill."""
     yield from _own(PostgresServer())
 
 
 @pytest.fixture
 def own_postgres(module_postgres: LocalServer) -> LocalServer:
-    """A PostgreSQL that the test may hurt."""
+    """A PostgreSQL that the test may kill."""
     return _healed(module_postgres)
 
 
 @pytest.fixture(scope="module")
 def module_rabbit() -> Iterator[LocalServer]:
-    """A RabbitMQ for the tests of one module, which hurt it one after the other."""
+    """A RabbitMQ that the tests of one module may kill."""
     yield from _own(RabbitServer())
 
 
 @pytest.fixture
 def own_rabbit(module_rabbit: LocalServer) -> LocalServer:
-    """A RabbitMQ that the test may hurt."""
+    """A RabbitMQ that the test may kill."""
     return _healed(module_rabbit)
 
 
 def _healed(server: LocalServer) -> LocalServer:
-    """The server as it was before another test failed while it was away."""
+    """The server, running again even if another test failed during an outage."""
     if server.alive:
         server.resume()
     return server.start()

@@ -1,5 +1,6 @@
-"""Many invoices at once, each of whose processes is killed at one step: what became of them, by
-ledger and tables.
+"""Many invoices at once, each with a process that is killed at one step, and their results.
+
+The results are read from the provider's ledger and the tables.
 """
 
 import os
@@ -19,7 +20,7 @@ from sqlalchemy import text
 from celery_leases import LeaseStatus
 from celery_leases.testing.waits import wait_until
 from tests.apps.failpoints import armed
-from tests.crash.scenes import Scene
+from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.payments import Provider
 
 INVOICING = "tests.apps.invoicing"
@@ -29,9 +30,9 @@ STEPS = (
     *("before complete", "after complete", "after commit", "before release"),
 )
 IN_DOUBT = ("after intent", INSIDE, "after reply")
-"""The steps at which nobody can know whether the customer was charged."""
+"""The steps after which it cannot be known whether the customer was charged."""
 WAYS = ("dedupe", "verify", "stop")
-"""A provider that dedupes and ``uncertain="rerun"``, one that does not and ``verify=``, or
+"""A provider that dedupes with ``uncertain="rerun"``, one that does not with ``verify=``, or
 neither.
 """
 PATIENCE = 60.0
@@ -39,9 +40,7 @@ PATIENCE = 60.0
 
 @dataclass
 class Case:
-    """One invoice, and when its process is killed: at a named step, or *after* so many seconds from
-    its begin.
-    """
+    """One invoice, and when its process is killed: at a named step, or *after* some seconds."""
 
     way: str
     step: str | None = None
@@ -59,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one invoice."""
+    """The result of one invoice."""
 
     state: str
     charges: int
@@ -68,9 +67,9 @@ class Verdict:
 
 
 class Wave:
-    """Cases that run at once under the worker of *scene*."""
+    """Cases that run at the same time in the worker of *scene*."""
 
-    def __init__(self, scene: Scene, provider: Provider) -> None:
+    def __init__(self, scene: CrashDeployment, provider: Provider) -> None:
         self.scene = scene
         self.provider = provider
         self.cases: list[Case] = []
@@ -84,7 +83,7 @@ class Wave:
             )
 
     def launch(self, cases: Sequence[Case]) -> None:
-        """Publish all of them, and kill where they are to be killed."""
+        """Publish all cases, and kill their processes."""
         self.cases += cases
         for case in cases:
             steps = [{"kill": True}] if case.step == INSIDE else []
@@ -99,10 +98,10 @@ class Wave:
             self._killers.append(killer)
 
     def publish_again(self, cases: Sequence[Case]) -> None:
-        """Publish the same calls once more, as far as nobody has begun them.
+        """Publish again the calls that have not begun.
 
-        A worker on Redis takes a message off the queue before it writes down that it has it: one
-        that is killed in between takes the message along, and no other worker will ever see it.
+        A worker on Redis removes a message from the queue before it records it as unacknowledged.
+        If it is killed in between, the message is lost.
         """
         begun = {event["name"] for event in self.scene.events("begin")}
         for case in cases:
@@ -125,14 +124,13 @@ class Wave:
                 event = begun.get(case.name)
                 if event is not None and time.monotonic() >= event["t"] + (case.after or 0.0):
                     waiting.remove(case)
-                    # A process that has begun another invoice is left alone: that one has its own
-                    # step to reach.
+                    # Do not kill a process that has begun another invoice, which has its own step.
                     if self.scene.events("begin", pid=event["pid"])[-1]["name"] == case.name:
                         with suppress(ProcessLookupError):
                             os.kill(event["pid"], signal.SIGKILL)
             time.sleep(0.01)
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     @cached_property
     def task(self) -> str:
@@ -140,11 +138,11 @@ class Wave:
         return f"{INVOICING}.invoice"
 
     def status(self, case: Case) -> LeaseStatus:
-        """Where the key of an invoice stands."""
+        """The status of the key of an invoice."""
         return self.scene.client.status(f"invoice:{case.name}", task=self.task)
 
     def settled(self, case: Case, *states: str) -> LeaseStatus:
-        """Its status once it is in one of *states*, by default done or uncertain."""
+        """Wait until its status is one of *states*, by default done or uncertain."""
         wanted = states or ("done", "uncertain")
         wait_until(
             lambda: self.status(case).state in wanted,
@@ -154,20 +152,20 @@ class Wave:
         return self.status(case)
 
     def invoices(self, case: Case) -> list[dict[str, Any]]:
-        """The rows that were written for it."""
+        """The rows that were written for an invoice."""
         query = text("SELECT name, reference, fence FROM invoices WHERE name = :name")
         with self.scene._engine.connect() as connection:
             return [dict(row) for row in connection.execute(query, {"name": case.name}).mappings()]
 
     def verdict(self, case: Case) -> Verdict:
-        """What became of it."""
+        """The result of an invoice."""
         found = self.settled(case)
         charges, rows = self.provider.charges(case.name), self.invoices(case)
         return Verdict(found.state, len(charges), len(rows), found.reference)
 
     def assert_sound(self, case: Case) -> Verdict:
-        """Whatever was killed when: all of it has happened once, or nobody can know and nothing
-        more will happen.
+        """Assert that everything has happened once, or that the key is uncertain and nothing more
+        will happen.
         """
         found = self.settled(case)
         charges, rows = self.provider.charges(case.name), self.invoices(case)
@@ -180,7 +178,7 @@ class Wave:
             assert [row["reference"] for row in rows] == charges, (case, verdict)
             assert found.reference == charges[0], (case, verdict)
             assert found.result == {"charge": charges[0]}, (case, verdict)
-            # The invoice and the done record are of one attempt, and were committed together.
+            # The invoice and the done record belong to one attempt and one commit.
             assert rows[0]["fence"] == found.fence, (case, verdict)
             assert [effect.state for effect in found.effects] == ["done"], (case, verdict)
         else:
@@ -190,18 +188,18 @@ class Wave:
             assert [effect.state for effect in found.effects] == ["sent"], (case, verdict)
         return verdict
 
-    def bitten(self, case: Case) -> bool:
+    def killed(self, case: Case) -> bool:
         """Whether its process was killed at its step."""
         if case.step == INSIDE:
             return bool(self.provider.lines("charged", case.name))
         return bool(self.scene.events("failpoint", name=case.name, step=case.step))
 
-    def wait_until_bitten(self, case: Case) -> None:
-        """Until its process was killed at its step, which may be after its record was committed."""
-        wait_until(lambda: self.bitten(case), PATIENCE, f"{case} to be killed")
+    def wait_until_killed(self, case: Case) -> None:
+        """Wait until its process was killed, which may be after the commit of its record."""
+        wait_until(lambda: self.killed(case), PATIENCE, f"{case} to be killed")
 
     def close(self) -> None:
-        """Let nothing of it go on."""
+        """Stop all processes."""
         for killer in self._killers:
             killer.join(PATIENCE)
         self.scene.close()
@@ -213,6 +211,6 @@ def at_each_step() -> list[Case]:
 
 
 def at_random(seed: int, pause: float = 0.06) -> list[Case]:
-    """One case for each way, killed at a random moment of what it does."""
+    """One case for each way, killed at a random time."""
     rand = random.Random(seed)
     return [Case(way, after=rand.uniform(0.0, 9 * pause), pause=pause) for way in WAYS]

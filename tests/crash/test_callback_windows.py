@@ -14,9 +14,9 @@ import pytest
 from celery import chord, group
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import FAILING, Scene
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import FAILING, CrashDeployment
+from tests.integration.deployments import BOTH_WAYS, spelled
 
 WINDOWS = ("after release", "after callbacks")
 
@@ -38,7 +38,7 @@ CROSSED = pytest.mark.parametrize(
 )
 
 
-def fail(scene: Scene, window: str) -> None:
+def fail(scene: CrashDeployment, window: str) -> None:
     """Let a process die in the window; where that was the worker, its message goes to the scene's
     first one.
     """
@@ -49,7 +49,7 @@ def fail(scene: Scene, window: str) -> None:
         scene.start()
 
 
-def answered_again(scene: Scene) -> None:
+def answered_again(scene: CrashDeployment) -> None:
     """Wait until the redelivered member got the saved result (its callbacks were not known to be
     out) and is gone.
     """
@@ -63,7 +63,7 @@ def answered_again(scene: Scene) -> None:
 
 @EVERY
 def test_a_chain_goes_on_with_the_first_result(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...], window: str
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
     """Body once, leased link once; the plain one once where the callbacks were not out yet, else at
     most twice.
@@ -87,7 +87,7 @@ def test_a_chain_goes_on_with_the_first_result(
 
 @PAIRED
 def test_a_group_completes_with_the_first_results(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...], window: str
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
     """Each member's body runs once, and the group has the results of these bodies."""
     scene = scene_factory(combination, module=FAILING, start=False)
@@ -104,7 +104,7 @@ def test_a_group_completes_with_the_first_results(
 
 @CROSSED
 def test_a_chord_counts_its_member_once(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...], window: str
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...], window: str
 ) -> None:
     """The chord's body runs once, with the first results, although a member answers twice."""
     scene = scene_factory(combination, module=FAILING, start=False)

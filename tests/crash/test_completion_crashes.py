@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy import make_url, text
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.proxy import CuttingProxy
-from tests.crash.scenes import Scene
-from tests.integration.stages import spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.cutting_proxy import CuttingProxy
+from tests.integration.deployments import spelled
 
-BOOKING = "tests.apps.booking"
+BOOKING = "tests.apps.transaction_scripts"
 OPEN, WRITE, COMPLETE, COMMIT, DIE = ["open"], ["write"], ["complete", "paid"], ["commit"], ["die"]
 BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
 DEATHS: dict[str, tuple[list[Any], int]] = {
@@ -34,7 +34,7 @@ COMBINATIONS = [
 ON_SERVERS = pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=spelled)
 
 
-def make_books(scene: Scene) -> Scene:
+def make_books(scene: CrashDeployment) -> CrashDeployment:
     """The table of the body's own rows."""
     with scene._engine.connect() as connection:
         connection.execute(
@@ -43,7 +43,7 @@ def make_books(scene: Scene) -> Scene:
     return scene
 
 
-def assert_balanced(scene: Scene, name: str, *, done: bool) -> dict[str, Any]:
+def assert_balanced(scene: CrashDeployment, name: str, *, done: bool) -> dict[str, Any]:
     """One invoice and a done record, or neither; the record."""
     with scene._engine.connect() as connection:
         query = text("SELECT count(*) FROM invoices WHERE name = :name")
@@ -54,7 +54,7 @@ def assert_balanced(scene: Scene, name: str, *, done: bool) -> dict[str, Any]:
     return row
 
 
-def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any:
+def run(scene: CrashDeployment, name: str, script: list[Any], way: str = "session") -> Any:
     """A call that plays *script* once, and then does its work without trouble."""
     return scene.tasks.books.delay(name, way, script, BOOKED)
 
@@ -62,7 +62,7 @@ def run(scene: Scene, name: str, script: list[Any], way: str = "session") -> Any
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=spelled)
 def test_a_process_that_is_killed_around_the_completion_books_once(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """SIGKILL at each line: what was committed is never done again, what was not is done by the
     next attempt.
@@ -88,7 +88,7 @@ def test_a_process_that_is_killed_around_the_completion_books_once(
 
 @ON_SERVERS
 def test_a_commit_whose_reply_is_lost_has_succeeded(
-    scene_factory: SceneFactory,
+    scene_factory: CrashDeploymentFactory,
     request: pytest.FixtureRequest,
     name: str,
     combination: tuple[str, ...],
@@ -119,19 +119,19 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
             proxy.cut(commit)
             after = f"{name}-after-{way}"
             assert run(scene, after, BOOKED, way).get(timeout=30) == "paid"
-            assert proxy.bitten.is_set()
+            assert proxy.was_cut.is_set()
             assert len(scene.wait_for("stands", about=f"books:{after}")) == 1
             assert len(scene.events("begin", name=after)) == 1
             assert_balanced(scene, after, done=True)
 
             proxy.cut(commit, before=True)
             assert_booked_by_the_second_run(scene, f"{name}-before-{way}", BOOKED, way)
-            assert proxy.bitten.is_set()
+            assert proxy.was_cut.is_set()
 
 
 @ON_SERVERS
 def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """Ended by the server after ``complete()``: the commit fails, nothing is booked, the next run
     does it.
@@ -142,7 +142,9 @@ def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
         assert_booked_by_the_second_run(scene, f"{name}-{way}", script, way)
 
 
-def assert_booked_by_the_second_run(scene: Scene, name: str, script: list[Any], way: str) -> None:
+def assert_booked_by_the_second_run(
+    scene: CrashDeployment, name: str, script: list[Any], way: str
+) -> None:
     """The first run meets an error of the database and leaves nothing behind; it comes back and
     succeeds.
     """

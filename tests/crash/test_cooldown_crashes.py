@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
 from tests.integration.cooldowns import (
     BROKEN,
     BUSY,
@@ -26,7 +26,7 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, spelled
 from tests.support.servers import PostgresServer, RedisServer
 from tests.support.worker_logs import latest_was_received
 
@@ -43,7 +43,7 @@ STEPS = (
 )
 
 
-def second_run(scene: Scene, name: str) -> dict[str, object]:
+def second_run(scene: CrashDeployment, name: str) -> dict[str, object]:
     """The second run of a name, which is the last."""
     return scene.wait_for("paid", 2, name=name)[1]
 
@@ -54,7 +54,7 @@ def second_run(scene: Scene, name: str) -> dict[str, object]:
 @pytest.mark.both_lease_stores
 @BOTH
 def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_no_call(
-    scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
     """Six calls and six steps, and one kill: a crash before the outcome is written, a failure after
     it, never both.
@@ -87,7 +87,7 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
 
 @BOTH
 def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
-    scene_factory: SceneFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
     """The failure itself was not written, and counts as a crash; the call comes back when the gate
     lets it.
@@ -107,8 +107,11 @@ def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
 
 
 def _stopping(
-    scene_factory: SceneFactory, points: Path, combination: tuple[str, ...], about: dict[str, str]
-) -> Scene:
+    scene_factory: CrashDeploymentFactory,
+    points: Path,
+    combination: tuple[str, ...],
+    about: dict[str, str],
+) -> CrashDeployment:
     """A worker that has a child for each call, which stops where *about* says: at this step of this
     key or group.
     """
@@ -132,7 +135,7 @@ def _named(name: str, step: str) -> str:
 
 
 def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
-    scene_factory: SceneFactory, own_redis: RedisServer, name: str
+    scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
 ) -> None:
     """The record holds the time: presses are refused as before, and the call resumes when it is
     over, not before.
@@ -151,7 +154,7 @@ def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
 
 
 def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothing_either(
-    scene_factory: SceneFactory, own_redis: RedisServer, name: str
+    scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
 ) -> None:
     """The outcome is written, the call rescheduled, and the key is left alone for as long as the
     record says.
@@ -174,7 +177,7 @@ def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothin
 # -- a database that is away -----------------------------------------------------------------------
 
 
-def answers(scene: Scene, name: str) -> bool:
+def answers(scene: CrashDeployment, name: str) -> bool:
     """Whether the database is there."""
     with suppress(OperationalError):
         return scene.row("resumes", f"resumes:{name}") is not None
@@ -183,7 +186,7 @@ def answers(scene: Scene, name: str) -> bool:
 
 @BOTH
 def test_a_cooldown_is_written_when_the_database_is_back(
-    scene_factory: SceneFactory,
+    scene_factory: CrashDeploymentFactory,
     own_postgres: PostgresServer,
     name: str,
     combination: tuple[str, ...],
@@ -213,7 +216,7 @@ def test_a_cooldown_is_written_when_the_database_is_back(
 
 
 def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failure(
-    scene_factory: SceneFactory, own_postgres: PostgresServer, name: str
+    scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
 ) -> None:
     """After ``leases_settle_timeout`` the call is rescheduled without an outcome; it runs again,
     and finishes.
@@ -247,7 +250,7 @@ def test_a_cooldown_that_could_not_be_written_in_time_is_neither_crash_nor_failu
 @pytest.mark.both_lease_stores
 @BOTH
 def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """A wait of several hops, a copy with the mark of a redelivery, and the copy of a worker that
     freezes.
@@ -278,7 +281,7 @@ def test_a_redelivered_copy_of_a_cooling_call_neither_runs_early_nor_is_lost(
 
 @BOTH
 def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """Two workers with four children: the slot of the dead ends with its ttl, and again one body
     alone probes.
@@ -320,7 +323,7 @@ def test_a_gate_whose_probe_is_killed_is_opened_by_the_next_one(
     print(f"the next probe began {second['t'] - dead:.1f} s after the kill")
 
 
-def _runs(scene: Scene, keys: list[str], number: int) -> list[dict[str, float]]:
+def _runs(scene: CrashDeployment, keys: list[str], number: int) -> list[dict[str, float]]:
     """All runs of these keys once there are so many, the oldest first."""
 
     def found() -> list[dict[str, float]]:

@@ -11,9 +11,9 @@ import pytest
 from celery_leases.composition import open_metrics
 from celery_leases.protocol.metrics import Tally
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene, kill
-from tests.integration.stages import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment, kill
+from tests.integration.deployments import PATIENCE, POOL_STORES, REDIS_REDIS_POSTGRES
 
 METRICS = {"METRICS": "1"}
 
@@ -27,13 +27,15 @@ def attempts(tally: Tally) -> Counter[str]:
     return found
 
 
-def recorded(scene: Scene) -> Counter[str]:
+def recorded(scene: CrashDeployment) -> Counter[str]:
     """How many attempts the records tell of, by how they ended."""
     return Counter(each.ended for status in scene.client.matching() for each in status.attempts)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
-def test_a_warm_shutdown_loses_no_count(pool: str, scene_factory: SceneFactory, name: str) -> None:
+def test_a_warm_shutdown_loses_no_count(
+    pool: str, scene_factory: CrashDeploymentFactory, name: str
+) -> None:
     """Each process writes its last counts before it ends, long before they were due."""
     if pool == "gevent":
         pytest.importorskip("gevent")
@@ -50,7 +52,9 @@ def test_a_warm_shutdown_loses_no_count(pool: str, scene_factory: SceneFactory, 
     assert counts.processes == 0
 
 
-def test_counts_and_records_agree_after_kills(scene_factory: SceneFactory, name: str) -> None:
+def test_counts_and_records_agree_after_kills(
+    scene_factory: CrashDeploymentFactory, name: str
+) -> None:
     """One child is killed in a body; then all processes, before they have written their last."""
     scene = scene_factory(REDIS_REDIS_POSTGRES, env=METRICS, concurrency=4)
     gate = scene.gate()

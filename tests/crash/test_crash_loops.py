@@ -8,12 +8,12 @@ from sqlalchemy import text
 
 from celery_leases import PermanentFailure
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
-from tests.integration.stages import BOTH_WAYS
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import BOTH_WAYS
 
 
-def waits(scene: Scene, task: str, name: str, crashes: int) -> float:
+def waits(scene: CrashDeployment, task: str, name: str, crashes: int) -> float:
     """Seconds from the end of the attempt that stood back to its ``retry_at``, once so many crashes
     are counted.
     """
@@ -31,7 +31,7 @@ def waits(scene: Scene, task: str, name: str, crashes: int) -> float:
 
 
 def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(
-    scene_factory: SceneFactory, name: str
+    scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
     """C4: the second attempt follows at once, the third after 5 s, the fourth after 30 s; then it
     is over.
@@ -67,7 +67,7 @@ def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(
     ("how", "combination"), [("sys", BOTH_WAYS[0]), ("os", BOTH_WAYS[1])], ids=["sys", "os"]
 )
 def test_a_body_that_ends_its_process_counts_as_a_crash_and_ends(
-    scene_factory: SceneFactory, name: str, how: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, how: str, combination: tuple[str, ...]
 ) -> None:
     """``sys.exit(3)`` and ``os._exit(3)`` twice in a row: ``failed`` at ``lease_max_crashes=2``."""
     scene = scene_factory(combination, ttl=1, visibility=30)

@@ -8,15 +8,15 @@ import signal
 
 import pytest
 
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import BOTH_WAYS, spelled
 
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 @pytest.mark.nightly
 def test_three_deploys_in_a_row_count_no_crash(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """Warm until patience ends, soft with a second's grace, and cold; the attempts are given back
     each time.
@@ -57,7 +57,7 @@ def test_three_deploys_in_a_row_count_no_crash(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """Celery ends the body by an error of its own there, which is no failure of the task."""
     scene = scene_factory(combination, visibility=3, start=False)
@@ -75,7 +75,7 @@ def test_a_cold_shutdown_of_a_solo_worker_loses_nothing(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_warm_shutdown_lets_the_body_end(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """The lease is renewed while the worker waits, and the work is done by it."""
     scene = scene_factory(combination, visibility=30)
@@ -94,7 +94,7 @@ def test_a_warm_shutdown_lets_the_body_end(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """0.3 s in a ``finally`` after ``SystemExit``: the attempt is given back all the same."""
     scene = scene_factory(combination, visibility=3)
@@ -114,7 +114,7 @@ def test_a_body_that_tidies_up_in_a_cold_shutdown_counts_no_crash(
 
 
 def test_sigterm_to_the_whole_process_group_counts_no_crash(
-    scene_factory: SceneFactory, name: str
+    scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
     """What systemd and many shells do: main process and children get SIGTERM at once, and then
     again.
@@ -137,7 +137,7 @@ def test_sigterm_to_the_whole_process_group_counts_no_crash(
     scene.done_once("tidies", name, crashes=0)
 
 
-def _given_back(scene: Scene, name: str, task: str = "work") -> None:
+def _given_back(scene: CrashDeployment, name: str, task: str = "work") -> None:
     row = scene.wait_for_state(task, f"{task}:{name}", "pending")
     assert (row["ended"], row["attempt"], row["crashes"], row["failures"]) == (
         "interrupted",

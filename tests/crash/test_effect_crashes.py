@@ -19,6 +19,7 @@ from typing import Any, Literal
 import pytest
 
 from celery_leases.testing.waits import wait_until
+from tests.crash.crash_deployments import CrashDeployment
 from tests.crash.invoices import (
     IN_DOUBT,
     INSIDE,
@@ -31,9 +32,8 @@ from tests.crash.invoices import (
     at_each_step,
     at_random,
 )
-from tests.crash.scenes import Scene
+from tests.integration.deployments import spelled
 from tests.integration.payments import Provider, provider
-from tests.integration.stages import spelled
 
 __all__ = ["provider"]
 
@@ -54,7 +54,7 @@ def scene_of(
     provider: Provider,
     combination: tuple[str, ...],
     **options: Any,
-) -> Scene:
+) -> CrashDeployment:
     """A scene of invoices, not started."""
     urls = {"redis": request.getfixturevalue("leases_redis").url}
     if "rabbit" in combination:
@@ -73,7 +73,7 @@ def scene_of(
         "visibility": 30,
         "concurrency": CHILDREN,
     } | options
-    return Scene(combination, urls, directory, **chosen)
+    return CrashDeployment(combination, urls, directory, **chosen)
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS, ids=spelled)
@@ -114,7 +114,7 @@ def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(
     """Where the other side dedupes, or can be asked, nobody needs to look."""
     case = case_of(wave, way, step)
     verdict = wave.assert_sound(case)
-    wave.wait_until_bitten(case)
+    wave.wait_until_killed(case)
     assert (verdict.state, verdict.charges, verdict.invoices) == ("done", 1, 1)
     found = {INSIDE: verdict.reference, "after reply": verdict.reference, "after intent": None}
     expected = {found[step]} if way == "verify" and step in found else set()
@@ -129,7 +129,7 @@ def test_where_nobody_can_know_it_is_never_charged_twice(wave: Wave, step: str) 
     """
     case = case_of(wave, "stop", step)
     verdict = wave.assert_sound(case)
-    wave.wait_until_bitten(case)
+    wave.wait_until_killed(case)
     if step not in IN_DOUBT:
         assert (verdict.state, verdict.charges) == ("done", 1)
         return
@@ -280,7 +280,7 @@ def test_soak(
                 worker, kills = wave.scene.another(), kills + 1
             for case in cases:
                 seen[case.way, replace(wave.assert_sound(case), reference=None)] += 1
-            kills += sum(wave.bitten(case) for case in cases if case.step) + sum(
+            kills += sum(wave.killed(case) for case in cases if case.step) + sum(
                 not case.step for case in cases
             )
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.crash.reports import reported
+from tests.crash.module_output import reported
 
 AT_ONCE = 5.0
 """By when a body that waits must know, in seconds, on a busy machine; measured at milliseconds."""
@@ -18,9 +18,9 @@ Report = Callable[..., dict[str, Any]]
 
 @pytest.fixture(params=["gevent", "eventlet"])
 def report(request: pytest.FixtureRequest) -> Report:
-    """What :mod:`tests.apps.greens` reports under either library."""
+    """What :mod:`tests.apps.greenlet_runs` reports under either library."""
     pytest.importorskip(request.param)
-    return partial(reported, "tests.apps.greens", request.param)
+    return partial(reported, "tests.apps.greenlet_runs", request.param)
 
 
 def test_a_loss_at_the_moment_a_greenlets_body_ends_strays_nowhere(report: Report) -> None:

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from tests.crash.reports import reported
+from tests.crash.module_output import reported
 
-interrupted = partial(reported, "tests.apps.interrupted")
+interrupted = partial(reported, "tests.apps.interrupted_runs")
 
 
 def test_a_loss_at_the_moment_the_body_ends_strays_nowhere() -> None:

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
-from tests.integration.stages import BOTH_WAYS, PATIENCE, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, spelled
 
-KILLING = "tests.apps.killing"
+KILLING = "tests.apps.kill_timer_tasks"
 CHILDREN = 6
 ROUNDS = 5
 LATE = 0.25
@@ -21,7 +21,7 @@ LATE = 0.25
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
+def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
     """A worker with several children."""
     return scene_factory(request.param, home=KILLING, ttl=2, visibility=60, concurrency=CHILDREN)
 
@@ -41,7 +41,9 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.mark.nightly
-def test_thirty_stopped_bodies_never_have_an_effect_again(scene: Scene, name: str) -> None:
+def test_thirty_stopped_bodies_never_have_an_effect_again(
+    scene: CrashDeployment, name: str
+) -> None:
     """SIGSTOP beyond the ttl: each is dead before anybody could wake it, and the next attempt ends
     in its place.
     """
@@ -78,7 +80,7 @@ def test_thirty_stopped_bodies_never_have_an_effect_again(scene: Scene, name: st
 
 
 def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one_ends(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """No thread of the process can renew or interrupt meanwhile; the broker's copy goes on in
     another child.
@@ -97,7 +99,7 @@ def test_a_body_that_holds_the_interpreter_dies_at_its_deadline_and_the_next_one
 
 
 def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """Each renewal puts the end off; the timer is gone with the body, however that ends."""
     results = [
@@ -115,7 +117,7 @@ def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
 
 
 def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """It is a part of the body; whoever loses the lease after it is told, and would be killed."""
     gate = scene.gate()
@@ -132,7 +134,7 @@ def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
 
 
 def test_a_worker_without_a_process_for_each_body_refuses_to_start(
-    scene_factory: SceneFactory,
+    scene_factory: CrashDeploymentFactory,
 ) -> None:
     """Killing it would end other bodies too."""
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, start=False)
@@ -145,7 +147,7 @@ def test_a_worker_without_a_process_for_each_body_refuses_to_start(
 
 
 def test_a_body_whose_key_was_released_is_killed_as_soon_as_that_is_seen(
-    scene_factory: SceneFactory, name: str
+    scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
     """Not at the end of its lease: nothing keeps the next call from running beside it."""
     ttl = 12

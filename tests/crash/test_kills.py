@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import PUT_BACK, kill
-from tests.integration.stages import BOTH_WAYS, PAIRWISE, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import RESCHEDULE_DELAY, kill
+from tests.integration.deployments import BOTH_WAYS, PAIRWISE, spelled
 
 TAKEOVER = 3.0
 """By when the work of a killed child runs again on a busy machine, in seconds: far below ttl and
@@ -15,7 +15,7 @@ billiard's five.
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", PAIRWISE, ids=spelled)
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """The main process frees the key; the crash is counted and told to the next child, and there is
     one end.
@@ -52,7 +52,7 @@ def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_
     ids=spelled,
 )
 def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to_another(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """Another worker gets the message from the broker; Redis gives it out after the visibility
     timeout.
@@ -81,7 +81,7 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_one_put_back(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """A standing-by worker with a duplicate call is let in as soon as the dead one's lease ends."""
     scene = scene_factory(combination, visibility=20)
@@ -95,7 +95,7 @@ def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_
     second = scene.wait_for("begin", 2, name=name)[1]
     # The duplicate asks every second at first, then every two; the last time may be just before the
     # lease ends.
-    assert second["t"] - killed < scene.ttl + scene.ttl + PUT_BACK + 1.5
+    assert second["t"] - killed < scene.ttl + scene.ttl + RESCHEDULE_DELAY + 1.5
     assert second["previous"] == "crashed"
     assert second["fence"] > first["fence"]
     gate.touch()

@@ -14,11 +14,11 @@ import pytest
 
 from celery_leases import LeaseStatus, PermanentFailure, Uncertain
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.proxy import CuttingProxy
-from tests.crash.scenes import Scene
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.cutting_proxy import CuttingProxy
+from tests.integration.deployments import BOTH_WAYS, spelled
 from tests.integration.payments import Provider, provider
-from tests.integration.stages import BOTH_WAYS, spelled
 from tests.support.servers import PostgresServer
 
 __all__ = ["provider"]
@@ -30,20 +30,22 @@ DATABASE_LEASES = ("redis", "database", "postgres")
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider: Provider) -> Scene:
+def scene(
+    request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory, provider: Provider
+) -> CrashDeployment:
     """A worker whose child will be paused; the broker does not deliver its message again
     meanwhile.
     """
     return scene_factory(request.param, env={"PROVIDER": provider.url, "LATER": "10"}, **OPTIONS)
 
 
-def status(scene: Scene, task: str, name: str) -> LeaseStatus:
+def status(scene: CrashDeployment, task: str, name: str) -> LeaseStatus:
     """Where the key of a name stands."""
     return scene.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
 
 
 def charged(
-    scene: Scene, provider: Provider, name: str, task: str, way: str
+    scene: CrashDeployment, provider: Provider, name: str, task: str, way: str
 ) -> tuple[Any, dict[str, Any], Any]:
     """A call whose customer is charged, and whose reply the provider holds; its event, its result,
     and the gate.
@@ -57,7 +59,7 @@ def charged(
 
 
 @contextmanager
-def paused(scene: Scene, pid: int, task: str, name: str) -> Iterator[None]:
+def paused(scene: CrashDeployment, pid: int, task: str, name: str) -> Iterator[None]:
     """Its process stands still from before the end of its lease to the end of the block."""
     scene.worker.pause(pid=pid)
     scene.wait_until_free(task, f"{task}:{name}")
@@ -65,7 +67,7 @@ def paused(scene: Scene, pid: int, task: str, name: str) -> Iterator[None]:
     scene.worker.resume(pid=pid)
 
 
-def test_a_zombie_begins_no_effect(scene: Scene, provider: Provider, name: str) -> None:
+def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, name: str) -> None:
     """Another attempt has charged the customer meanwhile; the zombie is told that its lease is
     lost.
     """
@@ -84,7 +86,7 @@ def test_a_zombie_begins_no_effect(scene: Scene, provider: Provider, name: str) 
 
 
 def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(
-    scene: Scene, provider: Provider, name: str
+    scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
     """The other attempt could not know, and parked the key; the reply is noted all the same, and
     later used.
@@ -119,7 +121,7 @@ def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(
 
 @pytest.mark.parametrize("scene", BOTH_WAYS[1:], indirect=True, ids=spelled)
 def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
-    scene: Scene, provider: Provider, name: str
+    scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
     """Too early to ask, it comes back; by then the zombie has noted the reply, and nobody needs to
     ask.
@@ -139,7 +141,7 @@ def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
 
 @pytest.mark.parametrize("scene", BOTH_WAYS[:1], indirect=True, ids=spelled)
 def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
-    scene: Scene, provider: Provider, name: str
+    scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
     """The loss reaches it while it still waits for the answer: what became of it is looked up."""
     zombie, begun, gate = charged(scene, provider, name, "interrupted", "verify")
@@ -155,7 +157,10 @@ def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
-    scene_factory: SceneFactory, provider: Provider, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory,
+    provider: Provider,
+    name: str,
+    combination: tuple[str, ...],
 ) -> None:
     """An operator takes the key away while the reply is held back; the next attempt asks again and
     is done.
@@ -190,7 +195,7 @@ INTENT, REPLY = b"INSERT INTO celery_leases_effects", b"UPDATE celery_leases_eff
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
-    scene_factory: SceneFactory,
+    scene_factory: CrashDeploymentFactory,
     leases_postgres: PostgresServer,
     provider: Provider,
     name: str,
@@ -214,10 +219,10 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
             proxy.refusing = bool(away)
             proxy.cut(statement, before=before)
             result = scene.tasks.flagged.delay(one, "stop")
-            assert proxy.bitten.wait(20), (statement, before)
-            bitten = time.monotonic()
+            assert proxy.was_cut.wait(20), (statement, before)
+            cut_at = time.monotonic()
             wait_until(
-                lambda bitten=bitten, away=away: time.monotonic() - bitten >= away,  # type: ignore[misc]
+                lambda cut_at=cut_at, away=away: time.monotonic() - cut_at >= away,  # type: ignore[misc]
                 5,
                 "a short outage",
             )
@@ -231,7 +236,7 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
 def test_a_database_that_is_away_when_the_reply_comes_gets_it_afterwards(
-    scene_factory: SceneFactory,
+    scene_factory: CrashDeploymentFactory,
     own_postgres: PostgresServer,
     provider: Provider,
     name: str,

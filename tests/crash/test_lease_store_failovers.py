@@ -10,7 +10,7 @@ import redis
 from celery_leases.protocol.keys import stored_key
 from celery_leases.stores.redis.values import Keys
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
+from tests.crash.conftest import CrashDeploymentFactory
 from tests.support.servers import RedisCluster, RedisSentinels, RedisServer
 from tests.support.servers.local import free_port
 
@@ -44,7 +44,7 @@ def leave_behind(sentinels: RedisSentinels) -> None:
 
 @pytest.mark.parametrize("replica", ["up to date", "left behind"])
 def test_one_body_goes_on_over_a_failover(
-    scene_factory: SceneFactory, sentinels: RedisSentinels, name: str, replica: str
+    scene_factory: CrashDeploymentFactory, sentinels: RedisSentinels, name: str, replica: str
 ) -> None:
     """Its lease goes on at the promoted replica, or is asserted there again before a duplicate
     could have it.
@@ -85,7 +85,7 @@ def test_one_body_goes_on_over_a_failover(
 
 
 def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
-    scene_factory: SceneFactory, sentinels: RedisSentinels, name: str
+    scene_factory: CrashDeploymentFactory, sentinels: RedisSentinels, name: str
 ) -> None:
     """The body is told by its deadline, the call rescheduled, and run again at the promoted
     replica: never two of them.
@@ -110,7 +110,7 @@ def test_a_failover_longer_than_the_lease_ends_in_one_done_record(
 
 
 def test_a_cluster_keeps_the_leases_of_twenty_calls_of_one_key(
-    scene_factory: SceneFactory, cluster: RedisCluster, name: str
+    scene_factory: CrashDeploymentFactory, cluster: RedisCluster, name: str
 ) -> None:
     """One body; each caller gets its result."""
     scene = scene_factory(
@@ -128,7 +128,7 @@ def test_a_cluster_keeps_the_leases_of_twenty_calls_of_one_key(
 
 
 def test_a_cluster_that_loses_a_node_loses_its_leases_only(
-    scene_factory: SceneFactory, cluster: RedisCluster, name: str
+    scene_factory: CrashDeploymentFactory, cluster: RedisCluster, name: str
 ) -> None:
     """The body whose lease was there is told and done later; those on other nodes go on, renewed
     past their ttl.

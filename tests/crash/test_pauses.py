@@ -7,30 +7,32 @@ import time
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import BOTH_WAYS, spelled
 
 TOLD = 2.0
 """By when a resumed body must have been told, in seconds; measured at milliseconds."""
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
+def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
     """A worker whose child will be paused; the broker does not deliver its message again
     meanwhile.
     """
     return scene_factory(request.param, visibility=60)
 
 
-def resumed(scene: Scene, pid: int) -> float:
+def resumed(scene: CrashDeployment, pid: int) -> float:
     """SIGCONT; when that was."""
     scene.worker.resume(pid=pid)
     return time.monotonic()
 
 
 @pytest.mark.both_lease_stores
-def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, name: str) -> None:
+def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(
+    scene: CrashDeployment, name: str
+) -> None:
     """``check()`` raises, result, record and release are refused, and the row stays byte for byte
     what it was.
     """
@@ -61,7 +63,7 @@ def test_a_zombie_that_checks_is_told_and_its_outcome_is_refused(scene: Scene, n
 
 @pytest.mark.both_lease_stores
 def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """M9: the first ends after the second took over; the second keeps its lease and finishes."""
     stop = scene.gate()
@@ -86,7 +88,7 @@ def test_m9_a_zombie_that_ends_while_the_next_one_runs_leaves_it_its_lease(
     scene.done_once("checks", name, crashes=1)
 
 
-def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
+def test_a_zombie_that_sleeps_is_interrupted(scene: CrashDeployment, name: str) -> None:
     """The loss reaches a body that only sleeps, by signal, and its delivery gets the second's
     result.
     """
@@ -108,7 +110,7 @@ def test_a_zombie_that_sleeps_is_interrupted(scene: Scene, name: str) -> None:
 
 
 def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """``except Exception`` does not catch a lost lease."""
     stop = scene.gate()
@@ -129,7 +131,7 @@ def test_a_zombie_that_swallows_every_exception_is_interrupted_all_the_same(
 
 
 def test_a_redelivered_copy_takes_over_from_a_paused_child_and_finishes(
-    scene_factory: SceneFactory, name: str
+    scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
     """One call, delivered again by Redis while its first run is stopped: one end, and the zombie's
     delivery is over.

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import BOTH_WAYS, spelled
 
 CALLS = 8
 """Calls that wait for one key."""
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
+def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
     """A worker whose child will be paused; the broker does not deliver its message again
     meanwhile.
     """
@@ -25,20 +25,20 @@ def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
 
 
 def test_x1_a_first_run_that_fails_after_it_was_taken_over_changes_nothing(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """Powertools: the record of the new owner is deleted, and a third run starts."""
     end_too_late(scene, name, "too late")
 
 
 def test_x3_a_first_run_that_succeeds_after_it_was_taken_over_changes_nothing(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """River, Oban: the state of the second run is overwritten."""
     end_too_late(scene, name, None)
 
 
-def end_too_late(scene: Scene, name: str, error: str | None) -> None:
+def end_too_late(scene: CrashDeployment, name: str, error: str | None) -> None:
     """The second keeps its lease, its row stays what it was, and no third body begins."""
     gate = scene.gate()
     zombie = scene.tasks.goes_on.delay(name, str(gate), error)
@@ -77,7 +77,7 @@ def end_too_late(scene: Scene, name: str, error: str | None) -> None:
 
 
 def test_x2_calls_that_wait_for_a_zombies_key_run_one_after_the_other(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """Solid Queue: the zombie and its successor both gave the slot back, and eleven ran at once.
     Here never two.

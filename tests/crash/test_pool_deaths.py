@@ -11,12 +11,12 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene, kill
-from tests.integration.possessions import possessions, wait_until_none_is_left
-from tests.integration.stages import POOL_STORES, REDIS_REDIS_POSTGRES
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment, kill
+from tests.integration.deployments import POOL_STORES, REDIS_REDIS_POSTGRES
+from tests.integration.process_resources import resource_counts, wait_until_released
 
-DYING = "tests.apps.dying"
+DYING = "tests.apps.blocking_bodies"
 TTL = 2
 TOLD = 3.0
 """By when a body that goes on must have been told, in seconds, on a busy machine; measured at
@@ -30,7 +30,7 @@ def chosen(pools: tuple[str, ...]) -> Any:
 
 
 @pytest.fixture
-def scene(pool: str, scene_factory: SceneFactory) -> Scene:
+def scene(pool: str, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
     """A worker of that pool for one body at a time, to be hurt."""
     skip_without(pool)
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, start=False)
@@ -47,7 +47,7 @@ def skip_without(pool: str) -> None:
 
 @chosen(("prefork",))  # the others have no child
 def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_process(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """The main process notices, closes the attempt and frees the key; three deaths cost it no
     handle and no socket.
@@ -64,13 +64,15 @@ def test_a_killed_child_leaves_its_work_to_the_next_and_nothing_in_the_main_proc
         assert result.get(timeout=20)["fence"] == second["fence"]
         scene.done_once("stands", each, crashes=1)
         if before is None:  # the first death starts a thread, and connects to the stores
-            before = possessions(scene.worker.pid)
+            before = resource_counts(scene.worker.pid)
     assert before is not None
-    wait_until_none_is_left(scene.worker.pid, before)
+    wait_until_released(scene.worker.pid, before)
 
 
 @chosen(tuple(POOL_STORES))
-def test_a_killed_worker_leaves_its_work_to_another(scene: Scene, name: str, pool: str) -> None:
+def test_a_killed_worker_leaves_its_work_to_another(
+    scene: CrashDeployment, name: str, pool: str
+) -> None:
     """The broker delivers again, the lease ends by itself, and the crash is counted."""
     gate = scene.gate()
     result = scene.tasks.stands.delay(name, str(gate))
@@ -86,7 +88,7 @@ def test_a_killed_worker_leaves_its_work_to_another(scene: Scene, name: str, poo
 
 @chosen(("gevent",))  # eventlet's worker has the same loop
 def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
-    scene_factory: SceneFactory, name: str, pool: str
+    scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
     """Celery's loop for greenlets never looks for messages that a dead worker has left on Redis;
     others do.
@@ -108,7 +110,7 @@ def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
 
 @chosen(tuple(POOL_STORES))
 def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
-    scene_factory: SceneFactory, name: str, pool: str
+    scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
     """SIGSTOP, a takeover, SIGCONT: the zombie is told (by ``check()`` with threads), and the row
     stays as it was.
@@ -140,7 +142,7 @@ def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
 
 @chosen(("prefork",))  # the others have no child
 def test_children_that_end_after_each_task_leave_nothing(
-    scene_factory: SceneFactory, name: str, pool: str
+    scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
     """``max_tasks_per_child=1`` and 30 calls: 30 bodies in 30 children, no crash, no handle of a
     child left over.
@@ -150,7 +152,7 @@ def test_children_that_end_after_each_task_leave_nothing(
     gate = scene.gate()
     gate.touch()
     assert scene.tasks.stands.delay(f"{name}-warm", str(gate)).get(timeout=20)
-    before = possessions(worker.pid)
+    before = resource_counts(worker.pid)
     names = [f"{name}-{number}" for number in range(30)]
     results = [scene.tasks.stands.delay(each, str(gate)) for each in names]
     for each, result in zip(names, results, strict=True):
@@ -158,12 +160,12 @@ def test_children_that_end_after_each_task_leave_nothing(
         scene.done_once("stands", each)
     begun = [event for each in names for event in scene.events("begin", name=each)]
     assert len(begun) == len({event["pid"] for event in begun}) == 30
-    wait_until_none_is_left(worker.pid, before)
+    wait_until_released(worker.pid, before)
 
 
 @pytest.mark.nightly
 def test_children_that_live_for_one_task_purge_what_is_over(
-    scene_factory: SceneFactory, name: str
+    scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
     """1,000 records whose retention is over go within seconds of traffic, in batches, though no
     process gets old.

@@ -9,10 +9,10 @@ import redis
 
 from celery_leases import LeaseStatus, Uncertain
 from celery_leases.testing.waits import wait_until
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import spelled
 from tests.integration.payments import Provider, provider
-from tests.integration.stages import spelled
 
 __all__ = ["provider"]
 
@@ -22,7 +22,9 @@ COMBINATIONS = (("redis", "redis", "postgres"), ("redis", "database", "sqlite"))
 
 
 @pytest.fixture(params=COMBINATIONS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider: Provider) -> Scene:
+def scene(
+    request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory, provider: Provider
+) -> CrashDeployment:
     """A worker whose broker gives back what a dead one had when it is told so."""
     return scene_factory(
         request.param,
@@ -33,7 +35,7 @@ def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory, provider:
     )
 
 
-def give_back(scene: Scene) -> None:
+def give_back(scene: CrashDeployment) -> None:
     """The visibility timeout of all that was delivered and not acknowledged is over now."""
     with redis.Redis.from_url(scene.broker_url) as broker:
         # A call that is done is acknowledged a moment after its result is there.
@@ -43,12 +45,14 @@ def give_back(scene: Scene) -> None:
         broker.zadd("unacked_index", dict.fromkeys(broker.zrange("unacked_index", 0, -1), 1.0))
 
 
-def status(scene: Scene, name: str) -> LeaseStatus:
+def status(scene: CrashDeployment, name: str) -> LeaseStatus:
     """Where the key stands."""
     return scene.client.status(f"pays:{name}", task=f"{INVOICING}.pays")
 
 
-def taken_over(scene: Scene, provider: Provider, name: str, way: str) -> tuple[Any, list[str]]:
+def taken_over(
+    scene: CrashDeployment, provider: Provider, name: str, way: str
+) -> tuple[Any, list[str]]:
     """The result of a call that was killed while it was being charged, comes again after another
     has finished.
 
@@ -67,7 +71,7 @@ def taken_over(scene: Scene, provider: Provider, name: str, way: str) -> tuple[A
 
 
 def test_a_call_finds_its_charge_after_another_has_had_the_key(
-    scene: Scene, provider: Provider, name: str
+    scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
     """One charge for each of the two calls, under two idempotency keys."""
     killed, charges = taken_over(scene, provider, name, "verify")
@@ -84,7 +88,7 @@ def test_a_call_finds_its_charge_after_another_has_had_the_key(
 
 
 def test_a_call_that_cannot_look_waits_for_an_operator(
-    scene: Scene, provider: Provider, name: str
+    scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
     """Nobody charges a second time for it, whoever has had the key meanwhile."""
     killed, charges = taken_over(scene, provider, name, "stop")

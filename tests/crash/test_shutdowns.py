@@ -9,9 +9,9 @@ import celery
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene
-from tests.integration.stages import POOL_STORES
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.integration.deployments import POOL_STORES
 
 POOLS = [pool for pool in POOL_STORES if pool != "prefork"]
 
@@ -20,7 +20,7 @@ of_5_7 = pytest.mark.skipif(celery.VERSION < (5, 7), reason=BEFORE_5_7)
 
 
 @pytest.fixture
-def scene(pool: str, scene_factory: SceneFactory) -> Scene:
+def scene(pool: str, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
     """A worker of that pool with one body at a time."""
     if pool in ("gevent", "eventlet"):
         pytest.importorskip(pool)
@@ -32,7 +32,7 @@ def scene(pool: str, scene_factory: SceneFactory) -> Scene:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
-    scene: Scene, name: str, pool: str
+    scene: CrashDeployment, name: str, pool: str
 ) -> None:
     """SIGTERM, then twice the ttl: one holder all along, and the body ends in the first worker."""
     gate = scene.gate()
@@ -57,7 +57,7 @@ def test_a_warm_shutdown_waits_for_the_body_and_renews_its_lease_meanwhile(
     "pool", [pool for pool in POOLS if pool != "eventlet"]
 )  # whose cold shutdown may hang
 def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
-    scene: Scene, name: str, pool: str
+    scene: CrashDeployment, name: str, pool: str
 ) -> None:
     """SIGQUIT in the middle of a body: with threads it may end, elsewhere it is ended and its
     attempt given back.
@@ -85,7 +85,7 @@ def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
 @pytest.mark.parametrize(
     "pool", ["gevent"]
 )  # the only other pool whose bodies a revoke reaches is eventlet's
-def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) -> None:
+def test_a_revoked_greenlet_is_not_put_back(scene: CrashDeployment, name: str, pool: str) -> None:
     """It is killed as in a cold shutdown, but somebody asked for that: REVOKED, no crash, and the
     key is free.
     """
@@ -105,14 +105,14 @@ def test_a_revoked_greenlet_is_not_put_back(scene: Scene, name: str, pool: str) 
 @pytest.mark.parametrize("step", ["prerun", "claim", "settle", "publish", "store"])
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
-    scene_factory: SceneFactory, name: str, pool: str, step: str
+    scene_factory: CrashDeploymentFactory, name: str, pool: str, step: str
 ) -> None:
     """Celery acknowledges what it has killed: killed there, the call or its result would be
     lost.
     """
     pytest.importorskip(pool)
     scene = scene_factory(
-        POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4
+        POOL_STORES[pool], module="tests.apps.shutdown_failpoints", start=False, concurrency=4
     )
     worker = scene.another(pool=pool, env={"STEP": step})
     gate = scene.gate()
@@ -136,14 +136,14 @@ def test_a_cold_shutdown_cuts_no_step_around_a_body_in_a_greenlet(
 @pytest.mark.parametrize("step", ["claim", "settle"])
 @pytest.mark.parametrize("pool", ["gevent", "eventlet"])
 def test_the_signal_of_a_cold_shutdown_may_interrupt_any_greenlet(
-    scene_factory: SceneFactory, name: str, pool: str, step: str
+    scene_factory: CrashDeploymentFactory, name: str, pool: str, step: str
 ) -> None:
     """Celery's handler waits for the whole pool: in one of its greenlets it would wait for
     itself.
     """
     pytest.importorskip(pool)
     scene = scene_factory(
-        POOL_STORES[pool], module="tests.apps.told_late", start=False, concurrency=4
+        POOL_STORES[pool], module="tests.apps.shutdown_failpoints", start=False, concurrency=4
     )
     worker = scene.another(pool=pool, env={"STEP": step, "SIGNALS": "1"})
     result = scene.tasks.work.delay(name)

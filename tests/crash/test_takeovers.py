@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import Scene, kill
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment, kill
+from tests.integration.deployments import BOTH_WAYS, spelled
 
 TIMES = int(os.environ.get("TAKEOVERS", "0"))
 TTL = 15.0
@@ -34,7 +34,7 @@ def told(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
     )
 
 
-def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
+def takeover(scene: CrashDeployment, name: str, *, whole_worker: bool) -> float:
     """Seconds from the kill to the begin of the next attempt."""
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -52,7 +52,7 @@ def takeover(scene: Scene, name: str, *, whole_worker: bool) -> float:
 
 
 def test_of_a_killed_child(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """Its median is below a second, however long the lease."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY, concurrency=2)
@@ -62,7 +62,7 @@ def test_of_a_killed_child(
 
 
 def test_of_a_killed_worker(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """The lease on RabbitMQ, the visibility timeout on Redis, and one reschedule."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY)

@@ -10,9 +10,9 @@ import time
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
-from tests.crash.conftest import SceneFactory
-from tests.crash.scenes import FAILING, Scene
-from tests.integration.stages import BOTH_WAYS, spelled
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import FAILING, CrashDeployment
+from tests.integration.deployments import BOTH_WAYS, spelled
 
 TTL = 30
 FREED = TTL / 6
@@ -22,7 +22,7 @@ in seconds.
 
 
 @pytest.fixture(params=BOTH_WAYS, ids=spelled)
-def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
+def scene(request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory) -> CrashDeployment:
     """One worker; the broker does not deliver anything again by itself, and no lease ends by
     itself.
     """
@@ -31,7 +31,7 @@ def scene(request: pytest.FixtureRequest, scene_factory: SceneFactory) -> Scene:
 
 @pytest.mark.both_lease_stores
 def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """M8: FAILURE as in Celery, no redelivery, counted as a crash, and the key is free a second
     later.
@@ -56,7 +56,7 @@ def test_m8_the_hard_time_limit_is_a_failure_and_the_next_call_runs(
 
 
 def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(
-    scene: Scene, name: str
+    scene: CrashDeployment, name: str
 ) -> None:
     """It cannot write that it ends, so the main process does, once it is gone; counted as a
     crash.
@@ -76,7 +76,7 @@ def test_m8_a_frozen_child_that_the_hard_limit_kills_leaves_the_key_free(
 
 
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGKILL"])
-def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str) -> None:
+def test_m6_a_revoked_call_leaves_the_key_free(scene: CrashDeployment, name: str, sig: str) -> None:
     """M6: ``revoke(terminate=True)`` while it runs: REVOKED, the key is free, the next call only
     needs a child.
     """
@@ -102,7 +102,7 @@ def test_m6_a_revoked_call_leaves_the_key_free(scene: Scene, name: str, sig: str
 
 @pytest.mark.parametrize("combination", BOTH_WAYS[:1], ids=spelled)
 def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_call(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """It is combined with ours: both are asked, and the next call only needs a child."""
     scene = scene_factory(combination, ttl=TTL, visibility=60)
@@ -119,7 +119,9 @@ def test_a_request_class_of_the_users_own_does_not_keep_the_key_of_a_revoked_cal
     assert following.get(timeout=20) == {"name": name}
 
 
-def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: str) -> None:
+def test_the_soft_limit_reaches_the_body_and_is_its_failure(
+    scene: CrashDeployment, name: str
+) -> None:
     """``SoftTimeLimitExceeded`` in the body, at the caller and in the record; what it did is not
     known, so it cools.
     """
@@ -143,7 +145,7 @@ def test_the_soft_limit_reaches_the_body_and_is_its_failure(scene: Scene, name: 
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """The limit fires while the outcome is being written: it is dropped, and the call has
     succeeded.
@@ -159,7 +161,7 @@ def test_a_soft_limit_just_outside_the_body_does_not_undo_its_success(
 
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
 def test_a_revoke_while_the_outcome_is_written_lets_the_statement_finish(
-    scene_factory: SceneFactory, name: str, combination: tuple[str, ...]
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """SIGTERM between the body and its release: done is done, the key is free, and a duplicate is
     answered.

@@ -1,6 +1,4 @@
-"""Stages: started once per module and combination, because a worker takes a second of a core to
-start.
-"""
+"""Deployments with a worker, started once per module and combination to save time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,22 +8,23 @@ from uuid import uuid4
 import pytest
 import redis
 
-from tests.integration.stages import BOTH_WAYS, Stage, spelled
-from tests.integration.tapes import Bench, RedisTape
+from tests.integration.deployments import BOTH_WAYS, Deployment, spelled
+from tests.integration.query_logs import Bench, RedisMonitor
 from tests.support.servers import PostgresServer, RedisServer
 
-StageFactory = Callable[..., Stage]
+DeploymentFactory = Callable[..., Deployment]
 BenchFactory = Callable[..., Bench]
 
 
 @pytest.fixture(scope="module")
 def stage_factory(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StageFactory]:
-    """``stage_factory(combination, **Stage options)`` gives a stage with a running worker until the
-    module ends.
+) -> Iterator[DeploymentFactory]:
+    """``stage_factory(combination, **options)`` returns a deployment with a running worker.
+
+    It is closed at the end of the module.
     """
-    stages: list[Stage] = []
+    stages: list[Deployment] = []
 
     def make(
         combination: tuple[str, ...],
@@ -33,13 +32,13 @@ def stage_factory(
         start: bool = True,
         urls: Mapping[str, str] | None = None,
         **options: Any,
-    ) -> Stage:
+    ) -> Deployment:
         urls = {"redis": request.getfixturevalue("leases_redis").url, **(urls or {})}
         if "rabbit" in combination:
             urls["rabbit"] = request.getfixturevalue("leases_rabbit").url
         for server in {"postgres", "mariadb"} & {*combination} - {*urls}:
             urls[server] = request.getfixturevalue(f"leases_{server}").new_database()
-        stage = Stage(combination, urls, tmp_path_factory.mktemp("stage"), **options)
+        stage = Deployment(combination, urls, tmp_path_factory.mktemp("stage"), **options)
         stages.append(stage)
         if start:
             stage.worker.start()
@@ -51,9 +50,12 @@ def stage_factory(
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
-    """One stage per module, on both brokers and both lease stores; at its end nothing may be left
-    in the queue.
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
+    """One deployment per module, on both brokers and both lease stores.
+
+    At the end nothing may be left in the queue.
     """
     made = stage_factory(request.param)
     yield made
@@ -61,8 +63,8 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 @pytest.fixture
-def stage(module_stage: Stage, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """The module's stage; the log of a test that failed is shown."""
+def stage(module_stage: Deployment, request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    """The module's deployment; after a failed test the worker's log is shown."""
     module_stage.app.set_current()
     start = len(module_stage.worker.full_log())
     yield module_stage
@@ -79,7 +81,7 @@ def name() -> str:
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL that logs every statement, is asked by nobody else, and writes nothing by
+    """A PostgreSQL that only this test uses, which logs every statement and writes nothing by
     itself.
     """
     alone = {"autovacuum": "off", "wal_level": "minimal", "max_wal_senders": "0"}
@@ -97,11 +99,12 @@ def lease_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def bench_factory(
-    stage_factory: StageFactory, postgres: PostgresServer, lease_server: RedisServer
+    stage_factory: DeploymentFactory, postgres: PostgresServer, lease_server: RedisServer
 ) -> BenchFactory:
-    """``bench_factory(combination, **Stage options)`` gives a stage with one child, so that a
-    warm-up warms what is measured, and a ttl so long that no renewal falls into a measurement.
-    Whoever takes it closes it.
+    """``bench_factory(combination, **options)`` returns a deployment for measurements.
+
+    It has one child, so that a warm-up reaches the measured process, and a ttl so long that no
+    renewal falls into a measurement. The test closes it.
     """
 
     def make(combination: tuple[str, ...], **options: Any) -> Bench:
@@ -114,7 +117,11 @@ def bench_factory(
         stage = stage_factory(combination, env=env, urls=urls, worker={"concurrency": 1}, **options)
         # Where no Redis is for leases, the result backend is the only one that could have been
         # asked.
-        tape = RedisTape(lease_server.url) if ours else RedisTape(stage.redis_url, "celery_leases:")
+        tape = (
+            RedisMonitor(lease_server.url)
+            if ours
+            else RedisMonitor(stage.redis_url, "celery_leases:")
+        )
         return Bench(stage, postgres, tape)
 
     return make

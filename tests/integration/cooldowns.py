@@ -1,6 +1,4 @@
-"""What the tests of cooldowns share: words of their scripts, the look of a refusal, and what must
-hold for any run.
-"""
+"""Helpers of the tests of cooldowns: steps of scripts, refusals, and invariants of every run."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ import pytest
 
 from celery_leases import CoolingDown, LeaseStatus
 from celery_leases.testing.waits import wait_until
-from tests.integration.stages import PATIENCE, Stage
+from tests.integration.deployments import PATIENCE, Deployment
 
 COOLING = "tests.apps.cooling"
 OK = ["ok"]
@@ -27,30 +25,30 @@ _SETTLED = re.compile(
 
 
 def limited(seconds: float) -> list[Any]:
-    """The step of a script that meets a rate limit which tells how long to wait."""
+    """The step of a script that meets a rate limit with a server delay."""
     return ["answer", 429, {"retry-after": f"{seconds:g}"}]
 
 
 def refusal(result: Any) -> CoolingDown:
-    """The error of a caller that came during a cooldown."""
+    """The error of a call during a cooldown."""
     with pytest.raises(CoolingDown) as told:
         result.get(timeout=PATIENCE)
     assert isinstance(told.value, CoolingDown)
     return told.value
 
 
-def paid(stage: Stage, name: str) -> list[dict[str, Any]]:
+def paid(stage: Deployment, name: str) -> list[dict[str, Any]]:
     """The runs that were paid for, oldest first."""
     return stage.events("paid", name=name)
 
 
-def status(stage: Stage, task: str, name: str) -> LeaseStatus:
-    """Where the key of a name stands."""
+def status(stage: Deployment, task: str, name: str) -> LeaseStatus:
+    """The status of the key of a name."""
     return stage.client.status(f"{task}:{name}", task=f"{COOLING}.{task}")
 
 
-def cooled(stage: Stage, task: str, name: str, cooldowns: int = 1) -> dict[str, Any]:
-    """The row once its key has begun so many cooldowns in a row."""
+def cooled(stage: Deployment, task: str, name: str, cooldowns: int = 1) -> dict[str, Any]:
+    """The row once its key has had *cooldowns* cooldowns in a row."""
 
     def seen() -> bool:
         row = stage.row(task, f"{task}:{name}") or {}
@@ -62,8 +60,8 @@ def cooled(stage: Stage, task: str, name: str, cooldowns: int = 1) -> dict[str, 
     return row
 
 
-def wait_until_over(stage: Stage, task: str, name: str) -> None:
-    """Return when nothing is to be waited for any more, by the database's own clock."""
+def wait_until_over(stage: Deployment, task: str, name: str) -> None:
+    """Return when the cooldown is over by the database's clock."""
     wait_until(
         lambda: not status(stage, task, name).retry_after,
         PATIENCE,
@@ -77,9 +75,7 @@ def lasted(row: dict[str, Any]) -> float:
 
 
 def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
-    """Each outcome of *key* in a log: when (epoch), whose call, how the attempt ended, the state,
-    and its wait.
-    """
+    """Each outcome of *key* in a log: time (epoch), call, how the attempt ended, state and wait."""
     found = []
     for when, milliseconds, call, about, ended, state, wait in _SETTLED.findall(log):
         if about == key:
@@ -89,10 +85,10 @@ def settled(log: str, key: str) -> list[tuple[float, str, str, str, float]]:
 
 
 def assert_sound(
-    stage: Stage, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0
+    stage: Deployment, task: str, name: str, *, logs: Sequence[str] = (), crashes: int = 0
 ) -> None:
-    """No run began while its key was cooling, and each run ended in exactly one outcome or one
-    crash.
+    """Assert that no run began while its key was cooling, and that each run ended in exactly one
+    outcome or one crash.
     """
     runs = paid(stage, name)
     log = "\n".join(logs) or stage.worker.full_log()

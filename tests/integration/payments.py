@@ -1,6 +1,4 @@
-"""The payment provider of :mod:`tests.apps.provider` as a test sees it: a process that ends with
-this one.
-"""
+"""The payment provider of :mod:`tests.apps.provider`, started by a test as a child process."""
 
 import json
 import sys
@@ -16,7 +14,7 @@ from tests.support.process import GuardedProcess
 
 
 class Provider:
-    """A context manager. ``url`` is where it is; ``script`` says how it behaves to one customer."""
+    """A running provider; a context manager."""
 
     def __init__(self, directory: Path) -> None:
         self._ledger = directory / "ledger"
@@ -26,7 +24,7 @@ class Provider:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def script(self, customer: str, *steps: Mapping[str, Any], dedupe: bool = False) -> None:
-        """How the next requests of *customer* go; see :mod:`tests.apps.provider`."""
+        """Set the script of *customer*; see :mod:`tests.apps.provider`."""
         connection = HTTPConnection("127.0.0.1", self._port, timeout=20)
         connection.request(
             "PUT", f"/scripts/{customer}", json.dumps({"steps": steps, "dedupe": dedupe})
@@ -35,8 +33,8 @@ class Provider:
         connection.close()
 
     def lines(self, what: str, customer: str | None = None, **match: Any) -> list[dict[str, Any]]:
-        """Lines of the ledger, oldest first; *what* is ``asked``, ``charged``, ``deduped``,
-        ``looked``, ``replied``.
+        """Lines of the ledger, the oldest first; *what* is ``asked``, ``charged``, ``deduped``,
+        ``looked`` or ``replied``.
         """
         found = (
             [json.loads(line) for line in self._ledger.read_text().splitlines()]
@@ -57,12 +55,12 @@ class Provider:
         return [line["key"] for line in self.lines("asked", customer)]
 
     def looks(self, customer: str) -> list[str | None]:
-        """What was found, each time somebody looked for a charge of *customer*."""
+        """The result of each look-up of a charge of *customer*."""
         keys = set(self.keys(customer))
         return [line["found"] for line in self.lines("looked") if line["key"] in keys]
 
     def wait_for(self, what: str, customer: str, number: int = 1) -> dict[str, Any]:
-        """The line of the ledger with that number, once it is there."""
+        """Wait for line *number* of the ledger, and return it."""
         wait_until(
             lambda: len(self.lines(what, customer)) >= number,
             30,
@@ -71,7 +69,7 @@ class Provider:
         return self.lines(what, customer)[number - 1]
 
     def close(self) -> None:
-        """End it."""
+        """Stop the provider."""
         self._process.end()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,4 @@
-"""A terminal in which ``celery`` has been imported once: each command is a process of its own,
-without the second that its imports take.
+"""Runs ``celery`` commands without importing Celery for each: every command is a fork.
 
 ``python -m tests.integration.terminal APP`` reads one JSON list of words per line, runs ``celery``
 with them in a fork, and answers with one JSON list: exit code, output, errors.
@@ -24,7 +23,7 @@ class Done(NamedTuple):
 
 
 class Terminal:
-    """Types ``celery -A app leases`` commands under *env*. A context manager."""
+    """Runs ``celery -A app leases`` commands under *env*; a context manager."""
 
     def __init__(self, app: str, env: Mapping[str, str]) -> None:
         self._app = app
@@ -42,17 +41,17 @@ class Terminal:
         return Done(*json.loads(self._shell.stdout.readline()))
 
     def sees(self, *words: str) -> str:
-        """What a command prints that must succeed."""
+        """The output of a command that must succeed."""
         done = self.types(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def reads(self, *words: str) -> Any:
-        """The JSON a command prints that must succeed."""
+        """The JSON output of a command that must succeed."""
         return json.loads(self.sees(*words, "--json"))
 
     def reads_lines(self, *words: str) -> list[Any]:
-        """The JSON objects that a command prints, one on each line."""
+        """The JSON lines of a command that must succeed."""
         return [json.loads(line) for line in self.sees(*words, "--json").splitlines()]
 
     def __enter__(self) -> Self:

@@ -81,7 +81,7 @@ def board(shop: Shop, tmp_path: Path) -> Iterator[str]:
     passwords = tmp_path / "passwords"
     passwords.write_text(f"ann:{PASSWORD}\n")
     passwords.chmod(0o600)
-    command = ["-m", "celery", "-A", "tests.apps.boarded", "leases", "web", "--port", "0"]
+    command = ["-m", "celery", "-A", "tests.apps.board_app", "leases", "web", "--port", "0"]
     env = os.environ | {
         "LEASES_URL": "database",
         "LEASES_DATABASE_URL": sqlite(tmp_path),

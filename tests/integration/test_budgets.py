@@ -10,15 +10,15 @@ import pytest
 import redis
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import BenchFactory, StageFactory
-from tests.integration.stages import (
+from tests.integration.conftest import BenchFactory, DeploymentFactory
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
-    Stage,
+    Deployment,
     spelled,
 )
-from tests.integration.tapes import Bench, RedisTape, Writes
+from tests.integration.query_logs import Bench, RedisMonitor, Writes
 from tests.support.servers import PostgresServer, RedisServer
 
 TTL = 60
@@ -34,7 +34,7 @@ MEASURED = 20
 """Calls of one measurement: some of them begin a page, which costs more."""
 
 
-def _warm_up(stage: Stage) -> None:
+def _warm_up(stage: Deployment) -> None:
     """Connections are made, scripts and statements known."""
     for _ in range(8):
         stage.tasks.work.delay("warm").get(timeout=PATIENCE)
@@ -173,7 +173,7 @@ def _statistics_of_writes(bench: Bench) -> list[dict[str, Any]]:
 
 
 def test_an_empty_redis_costs_nothing_more(
-    stage_factory: StageFactory, postgres: PostgresServer, lease_server: RedisServer, name: str
+    stage_factory: DeploymentFactory, postgres: PostgresServer, lease_server: RedisServer, name: str
 ) -> None:
     """Two trips and two statements from the first call on, whatever the ttl of its task is."""
     stage = stage_factory(
@@ -182,7 +182,7 @@ def test_an_empty_redis_costs_nothing_more(
         urls={"postgres": postgres.new_database()},
         worker={"concurrency": 1},
     )
-    tape = RedisTape(lease_server.url)
+    tape = RedisMonitor(lease_server.url)
     bench = Bench(stage, postgres, tape)
     try:
         stage.tasks.work.delay(f"{name}-warm").get(timeout=PATIENCE)

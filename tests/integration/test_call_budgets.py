@@ -33,7 +33,7 @@ def test_a_task_stays_within_its_budget_of_calls(
     or replayed.
     """
     urls = {"LEASES_URL": leases_redis_url if leases == "redis" else "database"}
-    command = [sys.executable, "-m", "tests.apps.counted", run]
+    command = [sys.executable, "-m", "tests.apps.count_calls", run]
     env = {**os.environ, **urls, "LEASES_DATABASE_URL": leases_postgres_url}
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     counted = json.loads(done.stdout.splitlines()[-1])

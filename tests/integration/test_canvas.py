@@ -7,13 +7,15 @@ from uuid import uuid4
 import pytest
 from celery import chain, chord, group
 
-from tests.integration.stages import PATIENCE, Stage
+from tests.integration.deployments import PATIENCE, Deployment
 
 # The callbacks of one call may be sent twice when its process dies between Celery's dispatch and
 # our mark: tests/crash has that window. Here no process dies, so each is sent exactly once.
 
 
-def test_duplicates_inside_a_group_share_one_body_and_one_result(stage: Stage, name: str) -> None:
+def test_duplicates_inside_a_group_share_one_body_and_one_result(
+    stage: Deployment, name: str
+) -> None:
     """Three members of one key and one of another."""
     work = stage.tasks.work
     values = group(work.s(name), work.s(name), work.s(f"{name}-other"), work.s(name))().get(
@@ -25,7 +27,7 @@ def test_duplicates_inside_a_group_share_one_body_and_one_result(stage: Stage, n
 
 
 def test_a_group_whose_members_are_delivered_three_times_runs_each_once(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Copies that come while the member runs, and copies that come when it is done."""
     side, gate = stage.side_queue(), stage.gate()
@@ -45,7 +47,7 @@ def test_a_group_whose_members_are_delivered_three_times_runs_each_once(
 
 
 def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The leased next step runs once, and the plain step behind it: copies that come after that are
     dropped.
@@ -66,7 +68,7 @@ def test_a_chain_whose_first_step_is_delivered_three_times_goes_on_once(
 
 
 def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_again(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Eight chains whose second step comes twice at once: the copy finds it done before its
     callbacks are marked.
@@ -90,7 +92,7 @@ def test_copies_that_come_while_the_callbacks_are_being_sent_do_not_send_them_ag
 
 @pytest.mark.parametrize("callback", ["leased_link", "plain"])
 def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_again(
-    stage: Stage, name: str, callback: str
+    stage: Deployment, name: str, callback: str
 ) -> None:
     """A copy with the mark "callbacks are out" ends without a word to Celery."""
     now, later = stage.side_queue(), stage.side_queue()
@@ -110,7 +112,7 @@ def test_links_of_a_call_that_is_delivered_again_when_it_is_done_are_not_sent_ag
 
 
 def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """A duplicate with a link of its own: the body ran for the first, the link runs for both."""
     assert stage.tasks.work.delay(name).get(timeout=PATIENCE)
@@ -122,7 +124,7 @@ def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(
 
 
 def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Each member counts once, whatever is delivered: the copy's result is the same bytes, or it is
     dropped.
@@ -142,7 +144,9 @@ def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(
     assert len(stage.events("begin", name=f"{name}-0")) == 1
 
 
-def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(stage: Stage, name: str) -> None:
+def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(
+    stage: Deployment, name: str
+) -> None:
     """It sends the ids of its first time, so its calls are copies; plain tasks would run, and its
     body too.
     """
@@ -167,7 +171,7 @@ def test_a_frozen_chord_that_is_applied_again_runs_nothing_again(stage: Stage, n
 
 
 def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The flag ``redelivered`` alone changes nothing for a member that has not begun."""
     side = stage.side_queue()
@@ -178,7 +182,7 @@ def test_a_chord_whose_member_is_redelivered_by_the_broker_completes(
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_a_leased_body_of_a_chord_runs_once(stage: Stage, name: str) -> None:
+def test_a_leased_body_of_a_chord_runs_once(stage: Deployment, name: str) -> None:
     """The chord's body is itself a leased task, keyed by what it gets."""
     header = [stage.tasks.keyless.s(name), stage.tasks.keyless.s(name)]
     result = chord(header, stage.tasks.leased_link.si(name))()
@@ -189,7 +193,7 @@ def test_a_leased_body_of_a_chord_runs_once(stage: Stage, name: str) -> None:
 
 @pytest.mark.parametrize("task", ["ignores", "impatient"])
 def test_what_would_be_dropped_or_waited_for_still_completes_a_chord(
-    stage: Stage, name: str, task: str
+    stage: Deployment, name: str, task: str
 ) -> None:
     """``ignore`` and ``wait`` in a header: a member that ended without a result would leave the
     chord hanging.

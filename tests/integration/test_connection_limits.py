@@ -9,8 +9,8 @@ import redis
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, REDIS_REDIS_POSTGRES, Stage
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PATIENCE, REDIS_REDIS_POSTGRES, Deployment
 
 CALLS = 300
 CHILDREN = 4
@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def stage(kind: str, stage_factory: StageFactory) -> Iterator[Stage]:
+def stage(kind: str, stage_factory: DeploymentFactory) -> Iterator[Deployment]:
     """A worker of the kind."""
     pool, concurrency, combination = POOLS[kind]
     if pool == "gevent":
@@ -48,7 +48,7 @@ def stage(kind: str, stage_factory: StageFactory) -> Iterator[Stage]:
 class Watcher:
     """Counts the connections of a stage's worker to its stores."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Deployment) -> None:
         self._database = stage._engine.url.database
         self._engine = create_engine(stage._engine.url.set(database="postgres"), poolclass=NullPool)
         self._redis = redis.Redis.from_url(stage.redis_url)
@@ -71,7 +71,9 @@ class Watcher:
 
 
 @pytest.mark.every_argument
-def test_a_worker_of_many_bodies_has_few_connections(stage: Stage, kind: str, name: str) -> None:
+def test_a_worker_of_many_bodies_has_few_connections(
+    stage: Deployment, kind: str, name: str
+) -> None:
     """Three hundred calls, a hundred at once: all are run once, none is rescheduled, and no lease
     is lost.
     """

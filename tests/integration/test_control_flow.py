@@ -10,21 +10,23 @@ from celery import group
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
 from celery_leases.worker.app_components import forget
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
 
 SHAPES = "tests.apps.shapes"
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker that knows the tasks of ``tests.apps.shapes`` too."""
     made = stage_factory(request.param, module=SHAPES)
     yield made
     made.close_when_drained(request.session)
 
 
-def shaped(stage: Stage, task: str, *args: object, **kwargs: object) -> object:
+def shaped(stage: Deployment, task: str, *args: object, **kwargs: object) -> object:
     """The result of a task of ``tests.apps.shapes``, which only the worker has imported."""
     return stage.app.send_task(f"{SHAPES}.{task}", args=args, kwargs=kwargs).get(timeout=PATIENCE)
 
@@ -33,7 +35,7 @@ def shaped(stage: Stage, task: str, *args: object, **kwargs: object) -> object:
 
 
 def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The key waits for its own call; the other one comes back, and gets the result of the
     retry.
@@ -50,7 +52,7 @@ def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(
     assert begun[1]["t"] - begun[0]["t"] >= 1.9
 
 
-def test_a_retry_without_attempts_left_raises_the_last_error(stage: Stage, name: str) -> None:
+def test_a_retry_without_attempts_left_raises_the_last_error(stage: Deployment, name: str) -> None:
     """``autoretry_for`` gives up: the original error meets the rules, its caller gets it, and the
     key cools down.
     """
@@ -70,7 +72,7 @@ def test_a_retry_without_attempts_left_raises_the_last_error(stage: Stage, name:
 
 @pytest.mark.parametrize(("how", "ended"), [("ignore", "ignored"), ("reject", "rejected")])
 def test_what_the_body_ignores_or_rejects_is_done_without_a_result(
-    stage: Stage, name: str, how: str, ended: str
+    stage: Deployment, name: str, how: str, ended: str
 ) -> None:
     """A copy of that call is dropped; the key stays done."""
     call = stage.tasks.passes.delay(name, how)
@@ -82,7 +84,7 @@ def test_what_the_body_ignores_or_rejects_is_done_without_a_result(
     assert not stage.is_held("passes", f"passes:{name}")
 
 
-def test_what_the_body_rejects_for_another_time_runs_again(stage: Stage, name: str) -> None:
+def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, name: str) -> None:
     """``Reject(requeue=True)``: the broker delivers it again, the key is free for it."""
     assert stage.tasks.passes.delay(name, "requeue").get(timeout=PATIENCE) == {"name": name}
     assert [event["attempt"] for event in stage.events("begin", name=name)] == [1, 2]
@@ -91,7 +93,7 @@ def test_what_the_body_rejects_for_another_time_runs_again(stage: Stage, name: s
     assert (row["state"], row["crashes"]) == ("done", 0)
 
 
-def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Stage, name: str) -> None:
+def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Deployment, name: str) -> None:
     """``replace()`` keeps the id and ends the run; the key is done, and not held."""
     assert stage.tasks.passes.delay(name, "replace").get(timeout=PATIENCE) == name
     stage.wait_for_state("passes", f"passes:{name}", "done")
@@ -100,7 +102,7 @@ def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Stage, name:
 
 
 def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """As the caller of the task that replaced itself does; here by a chain, whose last step has the
     id.
@@ -117,7 +119,9 @@ def test_another_call_waits_for_the_result_of_a_replacement_and_gets_it(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_another_call_gets_the_error_of_a_replacement_that_failed(stage: Stage, name: str) -> None:
+def test_another_call_gets_the_error_of_a_replacement_that_failed(
+    stage: Deployment, name: str
+) -> None:
     """The key is done, by a call that has failed elsewhere."""
     gate = stage.gate()
     gate.write_text(f"broken {name}")
@@ -132,7 +136,7 @@ def test_another_call_gets_the_error_of_a_replacement_that_failed(stage: Stage, 
 
 
 def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The inner bodies run at once and without a lease; the outer one has its lease back
     afterwards.
@@ -152,7 +156,7 @@ def test_a_task_that_calls_itself_in_its_body_does_not_wait_for_its_own_lease(
     assert (row["state"], row["attempt"]) == ("done", 1)
 
 
-def test_another_task_called_directly_in_a_body_runs_alone(stage: Stage, name: str) -> None:
+def test_another_task_called_directly_in_a_body_runs_alone(stage: Deployment, name: str) -> None:
     """No lease, no record, no round trip for it, and the outer lease is still the outer one's."""
     assert stage.tasks.calls.delay(name).get(timeout=PATIENCE) == {"direct": 9, "map": [1, 4]}
     (begin,) = stage.events("begin", name=name)
@@ -163,7 +167,7 @@ def test_another_task_called_directly_in_a_body_runs_alone(stage: Stage, name: s
     assert stage.row("square", "square:3") is None
 
 
-def test_map_and_chunks_run_the_bodies_without_leases(stage: Stage) -> None:
+def test_map_and_chunks_run_the_bodies_without_leases(stage: Deployment) -> None:
     """Celery calls the bodies directly there, many in one message: there is nothing to lease them
     by.
     """
@@ -179,7 +183,7 @@ def test_map_and_chunks_run_the_bodies_without_leases(stage: Stage) -> None:
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-def test_options_of_a_base_class_hold_for_its_tasks(stage: Stage, name: str) -> None:
+def test_options_of_a_base_class_hold_for_its_tasks(stage: Deployment, name: str) -> None:
     """An attribute on the class is as good as an option of the decorator."""
     assert shaped(stage, "inherits", name) == name
     (event,) = stage.events("begin", name=name)
@@ -189,14 +193,16 @@ def test_options_of_a_base_class_hold_for_its_tasks(stage: Stage, name: str) -> 
 
 
 @pytest.mark.parametrize("task", ["ClassBased", "shared", "mixed", "made"])
-def test_every_shape_of_task_runs_once_under_its_lease(stage: Stage, name: str, task: str) -> None:
+def test_every_shape_of_task_runs_once_under_its_lease(
+    stage: Deployment, name: str, task: str
+) -> None:
     """Two calls with equal arguments: one body, equal results."""
     assert shaped(stage, task, name) == shaped(stage, task, name)
     assert len(stage.events("begin", name=name)) == 1
     assert stage.events("begin", name=name)[0].get("held", True)
 
 
-def test_the_hooks_of_another_base_class_are_called(stage: Stage, name: str) -> None:
+def test_the_hooks_of_another_base_class_are_called(stage: Deployment, name: str) -> None:
     """The mixin comes before somebody else's ``Task``: its ``on_success`` sees the run and the
     replay.
     """
@@ -206,7 +212,7 @@ def test_the_hooks_of_another_base_class_are_called(stage: Stage, name: str) -> 
     assert [event["retval"] for event in seen] == [name, name]
 
 
-def test_a_pydantic_task_gets_and_gives_models(stage: Stage, name: str) -> None:
+def test_a_pydantic_task_gets_and_gives_models(stage: Deployment, name: str) -> None:
     """The key is made of the arguments as they travel; the body gets the model, and both calls its
     result.
     """
@@ -221,7 +227,7 @@ def test_a_pydantic_task_gets_and_gives_models(stage: Stage, name: str) -> None:
 
 
 def test_two_apps_in_one_process_keep_their_stores_and_leases_apart(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """A task of the other app inside a body of this one: its own lease and replay, and the outer
     lease stays.
@@ -235,7 +241,7 @@ def test_two_apps_in_one_process_keep_their_stores_and_leases_apart(
 
 
 @pytest.fixture
-def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The tasks under an app of their own, whose bodies run in this process."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     tasks = imported_anew("tests.apps.leased", stage.env)
@@ -245,7 +251,7 @@ def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     stage.app.set_current()
 
 
-def test_apply_runs_the_protocol_and_replays(stage: Stage, name: str, eager: Any) -> None:
+def test_apply_runs_the_protocol_and_replays(stage: Deployment, name: str, eager: Any) -> None:
     """Eager calls have stores of their own in memory: the second one is answered from there."""
     first = eager.work.apply(args=(name,))
     assert first.get()["name"] == name
@@ -255,7 +261,7 @@ def test_apply_runs_the_protocol_and_replays(stage: Stage, name: str, eager: Any
 
 
 def test_task_always_eager_replays_retries_and_shows_errors(
-    stage: Stage, name: str, eager: Any
+    stage: Deployment, name: str, eager: Any
 ) -> None:
     """``delay`` in place: results, retries, groups, and the errors of duplicates."""
     eager.app.conf.update(task_always_eager=True)
@@ -269,7 +275,9 @@ def test_task_always_eager_replays_retries_and_shows_errors(
         eager.refuses.delay(name).get()
 
 
-def test_an_eager_call_of_a_held_key_raises_lease_held(stage: Stage, name: str, eager: Any) -> None:
+def test_an_eager_call_of_a_held_key_raises_lease_held(
+    stage: Deployment, name: str, eager: Any
+) -> None:
     """Nothing can be rescheduled where nobody delivers: the caller is told, and the holder is not
     touched.
     """

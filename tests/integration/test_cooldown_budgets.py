@@ -9,13 +9,13 @@ import pytest
 from celery_leases.testing.waits import wait_until
 from tests.integration.conftest import BenchFactory
 from tests.integration.cooldowns import BROKEN, BUSY, COOLING, OK, refusal
-from tests.integration.stages import (
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
     spelled,
 )
-from tests.integration.tapes import Bench
+from tests.integration.query_logs import Bench
 
 pytestmark = pytest.mark.both_lease_stores  # their costs differ
 

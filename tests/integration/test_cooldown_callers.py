@@ -11,7 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases import Cooldown, CoolingDown, LeaseStatus, PermanentFailure, RetryLater, Snooze
 from celery_leases.worker.app_components import forget
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
@@ -26,13 +26,15 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.remote import Answered
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, imported_anew, spelled
-from tests.integration.watcher import Watcher
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, imported_anew, spelled
+from tests.integration.event_watcher import Watcher
+from tests.integration.rate_limited_server import Answered
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker of the tasks that cool down; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=COOLING)
     yield made
@@ -42,7 +44,9 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 # -- Celery's own retries and control flow ---------------------------------------------------------
 
 
-def test_the_users_own_retries_are_counted_by_celery_and_no_others(stage: Stage, name: str) -> None:
+def test_the_users_own_retries_are_counted_by_celery_and_no_others(
+    stage: Deployment, name: str
+) -> None:
     """``raise self.retry()`` before and after a cooldown: it is no failure, and the cooldown is
     none of its retries.
     """
@@ -61,7 +65,9 @@ def test_the_users_own_retries_are_counted_by_celery_and_no_others(stage: Stage,
     assert_sound(stage, "resumes", name)
 
 
-def test_the_rules_meet_the_original_error_once_autoretry_gives_up(stage: Stage, name: str) -> None:
+def test_the_rules_meet_the_original_error_once_autoretry_gives_up(
+    stage: Deployment, name: str
+) -> None:
     """Status and header of the third answer decide, although Celery saw two retries before it."""
     first = stage.tasks.auto.delay(name, [limited(60)])
     row = cooled(stage, "auto", name)
@@ -75,7 +81,7 @@ def test_the_rules_meet_the_original_error_once_autoretry_gives_up(stage: Stage,
 
 @pytest.mark.parametrize(("how", "ended"), [("ignore", "ignored"), ("reject", "rejected")])
 def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
-    stage: Stage, name: str, how: str, ended: str
+    stage: Deployment, name: str, how: str, ended: str
 ) -> None:
     """The resumed call ends without a result; the key is done, and cools no more."""
     stage.tasks.resumes.delay(name, [limited(1.2), [how]])
@@ -89,7 +95,7 @@ def test_ignore_and_reject_mean_after_a_cooldown_what_they_mean_without(
     assert len(paid(stage, name)) == 2
 
 
-def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Stage, name: str) -> None:
+def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Deployment, name: str) -> None:
     """The broker delivers it again, and the same call gets its result."""
     result = stage.tasks.resumes.delay(name, [limited(1.2), ["requeue"], OK])
     assert result.get(timeout=PATIENCE) == {"name": name, "paid": 3}
@@ -99,7 +105,7 @@ def test_reject_with_requeue_runs_again_after_a_cooldown(stage: Stage, name: str
 # -- ambiguous failures ----------------------------------------------------------------------------
 
 
-def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name: str) -> None:
+def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Deployment, name: str) -> None:
     """For 15 s at least, whatever the policy; the next attempt can see that the call may have been
     executed.
     """
@@ -115,7 +121,7 @@ def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Stage, name:
 
 
 def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """A ``MemoryError`` that reached Celery's main process would end the worker; the call that
     resumes keeps it.
@@ -131,7 +137,7 @@ def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(
     _was_ambiguous(stage, name)
 
 
-def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> LeaseStatus:
+def _ends_as_ambiguous(stage: Deployment, task: str, name: str, error: str) -> LeaseStatus:
     """Where the key stands after an operator has let it go."""
     assert lasted(cooled(stage, task, name)) == pytest.approx(15.0, abs=0.01)
     shown = status(stage, task, name)
@@ -145,13 +151,13 @@ def _ends_as_ambiguous(stage: Stage, task: str, name: str, error: str) -> LeaseS
     return stage.client.retry(f"{task}:{name}", task=f"{COOLING}.{task}")
 
 
-def _was_ambiguous(stage: Stage, name: str) -> None:
+def _was_ambiguous(stage: Deployment, name: str) -> None:
     error = paid(stage, name)[1]["previous"]["error"]
     assert (error["rule"], error["ambiguous"]) == ("time-or-memory-limit", True)
 
 
 def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhere(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """``lease_idempotent``: a server that accepts and never answers may have done what it was
     asked.
@@ -170,7 +176,7 @@ def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhe
     assert (shown.rule, shown.error.ambiguous) == ("outcome-unknown", True)
 
 
-def test_the_next_attempt_is_told_how_the_last_one_failed(stage: Stage, name: str) -> None:
+def test_the_next_attempt_is_told_how_the_last_one_failed(stage: Deployment, name: str) -> None:
     """``current_lease.previous``: class, message, rule and host; a clear failure is not
     ambiguous.
     """
@@ -193,7 +199,7 @@ def test_the_next_attempt_is_told_how_the_last_one_failed(stage: Stage, name: st
 
 @pytest.mark.parametrize("task", ["resumes", "ignores"])
 def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(
-    stage: Stage, name: str, task: str
+    stage: Deployment, name: str, task: str
 ) -> None:
     """A refused or dropped step would end the chain: it is rescheduled, and goes on with the saved
     result.
@@ -209,7 +215,7 @@ def test_a_step_of_a_chain_waits_for_the_cooldown_of_another_call(
 
 
 def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Both members of the key and one of another: each counts once, and the chord's body runs
     once.
@@ -225,7 +231,7 @@ def test_a_chord_waits_for_a_member_that_cools_down_and_for_one_that_meets_it(
     assert_sound(stage, "resumes", name)
 
 
-def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -> None:
+def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: str) -> None:
     """``lease_on_cooling="raise"`` asked for in so many words counts for canvas too."""
     script = [limited(2.5), OK]
     first = stage.tasks.refuses.delay(name, script)
@@ -236,7 +242,7 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Stage, name: str) -
     assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
-def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Stage, name: str) -> None:
+def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Deployment, name: str) -> None:
     """``lease_on_cooling="reschedule"``: it is not refused, and gets the result of the call that
     resumes.
     """
@@ -248,7 +254,9 @@ def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Stage, name: str) -
     assert len(stage.wait_for_log(other.id, "rescheduled in")) >= 1
 
 
-def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(stage: Stage, name: str) -> None:
+def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(
+    stage: Deployment, name: str
+) -> None:
     """``lease_on_cooling="ignore"``: no result, no error, one line in the log."""
     script = [limited(1.8), OK]
     first = stage.tasks.ignores.delay(name, script)
@@ -259,7 +267,7 @@ def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(stage: Stage,
     assert other.state == "PENDING"
 
 
-def test_without_events_none_are_published(stage: Stage, name: str) -> None:
+def test_without_events_none_are_published(stage: Deployment, name: str) -> None:
     """A worker without ``-E``: the watcher hears its own mark, and no word about the call."""
     watcher = Watcher(stage)
     try:
@@ -277,7 +285,7 @@ def test_without_events_none_are_published(stage: Stage, name: str) -> None:
 
 
 @pytest.fixture
-def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The tasks under an app of their own, whose bodies run in this process."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
     tasks = imported_anew(COOLING, stage.env)
@@ -289,7 +297,7 @@ def eager(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("step", [limited(60), BROKEN], ids=["limited", "broken"])
 def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
-    stage: Stage, name: str, eager: Any, step: list[Any]
+    stage: Deployment, name: str, eager: Any, step: list[Any]
 ) -> None:
     """Nothing can be rescheduled where nobody delivers; the whole protocol runs on stores in
     memory.
@@ -304,7 +312,7 @@ def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
 
 
 def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
-    stage: Stage, name: str, eager: Any
+    stage: Deployment, name: str, eager: Any
 ) -> None:
     """There is no soon where nobody delivers; the next call runs as soon as the record lets it."""
     with pytest.raises(Answered):
@@ -316,7 +324,7 @@ def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
     "step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]]
 )
 def test_an_eager_call_that_asks_to_wait_tells_its_caller_when(
-    stage: Stage, name: str, eager: Any, step: list[Any]
+    stage: Deployment, name: str, eager: Any, step: list[Any]
 ) -> None:
     """Control flow is no error of the caller's: it gets ``CoolingDown`` with the time it asked
     for.
@@ -326,7 +334,9 @@ def test_an_eager_call_that_asks_to_wait_tells_its_caller_when(
     assert told.value.retry_after == pytest.approx(60, abs=0.5)
 
 
-def test_a_direct_call_raises_what_its_body_raises(stage: Stage, name: str, eager: Any) -> None:
+def test_a_direct_call_raises_what_its_body_raises(
+    stage: Deployment, name: str, eager: Any
+) -> None:
     """Without a lease there is nobody to obey the body's wishes but the caller; nothing is
     written.
     """
@@ -345,7 +355,9 @@ def test_a_direct_call_raises_what_its_body_raises(stage: Stage, name: str, eage
     assert stage.row("resumes", f"resumes:{name}-later") is None
 
 
-def test_an_operators_retry_ends_the_wait_of_a_call_that_stopped(stage: Stage, name: str) -> None:
+def test_an_operators_retry_ends_the_wait_of_a_call_that_stopped(
+    stage: Deployment, name: str
+) -> None:
     """Growth and failures start anew, and the next press runs at once."""
     script = [BROKEN, OK]
     with pytest.raises(KeyError):

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from celery_leases import CoolingDown, PermanentFailure
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import COOLING, OK, refusal
-from tests.integration.stages import PATIENCE, REDIS_REDIS_POSTGRES, Stage
+from tests.integration.deployments import PATIENCE, REDIS_REDIS_POSTGRES, Deployment
 from tests.integration.terminal import Terminal
 
 
 @pytest.fixture(scope="module")
-def module_stage(stage_factory: StageFactory) -> Stage:
+def module_stage(stage_factory: DeploymentFactory) -> Deployment:
     """One worker; the stores' own behaviour is shown elsewhere."""
     return stage_factory(REDIS_REDIS_POSTGRES, home=COOLING, worker={"concurrency": 1})
 
 
 @pytest.fixture(scope="module")
-def operator(module_stage: Stage) -> Iterator[Terminal]:
+def operator(module_stage: Deployment) -> Iterator[Terminal]:
     """Somebody at a terminal with the settings of the worker."""
     with Terminal(COOLING, module_stage.env) as terminal:
         yield terminal
@@ -85,7 +85,7 @@ def test_what_cannot_be_meant_is_refused_with_a_word_of_help(
 
 
 def test_a_key_that_waits_is_listed_shown_and_let_go(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """``leases retry`` ends the wait and says that no message was published; the next call runs at
     once.
@@ -117,7 +117,7 @@ def test_a_key_that_waits_is_listed_shown_and_let_go(
 
 
 def test_a_key_that_has_failed_for_good_is_listed_shown_and_revived(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """Its error is told in the first line; after ``leases retry`` the next call runs."""
     script = [["raise", "ValueError", f"no document {name}"], OK]
@@ -136,7 +136,7 @@ def test_a_key_that_has_failed_for_good_is_listed_shown_and_revived(
 
 
 def test_the_gate_of_a_group_is_closed_listed_and_opened(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """Callers are told why; a key's own ``retry`` names the command that opens its group."""
     group = f"model-{name}"
@@ -173,7 +173,7 @@ def test_the_gate_of_a_group_is_closed_listed_and_opened(
 
 
 def test_retry_of_a_key_whose_group_is_shut_says_so(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """The operator learns that the key alone is not what waits."""
     group = f"model-{name}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BUSY,
     COOLING,
@@ -18,17 +18,19 @@ from tests.integration.cooldowns import (
     paid,
     refusal,
 )
-from tests.integration.stages import (
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_REDIS_SQLITE,
     REDIS_DATABASE_SQLITE,
-    Stage,
+    Deployment,
     spelled,
 )
 
 
 @pytest.fixture(scope="module", params=[REDIS_DATABASE_SQLITE, RABBIT_REDIS_SQLITE], ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """Eight children; at the end nothing may be left in the queue."""
     made = stage_factory(request.param, home=COOLING, worker={"concurrency": 8})
     yield made
@@ -36,7 +38,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Ten presses at once; the record holds the time, whatever holds the leases."""
     script = [limited(3), OK]
@@ -50,7 +52,7 @@ def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(
 
 
 def test_eight_failures_of_a_group_close_its_gate_once_and_one_probe_opens_it(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Written by eight processes at the same time; twenty calls wait, and one body alone begins."""
     gates, keys = [stage.gate(), stage.gate()], [f"{name}-{n}" for n in range(20)]

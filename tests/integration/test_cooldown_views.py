@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import BROKEN, COOLING, OK, TAKEN, cooled, limited, status
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
-from tests.integration.watcher import Watcher
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.event_watcher import Watcher
 
 SECRETS = ("sk-abcdef0123456789", "hunter2", "AKIA0123456789ABCDEF")
 TELLING = "denied for api_key=sk-abcdef0123456789 at https://me:hunter2@pay.example, signed by AKIA0123456789ABCDEF"
@@ -28,14 +28,16 @@ print(json.dumps([shown, [name for name in sys.modules if name == "celery" or na
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker that sends task events."""
     made = stage_factory(request.param, home=COOLING, worker={"options": ("-E",)})
     yield made
     made.close()
 
 
-def shown_elsewhere(stage: Stage, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Status and message of keys, as a process sees them that imports no task and starts no Celery
     app.
     """
@@ -57,7 +59,7 @@ def shown_elsewhere(stage: Stage, *asked: dict[str, Any]) -> list[tuple[dict[str
 
 
 def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Three hundred seconds read as five minutes, with reason, rule and scope; and a key that
     nobody has called.
@@ -81,7 +83,9 @@ def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
     assert (absent["state"], nothing) == ("absent", "Not started yet")
 
 
-def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(stage: Stage, name: str) -> None:
+def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(
+    stage: Deployment, name: str
+) -> None:
     """The key that failed knows its group; another one is told by the group that is asked about."""
     group = f"model-{name}"
     stage.tasks.gated.delay(name, [["cooldown", 300, "too many tokens", "group"]], group)
@@ -100,7 +104,7 @@ def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(stage: Stage, 
 
 @pytest.mark.parametrize("task", ["slow", "resumes"])
 def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(
-    stage: Stage, name: str, task: str
+    stage: Deployment, name: str, task: str
 ) -> None:
     """Not in the row, not in the gate, not in a line of ``celery_leases``, whether the call stops
     or comes back.
@@ -121,7 +125,7 @@ def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(
         assert secret not in ours
 
 
-def told(stage: Stage, call: str) -> list[str]:
+def told(stage: Deployment, call: str) -> list[str]:
     """The log records of ``celery_leases`` about a call, with the lines of a traceback below
     them.
     """
@@ -138,7 +142,7 @@ def told(stage: Stage, call: str) -> list[str]:
 
 
 @pytest.fixture
-def watcher(stage: Stage) -> Iterator[Watcher]:
+def watcher(stage: Deployment) -> Iterator[Watcher]:
     """Somebody who watches the events of this stage's broker."""
     made = Watcher(stage)
     yield made
@@ -146,7 +150,7 @@ def watcher(stage: Stage) -> Iterator[Watcher]:
 
 
 def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(
-    stage: Stage, name: str, watcher: Watcher
+    stage: Deployment, name: str, watcher: Watcher
 ) -> None:
     """Custom task events, with key, wait and reason; a failure that comes back is Celery's retry
     besides.
@@ -178,7 +182,7 @@ def kinds(watcher: Watcher, call: str) -> list[str]:
 
 
 def test_the_event_of_a_call_that_waits_for_anothers_cooldown_says_so(
-    stage: Stage, name: str, watcher: Watcher
+    stage: Deployment, name: str, watcher: Watcher
 ) -> None:
     """And so does that of a call which is not to resume, before Celery's own failure."""
     script = [limited(1.8), OK]

@@ -12,7 +12,7 @@ import pytest
 
 from celery_leases import CoolingDown, PermanentFailure
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
@@ -27,12 +27,14 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.remote import Answered
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.rate_limited_server import Answered
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker of the tasks that cool down; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=COOLING)
     yield made
@@ -43,7 +45,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The one that ran gets the original error, the others are told until when and why; nothing
     else is paid.
@@ -70,7 +72,7 @@ def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
 
 
 def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same
     result.
@@ -97,7 +99,7 @@ def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(
     assert_sound(stage, "resumes", name)
 
 
-def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Stage, name: str) -> None:
+def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Deployment, name: str) -> None:
     """Once its worker has discarded the message: it does not come back, and the key goes on cooling
     for others.
     """
@@ -126,7 +128,7 @@ def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Stage, name: str
 
 
 def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """For jobs a person restarts: the error goes to its caller, nobody is queued, and the key waits
     all the same.
@@ -143,7 +145,7 @@ def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is
 
 
 def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_and_runs(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Forwarded from a dead-letter queue while the key cools down: it is rescheduled, in hops, and
     is no copy.
@@ -158,7 +160,7 @@ def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_
     assert_sound(stage, "stops", name)
 
 
-def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Stage, name: str) -> None:
+def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Deployment, name: str) -> None:
     """Delivered once more by the broker, during the cooldown and after it: its outcome is known."""
     script, during, after = [limited(1.5), OK], stage.side_queue(), stage.side_queue()
     call = stage.tasks.stops.delay(name, script)
@@ -177,7 +179,7 @@ def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Stage, name:
 
 
 def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_both(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Without a header the policy decides: 3 s, then 6 s."""
     script = [BROKEN, BROKEN, OK]
@@ -204,7 +206,7 @@ def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_b
 
 
 def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Class, message and rule are remembered; the first caller has the original error."""
     script = [["raise", "ValueError", f"no document {name}"], OK]
@@ -222,7 +224,7 @@ def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(
     assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
-def test_a_body_that_says_so_fails_for_good(stage: Stage, name: str) -> None:
+def test_a_body_that_says_so_fails_for_good(stage: Deployment, name: str) -> None:
     """``PermanentFailure`` from user code needs no rule."""
     script = [["permanent", "unknown invoice"], OK]
     for _ in range(2):
@@ -231,7 +233,7 @@ def test_a_body_that_says_so_fails_for_good(stage: Stage, name: str) -> None:
     assert len(paid(stage, name)) == 1
 
 
-def test_the_last_failure_that_is_allowed_ends_the_key(stage: Stage, name: str) -> None:
+def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: str) -> None:
     """``lease_max_failures=2``: the call resumes once, then its caller gets the error and later
     ones are told.
     """
@@ -252,7 +254,9 @@ def test_the_last_failure_that_is_allowed_ends_the_key(stage: Stage, name: str) 
 # -- quick retries, snoozes ------------------------------------------------------------------------
 
 
-def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(stage: Stage, name: str) -> None:
+def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(
+    stage: Deployment, name: str
+) -> None:
     """Two are allowed: the third failure cools the key, and the user's own ``request.retries`` stay
     untouched.
     """
@@ -274,7 +278,9 @@ def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(stage: Stage, n
     assert_sound(stage, "quick", name)
 
 
-def test_another_call_does_not_jump_the_queue_during_a_quick_retry(stage: Stage, name: str) -> None:
+def test_another_call_does_not_jump_the_queue_during_a_quick_retry(
+    stage: Deployment, name: str
+) -> None:
     """It comes back after the key's own call and gets its result; it is neither run nor refused."""
     script = [["later", 3], OK]
     first = stage.tasks.refuses.delay(name, script)
@@ -286,7 +292,7 @@ def test_another_call_does_not_jump_the_queue_during_a_quick_retry(stage: Stage,
     assert paid(stage, name)[1]["t"] - paid(stage, name)[0]["t"] >= 3.0
 
 
-def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
+def test_twenty_snoozes_spend_no_attempt(stage: Deployment, name: str) -> None:
     """Nor a failure, nor a quick retry, nor a crash: the twenty-first run is still the first
     attempt.
     """
@@ -300,7 +306,7 @@ def test_twenty_snoozes_spend_no_attempt(stage: Stage, name: str) -> None:
 
 
 def test_retries_snoozes_cooldowns_and_a_warm_shutdown_are_no_crash_loop(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Six calls on the brink (``lease_max_crashes=1``), stopped in the middle of it all: every one
     finishes.

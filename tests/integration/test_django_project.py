@@ -16,7 +16,7 @@ from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.schema import Tables
 from tests.contract.test_migrations import make_old
 from tests.support.plugin import WorkerFactory
-from tests.unit.pages import ROOT, blocks, page
+from tests.unit.doc_pages import ROOT, blocks, page
 
 PROJECT = Path(__file__).parents[1] / "projects" / "django"
 Manage = Callable[..., str]

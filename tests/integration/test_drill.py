@@ -115,7 +115,7 @@ def test_a_good_set_up_passes(place: Place) -> None:
     # The body stops a sixth of the ttl before its lease ends, so the killed one had more left.
     assert took["worker", "another call"] > 0.5
     double = next(step for step in steps if step["step"] == "double")
-    assert sum("began the body" in each["what"] for each in double["seen"]) == 1
+    assert sum("started the task" in each["what"] for each in double["seen"]) == 1
     place.check_nothing_is_left()
 
 

@@ -12,10 +12,10 @@ from sqlalchemy import text
 from celery_leases import CoolingDown, LeaseClient, LeaseStatus, PermanentFailure, Uncertain
 from celery_leases.errors import EffectMisused
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, environment, spelled
 from tests.integration.payments import Provider, provider
-from tests.integration.remote import Answered
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, environment, spelled
+from tests.integration.rate_limited_server import Answered
 
 __all__ = ["provider"]
 
@@ -26,20 +26,20 @@ SILENT = {"never": True}
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(
-    request: pytest.FixtureRequest, stage_factory: StageFactory, provider: Provider
-) -> Iterator[Stage]:
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory, provider: Provider
+) -> Iterator[Deployment]:
     """A worker that charges; at its end nothing may be left in the queue."""
     made = stage_factory(request.param, home=INVOICING, env={"PROVIDER": provider.url})
     yield made
     made.close_when_drained(request.session)
 
 
-def charge_events(stage: Stage, name: str) -> list[tuple[str, bool]]:
+def charge_events(stage: Deployment, name: str) -> list[tuple[str, bool]]:
     """Reference and ``saved`` of each effect that a body was given."""
     return [(event["reference"], event["saved"]) for event in stage.events("charge", name=name)]
 
 
-def status(stage: Stage, name: str, task: str = "pay") -> LeaseStatus:
+def status(stage: Deployment, name: str, task: str = "pay") -> LeaseStatus:
     """Where the key of a name stands."""
     return stage.client.status(f"{task}:{name}", task=f"{INVOICING}.{task}")
 
@@ -55,7 +55,7 @@ def raised(result: Any, kind: type[BaseException]) -> BaseException:
 
 
 def test_over_failures_retries_waits_and_copies_the_call_is_made_once(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Each later attempt gets the saved reply; two copies of the message change nothing."""
     side = stage.side_queue()
@@ -73,7 +73,7 @@ def test_over_failures_retries_waits_and_copies_the_call_is_made_once(
 
 
 def test_what_an_effect_replied_is_the_same_on_every_attempt(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Value, reference and idempotency key."""
     stage.tasks.pay.delay(name, [["later", 0.1]]).get(timeout=PATIENCE)
@@ -85,7 +85,9 @@ def test_what_an_effect_replied_is_the_same_on_every_attempt(
     )
 
 
-def test_several_effects_are_each_made_once(stage: Stage, provider: Provider, name: str) -> None:
+def test_several_effects_are_each_made_once(
+    stage: Deployment, provider: Provider, name: str
+) -> None:
     """The second is refused at first; the first is not made again for that, and has a key of its
     own.
     """
@@ -103,7 +105,7 @@ def test_several_effects_are_each_made_once(stage: Stage, provider: Provider, na
 
 
 def test_an_effect_that_cannot_be_read_keeps_its_call_waiting_until_it_is_repaired(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Celery does not take it for the task's failure; no call is made, and no attempt is spent."""
     result = stage.tasks.pay.delay(name, [["later", 5]])
@@ -126,7 +128,7 @@ def test_an_effect_that_cannot_be_read_keeps_its_call_waiting_until_it_is_repair
     assert charge_events(stage, name) == [(charge, False), (charge, True)]
 
 
-def _write_effect_state(stage: Stage, stored_key: str, state: str) -> None:
+def _write_effect_state(stage: Deployment, stored_key: str, state: str) -> None:
     with stage._engine.connect() as connection:
         statement = text("UPDATE celery_leases_effects SET state = :state WHERE stored_key = :key")
         connection.execute(statement, {"state": state, "key": stored_key})
@@ -136,7 +138,7 @@ def _write_effect_state(stage: Stage, stored_key: str, state: str) -> None:
 
 
 def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Under the same idempotency key; while it cools there is no effect."""
     provider.script(name, LIMITED)
@@ -152,7 +154,7 @@ def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(
 
 
 def test_a_declined_charge_fails_and_is_made_again_when_an_operator_says_so(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Nothing is in doubt; the customer has another card now."""
     provider.script(name, {"status": 402})
@@ -170,7 +172,7 @@ def test_a_declined_charge_fails_and_is_made_again_when_an_operator_says_so(
 
 
 def test_a_call_that_found_nobody_is_made_again(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Twice nobody listened."""
     (charge,) = stage.tasks.pay.delay(name, away=[0, 1]).get(timeout=PATIENCE)["charges"]
@@ -182,7 +184,7 @@ def test_a_call_that_found_nobody_is_made_again(
 
 
 def test_after_a_timeout_it_is_looked_up_and_found(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Charged once, asked once, found once: the reply is noted as if it had come."""
     provider.script(name, SILENT)
@@ -195,7 +197,9 @@ def test_after_a_timeout_it_is_looked_up_and_found(
     assert status(stage, name).reference == charge
 
 
-def test_what_is_not_found_is_called_again(stage: Stage, provider: Provider, name: str) -> None:
+def test_what_is_not_found_is_called_again(
+    stage: Deployment, provider: Provider, name: str
+) -> None:
     """The provider said 500 and has done nothing, which nobody can know without a look."""
     provider.script(name, {"status": 500})
     (charge,) = stage.tasks.pay.delay(name, way="verify").get(timeout=PATIENCE)["charges"]
@@ -205,7 +209,7 @@ def test_what_is_not_found_is_called_again(stage: Stage, provider: Provider, nam
 
 
 def test_a_provider_that_dedupes_is_simply_asked_again(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Under the same key: it charges once."""
     provider.script(name, SILENT, {"status": 500, "charged": True}, dedupe=True)
@@ -219,7 +223,7 @@ def test_a_provider_that_dedupes_is_simply_asked_again(
 
 @pytest.mark.parametrize("way", ["stop", "unsure"])
 def test_what_nobody_can_tell_is_parked_for_an_operator(
-    stage: Stage, provider: Provider, name: str, way: str
+    stage: Deployment, provider: Provider, name: str, way: str
 ) -> None:
     """The caller is told, others are refused, nothing runs; the row says what to look for."""
     provider.script(name, SILENT)
@@ -240,7 +244,7 @@ def test_what_nobody_can_tell_is_parked_for_an_operator(
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_who_found_it_says_so(stage: Stage, provider: Provider, name: str) -> None:
+def test_an_operator_who_found_it_says_so(stage: Deployment, provider: Provider, name: str) -> None:
     """Later callers get what he gave, and nothing runs."""
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
@@ -255,7 +259,7 @@ def test_an_operator_who_found_it_says_so(stage: Stage, provider: Provider, name
 
 
 def test_an_operator_who_did_not_find_it_lets_it_run(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Then it may be charged again, under the same key: that was his word."""
     provider.script(name, {"status": 500})
@@ -267,7 +271,9 @@ def test_an_operator_who_did_not_find_it_lets_it_run(
     assert len(set(provider.keys(name))) == 1
 
 
-def test_a_mere_retry_does_not_make_it_certain(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_mere_retry_does_not_make_it_certain(
+    stage: Deployment, provider: Provider, name: str
+) -> None:
     """It is parked again: only ``resolve`` says that it has not happened."""
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
@@ -277,7 +283,7 @@ def test_a_mere_retry_does_not_make_it_certain(stage: Stage, provider: Provider,
 
 
 def test_it_is_not_looked_up_before_the_first_request_is_over(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """The call comes back, as after a snooze, without spending an attempt."""
     provider.script(name, SILENT)
@@ -301,7 +307,7 @@ def test_it_is_not_looked_up_before_the_first_request_is_over(
     ("reply", "why"), [("object", "result_not_json"), ("large", "result_too_large")]
 )
 def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
-    stage: Stage, provider: Provider, name: str, reply: str, why: str
+    stage: Deployment, provider: Provider, name: str, reply: str, why: str
 ) -> None:
     """It has happened, and is parked at once, until an operator gives a result."""
     given: dict[str, Any] = {"reply": reply, "reference": "none", "way": "dedupe"}
@@ -325,7 +331,7 @@ def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
 
 
 def test_a_reply_that_was_not_kept_can_be_looked_up(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """By a task that can ask for it, once an operator lets it run again."""
     given: dict[str, Any] = {"reply": "object", "reference": "none", "way": "verify"}
@@ -340,7 +346,7 @@ def test_a_reply_that_was_not_kept_can_be_looked_up(
 
 @pytest.mark.parametrize("reply", ["object", "large"])
 def test_a_reference_is_enough_to_go_on_with(
-    stage: Stage, provider: Provider, name: str, reply: str
+    stage: Deployment, provider: Provider, name: str, reply: str
 ) -> None:
     """The value is not kept, in no attempt."""
     given: dict[str, Any] = {"reply": reply, "reference": "fixed"}
@@ -351,7 +357,7 @@ def test_a_reference_is_enough_to_go_on_with(
 
 
 def test_a_reference_that_raises_does_not_undo_the_effect(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Mended, it finds the reference in the saved reply."""
     for _ in range(2):
@@ -373,7 +379,7 @@ def test_a_reference_that_raises_does_not_undo_the_effect(
 
 
 def test_a_name_twice_in_one_attempt_is_refused(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Before the second call."""
     error = raised(stage.tasks.stops.delay(name, names=["charge", "charge"]), EffectMisused)
@@ -383,7 +389,7 @@ def test_a_name_twice_in_one_attempt_is_refused(
 
 @pytest.mark.parametrize("effect", ["", "x" * 256, 7])
 def test_a_name_that_is_none_is_refused(
-    stage: Stage, provider: Provider, name: str, effect: Any
+    stage: Deployment, provider: Provider, name: str, effect: Any
 ) -> None:
     """Before any call."""
     error = raised(stage.tasks.stops.delay(name, names=[effect]), EffectMisused)
@@ -395,7 +401,7 @@ def test_a_name_that_is_none_is_refused(
 
 
 def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Even a provider that dedupes charges again; the effects of before are not shown any more."""
     provider.script(name, dedupe=True)
@@ -409,7 +415,7 @@ def test_a_forgotten_key_is_new_work_under_a_new_idempotency_key(
 
 
 def test_each_call_of_a_rerun_task_has_effects_of_its_own(
-    stage: Stage, provider: Provider, name: str
+    stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Once for each call, however many attempts that takes."""
     provider.script(name, dedupe=True)
@@ -427,7 +433,7 @@ def test_each_call_of_a_rerun_task_has_effects_of_its_own(
 # -- without a worker ------------------------------------------------------------------------------
 
 
-def test_called_directly_it_is_the_call(stage: Stage, provider: Provider, name: str) -> None:
+def test_called_directly_it_is_the_call(stage: Deployment, provider: Provider, name: str) -> None:
     """Each time, under a key of its own."""
     with environment({"PROVIDER": provider.url, "JOURNAL": str(stage.journal)}):
         charges = [stage.tasks.pay(name)["charges"][0] for _ in range(2)]
@@ -436,14 +442,14 @@ def test_called_directly_it_is_the_call(stage: Stage, provider: Provider, name: 
 
 
 @pytest.fixture
-def eager(stage: Stage, provider: Provider) -> Iterator[LeaseClient]:
+def eager(stage: Deployment, provider: Provider) -> Iterator[LeaseClient]:
     """The stores in memory of the tasks that run here."""
     with environment({"PROVIDER": provider.url, "JOURNAL": str(stage.journal)}):
         yield LeaseClient.from_app(stage.app, eager=True)
 
 
 def test_an_eager_call_uses_what_one_before_it_has_done(
-    stage: Stage, provider: Provider, eager: LeaseClient, name: str
+    stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
     """The whole protocol runs, on stores in memory."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
@@ -457,7 +463,7 @@ def test_an_eager_call_uses_what_one_before_it_has_done(
 
 
 def test_an_eager_call_in_doubt_is_parked(
-    stage: Stage, provider: Provider, eager: LeaseClient, name: str
+    stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
     """Its caller gets the error at once, as nothing can come back."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
@@ -471,7 +477,7 @@ def test_an_eager_call_in_doubt_is_parked(
 
 
 def test_an_eager_call_that_is_too_early_to_look_is_told_when(
-    stage: Stage, provider: Provider, eager: LeaseClient, name: str
+    stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
     """It cannot come back by itself."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
@@ -488,7 +494,7 @@ def test_an_eager_call_that_is_too_early_to_look_is_told_when(
 # -- looking ---------------------------------------------------------------------------------------
 
 
-def test_a_status_is_plain_json(stage: Stage, provider: Provider, name: str) -> None:
+def test_a_status_is_plain_json(stage: Deployment, provider: Provider, name: str) -> None:
     """Effects with their times, for programs."""
     stage.tasks.pay.delay(name).get(timeout=PATIENCE)
     shown = json.loads(json.dumps(status(stage, name).as_json()))

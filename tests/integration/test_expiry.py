@@ -8,10 +8,12 @@ from uuid import uuid4
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from tests.integration.stages import PATIENCE, Stage
+from tests.integration.deployments import PATIENCE, Deployment
 
 
-def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(stage: Stage, name: str) -> None:
+def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(
+    stage: Deployment, name: str
+) -> None:
     """The copy's time runs out while it is rescheduled: it keeps coming back, and the call
     succeeds.
     """
@@ -29,7 +31,7 @@ def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(stage: Stage, n
 
 
 def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_nothing(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """M7: a normal message whose time is over is Celery's business; there is neither a lease nor a
     row.
@@ -46,7 +48,7 @@ def test_m7_a_message_that_expired_in_the_queue_is_revoked_as_ever_and_holds_not
 
 
 def test_a_redelivered_message_that_expired_before_it_began_is_revoked(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The worker leaves the expiry of a redelivered message to the child, which revokes it: nothing
     has begun.
@@ -61,7 +63,7 @@ def test_a_redelivered_message_that_expired_before_it_began_is_revoked(
 
 
 def test_a_redelivered_and_expired_copy_does_not_revoke_the_call_that_runs(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """One id, so a revocation would meet the run: the copy is rescheduled instead, from now on
     without an expiry.

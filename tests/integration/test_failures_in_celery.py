@@ -12,7 +12,7 @@ from celery import chain, chord
 
 from celery_leases import CoolingDown, PermanentFailure
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     COOLING,
@@ -26,15 +26,17 @@ from tests.integration.cooldowns import (
     status,
     wait_until_over,
 )
-from tests.integration.remote import Answered
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
-from tests.integration.watcher import Watcher
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.event_watcher import Watcher
+from tests.integration.rate_limited_server import Answered
 
-SEEN = "tests.apps.cooling_seen"
+SEEN = "tests.apps.cooling_with_sentry"
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker that sends task events, and writes down Celery's signals."""
     made = stage_factory(request.param, module=SEEN, home=COOLING, worker={"options": ("-E",)})
     yield made
@@ -42,26 +44,26 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 
 @pytest.fixture
-def watcher(stage: Stage) -> Iterator[Watcher]:
+def watcher(stage: Deployment) -> Iterator[Watcher]:
     """Somebody who watches the events of this stage's broker."""
     made = Watcher(stage)
     yield made
     made.close()
 
 
-def signalled(stage: Stage, call: Any, number: int = 1) -> list[tuple[str, str]]:
+def signalled(stage: Deployment, call: Any, number: int = 1) -> list[tuple[str, str]]:
     """The signals of Celery's about one call, with their error, once there are so many."""
     return [
         (event["name"], event["error"]) for event in stage.wait_for("signal", number, id=call.id)
     ]
 
 
-def reported(stage: Stage, call: Any) -> list[list[str]]:
+def reported(stage: Deployment, call: Any) -> list[list[str]]:
     """The errors that Sentry was told of one call."""
     return [event["types"] for event in stage.events("sentry", id=call.id)]
 
 
-def shown(stage: Stage, call: Any, state: str) -> dict[str, Any]:
+def shown(stage: Deployment, call: Any, state: str) -> dict[str, Any]:
     """What the result backend has of a call once it is in *state*."""
     wait_until(
         lambda: call.backend.get_task_meta(call.id)["status"] == state,
@@ -76,7 +78,7 @@ def shown(stage: Stage, call: Any, state: str) -> dict[str, Any]:
 
 
 def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
-    stage: Stage, name: str, watcher: Watcher
+    stage: Deployment, name: str, watcher: Watcher
 ) -> None:
     """FAILURE with exception and traceback, ``task_failure``, the errback, Celery's line at ERROR;
     nothing queued.
@@ -105,7 +107,7 @@ def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
 
 
 def test_an_unknown_outcome_fails_now_and_every_later_word_says_that_it_may_have_happened(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The call that failed has its own error; the log, the page and the next caller know of the
     doubt.
@@ -122,7 +124,7 @@ def test_an_unknown_outcome_fails_now_and_every_later_word_says_that_it_may_have
     assert len(paid(stage, name)) == 1
 
 
-def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Stage, name: str) -> None:
+def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Deployment, name: str) -> None:
     """Their later steps never run; the error comes up, and the errbacks are called."""
     steps = chain(stage.tasks.usual.si(name, [BROKEN]), stage.tasks.plain.s()).apply_async(
         link_error=stage.tasks.failed.s()
@@ -138,7 +140,7 @@ def test_a_chain_and_a_chord_end_with_a_bug_as_in_celery(stage: Stage, name: str
     assert not stage.events("plain", id=steps.id)
 
 
-def test_wrong_arguments_fail_for_good(stage: Stage, name: str) -> None:
+def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
     """No wait will make them fit, so that nothing cools down; a ``TypeError`` of the body's own
     does.
     """
@@ -154,7 +156,9 @@ def test_wrong_arguments_fail_for_good(stage: Stage, name: str) -> None:
     assert (stage.row("unkeyed", own.id) or {})["state"] == "cooling"
 
 
-def test_a_failure_for_good_is_told_with_the_class_of_its_error(stage: Stage, name: str) -> None:
+def test_a_failure_for_good_is_told_with_the_class_of_its_error(
+    stage: Deployment, name: str
+) -> None:
     """A message alone, such as 'customer', says nothing to who comes later."""
     with pytest.raises(ValueError, match="no document"):
         stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]).get(timeout=PATIENCE)
@@ -166,7 +170,7 @@ def test_a_failure_for_good_is_told_with_the_class_of_its_error(stage: Stage, na
 
 
 def test_a_call_that_comes_back_is_a_retry_for_celery(
-    stage: Stage, name: str, watcher: Watcher
+    stage: Deployment, name: str, watcher: Watcher
 ) -> None:
     """State, exception and traceback, ``task_retry`` with its reason, both events and Celery's
     line; one message.
@@ -198,7 +202,7 @@ def test_a_call_that_comes_back_is_a_retry_for_celery(
 @pytest.mark.parametrize(
     "step", [TAKEN, ["later", 0.4, "not yet"]], ids=["quick retry", "asked for"]
 )
-def test_so_is_a_quick_retry(stage: Stage, name: str, step: list[Any]) -> None:
+def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> None:
     """One signal for each attempt that failed."""
     call = stage.tasks.quick.delay(name, [step, step, OK])
     assert call.get(timeout=PATIENCE) == {"name": name, "paid": 3}
@@ -209,7 +213,7 @@ def test_so_is_a_quick_retry(stage: Stage, name: str, step: list[Any]) -> None:
     ]
 
 
-def test_a_hop_of_the_wait_is_no_second_retry(stage: Stage, name: str) -> None:
+def test_a_hop_of_the_wait_is_no_second_retry(stage: Deployment, name: str) -> None:
     """The copy looks at the record and goes on waiting: the state stays RETRY, also where starts
     are noted.
     """
@@ -228,7 +232,7 @@ def test_a_hop_of_the_wait_is_no_second_retry(stage: Stage, name: str) -> None:
 
 
 def test_an_unknown_error_that_comes_back_is_logged_at_error_with_its_traceback(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """``lease_resume="always"``: Celery logs a retry in one line, and a bug must not be
     invisible.
@@ -247,7 +251,7 @@ def test_an_unknown_error_that_comes_back_is_logged_at_error_with_its_traceback(
     assert reported(stage, known) == []
 
 
-def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Stage, name: str) -> None:
+def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Deployment, name: str) -> None:
     """Nothing has failed."""
     call = stage.tasks.usual.delay(name, [["snooze", 0.2], OK])
     assert call.get(timeout=PATIENCE)
@@ -258,7 +262,7 @@ def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Stage, name:
 
 
 def test_a_fresh_call_waits_at_a_closed_gate_and_its_page_says_until_when(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """No FAILURE without a run; a second call of the key that failed is refused as ever."""
     group = f"group-{name}"
@@ -276,7 +280,7 @@ def test_a_fresh_call_waits_at_a_closed_gate_and_its_page_says_until_when(
     assert [what for what, _ in signalled(stage, fresh)] == ["task_success"]
 
 
-def test_an_option_that_is_written_counts_at_the_gate_too(stage: Stage, name: str) -> None:
+def test_an_option_that_is_written_counts_at_the_gate_too(stage: Deployment, name: str) -> None:
     """``lease_on_cooling="raise"``."""
     group = f"group-{name}"
     stage.tasks.shared.delay(name, [limited(3), OK], group)

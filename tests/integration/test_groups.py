@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.client import GroupStatus
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import (
     BROKEN,
     BUSY,
@@ -20,12 +20,14 @@ from tests.integration.cooldowns import (
     refusal,
     status,
 )
-from tests.integration.remote import Limiter
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
+from tests.integration.rate_limited_server import Limiter
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """Two workers with four children each; at the end nothing may be left in the queue."""
     made = stage_factory(request.param, home=COOLING)
     second = made.new_worker().start()
@@ -44,12 +46,12 @@ def group(name: str) -> str:
     return f"model-{name}"
 
 
-def gate_of(stage: Stage, group: str) -> GroupStatus | None:
+def gate_of(stage: Deployment, group: str) -> GroupStatus | None:
     """Where the gate stands; ``None``: open."""
     return next((gate for gate in stage.client.groups() if gate.group == group), None)
 
 
-def log_of_both(stage: Stage, about: str = "") -> list[str]:
+def log_of_both(stage: Deployment, about: str = "") -> list[str]:
     """The lines of both workers' logs in which *about* occurs, oldest first."""
     logs = "\n".join(
         log.read_text(errors="replace") for log in stage.directory.glob("worker-*.log")
@@ -57,7 +59,7 @@ def log_of_both(stage: Stage, about: str = "") -> list[str]:
     return sorted(line for line in logs.splitlines() if about in line)
 
 
-def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
+def wait_for_lines(stage: Deployment, about: str, number: int) -> list[str]:
     """Those lines once there are so many of them."""
     wait_until(
         lambda: len(log_of_both(stage, about)) >= number, PATIENCE, f"{number} lines with {about!r}"
@@ -70,7 +72,7 @@ def wait_for_lines(stage: Stage, about: str, number: int) -> list[str]:
 
 @pytest.mark.nightly
 def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The limit counts what it rejects, as real ones do: alone, the keys keep it shut for one
     another.
@@ -107,7 +109,7 @@ def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(
 
 
 def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(
-    stage: Stage, name: str, group: str
+    stage: Deployment, name: str, group: str
 ) -> None:
     """Four bodies that were in flight fail together; the gate closes for the first wait, not for
     the fourth.
@@ -131,7 +133,7 @@ def test_one_closing_is_one_trip_however_many_bodies_fail_in_it(
 
 
 def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
-    stage: Stage, name: str, group: str
+    stage: Deployment, name: str, group: str
 ) -> None:
     """Eight children and twenty calls that wait: one body, until it has succeeded. Waiting spends
     no attempt.
@@ -163,7 +165,7 @@ def test_exactly_one_of_many_calls_probes_and_its_success_lets_the_others_in(
 
 
 def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(
-    stage: Stage, name: str, group: str
+    stage: Deployment, name: str, group: str
 ) -> None:
     """1.5 s, then 3 s; the third attempt opens it. None of it counts as a failure of the key."""
     result = stage.tasks.grouped.delay(name, [BUSY, BUSY, OK], group)
@@ -181,7 +183,7 @@ def test_a_probe_that_fails_of_its_group_closes_it_again_for_longer(
 
 
 def test_a_probe_that_fails_of_something_else_opens_its_group(
-    stage: Stage, name: str, group: str
+    stage: Deployment, name: str, group: str
 ) -> None:
     """The dependency has answered: what is wrong is this key, and it alone waits."""
     stage.client.close_group(group, 1.0)
@@ -197,7 +199,7 @@ def test_a_probe_that_fails_of_something_else_opens_its_group(
 
 @pytest.mark.parametrize("word", ["later", "snooze"])
 def test_a_probe_that_comes_back_itself_leaves_its_group_half_open(
-    stage: Stage, name: str, group: str, word: str
+    stage: Deployment, name: str, group: str, word: str
 ) -> None:
     """A quick retry or a snooze says nothing of the dependency: the call probes once more, and then
     opens the gate.
@@ -217,7 +219,7 @@ def test_a_probe_that_comes_back_itself_leaves_its_group_half_open(
 
 
 def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(
-    stage: Stage, name: str, group: str
+    stage: Deployment, name: str, group: str
 ) -> None:
     """Its slot is free at once for the next call, which opens the gate."""
     stage.client.close_group(group, 1.0)
@@ -231,7 +233,7 @@ def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(
 
 
 def test_finished_work_is_replayed_through_a_closed_gate(
-    stage: Stage, name: str, group: str
+    stage: Deployment, name: str, group: str
 ) -> None:
     """A gate stops bodies only; a key that never ran is refused meanwhile, and told of the
     group.
@@ -249,7 +251,7 @@ def test_finished_work_is_replayed_through_a_closed_gate(
 # -- the operator ----------------------------------------------------------------------------------
 
 
-def test_an_operator_closes_and_opens_a_gate(stage: Stage, name: str, group: str) -> None:
+def test_an_operator_closes_and_opens_a_gate(stage: Deployment, name: str, group: str) -> None:
     """A body that runs is not disturbed; the next one may only start once the gate is open, and is
     no probe.
     """

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     RABBIT_REDIS_MARIADB,
-    Stage,
+    Deployment,
     spelled,
 )
 
@@ -21,14 +21,16 @@ IDS = list(range(100_000, 120_000))
 @pytest.fixture(
     scope="module", params=[RABBIT_DATABASE_POSTGRES, RABBIT_REDIS_MARIADB], ids=spelled
 )
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker that consumes from RabbitMQ."""
     made = stage_factory(request.param)
     yield made
     made.close()
 
 
-def test_a_call_with_a_long_key_is_retried_and_put_back(stage: Stage, name: str) -> None:
+def test_a_call_with_a_long_key_is_retried_and_put_back(stage: Deployment, name: str) -> None:
     """By Celery and by us; its body sees all of the key, and a log line the beginning."""
     gate = stage.gate()
     first = stage.send("exports", name, IDS, str(gate))

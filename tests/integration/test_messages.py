@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from celery_leases.errors import RescheduleFailed
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, spelled
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, spelled
 
 MESSAGES = "tests.apps.messages"
 OPTIONS = [
@@ -39,18 +39,20 @@ OPTIONS += [
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker with one slot."""
     made = stage_factory(request.param, home=MESSAGES, worker={"concurrency": 1})
     yield made
     made.close()
 
 
-def test_a_message_comes_back_as_it_was_sent(stage: Stage, name: str) -> None:
+def test_a_message_comes_back_as_it_was_sent(stage: Deployment, name: str) -> None:
     """Serializer, compression, redacted arguments, headers, stamps and all else; only its ETA is
     new.
     """
-    signature = stage.tasks.comes_back.s(name, payload={1, 2}).set(
+    signature = stage.tasks.reschedules_once.s(name, payload={1, 2}).set(
         serializer="pickle",
         compression="zlib",
         argsrepr="<redacted>",
@@ -61,7 +63,9 @@ def test_a_message_comes_back_as_it_was_sent(stage: Stage, name: str) -> None:
         time_limit=120,
         soft_time_limit=100,
         headers={"tenant": "north"},
-        link=stage.tasks.comes_back.signature((f"{name}-link",), {"delay": 0.1}, immutable=True),
+        link=stage.tasks.reschedules_once.signature(
+            (f"{name}-link",), {"delay": 0.1}, immutable=True
+        ),
         group_id="a-group",
         reply_to="somebody",
     )
@@ -78,10 +82,10 @@ def test_a_message_comes_back_as_it_was_sent(stage: Stage, name: str) -> None:
     stage.wait_for("begin", name=f"{name}-link")
 
 
-def test_stamps_may_have_the_names_of_options(stage: Stage, name: str) -> None:
+def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> None:
     """They come back as they were, and stand for nothing but themselves."""
     headers = {"stamped_headers": OPTIONS, "stamps": {stamp: ["monday"] for stamp in OPTIONS}}
-    call = stage.send("comes_back", name, headers=headers)
+    call = stage.send("reschedules_once", name, headers=headers)
     assert call.get(timeout=PATIENCE) == "NoneType"
     sent, came = (event["headers"] for event in stage.events("received", id=call.id))
     assert (
@@ -92,13 +96,13 @@ def test_stamps_may_have_the_names_of_options(stage: Stage, name: str) -> None:
 
 
 def test_a_call_whose_message_cannot_be_written_again_fails_at_once(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Its caller and its record are told, and the only slot of the worker is free for others."""
-    call = stage.tasks.comes_back.apply_async((name,), {"delay": 600}, serializer="read-only")
+    call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 600}, serializer="read-only")
     with pytest.raises(RescheduleFailed, match="a worker does not write this"):
         call.get(timeout=PATIENCE)
-    status = stage.tasks.comes_back.lease_status(name)
+    status = stage.tasks.reschedules_once.lease_status(name)
     assert (status.state, status.resumes) == ("pending", False)
     assert status.error is not None
     assert "a worker does not write this" in status.error.message
@@ -106,11 +110,11 @@ def test_a_call_whose_message_cannot_be_written_again_fails_at_once(
     assert not stage.log("returned to the broker")
 
 
-def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Stage, name: str) -> None:
+def test_a_call_whose_headers_make_no_message_fails_at_once(stage: Deployment, name: str) -> None:
     """It is not returned to the broker and again: each time it would keep a slot of the
     worker.
     """
-    call = stage.send("comes_back", name, headers={"as_execution_options": 5})
+    call = stage.send("reschedules_once", name, headers={"as_execution_options": 5})
     with pytest.raises(RescheduleFailed, match="'int' object is not callable"):
         call.get(timeout=PATIENCE)
     assert not stage.log("returned to the broker")

@@ -78,7 +78,7 @@ def serving(shop: Shop, tmp_path: Path, said: str, *command: str) -> Iterator[st
         "PYTHONUNBUFFERED": "1",
     }
     served = GuardedProcess(
-        [sys.executable, "-m", "celery", "-A", "tests.apps.boarded", "leases", *command],
+        [sys.executable, "-m", "celery", "-A", "tests.apps.board_app", "leases", *command],
         log=tmp_path / "served.log",
         env=env,
     )

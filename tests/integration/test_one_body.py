@@ -8,19 +8,23 @@ from uuid import uuid4
 import pytest
 
 from celery_leases.errors import KeyReused
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import PAIRWISE, PATIENCE, Stage, spelled
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PAIRWISE, PATIENCE, Deployment, spelled
 
 
 @pytest.fixture(scope="module", params=PAIRWISE, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A stage for every combination."""
     made = stage_factory(request.param)
     yield made
     made.close_when_drained(request.session)
 
 
-def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, name: str) -> None:
+def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(
+    stage: Deployment, name: str
+) -> None:
     """All twenty are there before the body ends; each caller gets the same value, and the row names
     the first.
     """
@@ -43,7 +47,7 @@ def test_twenty_calls_of_one_key_run_one_body_and_get_its_result(stage: Stage, n
 
 
 def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """``KeyReused`` names what differs; not a column of the row moves, whether it is done or still
     running.
@@ -79,7 +83,9 @@ def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_without_a_key_two_calls_with_equal_arguments_both_run(stage: Stage, name: str) -> None:
+def test_without_a_key_two_calls_with_equal_arguments_both_run(
+    stage: Deployment, name: str
+) -> None:
     """A call is its own key: nothing is taken for a duplicate that nobody called one."""
     first, second = stage.tasks.keyless.delay(name), stage.tasks.keyless.delay(name)
     assert [call.get(timeout=PATIENCE)["name"] for call in (first, second)] == [name, name]
@@ -88,7 +94,7 @@ def test_without_a_key_two_calls_with_equal_arguments_both_run(stage: Stage, nam
 
 @pytest.mark.parametrize("task", ["keyless", "rerun"])
 def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(
-    stage: Stage, name: str, task: str
+    stage: Deployment, name: str, task: str
 ) -> None:
     """The same message ten times, one of them running: one copy waits, eight end at once, all have
     one result.
@@ -112,7 +118,9 @@ def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(
     assert first.get(timeout=PATIENCE)["name"] == name
 
 
-def test_rerun_runs_once_for_each_call_and_one_after_the_other(stage: Stage, name: str) -> None:
+def test_rerun_runs_once_for_each_call_and_one_after_the_other(
+    stage: Deployment, name: str
+) -> None:
     """Five calls of a ``rerun`` task: five bodies, none at the same time, fences that only grow."""
     results = [stage.tasks.rerun.delay(name, 0.05) for _ in range(5)]
     fences = [result.get(timeout=PATIENCE)["fence"] for result in results]

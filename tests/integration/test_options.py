@@ -4,11 +4,11 @@ import pytest
 
 from celery_leases.errors import AlreadyDone, LeaseHeld
 from celery_leases.testing.waits import wait_until
-from tests.integration.stages import PATIENCE, Stage
+from tests.integration.deployments import PATIENCE, Deployment
 
 
 def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Nothing is rescheduled: the waiting delivery answers with the result as soon as it is
     there.
@@ -24,7 +24,7 @@ def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_wait_ends_with_a_put_back_when_it_takes_too_long(stage: Stage, name: str) -> None:
+def test_wait_ends_with_a_put_back_when_it_takes_too_long(stage: Deployment, name: str) -> None:
     """After ``lease_wait`` the delivery stops blocking its worker, and comes back."""
     gate = stage.gate()
     first = stage.tasks.impatient.delay(name, gate=str(gate))
@@ -37,7 +37,7 @@ def test_wait_ends_with_a_put_back_when_it_takes_too_long(stage: Stage, name: st
 
 
 def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """They end without a result; the first call is not touched."""
     gate = stage.gate()
@@ -54,7 +54,7 @@ def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Stage, name: str) -> None:
+def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Deployment, name: str) -> None:
     """The caller gets the error with its details; the record stays as it is."""
     gate = stage.gate()
     first = stage.tasks.refuses.delay(name, gate=str(gate))
@@ -70,7 +70,7 @@ def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Stage, name:
     assert stage.row("refuses", f"refuses:{name}") == before
 
 
-def test_the_options_speak_about_other_calls_only(stage: Stage, name: str) -> None:
+def test_the_options_speak_about_other_calls_only(stage: Deployment, name: str) -> None:
     """A copy of the call itself is rescheduled and replayed even by ``ignore`` and ``fail``: it may
     be the last copy.
     """
@@ -89,7 +89,7 @@ def test_the_options_speak_about_other_calls_only(stage: Stage, name: str) -> No
 
 
 def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Each call its own run and result, also when copies of older calls come after newer ones."""
     first = stage.tasks.rerun.delay(name)
@@ -106,7 +106,7 @@ def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(
 
 
 def test_a_body_that_raises_leaves_its_key_cooling_and_a_later_call_runs(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """With ``stop`` the caller gets the body's own exception; the failure is counted, and told to
     the next attempt.

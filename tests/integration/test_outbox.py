@@ -22,8 +22,9 @@ from celery_leases.errors import KeyReused, LeaseConfigurationError, WrongDataba
 from celery_leases.protocol.keys import stored_key
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import app_components, outbox
-from tests.integration.conftest import StageFactory
-from tests.integration.orders import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.outbox_helpers import (
     ORDERING,
     PG_DATABASE,
     TTL,
@@ -42,7 +43,6 @@ from tests.integration.orders import (
     relayed,
     rescued,
 )
-from tests.integration.stages import PATIENCE, Stage
 from tests.integration.terminal import Terminal
 
 __all__ = ["driver", "engine", "module_stage", "operator"]
@@ -52,7 +52,7 @@ __all__ = ["driver", "engine", "module_stage", "operator"]
 
 
 def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Before that it is neither in the queue nor in the records; afterwards it is as any other
     call.
@@ -73,7 +73,7 @@ def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
     assert begins(stage, name) == [handle.id]
 
 
-def test_an_enqueued_call_keeps_its_options(stage: Stage, engine: Engine, name: str) -> None:
+def test_an_enqueued_call_keeps_its_options(stage: Deployment, engine: Engine, name: str) -> None:
     """Those of ``apply_async``; a countdown counts from the call."""
     tasks = stage.tasks
     with Session(engine) as session:
@@ -96,7 +96,7 @@ def test_an_enqueued_call_keeps_its_options(stage: Stage, engine: Engine, name: 
 
 
 def test_options_that_a_record_cannot_keep_are_refused(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """With those it keeps; and the earlier name with the one of today."""
     order = stage.tasks.order
@@ -114,7 +114,7 @@ def test_options_that_a_record_cannot_keep_are_refused(
     assert stage.row("order", f"order:{name}") is None
 
 
-def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: str) -> None:
+def test_after_a_rollback_there_was_nothing(stage: Deployment, engine: Engine, name: str) -> None:
     """By session, connection and driver: no record, no message, and the session may be used
     again.
     """
@@ -140,7 +140,7 @@ def test_after_a_rollback_there_was_nothing(stage: Stage, engine: Engine, name: 
 
 
 def test_a_savepoint_decides_for_what_was_enqueued_within(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """What was rolled back to it never was; what was released waits for the outer commit."""
     with Session(engine) as session:
@@ -157,7 +157,7 @@ def test_a_savepoint_decides_for_what_was_enqueued_within(
 
 
 def test_several_calls_of_one_transaction_are_all_published(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Tasks without a key too; the same key twice is one call."""
     with Session(engine) as session, session.begin():
@@ -171,7 +171,7 @@ def test_several_calls_of_one_transaction_are_all_published(
     ]
 
 
-def test_the_same_key_twice_by_a_driver_is_one_call(stage: Stage, name: str) -> None:
+def test_the_same_key_twice_by_a_driver_is_one_call(stage: Deployment, name: str) -> None:
     """A DB-API connection sees its own row too."""
     with closing(driver(stage)) as connection:
         handles = [stage.tasks.order.delay_in(connection, name) for _ in range(2)]
@@ -181,7 +181,7 @@ def test_the_same_key_twice_by_a_driver_is_one_call(stage: Stage, name: str) -> 
 
 @pytest.mark.parametrize("kind", ["connection", "session on a connection", "driver"])
 def test_a_connection_leaves_the_publishing_to_the_relay(
-    stage: Stage, engine: Engine, name: str, kind: str
+    stage: Deployment, engine: Engine, name: str, kind: str
 ) -> None:
     """Nobody tells of its commit; the relay publishes what is due, and nothing a second time."""
     if kind == "connection":
@@ -211,7 +211,7 @@ import os, signal
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 from celery_leases.worker import outbox
-from tests.apps.ordering import order
+from tests.apps.outbox_tasks import order
 outbox._publish_own = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, session.begin():
     print(order.delay_in(session, os.environ["NAME"]).id, flush=True)
@@ -219,7 +219,7 @@ with Session(create_engine(os.environ["LEASES_DATABASE_URL"])) as session, sessi
 
 
 def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """SIGKILL between commit and publish: ``celery leases relay`` publishes it, once."""
     dead = subprocess.run(
@@ -240,7 +240,7 @@ def test_what_a_killed_process_had_committed_is_relayed_by_the_command(
     assert begins(stage, name) == [call_id]
 
 
-def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: str) -> None:
+def test_the_chore_in_a_worker_relays_too(stage: Deployment, engine: Engine, name: str) -> None:
     """``celery_leases.relay`` is a task of any app that includes
     ``celery_leases.builtin_tasks``.
     """
@@ -251,7 +251,9 @@ def test_the_chore_in_a_worker_relays_too(stage: Stage, engine: Engine, name: st
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine, name: str) -> None:
+def test_two_relays_at_once_publish_each_call_once(
+    stage: Deployment, engine: Engine, name: str
+) -> None:
     """Whoever takes a message first publishes it."""
     with engine.begin() as connection:
         handles = [
@@ -265,7 +267,9 @@ def test_two_relays_at_once_publish_each_call_once(stage: Stage, engine: Engine,
         assert begins(stage, f"{name}-{number}") == [handle.id]
 
 
-def test_a_relay_and_a_publish_at_once_are_one_run(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_relay_and_a_publish_at_once_are_one_run(
+    stage: Deployment, engine: Engine, name: str
+) -> None:
     """The second copy of the call is dropped or replayed."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -278,7 +282,7 @@ def test_a_relay_and_a_publish_at_once_are_one_run(stage: Stage, engine: Engine,
 
 
 def test_a_commit_succeeds_while_the_broker_is_away(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay publishes once the broker is back, and says of a try without it that nothing was
     published.
@@ -308,7 +312,7 @@ def test_a_commit_succeeds_while_the_broker_is_away(
 
 
 def test_a_key_that_has_a_record_is_not_enqueued_again(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Pending, running or done: the handle is that of the first call, and nothing is published."""
     gate = stage.gate()
@@ -332,7 +336,9 @@ def test_a_key_that_has_a_record_is_not_enqueued_again(
     assert begins(stage, name) == [first.id]
 
 
-def test_a_key_that_has_failed_for_good_is_refused(stage: Stage, engine: Engine, name: str) -> None:
+def test_a_key_that_has_failed_for_good_is_refused(
+    stage: Deployment, engine: Engine, name: str
+) -> None:
     """With what it has failed of; the transaction may go on."""
     with pytest.raises(PermanentFailure):
         stage.tasks.order.delay(name, None, "fail").get(timeout=PATIENCE)
@@ -344,7 +350,7 @@ def test_a_key_that_has_failed_for_good_is_refused(stage: Stage, engine: Engine,
 
 
 def test_other_content_under_the_same_key_is_refused(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """``KeyReused`` names the arguments that differ."""
     with Session(engine) as session, session.begin():
@@ -356,7 +362,7 @@ def test_other_content_under_the_same_key_is_refused(
 
 
 def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Its cooldown is over, and it was left to its callers: this one is published, and runs."""
     with pytest.raises(Exception, match="Retry available"):
@@ -374,7 +380,7 @@ def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(
 
 
 def test_a_key_an_operator_has_released_is_enqueued_anew(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Nothing is queued for it, as the operator was told."""
     stage.client.resolve(doubtful(stage, name), "retry", task=f"{ORDERING}.order")
@@ -394,7 +400,7 @@ def let_expire(patch: pytest.MonkeyPatch, task: Any) -> None:
 
 
 def test_a_key_whose_enqueued_call_has_expired_is_enqueued_anew(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Published and discarded: no rescue publishes it again, and the next call has the key."""
     order = stage.tasks.order
@@ -416,7 +422,7 @@ def test_a_key_whose_enqueued_call_has_expired_is_enqueued_anew(
 
 
 def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it was ever published; either way the key is free for the next call."""
     order, names = stage.tasks.order, (f"{name}-dropped", f"{name}-replaced")
@@ -441,7 +447,7 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
 
 
 def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
-    stage: Stage, engine: Engine, operator: Terminal, name: str
+    stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
     """Nobody tells the records of a revocation, so an operator does; a release would leave the
     message to a rescue.
@@ -467,7 +473,7 @@ def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
 
 
 def test_another_call_of_the_key_may_come_before_the_enqueued_one(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """It runs, and the enqueued one is answered with its result: one run."""
     with engine.begin() as connection:
@@ -481,7 +487,7 @@ def test_another_call_of_the_key_may_come_before_the_enqueued_one(
 
 
 def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Its record is pending and has never ended in any way: a redelivered message finds it free."""
     with engine.begin() as connection:
@@ -497,7 +503,7 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
 
 
 def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """It takes the app to publish a message."""
     with engine.begin() as connection:
@@ -516,7 +522,7 @@ def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(
 
 
 def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Wrong arguments, arguments that are no JSON, tasks whose calls share a record, and
     autocommit.
@@ -539,7 +545,7 @@ def test_what_cannot_be_enqueued_is_refused_and_writes_nothing(
 
 
 def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Nor those that cannot be published at all; nothing is written."""
     typed = stage.tasks.typed
@@ -563,7 +569,9 @@ def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
     assert number.get(timeout=PATIENCE) == by(name, number.id)
 
 
-def test_a_call_whose_arguments_json_would_change_is_not_stored(stage: Stage, name: str) -> None:
+def test_a_call_whose_arguments_json_would_change_is_not_stored(
+    stage: Deployment, name: str
+) -> None:
     """The worker says so once; others of the task are stored."""
     for number, content in enumerate([(2, 3), {1: "x"}]):
         assert stage.tasks.typed.delay(f"{name}-{number}", content).get(timeout=PATIENCE) == repr(
@@ -580,7 +588,7 @@ def test_a_call_whose_arguments_json_would_change_is_not_stored(stage: Stage, na
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
 def test_a_locked_record_does_not_keep_the_relay_from_the_others(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """A transaction that goes on for long has one of them locked; the others are published."""
     with engine.begin() as connection:
@@ -599,7 +607,7 @@ def test_a_locked_record_does_not_keep_the_relay_from_the_others(
         assert handle.get(timeout=PATIENCE) == by(f"{name}-{number}", handle.id)
 
 
-def test_beat_relays_by_itself(stage_factory: StageFactory, name: str) -> None:
+def test_beat_relays_by_itself(stage_factory: DeploymentFactory, name: str) -> None:
     """As the documentation's schedule says, with a beat inside the worker."""
     stage = stage_factory(
         PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"}

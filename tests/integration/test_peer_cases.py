@@ -15,14 +15,14 @@ from celery.schedules import schedule
 from kombu.exceptions import OperationalError
 
 from celery_leases.errors import AlreadyDone, KeyReused, LeaseHeld
-from tests.integration.conftest import StageFactory
+from tests.integration.conftest import DeploymentFactory
 from tests.integration.cooldowns import COOLING, OK, status
-from tests.integration.stages import (
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
-    Stage,
+    Deployment,
     imported_anew,
 )
 from tests.support.servers import PostgresServer, RedisServer
@@ -31,7 +31,7 @@ from tests.support.servers.local import free_port
 
 @pytest.mark.parametrize("task", ["retries", "auto"])
 def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(
-    stage: Stage, name: str, task: str
+    stage: Deployment, name: str, task: str
 ) -> None:
     """Both by ``self.retry()`` and by ``autoretry_for``: three runs of one call, then done, and
     nothing is held.
@@ -50,7 +50,7 @@ def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(
 
 
 def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """One of the two runs; the other is rescheduled, and answered from the record when it is
     done.
@@ -68,7 +68,7 @@ def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later
 
 
 def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The key is made in the worker, so it does not matter who publishes."""
     gate = stage.gate()
@@ -93,7 +93,7 @@ def test_m3_a_call_by_name_and_one_by_beat_have_the_protection_of_delay(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Stage, name: str) -> None:
+def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Deployment, name: str) -> None:
     """The broker is down for the caller: an error for them, and the next call runs at once."""
     nowhere = f"{'amqp' if stage.broker == 'rabbit' else 'redis'}://127.0.0.1:{free_port()}//"
     tasks = imported_anew("tests.apps.leased", stage.env | {"CELERY_BROKER_URL": nowhere})
@@ -111,7 +111,7 @@ def test_m5_a_call_that_could_not_be_published_holds_nothing(stage: Stage, name:
 
 
 def test_m10_a_step_of_a_chain_that_another_call_holds_waits_and_goes_on_with_its_result(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The finished step before it stays SUCCESS, and the step after it gets the saved result."""
     gate = stage.gate()
@@ -130,7 +130,7 @@ def test_m10_a_step_of_a_chain_that_another_call_holds_waits_and_goes_on_with_it
 
 
 def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Two members of one key, the second while the first runs: the chord completes with the result
     twice.
@@ -147,7 +147,9 @@ def test_m11_a_duplicate_inside_a_chord_header_gets_the_saved_result(
     assert len(stage.events("gather", id=result.id)) == 1
 
 
-def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(stage: Stage, name: str) -> None:
+def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(
+    stage: Deployment, name: str
+) -> None:
     """``(1, 2)`` here and ``[1, 2]`` in the worker: one key and one fingerprint, also for who asks
     for the status.
     """
@@ -161,7 +163,7 @@ def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(stage: Stage,
 
 @pytest.mark.parametrize("kind", ["redis", "database"])
 def test_m13_a_call_outlives_a_lease_store_that_is_away(
-    stage_factory: StageFactory, name: str, kind: str
+    stage_factory: DeploymentFactory, name: str, kind: str
 ) -> None:
     """The message is rescheduled while the store is away, and runs once when it is there again."""
     if kind == "redis":
@@ -189,7 +191,7 @@ def test_m13_a_call_outlives_a_lease_store_that_is_away(
 
 
 def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Through the result backend as JSON, and through pickle; no worker dies of them."""
     gate = stage.gate()
@@ -218,7 +220,7 @@ def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
     assert not stage.log("WorkerLostError")
 
 
-def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Stage, name: str) -> None:
+def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, name: str) -> None:
     """Members whose key is done, in every way a duplicate can be told to end without a result."""
     for task in ("work", "ignores"):
         leased = getattr(stage.tasks, task)
@@ -230,7 +232,7 @@ def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Stage, name: st
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -> None:
+def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: str) -> None:
     """The copy meets its own call's lease: nothing is stored over the run, and the chord
     completes.
     """
@@ -249,7 +251,7 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Stage, name: str) -
 
 
 def test_x4_an_error_of_the_connection_is_not_remembered_for_ever(
-    stage_factory: StageFactory, name: str
+    stage_factory: DeploymentFactory, name: str
 ) -> None:
     """Its caller is told, the key cools down for a minute, and the next call after that runs."""
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from tests.unit.pages import ROOT
+from tests.unit.doc_pages import ROOT
 
 CONFTEST = """
 pytest_plugins = ["tests.support.plugin", "tests.support.node_plugin"]

@@ -11,9 +11,9 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
-from tests.integration.possessions import possessions
-from tests.integration.stages import PATIENCE, POOL_STORES, Stage
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PATIENCE, POOL_STORES, Deployment
+from tests.integration.process_resources import resource_counts
 
 TTL = 2
 TOLD = 3.0
@@ -26,21 +26,23 @@ GREEN = ("gevent", "eventlet")
 
 
 @pytest.fixture(scope="module", params=POOL_STORES)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker of each pool that outlives what its bodies do."""
     if request.param in GREEN:
         pytest.importorskip(request.param)
     options = {"pool": request.param, "concurrency": 1}
     env = {"TTL": str(TTL), "PREFETCH": "1"}
     made = stage_factory(
-        POOL_STORES[request.param], home="tests.apps.dying", worker=options, env=env
+        POOL_STORES[request.param], home="tests.apps.blocking_bodies", worker=options, env=env
     )
     yield made
     made.close()
 
 
 @pytest.fixture
-def process(stage: Stage, name: str) -> Iterator[int]:
+def process(stage: Deployment, name: str) -> Iterator[int]:
     """The process that runs the bodies, which has no more of anything after the test than before
     it.
     """
@@ -53,7 +55,7 @@ def process(stage: Stage, name: str) -> Iterator[int]:
 
     def counted() -> Counter[str]:
         stage.tasks.collects.delay().get(timeout=PATIENCE)
-        return possessions(warm["pid"])
+        return resource_counts(warm["pid"])
 
     before = counted() | counted()
     yield warm["pid"]
@@ -68,7 +70,7 @@ def process(stage: Stage, name: str) -> Iterator[int]:
 
 
 def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again(
-    stage: Stage, name: str, process: int
+    stage: Deployment, name: str, process: int
 ) -> None:
     """One regular expression: nobody can renew meanwhile. The attempt is given back, which is no
     crash.
@@ -87,7 +89,7 @@ def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again
 
 
 def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(
-    stage: Stage, name: str, process: int
+    stage: Deployment, name: str, process: int
 ) -> None:
     """As of a time limit; given back, it would only hang again."""
     if stage.worker.pool == "threads":
@@ -101,7 +103,7 @@ def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(
 
 
 def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(
-    stage: Stage, name: str, process: int
+    stage: Deployment, name: str, process: int
 ) -> None:
     """The threads that renew are the system's: they run while no greenlet can."""
     if stage.worker.pool not in GREEN:
@@ -123,7 +125,7 @@ def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
 def test_a_process_that_the_body_has_forked_never_comes_back_into_the_protocol(
-    stage: Stage, name: str, process: int, how: str, code: int
+    stage: Deployment, name: str, process: int, how: str, code: int
 ) -> None:
     """It ends where the body would have; the parent keeps the lease, and its outcome is the only
     one.

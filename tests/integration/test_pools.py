@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     RABBIT_REDIS_SQLITE,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
-    Stage,
+    Deployment,
 )
 
 TTL = 2
@@ -25,7 +25,9 @@ POOLS: list[tuple[str, int, tuple[str, ...]]] = [
 
 
 @pytest.fixture(scope="module", params=POOLS, ids=lambda pool: "-".join((pool[0], *pool[2])))
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker of each pool that logs its renewals."""
     pool, concurrency, combination = request.param
     if pool in ("gevent", "eventlet"):
@@ -36,7 +38,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     made.close_when_drained(request.session)
 
 
-def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: str) -> None:
+def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, name: str) -> None:
     """Bodies and duplicates are threads or greenlets of one process, with one renewer and one set
     of connections.
     """
@@ -51,7 +53,7 @@ def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Stage, name: 
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_body_of_twice_the_ttl_keeps_its_lease_by_renewals(stage: Stage, name: str) -> None:
+def test_a_body_of_twice_the_ttl_keeps_its_lease_by_renewals(stage: Deployment, name: str) -> None:
     """A renewal comes every third of a ttl; after seven of them the key is still held, and the
     outcome is accepted.
     """
@@ -66,7 +68,7 @@ def test_a_body_of_twice_the_ttl_keeps_its_lease_by_renewals(stage: Stage, name:
     assert (row["state"], row["attempt"], row["crashes"]) == ("done", 1, 0)
 
 
-def test_several_bodies_in_one_process_keep_their_own_leases(stage: Stage, name: str) -> None:
+def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, name: str) -> None:
     """Each sees its own key in ``current_lease``, and all are renewed."""
     number = min(3, stage.worker.concurrency)
     gate = stage.gate()
@@ -83,7 +85,7 @@ def test_several_bodies_in_one_process_keep_their_own_leases(stage: Stage, name:
 
 
 def test_check_tells_the_body_when_its_lease_was_released_from_outside(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """An operator takes the key away: ``check()`` raises, and the call runs again under a higher
     fence.

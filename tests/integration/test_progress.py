@@ -16,10 +16,10 @@ from celery_leases.testing.waits import wait_until
 from celery_leases.worker.app_components import parts_of
 from tests.apps.failpoints import armed
 from tests.contract.sql_stores import statements_of
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import BOTH_WAYS, PATIENCE, Stage, environment, spelled
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import BOTH_WAYS, PATIENCE, Deployment, environment, spelled
 
-PROGRESSING = "tests.apps.progressing"
+PROGRESSING = "tests.apps.progress_tasks"
 MANY = 10_000
 DEATHS = sorted(random.Random(1842).sample(range(MANY), 3))
 LATE_DEATHS = sorted(random.Random(2026).sample(range(MANY // 4, MANY), 2))
@@ -28,9 +28,9 @@ LATE_DEATHS = sorted(random.Random(2026).sample(range(MANY // 4, MANY), 2))
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
 def module_stage(
     request: pytest.FixtureRequest,
-    stage_factory: StageFactory,
+    stage_factory: DeploymentFactory,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Stage]:
+) -> Iterator[Deployment]:
     """A worker that loops; at its end nothing may be left in the queue."""
     failpoints = tmp_path_factory.mktemp("failpoints")
     made = stage_factory(request.param, home=PROGRESSING, env={"FAILPOINTS": str(failpoints)})
@@ -58,7 +58,7 @@ def module_stage(
         made.close()
 
 
-def arm(stage: Stage, step: str, name: str) -> None:
+def arm(stage: Deployment, step: str, name: str) -> None:
     """Let the process die there, once."""
     armed(Path(stage.env["FAILPOINTS"]), step, name).touch()
 
@@ -66,7 +66,7 @@ def arm(stage: Stage, step: str, name: str) -> None:
 class Worked:
     """The items that were worked on, by the runs of the body."""
 
-    def __init__(self, stage: Stage, name: str) -> None:
+    def __init__(self, stage: Deployment, name: str) -> None:
         lines = (stage.directory / f"items.{name}").read_text().splitlines()
         self.lines = [(int(pid), int(item), float(t)) for pid, item, t in map(str.split, lines)]
 
@@ -91,7 +91,7 @@ class Worked:
 
 
 @pytest.mark.parametrize("every", [None, 7])
-def test_a_failure_loses_nothing(stage: Stage, name: str, every: int | None) -> None:
+def test_a_failure_loses_nothing(stage: Deployment, name: str, every: int | None) -> None:
     """What was not saved yet is saved with the outcome: cooled down or tried again, it goes on at
     that very item.
     """
@@ -102,7 +102,7 @@ def test_a_failure_loses_nothing(stage: Stage, name: str, every: int | None) -> 
 
 
 def test_a_lease_that_was_taken_away_stops_the_loop_between_two_items(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The body is told by the next item; the run after it goes on where the last save was."""
     gate = stage.gate()
@@ -121,14 +121,14 @@ def test_a_lease_that_was_taken_away_stops_the_loop_between_two_items(
     assert worked.turns() == [(5, 5)]
 
 
-def test_two_loops_have_their_own_positions(stage: Stage, name: str) -> None:
+def test_two_loops_have_their_own_positions(stage: Deployment, name: str) -> None:
     """Killed in the second, the first is not run again."""
     arm(stage, "row", name)
     result = stage.tasks.tables.delay(name, 5, 2)
     assert result.get(timeout=PATIENCE) == [["body", 2], ["body", 3], ["body", 4]]
 
 
-def test_a_loop_keeps_a_lease_that_nobody_renews(stage: Stage, name: str) -> None:
+def test_a_loop_keeps_a_lease_that_nobody_renews(stage: Deployment, name: str) -> None:
     """Under ``lease_renew=False`` what is saved pushes it out, for longer than it would last."""
     result = stage.tasks.quietly.delay(name, 45, 0.1)
     result.get(timeout=PATIENCE)
@@ -138,7 +138,7 @@ def test_a_loop_keeps_a_lease_that_nobody_renews(stage: Stage, name: str) -> Non
 
 @pytest.mark.parametrize("how", [signal.SIGQUIT, signal.SIGTERM], ids=["cold", "soft"])
 def test_a_shutdown_loses_nothing(
-    stage_factory: StageFactory, name: str, how: signal.Signals
+    stage_factory: DeploymentFactory, name: str, how: signal.Signals
 ) -> None:
     """The worker is stopped in the middle of the loop; the next one goes on at the very item."""
     stage = stage_factory(
@@ -167,7 +167,7 @@ def test_a_shutdown_loses_nothing(
     assert worked.turns() in ([], [(stopped - 1, stopped - 1)])
 
 
-def test_a_new_generation_begins_at_its_first_page(stage: Stage, name: str) -> None:
+def test_a_new_generation_begins_at_its_first_page(stage: Deployment, name: str) -> None:
     """Forgotten, it has no progress, and none is shown."""
     stage.tasks.loops.delay(name, 3).get(timeout=PATIENCE)
     stage.client.forget(f"loops:{name}", task=f"{PROGRESSING}.loops")
@@ -179,7 +179,7 @@ def test_a_new_generation_begins_at_its_first_page(stage: Stage, name: str) -> N
 # -- without a worker ------------------------------------------------------------------------------
 
 
-def test_saving_is_throttled(stage: Stage, name: str) -> None:
+def test_saving_is_throttled(stage: Deployment, name: str) -> None:
     """Ten thousand items are a statement a second, and not ten thousand."""
     with (
         environment({"JOURNAL": str(stage.journal)}),
@@ -192,7 +192,7 @@ def test_saving_is_throttled(stage: Stage, name: str) -> None:
     assert 1 <= len(saves) <= took / SAVE_EVERY + 2
 
 
-def test_called_directly_it_is_a_plain_loop(stage: Stage, name: str) -> None:
+def test_called_directly_it_is_a_plain_loop(stage: Deployment, name: str) -> None:
     """As often as one likes."""
     with environment({"JOURNAL": str(stage.journal)}):
         for _ in range(2):
@@ -203,7 +203,7 @@ def test_called_directly_it_is_a_plain_loop(stage: Stage, name: str) -> None:
 # -- what went on beside them ----------------------------------------------------------------------
 
 
-def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Stage) -> None:
+def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Deployment) -> None:
     """It dies three times, with two crashes in a row being too many, and finishes: its progress
     resets their number.
     """
@@ -221,7 +221,9 @@ def test_a_task_that_gets_on_each_time_is_never_given_up(stage: Stage) -> None:
 
 
 @pytest.mark.nightly
-def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(stage: Stage) -> None:
+def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(
+    stage: Deployment,
+) -> None:
     """Killed at three random items, before these were begun: each is worked on exactly once."""
     stage.wait_for_state("loops", "loops:every-1", "done", 3 * PATIENCE)
     assert len(stage.events("failpoint", name="every-1")) == len(DEATHS)
@@ -230,7 +232,7 @@ def test_of_ten_thousand_items_none_is_skipped_and_with_every_1_none_repeats(sta
     assert [begun["crashes"] for begun in stage.events("begin", name="every-1")] == [0, 1, 1, 1]
 
 
-def test_by_default_at_most_a_seconds_items_repeat(stage: Stage) -> None:
+def test_by_default_at_most_a_seconds_items_repeat(stage: Deployment) -> None:
     """Killed at random items of ten thousand: what is worked on again was worked on just before the
     death.
     """

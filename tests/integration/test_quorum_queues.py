@@ -11,14 +11,16 @@ from kombu import Exchange, Queue
 
 from celery_leases.errors import RescheduleFailed
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, RABBIT_DATABASE_POSTGRES, Stage
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PATIENCE, RABBIT_DATABASE_POSTGRES, Deployment
 
 SLOTS = 2
 
 
 @pytest.fixture(scope="module", params=["topic", "direct"])
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker with two slots and a prefetch count of two on a quorum queue."""
     env = {"QUORUM": request.param, "PREFETCH": "1"}
     made = stage_factory(RABBIT_DATABASE_POSTGRES, env=env, worker={"concurrency": SLOTS})
@@ -26,13 +28,13 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
     made.close_when_drained(request.session)
 
 
-def kind_of(stage: Stage, queue: str) -> Any:
+def kind_of(stage: Deployment, queue: str) -> Any:
     """A quorum queue as the worker declares it."""
     exchange = Exchange(queue, stage.env["QUORUM"])
     return Queue(queue, exchange, queue, queue_arguments={"x-queue-type": "quorum"})
 
 
-def test_waits_in_sequence_come_back(stage: Stage, name: str) -> None:
+def test_waits_in_sequence_come_back(stage: Deployment, name: str) -> None:
     """Short and long: each is a message that is new to RabbitMQ, and none costs one of the
     deliveries it allows.
     """
@@ -44,7 +46,7 @@ def test_waits_in_sequence_come_back(stage: Stage, name: str) -> None:
     assert not stage.log("could not be rescheduled")
 
 
-def test_calls_that_wait_leave_the_worker_free(stage: Stage, name: str) -> None:
+def test_calls_that_wait_leave_the_worker_free(stage: Deployment, name: str) -> None:
     """Twice as many calls wait as the worker may have unacknowledged; fresh calls run all the
     same.
     """
@@ -59,7 +61,7 @@ def test_calls_that_wait_leave_the_worker_free(stage: Stage, name: str) -> None:
         call.get(timeout=PATIENCE)
 
 
-def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
+def test_a_wait_ends_in_the_queue_it_began_in(stage: Deployment, name: str) -> None:
     """A worker of another queue puts its calls back into that queue, not into the default one."""
     high = stage.side_queue()
     worker = stage.new_worker(
@@ -88,7 +90,9 @@ def test_a_wait_ends_in_the_queue_it_began_in(stage: Stage, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def refusing(stage_factory: StageFactory, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def refusing(
+    stage_factory: DeploymentFactory, tmp_path_factory: pytest.TempPathFactory
+) -> Deployment:
     """A worker whose broker takes no message that is rescheduled; its queue allows two deliveries
     after the first.
     """
@@ -100,21 +104,21 @@ def refusing(stage_factory: StageFactory, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-def test_a_call_fails_before_its_queue_would_discard_it(refusing: Stage, name: str) -> None:
+def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, name: str) -> None:
     """Its caller and its record are told, and no delivery is spent without a line in the log."""
     Path(refusing.env["REFUSED"]).touch()
-    call = refusing.tasks.comes_back.delay(name)
+    call = refusing.tasks.reschedules_once.delay(name)
     with pytest.raises(RescheduleFailed, match="the broker takes nothing"):
         call.get(timeout=PATIENCE)
     assert len(refusing.wait_for_log(call.id, "returned to the broker")) == 2
-    status = refusing.tasks.comes_back.lease_status(name)
+    status = refusing.tasks.reschedules_once.lease_status(name)
     assert (status.state, status.resumes) == ("pending", False)
 
 
-def test_a_call_comes_back_that_is_taken_at_last(refusing: Stage, name: str) -> None:
+def test_a_call_comes_back_that_is_taken_at_last(refusing: Deployment, name: str) -> None:
     """It is published again and again by the worker that holds its delivery."""
     Path(refusing.env["REFUSED"]).touch()
-    call = refusing.tasks.comes_back.delay(name)
+    call = refusing.tasks.reschedules_once.delay(name)
     refusing.wait_for_log(call.id, "could not be rescheduled")
     Path(refusing.env["REFUSED"]).unlink()
     assert call.get(timeout=PATIENCE) == "NoneType"
@@ -122,7 +126,7 @@ def test_a_call_comes_back_that_is_taken_at_last(refusing: Stage, name: str) -> 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["that goes on", "that ends meanwhile"])
 def test_the_copy_of_a_running_call_spends_no_more_deliveries_than_there_are(
-    refusing: Stage, name: str, ends: bool
+    refusing: Deployment, name: str, ends: bool
 ) -> None:
     """Its queue never discards it: it is held, and ends once no more may be given back."""
     gate = refusing.gate()

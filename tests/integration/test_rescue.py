@@ -16,8 +16,9 @@ from celery_leases.protocol.keys import stored_key
 from celery_leases.stores.sql.outbox import Outbox
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import app_components, outbox
-from tests.integration.conftest import StageFactory
-from tests.integration.orders import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PATIENCE, Deployment
+from tests.integration.outbox_helpers import (
     ORDERING,
     PG_REDIS,
     TTL,
@@ -35,7 +36,6 @@ from tests.integration.orders import (
     record,
     rescued,
 )
-from tests.integration.stages import PATIENCE, Stage
 from tests.integration.terminal import Terminal
 
 __all__ = ["driver", "engine", "module_stage", "operator"]
@@ -45,7 +45,7 @@ __all__ = ["driver", "engine", "module_stage", "operator"]
 
 
 def test_what_was_published_and_never_delivered_is_rescued(
-    stage: Stage, engine: Engine, operator: Terminal, name: str
+    stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
     """The broker has lost the message of an enqueued call: ``--dry-run`` tells, ``rescue``
     publishes it.
@@ -68,7 +68,7 @@ def test_what_was_published_and_never_delivered_is_rescued(
 
 
 def test_two_rescues_at_once_publish_a_message_once(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """The row is compared as it is set."""
     with engine.begin() as connection:
@@ -81,7 +81,7 @@ def test_two_rescues_at_once_publish_a_message_once(
 
 
 def test_a_record_that_changed_since_it_was_read_is_not_published(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Of two rescues that have read the same row the second finds it taken."""
     with engine.begin() as connection:
@@ -94,7 +94,7 @@ def test_a_record_that_changed_since_it_was_read_is_not_published(
 
 
 def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
-    stage_factory: StageFactory, name: str
+    stage_factory: DeploymentFactory, name: str
 ) -> None:
     """Beat comes round more often than that; nobody works off the queue."""
     stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
@@ -112,7 +112,7 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
 
 
 def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
-    stage: Stage, engine: Engine, operator: Terminal, name: str
+    stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
     """The broker is away: the command fails and says why, and nothing is lost for those who only
     rescue.
@@ -135,7 +135,7 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
 
 
 def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """It died before it published, and nobody relays."""
     with engine.begin() as connection:
@@ -154,7 +154,7 @@ def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
 
 
 def test_an_enqueued_record_knows_the_retention_of_its_task(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Before anybody has claimed it."""
     with engine.begin() as connection:
@@ -164,7 +164,7 @@ def test_an_enqueued_record_knows_the_retention_of_its_task(
 
 
 def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """An operator's retention is for what nobody asks for any more."""
     with engine.begin() as connection:
@@ -180,7 +180,7 @@ def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
     assert handle.get(timeout=PATIENCE) == by(name, handle.id)
 
 
-def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> None:
+def test_nothing_is_rescued_while_its_lease_lives(stage: Deployment, name: str) -> None:
     """However long it has been running, and were its message due."""
     gate = stage.gate()
     result = stage.tasks.kept.delay(name, str(gate))
@@ -195,7 +195,7 @@ def test_nothing_is_rescued_while_its_lease_lives(stage: Stage, name: str) -> No
 
 
 def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call before was left to its callers; this one is theirs."""
     with pytest.raises(Exception, match="Retry available"):
@@ -216,7 +216,9 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
 
 @pytest.mark.every_argument
 @pytest.mark.parametrize("how", ["revoked", "hard time limit"])
-def test_a_call_that_celery_has_ended_is_not_rescued(stage: Stage, name: str, how: str) -> None:
+def test_a_call_that_celery_has_ended_is_not_rescued(
+    stage: Deployment, name: str, how: str
+) -> None:
     """Whoever revoked it, or waits for it, was told that it is over."""
     limit = {} if how == "revoked" else {"time_limit": 1}
     result = stage.tasks.kept.apply_async((name, str(stage.gate())), **limit)
@@ -233,7 +235,7 @@ def test_a_call_that_celery_has_ended_is_not_rescued(stage: Stage, name: str, ho
 
 
 def test_live_ones_do_not_hide_a_stranded_one(
-    stage: Stage, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many have been running for longer than the page that is looked at."""
     monkeypatch.setattr(outbox, "LOOKED_AT_ONCE", 1)
@@ -254,7 +256,7 @@ def test_live_ones_do_not_hide_a_stranded_one(
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
 def test_a_locked_record_does_not_keep_a_rescue_from_the_others(
-    stage: Stage, engine: Engine, name: str
+    stage: Deployment, engine: Engine, name: str
 ) -> None:
     """What somebody has locked is with somebody."""
     with engine.begin() as connection:
@@ -274,18 +276,20 @@ def test_a_locked_record_does_not_keep_a_rescue_from_the_others(
 
 
 @pytest.fixture
-def lossy_stage(stage_factory: StageFactory) -> Stage:
+def lossy_stage(stage_factory: DeploymentFactory) -> Deployment:
     """A worker whose broker forgets everything when :func:`lose` is called."""
     return stage_factory(PG_REDIS, home=ORDERING, env={"TTL": f"{TTL:g}", "VISIBILITY": "3600"})
 
 
-def lose(stage: Stage) -> None:
+def lose(stage: Deployment) -> None:
     """All messages are gone, those that had been delivered too."""
     with redis.Redis.from_url(stage.broker_url) as broker:
         broker.delete("unacked", "unacked_index", stage.queue)
 
 
-def test_what_a_broker_has_lost_is_run_again_with_its_canvas(lossy_stage: Stage, name: str) -> None:
+def test_what_a_broker_has_lost_is_run_again_with_its_canvas(
+    lossy_stage: Deployment, name: str
+) -> None:
     """A killed worker's call in a chain, another in a chord, and one that was cooling; not one
     without the option.
     """
@@ -341,7 +345,7 @@ def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
 
 
 def test_an_operator_may_say_that_an_uncertain_key_is_done(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """By client and command; later callers get the result he gives, and nothing runs."""
     task = f"{ORDERING}.order"
@@ -368,7 +372,7 @@ def test_an_operator_may_say_that_an_uncertain_key_is_done(
 
 
 def test_an_operator_may_let_an_uncertain_key_run_again(
-    stage: Stage, operator: Terminal, name: str
+    stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """Nothing is queued by that, as he is told; the next call runs."""
     key = doubtful(stage, name)
@@ -379,7 +383,7 @@ def test_an_operator_may_let_an_uncertain_key_run_again(
     assert later.get(timeout=PATIENCE) == by(name, later.id)
 
 
-def test_a_live_lease_is_not_resolved_unless_forced(stage: Stage, name: str) -> None:
+def test_a_live_lease_is_not_resolved_unless_forced(stage: Deployment, name: str) -> None:
     """What its holder still says about the outcome is refused then: its caller gets the operator's
     answer.
     """
@@ -402,7 +406,7 @@ def test_a_live_lease_is_not_resolved_unless_forced(stage: Stage, name: str) -> 
         stage.client.resolve(key, "retry", task=task)
 
 
-def test_bad_words_to_resolve_are_refused(stage: Stage, operator: Terminal, name: str) -> None:
+def test_bad_words_to_resolve_are_refused(stage: Deployment, operator: Terminal, name: str) -> None:
     """Unknown keys, outcomes and results that are no JSON; nothing is changed."""
     task, key = f"{ORDERING}.order", doubtful(stage, name)
     with pytest.raises(UnknownKey):

@@ -10,32 +10,40 @@ import pytest
 
 from celery_leases.errors import KeyReused
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import BOTH_WAYS, PATIENCE, REDIS_REDIS_POSTGRES, Stage, spelled
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
+    BOTH_WAYS,
+    PATIENCE,
+    REDIS_REDIS_POSTGRES,
+    Deployment,
+    spelled,
+)
 from tests.support.servers import RedisServer
 
-MODULE = "tests.apps.signalled"
+MODULE = "tests.apps.signal_receivers"
 
 # Every test here runs with a receiver that raises and one that raises SystemExit behind the one
 # that writes down.
 
 
 @pytest.fixture(scope="module", params=BOTH_WAYS, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker with receivers for every signal."""
     made = stage_factory(request.param, module=MODULE)
     yield made
     made.close_when_drained(request.session)
 
 
-def signals_of(stage: Stage, call: str) -> list[str]:
+def signals_of(stage: Deployment, call: str) -> list[str]:
     """The names of the signals about one call, in their order."""
     return [
         event["signal"] for event in stage.events("signal") if event["event"]["call_id"] == call
     ]
 
 
-def one(stage: Stage, signal: str, call: str) -> dict[str, Any]:
+def one(stage: Deployment, signal: str, call: str) -> dict[str, Any]:
     """The one event of that signal about a call."""
 
     def found() -> list[dict[str, Any]]:
@@ -50,12 +58,12 @@ def one(stage: Stage, signal: str, call: str) -> dict[str, Any]:
     return found()[0]
 
 
-def lines_of(stage: Stage, call: str) -> list[str]:
+def lines_of(stage: Deployment, call: str) -> list[str]:
     """The log lines about one call at INFO and above, by their event."""
     return [event["event"] for event in stage.events("line", id=call) if event["level"] != "DEBUG"]
 
 
-def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
+def test_a_run_is_told_as_acquired_and_settled(stage: Deployment, name: str) -> None:
     """The sender is the task; the events say who, which attempt, and how it ended."""
     call = stage.tasks.work.delay(name)
     fence = call.get(timeout=PATIENCE)["fence"]
@@ -85,7 +93,7 @@ def test_a_run_is_told_as_acquired_and_settled(stage: Stage, name: str) -> None:
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_receiver_for_one_task_hears_of_that_one_only(stage: Stage, name: str) -> None:
+def test_a_receiver_for_one_task_hears_of_that_one_only(stage: Deployment, name: str) -> None:
     """``connect(sender=task)``, as with Celery's signals."""
     for task in (stage.tasks.rerun, stage.tasks.work):
         task.delay(name).get(timeout=PATIENCE)
@@ -93,7 +101,7 @@ def test_a_receiver_for_one_task_hears_of_that_one_only(stage: Stage, name: str)
     assert {event["task"] for event in stage.events("settled")} == {stage.tasks.work.name}
 
 
-def test_a_failure_is_told_with_its_class_and_message(stage: Stage, name: str) -> None:
+def test_a_failure_is_told_with_its_class_and_message(stage: Deployment, name: str) -> None:
     """The settled event of an attempt that raised."""
     call = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match="no luck"):
@@ -111,7 +119,7 @@ def test_a_failure_is_told_with_its_class_and_message(stage: Stage, name: str) -
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_duplicate_is_told_as_held_put_back_and_replayed(stage: Stage, name: str) -> None:
+def test_a_duplicate_is_told_as_held_put_back_and_replayed(stage: Deployment, name: str) -> None:
     """The holder's identity and the first call's id are in the events; each delivery ends with one
     line.
     """
@@ -133,7 +141,7 @@ def test_a_duplicate_is_told_as_held_put_back_and_replayed(stage: Stage, name: s
     assert one(stage, "result_replayed", other.id)["event"]["first_call_id"] == first.id
 
 
-def test_a_superfluous_copy_is_told_as_dropped(stage: Stage, name: str) -> None:
+def test_a_superfluous_copy_is_told_as_dropped(stage: Deployment, name: str) -> None:
     """The third copy of a running call, with its reason."""
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
@@ -157,7 +165,7 @@ def test_a_superfluous_copy_is_told_as_dropped(stage: Stage, name: str) -> None:
     ]
 
 
-def test_a_refusal_is_told_with_its_error(stage: Stage, name: str) -> None:
+def test_a_refusal_is_told_with_its_error(stage: Deployment, name: str) -> None:
     """The same key with other arguments."""
     assert stage.tasks.work.delay(name, answer=1).get(timeout=PATIENCE) == 1
     call = stage.tasks.work.delay(name, answer=2)
@@ -167,7 +175,9 @@ def test_a_refusal_is_told_with_its_error(stage: Stage, name: str) -> None:
     assert signals_of(stage, call.id) == lines_of(stage, call.id) == ["call_refused"]
 
 
-def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(stage: Stage, name: str) -> None:
+def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(
+    stage: Deployment, name: str
+) -> None:
     """A key released by an operator under a running body: lost, refused, rescheduled, and done by
     the next attempt.
     """
@@ -189,7 +199,7 @@ def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(stage: Stage, n
     assert told[-1] == "attempt_settled"
 
 
-def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Stage, name: str) -> None:
+def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Deployment, name: str) -> None:
     """The body kills its own pool child once; the next attempt says on which host and how often in
     a row.
     """
@@ -202,7 +212,7 @@ def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Stage, name: 
 
 
 def test_a_renewal_that_fails_is_told_and_the_lease_goes_on(
-    stage_factory: StageFactory, name: str
+    stage_factory: DeploymentFactory, name: str
 ) -> None:
     """Redis stands still for a moment: warnings with what is left, then renewals again, and one
     body.
@@ -230,7 +240,7 @@ def test_a_renewal_that_fails_is_told_and_the_lease_goes_on(
         stage.close()
 
 
-def test_broken_receivers_and_log_handlers_harm_nothing(stage: Stage, name: str) -> None:
+def test_broken_receivers_and_log_handlers_harm_nothing(stage: Deployment, name: str) -> None:
     """Exceptions and SystemExit in receivers, an exception in a log handler: right results, by the
     same children.
     """

@@ -13,10 +13,10 @@ from sqlalchemy import text
 from celery_leases.protocol.keys import stored_key
 from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import waiting_in
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import PATIENCE, Stage, spelled
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import PATIENCE, Deployment, spelled
 
-BOOKING = "tests.apps.booking"
+BOOKING = "tests.apps.transaction_scripts"
 PG_REDIS = ("redis", "redis", "postgres")
 PG_DATABASE = ("rabbit", "database", "postgres")
 MARIA_REDIS = ("rabbit", "redis", "mariadb")
@@ -33,7 +33,7 @@ COMPLETE = ["complete", "paid"]
 BOOKED = [OPEN, WRITE, COMPLETE, COMMIT]
 
 
-def make_books(stage: Stage) -> Stage:
+def make_books(stage: Deployment) -> Deployment:
     """The table of the body's own rows."""
     with stage._engine.connect() as connection:
         connection.execute(
@@ -47,7 +47,9 @@ def make_books(stage: Stage) -> Stage:
     params=(PG_REDIS, PG_DATABASE, MARIA_REDIS, MARIA_DATABASE, LITE_DATABASE),
     ids=spelled,
 )
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A worker that keeps books; at its end nothing may be left in the queue."""
     made = make_books(stage_factory(request.param, home=BOOKING, env={"TTL": f"{TTL:g}"}))
     yield made
@@ -64,18 +66,18 @@ TELLS_TRANSACTIONS = pytest.mark.only(database=("postgres", "sqlite"))
 """A connection to MariaDB does not tell one transaction from the next."""
 
 
-def run(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
+def run(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
     """A call that plays scripts."""
     result: AsyncResult = stage.tasks.books.delay(name, way, *scripts)
     return result
 
 
-def answer(stage: Stage, name: str, *scripts: list[Any], way: str = "session") -> Any:
+def answer(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> Any:
     """What such a call results in."""
     return run(stage, name, *scripts, way=way).get(timeout=PATIENCE)
 
 
-def invoices(stage: Stage, name: str) -> int:
+def invoices(stage: Deployment, name: str) -> int:
     """How many rows of the body's own are committed."""
     with stage._engine.connect() as connection:
         found = connection.execute(
@@ -84,24 +86,24 @@ def invoices(stage: Stage, name: str) -> int:
     return int(found or 0)
 
 
-def record(stage: Stage, name: str) -> dict[str, Any]:
+def record(stage: Deployment, name: str) -> dict[str, Any]:
     """The record of a name."""
     row = stage.row("books", f"books:{name}")
     assert row is not None
     return row
 
 
-def assert_balanced(stage: Stage, name: str, *, done: bool) -> None:
+def assert_balanced(stage: Deployment, name: str, *, done: bool) -> None:
     """One invoice and a done record, or neither."""
     assert ((record(stage, name)["state"] == "done"), invoices(stage, name)) == (done, int(done))
 
 
-def raised(stage: Stage, name: str) -> list[str]:
+def raised(stage: Deployment, name: str) -> list[str]:
     """The classes of the errors that steps under ``try`` have raised."""
     return [event["error"] for event in stage.events("raised", name=name)]
 
 
-def wait_for_end(stage: Stage, name: str, ended: str) -> dict[str, Any]:
+def wait_for_end(stage: Deployment, name: str, ended: str) -> dict[str, Any]:
     """The record once its attempt has ended so."""
     deadline = time.monotonic() + PATIENCE
     while (row := record(stage, name))["ended"] != ended:
@@ -114,7 +116,7 @@ def wait_for_end(stage: Stage, name: str, ended: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_done_record_commits_with_the_rows(stage: Stage, name: str, way: str) -> None:
+def test_the_done_record_commits_with_the_rows(stage: Deployment, name: str, way: str) -> None:
     """By any kind of connection; the result is that of the call and of every later one, as JSON
     gives it back.
     """
@@ -130,7 +132,7 @@ def test_the_done_record_commits_with_the_rows(stage: Stage, name: str, way: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rollback_takes_the_done_record_along(stage: Stage, name: str, way: str) -> None:
+def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, way: str) -> None:
     """The body returns all the same, and its call fails; the next one does the work."""
     result = run(stage, name, [OPEN, WRITE, COMPLETE, ROLLBACK], BOOKED, way=way)
     with pytest.raises(Exception, match="its transaction was not committed") as told:
@@ -143,7 +145,9 @@ def test_a_rollback_takes_the_done_record_along(stage: Stage, name: str, way: st
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_transaction_that_is_left_open_is_rolled_back(stage: Stage, name: str, way: str) -> None:
+def test_a_transaction_that_is_left_open_is_rolled_back(
+    stage: Deployment, name: str, way: str
+) -> None:
     """Nobody could commit it any more, and the row would stay locked."""
     with pytest.raises(Exception, match="its transaction was not committed"):
         answer(stage, name, [OPEN, WRITE, COMPLETE], way=way)
@@ -155,7 +159,7 @@ def test_a_transaction_that_is_left_open_is_rolled_back(stage: Stage, name: str,
     "way", ["session autocommit", "connection autocommit", "driver autocommit"]
 )
 def test_what_commits_each_statement_by_itself_is_refused(
-    stage: Stage, name: str, way: str
+    stage: Deployment, name: str, way: str
 ) -> None:
     """Nothing would commit together; nothing is written, and the call still succeeds in a
     transaction.
@@ -168,7 +172,9 @@ def test_what_commits_each_statement_by_itself_is_refused(
 
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
-def test_another_database_is_refused_and_nothing_is_lost(stage: Stage, name: str, way: str) -> None:
+def test_another_database_is_refused_and_nothing_is_lost(
+    stage: Deployment, name: str, way: str
+) -> None:
     """The record is not there; the call goes on and completes where it is."""
     script = [["open", f"{way} elsewhere"], ["try", *COMPLETE], ROLLBACK, *BOOKED]
     assert answer(stage, name, script) == "paid"
@@ -177,7 +183,7 @@ def test_another_database_is_refused_and_nothing_is_lost(stage: Stage, name: str
 
 
 def test_a_result_that_is_no_json_is_refused_before_anything_is_written(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The body may complete with another one in the same transaction."""
     assert answer(stage, name, [OPEN, WRITE, ["try", "complete badly"], COMPLETE, COMMIT]) == "paid"
@@ -187,7 +193,7 @@ def test_a_result_that_is_no_json_is_refused_before_anything_is_written(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Stage, name: str) -> None:
+def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Deployment, name: str) -> None:
     """As with any result: the success stands, the caller gets it, and a replay says that it is
     missing.
     """
@@ -205,7 +211,7 @@ def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Stage, name: s
 
 @pytest.mark.parametrize("kind", ["value", "snooze", "retry", "ignore", "reject"])
 def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(
-    stage: Stage, name: str, kind: str
+    stage: Deployment, name: str, kind: str
 ) -> None:
     """Its result is the completed one, nothing runs again, and the signal tells of the
     exception.
@@ -221,14 +227,16 @@ def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(
     assert not stage.is_held("books", f"books:{name}")
 
 
-def test_what_the_body_returns_after_the_commit_does_not_count(stage: Stage, name: str) -> None:
+def test_what_the_body_returns_after_the_commit_does_not_count(
+    stage: Deployment, name: str
+) -> None:
     """The record says what was committed, and so does the call."""
     assert answer(stage, name, [*BOOKED, ["say", "something else"]]) == "paid"
     assert_balanced(stage, name, done=True)
 
 
 def test_a_second_completion_is_refused_in_the_transaction_and_after_it(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """``AlreadyCompleted`` both times; the first one stands."""
     script = [
@@ -246,7 +254,7 @@ def test_a_second_completion_is_refused_in_the_transaction_and_after_it(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Stage, name: str) -> None:
+def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Deployment, name: str) -> None:
     """For longer than the lease lasts: nobody interrupts it, nobody takes over, and callers are
     answered.
     """
@@ -265,7 +273,7 @@ def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Stage, name: 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_after_a_rollback_it_may_be_completed_again(stage: Stage, name: str, way: str) -> None:
+def test_after_a_rollback_it_may_be_completed_again(stage: Deployment, name: str, way: str) -> None:
     """Only what was committed counts."""
     script = [
         OPEN,
@@ -281,7 +289,9 @@ def test_after_a_rollback_it_may_be_completed_again(stage: Stage, name: str, way
     assert_balanced(stage, name, done=True)
 
 
-def test_an_error_before_the_commit_is_the_failure_of_the_call(stage: Stage, name: str) -> None:
+def test_an_error_before_the_commit_is_the_failure_of_the_call(
+    stage: Deployment, name: str
+) -> None:
     """It is classified as if nothing had been completed, as nothing has."""
     with pytest.raises(ValueError, match=f"no luck with {name}"):
         answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "value"]])
@@ -291,7 +301,7 @@ def test_an_error_before_the_commit_is_the_failure_of_the_call(stage: Stage, nam
     assert not stage.events("stands", about=f"books:{name}")
 
 
-def test_a_snooze_before_the_commit_comes_back_and_completes(stage: Stage, name: str) -> None:
+def test_a_snooze_before_the_commit_comes_back_and_completes(stage: Deployment, name: str) -> None:
     """Its first run left nothing behind."""
     assert answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "snooze"]], BOOKED) == "paid"
     assert len(stage.events("begin", name=name)) == 2
@@ -300,7 +310,7 @@ def test_a_snooze_before_the_commit_comes_back_and_completes(stage: Stage, name:
 
 @pytest.mark.parametrize("way", ["session", "connection", "driver"])
 def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(
-    stage: Stage, name: str, way: str
+    stage: Deployment, name: str, way: str
 ) -> None:
     """It may be completed again in the same transaction."""
     within = [
@@ -314,7 +324,7 @@ def test_a_savepoint_that_is_rolled_back_takes_the_completion_along(
 
 
 def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The outer transaction commits, but not the done record: the call has failed."""
     within = [
@@ -330,7 +340,7 @@ def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(
 
 @pytest.mark.parametrize("word", ["effect", "save", "each", "extend"])
 def test_after_the_commit_of_a_completion_nothing_else_is_written(
-    stage: Stage, name: str, word: str
+    stage: Deployment, name: str, word: str
 ) -> None:
     """The error says so, and the lease is not lost."""
     assert answer(stage, name, [*BOOKED, ["try", word], ["note", "went on"]]) == "paid"
@@ -345,7 +355,9 @@ def test_after_the_commit_of_a_completion_nothing_else_is_written(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, way: str) -> None:
+def test_guarded_rows_commit_while_the_fence_is_ours(
+    stage: Deployment, name: str, way: str
+) -> None:
     """As often as the body likes, and in the transaction that completes too, before and after."""
     script = [OPEN, GUARD, WRITE, COMMIT, OPEN, GUARD, COMPLETE, GUARD, COMMIT]
     assert answer(stage, name, script, way=way) == "paid"
@@ -360,7 +372,7 @@ def test_guarded_rows_commit_while_the_fence_is_ours(stage: Stage, name: str, wa
     ],
 )
 def test_a_guarded_transaction_that_is_left_open_is_a_failure(
-    stage: Stage, name: str, way: str
+    stage: Deployment, name: str, way: str
 ) -> None:
     """Its rows are rolled back, so the call has not succeeded, whatever its body returned."""
     result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
@@ -376,7 +388,7 @@ def test_a_guarded_transaction_that_is_left_open_is_a_failure(
 @TELLS_TRANSACTIONS
 @pytest.mark.parametrize("way", ["driver", "django", "raw"])
 def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(
-    stage: Stage, name: str, way: str
+    stage: Deployment, name: str, way: str
 ) -> None:
     """An effect may follow it, and the end of the body neither fails nor rolls it back."""
     begin = [["sql", "BEGIN"]] if stage.record_store == "sqlite" else []
@@ -387,7 +399,7 @@ def test_a_next_transaction_of_the_same_connection_is_not_the_guarded_one(
 
 
 def test_a_connection_that_is_closed_after_its_commit_guards_nothing(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Not SQLAlchemy's wrapper of one either."""
     script = [OPEN, GUARD, WRITE, COMMIT, ["close"], ["effect"], ["say", "paid"]]
@@ -398,7 +410,7 @@ def test_a_connection_that_is_closed_after_its_commit_guards_nothing(
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
 @pytest.mark.parametrize("way", ["session", "driver"])
 def test_with_a_stale_fence_the_rows_do_not_commit(
-    stage: Stage, name: str, step: list[Any], way: str
+    stage: Deployment, name: str, step: list[Any], way: str
 ) -> None:
     """The key was taken away meanwhile: the body is told, its work rolls back, and the call is run
     again.
@@ -430,7 +442,7 @@ def test_with_a_stale_fence_the_rows_do_not_commit(
 
 @pytest.mark.parametrize("step", [GUARD, COMPLETE], ids=["guard", "complete"])
 def test_nothing_else_is_written_while_the_transaction_is_open(
-    stage: Stage, name: str, step: list[Any]
+    stage: Deployment, name: str, step: list[Any]
 ) -> None:
     """``GuardOpen`` at once instead of waiting for the own lock; afterwards all of it is possible
     again.
@@ -448,7 +460,7 @@ def test_nothing_else_is_written_while_the_transaction_is_open(
 
 
 def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """It would wait for the lock of its own guard for ever."""
     script = [OPEN, WRITE, GUARD, ["try", "complete with", "connection"], COMPLETE, COMMIT]
@@ -459,7 +471,7 @@ def test_a_completion_by_another_connection_while_the_guard_is_open_is_refused(
 
 
 @ON_POSTGRES
-def test_in_repeatable_read_a_guard_comes_first(stage: Stage, name: str) -> None:
+def test_in_repeatable_read_a_guard_comes_first(stage: Deployment, name: str) -> None:
     """A row that was written since the snapshot is 40001, raised as it is; a guard as the first
     statement works.
     """
@@ -490,7 +502,9 @@ def test_in_repeatable_read_a_guard_comes_first(stage: Stage, name: str) -> None
 
 
 @ON_POSTGRES
-def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(stage: Stage, name: str) -> None:
+def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(
+    stage: Deployment, name: str
+) -> None:
     """No wrapping, so that whoever retries such transactions recognises it."""
     level = ["sql", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"]
     early = [OPEN, level, ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
@@ -505,7 +519,7 @@ def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(stage: Stage, 
 
 @pytest.mark.parametrize("ending", [COMMIT, ROLLBACK], ids=["commit", "rollback"])
 def test_a_call_enqueued_beside_the_completion_shares_its_fate(
-    stage: Stage, name: str, ending: list[Any]
+    stage: Deployment, name: str, ending: list[Any]
 ) -> None:
     """Done record, rows and the next call's message commit together, or none of them does."""
     following = f"{name}-next"
@@ -527,12 +541,12 @@ def test_a_call_enqueued_beside_the_completion_shares_its_fate(
 # -- long transactions -----------------------------------------------------------------------------
 
 
-def waits(stage: Stage, call: str) -> bool:
+def waits(stage: Deployment, call: str) -> bool:
     """Whether a call was rescheduled, or waits in its worker."""
     return any("rescheduled in" in line or "waits here" in line for line in stage.log(call))
 
 
-def contend(stage: Stage, name: str) -> list[AsyncResult]:
+def contend(stage: Deployment, name: str) -> list[AsyncResult]:
     """Three more calls of a name whose row is locked, over so long that its lease would have ended
     twice.
     """
@@ -544,7 +558,7 @@ def contend(stage: Stage, name: str) -> list[AsyncResult]:
 
 
 @ON_SERVER
-def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Stage, name: str) -> None:
+def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Deployment, name: str) -> None:
     """Three times the ttl after ``complete()``: nobody takes over, contenders are rescheduled soon,
     all get one answer.
     """
@@ -570,7 +584,7 @@ def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Stage, name: str) 
 
 
 @ON_SERVER
-def test_contenders_of_a_locked_row_give_up_soon(stage: Stage, name: str) -> None:
+def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -> None:
     """They hold a pool process for no longer than the lock timeout."""
     gate = stage.gate()
     result = run(
@@ -591,7 +605,7 @@ def test_contenders_of_a_locked_row_give_up_soon(stage: Stage, name: str) -> Non
 
 @ON_SERVER
 def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Whoever is the next then, one of them books it, and all get its answer."""
     first = [
@@ -615,7 +629,7 @@ def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
 
 @pytest.mark.parametrize("way", ["session", "connection"])
 def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(
-    stage: Stage, name: str, way: str
+    stage: Deployment, name: str, way: str
 ) -> None:
     """Three times the ttl, a commit, an effect, the end: one attempt."""
     script = [
@@ -637,7 +651,7 @@ def test_a_guard_that_outlasts_the_lease_goes_on_after_its_commit(
 @ON_SERVER
 @pytest.mark.parametrize("way", ["session", "connection"])
 def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
-    stage: Stage, name: str, way: str
+    stage: Deployment, name: str, way: str
 ) -> None:
     """The lease was over long ago, but the commit lets him see a live one; one attempt, and he gets
     its answer.
@@ -667,7 +681,7 @@ def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
     assert_balanced(stage, name, done=True)
 
 
-def waiting_for_rows(stage: Stage) -> int:
+def waiting_for_rows(stage: Deployment) -> int:
     """How many statements wait for somebody's lock in the stage's database."""
     with stage._engine.connect() as connection:
         return waiting_in(connection)
@@ -675,7 +689,7 @@ def waiting_for_rows(stage: Stage) -> int:
 
 @ROW_IS_LEASE
 def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """The lock is gone while the transaction says that it is open: the row is renewed again, and
     nobody else runs.
@@ -704,7 +718,7 @@ def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody
 
 @ROW_IS_LEASE
 def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
-    stage: Stage, name: str, request: pytest.FixtureRequest
+    stage: Deployment, name: str, request: pytest.FixtureRequest
 ) -> None:
     """The server has ended the idle transaction, and another attempt has done the work: lost,
     within the window.
@@ -742,7 +756,7 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
 
 
 @pytest.mark.only(database="sqlite")
-def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: str) -> None:
+def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Deployment, name: str) -> None:
     """Read first, another writer in between: SQLite refuses for ever, so the message says how to
     begin.
     """
@@ -767,7 +781,7 @@ def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Stage, name: 
 
 
 def test_called_directly_complete_and_guard_do_nothing(
-    stage: Stage, name: str, monkeypatch: Any
+    stage: Deployment, name: str, monkeypatch: Any
 ) -> None:
     """The body's rows are its own affair."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))
@@ -776,7 +790,7 @@ def test_called_directly_complete_and_guard_do_nothing(
 
 
 def test_an_eager_call_completes_as_its_body_returns(
-    stage: Stage, name: str, monkeypatch: Any
+    stage: Deployment, name: str, monkeypatch: Any
 ) -> None:
     """Its records are in memory, where nothing can commit together."""
     monkeypatch.setenv("JOURNAL", str(stage.journal))

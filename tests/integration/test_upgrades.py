@@ -9,12 +9,12 @@ import pytest
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.records import SqlRecordStore
 from tests.contract.test_migrations import make_old
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
     PATIENCE,
     RABBIT_DATABASE_POSTGRES,
     REDIS_REDIS_POSTGRES,
-    Stage,
+    Deployment,
     spelled,
 )
 from tests.support.servers import PostgresServer
@@ -28,8 +28,10 @@ part.
 
 @pytest.fixture(params=[REDIS_REDIS_POSTGRES, RABBIT_DATABASE_POSTGRES], ids=spelled)
 def stage(
-    request: pytest.FixtureRequest, stage_factory: StageFactory, leases_postgres: PostgresServer
-) -> Stage:
+    request: pytest.FixtureRequest,
+    stage_factory: DeploymentFactory,
+    leases_postgres: PostgresServer,
+) -> Deployment:
     """A worker on tables of version 1."""
     url = leases_postgres.new_database()
     make_old(url)
@@ -37,7 +39,7 @@ def stage(
 
 
 def test_no_call_is_lost_and_none_runs_twice_while_the_tables_are_migrated(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """Up, down and up again, under a stream of calls and with bodies that hold their leases
     throughout.
@@ -92,7 +94,7 @@ def test_no_call_is_lost_and_none_runs_twice_while_the_tables_are_migrated(
     stage.wait_until_drained()
 
 
-def test_a_worker_on_old_tables_warns_at_its_start(stage: Stage) -> None:
+def test_a_worker_on_old_tables_warns_at_its_start(stage: Deployment) -> None:
     """With the command to run."""
     assert any(
         "have version 1" in line and "leases migrate" in line for line in stage.log("tables")

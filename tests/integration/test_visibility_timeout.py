@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
     PATIENCE,
     REDIS_DATABASE_SQLITE,
     REDIS_REDIS_POSTGRES,
-    Stage,
+    Deployment,
     spelled,
 )
 
@@ -19,7 +19,9 @@ VISIBILITY = 1.0
 
 
 @pytest.fixture(scope="module", params=[REDIS_REDIS_POSTGRES, REDIS_DATABASE_SQLITE], ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A Redis broker that restores after one second, looked at every second."""
     made = stage_factory(request.param, env={"VISIBILITY": str(VISIBILITY)})
     yield made
@@ -28,7 +30,7 @@ def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) ->
 
 @pytest.mark.parametrize("task", ["work", "rerun", "keyless"])
 def test_c3_a_call_that_outlives_the_visibility_timeout_runs_once_and_ends(
-    stage: Stage, name: str, task: str
+    stage: Deployment, name: str, task: str
 ) -> None:
     """C3: restored copies meet their own holder, one of them waits at a time, and in the end no
     copy is left.

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from celery_leases.testing.waits import wait_until
-from tests.integration.conftest import StageFactory
-from tests.integration.stages import (
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
     PAIRWISE,
     PATIENCE,
     POOL_STORES,
     REDIS_REDIS_POSTGRES,
-    Stage,
+    Deployment,
     spelled,
 )
 from tests.support.worker_logs import latest_was_received
@@ -27,14 +27,16 @@ ONE_BY_ONE = 12
 
 
 @pytest.fixture(scope="module", params=PAIRWISE, ids=spelled)
-def module_stage(request: pytest.FixtureRequest, stage_factory: StageFactory) -> Iterator[Stage]:
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
     """A stage for every combination."""
     made = stage_factory(request.param)
     yield made
     made.close_when_drained(request.session)
 
 
-def alone(stage: Stage, name: str) -> list[str]:
+def alone(stage: Deployment, name: str) -> list[str]:
     """The calls whose bodies have run, in their order, none while another one ran."""
     told = [
         (event["what"], event["id"])
@@ -49,7 +51,7 @@ def alone(stage: Stage, name: str) -> list[str]:
 @pytest.mark.parametrize("pool", POOL_STORES)
 @pytest.mark.every_argument
 def test_calls_of_a_mutex_follow_each_other_at_once(
-    stage_factory: StageFactory, pool: str, name: str
+    stage_factory: DeploymentFactory, pool: str, name: str
 ) -> None:
     """In every pool. Only those that were with a process before anything was known of the key are
     rescheduled.
@@ -68,7 +70,7 @@ def test_calls_of_a_mutex_follow_each_other_at_once(
 
 
 def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """It gets a countdown in the worker's main process, and its turn after those that came
     before.
@@ -91,7 +93,7 @@ def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
     assert not [line for call in later for line in stage.log(call.id) if "rescheduled" in line]
 
 
-def test_twenty_calls_of_finished_work_are_answered_together(stage: Stage, name: str) -> None:
+def test_twenty_calls_of_finished_work_are_answered_together(stage: Deployment, name: str) -> None:
     """When the body that they wait for has ended."""
     gate = stage.gate()
     first = stage.tasks.work.delay(name, gate=str(gate))
@@ -105,7 +107,7 @@ def test_twenty_calls_of_finished_work_are_answered_together(stage: Stage, name:
 
 
 def test_a_call_with_other_arguments_does_not_wait_behind_the_others(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """With leases in the database it is refused while the key is held, as the row says what it
     stands for.
@@ -126,7 +128,7 @@ def test_a_call_with_other_arguments_does_not_wait_behind_the_others(
 
 
 def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(
-    stage: Stage, name: str
+    stage: Deployment, name: str
 ) -> None:
     """It never runs, and those behind it do not wait for it."""
     gate = stage.gate()
@@ -148,7 +150,7 @@ def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(
     assert calls[1].state == "REVOKED"
 
 
-def test_inspect_shows_those_that_wait_and_no_others(stage: Stage, name: str) -> None:
+def test_inspect_shows_those_that_wait_and_no_others(stage: Deployment, name: str) -> None:
     """``celery inspect scheduled`` shows them until they begin."""
     gate = stage.gate()
     running = stage.tasks.rerun.delay(name, gate=str(gate))
@@ -169,7 +171,7 @@ def test_inspect_shows_those_that_wait_and_no_others(stage: Stage, name: str) ->
 # -- several workers -------------------------------------------------------------------------------
 
 
-def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> None:
+def test_a_key_that_another_worker_frees_is_noticed(stage: Deployment, name: str) -> None:
     """The lease store is asked for it."""
     side, gate = stage.side_queue(), stage.gate()
     with stage.new_worker(concurrency=1) as other:
@@ -192,7 +194,7 @@ def test_a_key_that_another_worker_frees_is_noticed(stage: Stage, name: str) -> 
     "combination", [REDIS_REDIS_POSTGRES, ("rabbit", "database", "postgres")], ids=spelled
 )
 def test_the_calls_that_wait_in_a_killed_worker_run_in_another_one(
-    stage_factory: StageFactory, combination: tuple[str, ...], name: str
+    stage_factory: DeploymentFactory, combination: tuple[str, ...], name: str
 ) -> None:
     """Their messages were never acknowledged."""
     with stage_factory(combination, env={"VISIBILITY": "4"}) as stage:

@@ -18,7 +18,7 @@ from celery_leases.protocol.claims import Claim, claimed, decide, is_ours
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
 from celery_leases.stores.claiming import COMPARED, Claiming, Met
-from tests.unit.memory_stores import EPOCH, SECOND, AsTold
+from tests.unit.memory_stores import EPOCH, SECOND, FixedEvidence
 
 TTL = 15.0
 KEY = "t:task|key"
@@ -87,7 +87,7 @@ class _Claim(Claiming):
     """The claim of one caller, up to its next step in the store."""
 
     def __init__(self, world: World, caller: Caller) -> None:
-        self.evidence: Any = AsTold()
+        self.evidence: Any = FixedEvidence()
         self.world = world
         self.replies = list(caller.replies)
         self._known = iter(caller.replies)

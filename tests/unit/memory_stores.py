@@ -29,7 +29,7 @@ SECOND = 1_000_000
 EPOCH = 1_000_000 * SECOND
 
 
-class StillClock:
+class ManualClock:
     """Stands still until it is told otherwise, or somebody waits."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Seen(list[Event]):
         return [event for event in self if isinstance(event, kind)]
 
 
-class AsTold:
+class FixedEvidence:
     """Evidence that is given: whether the database is known to have been there for the holders of
     lapsed leases.
     """
@@ -171,10 +171,10 @@ class MemoryRecords(SqlRecordStore):
     step that inserts or reads. The latest store has the database for itself.
     """
 
-    def __init__(self, clock: StillClock, journal: Journal, look: str = "claim") -> None:
+    def __init__(self, clock: ManualClock, journal: Journal, look: str = "claim") -> None:
         # Its statements are those of the first store: to write them takes 30 times as long.
         vars(self).update(vars(_in_memory()))
-        self.evidence: Any = AsTold()
+        self.evidence: Any = FixedEvidence()
         self.database.host_now = lambda: EPOCH + round(clock.now() * SECOND)
         with self.database.engine.connect() as connection:
             for table in ("records", "effects", "marks", "gates"):

@@ -43,7 +43,7 @@ from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreU
 from celery_leases.protocol.records import State
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
 from tests.support.servers.local import free_port
-from tests.unit import pages
+from tests.unit import doc_pages
 from tests.unit.celery_apps import apps
 
 __all__ = ["apps"]
@@ -665,8 +665,8 @@ def test_it_is_mounted_in_fastapi(shop: Shop) -> None:
 
 def test_the_documented_example_refuses_unknown_users(apps: None) -> None:
     """docs/board.md mounts the board in FastAPI, with an authoriser that reads a header."""
-    (example,) = pages.blocks(pages.page("board"), "python")
-    with pages.executed(example, "board_example") as names:
+    (example,) = doc_pages.blocks(doc_pages.page("board"), "python")
+    with doc_pages.executed(example, "board_example") as names:
         visitor = Visitor(names["site"], under="/leases")
         visitor.sees("/upkeep", 403)
         visitor.http.headers["x-authenticated-user"] = "bob"

@@ -26,7 +26,7 @@ from celery_leases.protocol.records import (
     State,
 )
 from celery_leases.protocol.verdicts import Call, Facts, Run
-from tests.unit.situations import KEY, NOW, ON_DONE, OURS, SECOND, THEIRS, a_call, a_record
+from tests.unit.decision_inputs import KEY, NOW, ON_DONE, OURS, SECOND, THEIRS, a_call, a_record
 from tests.unit.test_combinations import COOLED, FINGERPRINTS, ROWS, rows
 
 STORE = "redis://one"

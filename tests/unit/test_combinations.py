@@ -27,7 +27,7 @@ from celery_leases.protocol.verdicts import (
     Wait,
 )
 from celery_leases.protocol.waiting import SHORTEST_DELAY
-from tests.unit.situations import (
+from tests.unit.decision_inputs import (
     NOW,
     ON_DONE,
     ON_HELD,

@@ -17,7 +17,7 @@ from celery_leases.protocol.options import LeaseOptions, OnDone, OnHeld
 from celery_leases.protocol.records import Ended, Failure, State
 from celery_leases.protocol.results import NOT_JSON, TOO_LARGE
 from celery_leases.protocol.verdicts import Drop, Follow, Raise, Reschedule, Return, Run, Wait
-from tests.unit.situations import (
+from tests.unit.decision_inputs import (
     FAILURE,
     KEY,
     NOW,

@@ -16,7 +16,7 @@ from celery_leases.errors import CoolingDown, StoreUnavailable
 from celery_leases.failures.actions import Classification, Reason, Ruling
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.default_rules import DEFAULTS
-from tests.unit.lookalikes import RpcError, aws, caused, http_error, kind, lookalike
+from tests.unit.fake_errors import RpcError, aws, caused, fake_class, fake_error, http_error
 
 NOW = 1_800_000_000.0
 
@@ -38,24 +38,24 @@ def code(*codes: str, status: int = 400, **headers: str) -> Any:
 
 def mail(name: str, **attributes: Any) -> Any:
     """An error of smtplib's, which are all OSErrors."""
-    return lookalike(f"smtplib.{name}", kind("smtplib.SMTPException", OSError), **attributes)
+    return fake_error(f"smtplib.{name}", fake_class("smtplib.SMTPException", OSError), **attributes)
 
 
-HttpxTimeout = kind("httpx.TransportError")
-UrllibError = kind("urllib.error.URLError", OSError)
-RequestsError = kind("requests.exceptions.RequestException", OSError)
-RequestsConnection = kind("requests.exceptions.ConnectionError", RequestsError)
-RequestsTimeout = kind("requests.exceptions.Timeout", RequestsError)
-AiohttpConnection = kind("aiohttp.client_exceptions.ClientConnectionError")
-AiohttpOs = kind("aiohttp.client_exceptions.ClientOSError", AiohttpConnection, OSError)
-RedisConnection = kind("redis.exceptions.ConnectionError")
-PsycopgOperational = kind("psycopg.OperationalError")
+HttpxTimeout = fake_class("httpx.TransportError")
+UrllibError = fake_class("urllib.error.URLError", OSError)
+RequestsError = fake_class("requests.exceptions.RequestException", OSError)
+RequestsConnection = fake_class("requests.exceptions.ConnectionError", RequestsError)
+RequestsTimeout = fake_class("requests.exceptions.Timeout", RequestsError)
+AiohttpConnection = fake_class("aiohttp.client_exceptions.ClientConnectionError")
+AiohttpOs = fake_class("aiohttp.client_exceptions.ClientOSError", AiohttpConnection, OSError)
+RedisConnection = fake_class("redis.exceptions.ConnectionError")
+PsycopgOperational = fake_class("psycopg.OperationalError")
 
 ROWS: dict[str, list[Any]] = {
     "not-retryable": [
-        lookalike("temporalio.exceptions.ApplicationError", non_retryable=True),
-        lookalike("google.auth.exceptions.RefreshError", retryable=False),
-        lookalike("shop.Error", should_retry=False),
+        fake_error("temporalio.exceptions.ApplicationError", non_retryable=True),
+        fake_error("google.auth.exceptions.RefreshError", retryable=False),
+        fake_error("shop.Error", should_retry=False),
     ],
     "told-not-to-retry": [
         http_error(500, x_should_retry="false"),
@@ -76,12 +76,12 @@ ROWS: dict[str, list[Any]] = {
         code("rate_limit_error", "enforced_spend_limit_reached", status=429),
         code("billing_error", status=402),
         code("billing_error", status=400),
-        lookalike(
-            "google.genai.errors.ClientError", kind("google.genai.errors.APIError"), code=402
+        fake_error(
+            "google.genai.errors.ClientError", fake_class("google.genai.errors.APIError"), code=402
         ),
-        lookalike(
+        fake_error(
             "anthropic.BadRequestError",
-            kind("anthropic.APIStatusError"),
+            fake_class("anthropic.APIStatusError"),
             said="Your credit balance is too low to access the API",
             status_code=400,
         ),
@@ -92,11 +92,11 @@ ROWS: dict[str, list[Any]] = {
     ],
     "already-exists": [
         RpcError("ALREADY_EXISTS"),
-        lookalike("google.Error", status="ALREADY_EXISTS", code=409),
+        fake_error("google.Error", status="ALREADY_EXISTS", code=409),
     ],
     "declined": [
-        lookalike("stripe._error.CardError", http_status=402),
-        lookalike("stripe.CardError"),
+        fake_error("stripe._error.CardError", http_status=402),
+        fake_error("stripe.CardError"),
         http_error(402),
     ],
     "bad-credentials": [
@@ -107,7 +107,7 @@ ROWS: dict[str, list[Any]] = {
         aws("InvalidClientTokenId", 403),
         RpcError("UNAUTHENTICATED"),
         mail("SMTPAuthenticationError", smtp_code=535),
-        lookalike("redis.exceptions.AuthenticationError", RedisConnection),
+        fake_error("redis.exceptions.AuthenticationError", RedisConnection),
     ],
     "rate-limited": [
         *(http_error(status) for status in (429, 509, 529)),
@@ -136,9 +136,9 @@ ROWS: dict[str, list[Any]] = {
         code("userRateLimitExceeded", status=403),
         RpcError("RESOURCE_EXHAUSTED"),
         mail("SMTPServerBusy", smtp_code=421),
-        lookalike(
+        fake_error(
             "urllib3.exceptions.MaxRetryError",
-            reason=lookalike(
+            reason=fake_error(
                 "urllib3.exceptions.ResponseError", said="too many 429 error responses"
             ),
         ),
@@ -146,7 +146,7 @@ ROWS: dict[str, list[Any]] = {
     "conflict": [*(http_error(status) for status in (409, 421, 423, 425)), RpcError("ABORTED")],
     "infrastructure": [
         *(
-            lookalike("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
+            fake_error("psycopg.errors.Some", PsycopgOperational, sqlstate=state)
             for state in (
                 "40001",
                 "40P01",
@@ -159,51 +159,52 @@ ROWS: dict[str, list[Any]] = {
                 "25006",
             )
         ),
-        lookalike(
-            "sqlalchemy.exc.OperationalError", orig=lookalike("asyncpg.Error", sqlstate="40001")
+        fake_error(
+            "sqlalchemy.exc.OperationalError", orig=fake_error("asyncpg.Error", sqlstate="40001")
         ),
-        lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=True),
-        lookalike("sqlalchemy.exc.TimeoutError"),
+        fake_error("sqlalchemy.exc.DBAPIError", connection_invalidated=True),
+        fake_error("sqlalchemy.exc.TimeoutError"),
         PsycopgOperational("connection failed"),
         *(
-            lookalike("pymysql.err.OperationalError", said=(number, "no"))
+            fake_error("pymysql.err.OperationalError", said=(number, "no"))
             for number in (1205, 1213, 2006, 2013)
         ),
         sqlite3.OperationalError("database is locked"),
         sqlite3.OperationalError("database table is locked: t"),
         RedisConnection(),
-        lookalike("redis.exceptions.TimeoutError"),
-        lookalike("redis.exceptions.BusyLoadingError", RedisConnection),
+        fake_error("redis.exceptions.TimeoutError"),
+        fake_error("redis.exceptions.BusyLoadingError", RedisConnection),
         *(
-            lookalike(f"redis.exceptions.{name}")
+            fake_error(f"redis.exceptions.{name}")
             for name in ("TryAgainError", "ClusterDownError", "MasterDownError", "ReadOnlyError")
         ),
         caused(RedisConnection(), ConnectionRefusedError(111, "refused")),
         StoreUnavailable("away"),
-        caused(lookalike("kombu.exceptions.OperationalError"), ValueError()),
+        caused(fake_error("kombu.exceptions.OperationalError"), ValueError()),
         caused(
-            lookalike("kombu.exceptions.OperationalError"),
+            fake_error("kombu.exceptions.OperationalError"),
             ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
         ),
     ],
     "connect-phase": [
         *(
-            lookalike(f"{library}.{name}", HttpxTimeout)
+            fake_error(f"{library}.{name}", HttpxTimeout)
             for library in ("httpx", "httpx2", "httpcore")
             for name in ("ConnectTimeout", "ConnectError", "PoolTimeout")
         ),
         ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
         OSError(errno.ENETUNREACH, "unreachable"),
         socket.gaierror(socket.EAI_AGAIN, "try again"),
-        lookalike("requests.exceptions.ConnectTimeout", RequestsConnection, RequestsTimeout),
-        lookalike(
-            "urllib3.exceptions.NameResolutionError", kind("urllib3.exceptions.NewConnectionError")
+        fake_error("requests.exceptions.ConnectTimeout", RequestsConnection, RequestsTimeout),
+        fake_error(
+            "urllib3.exceptions.NameResolutionError",
+            fake_class("urllib3.exceptions.NewConnectionError"),
         ),
-        lookalike(
+        fake_error(
             "aiohttp.client_exceptions.ClientConnectorDNSError",
-            kind("aiohttp.ClientConnectorError", AiohttpOs),
+            fake_class("aiohttp.ClientConnectorError", AiohttpOs),
         ),
-        lookalike("botocore.exceptions.EndpointConnectionError"),
+        fake_error("botocore.exceptions.EndpointConnectionError"),
         UrllibError("<urlopen error timed out>"),
         RpcError("UNAVAILABLE", "failed to connect to all addresses; last error: ..."),
         RpcError(
@@ -224,34 +225,34 @@ ROWS: dict[str, list[Any]] = {
             )
         ),
         *(
-            lookalike(f"{library}.ReadTimeout", HttpxTimeout)
+            fake_error(f"{library}.ReadTimeout", HttpxTimeout)
             for library in ("httpx", "httpx2", "httpcore2")
         ),
-        lookalike("httpx.RemoteProtocolError", HttpxTimeout),
-        lookalike("requests.exceptions.ReadTimeout", RequestsTimeout),
+        fake_error("httpx.RemoteProtocolError", HttpxTimeout),
+        fake_error("requests.exceptions.ReadTimeout", RequestsTimeout),
         ConnectionResetError(errno.ECONNRESET, "reset"),
         BrokenPipeError(),
         TimeoutError(),
         ConnectionError(),
         mail("SMTPServerDisconnected"),
-        lookalike(
+        fake_error(
             "aiohttp.client_exceptions.ServerDisconnectedError",
-            kind("aiohttp.ServerConnectionError", AiohttpConnection),
+            fake_class("aiohttp.ServerConnectionError", AiohttpConnection),
         ),
-        lookalike("botocore.exceptions.ReadTimeoutError"),
+        fake_error("botocore.exceptions.ReadTimeoutError"),
         aws("RequestTimeout", 400),
         code("server_error", status=200),
-        lookalike("openai.APIConnectionError"),
-        lookalike("openai.APITimeoutError", kind("openai.APIConnectionError")),
-        lookalike("stripe._error.APIConnectionError", should_retry=False),
-        lookalike("google.auth.exceptions.TransportError", retryable=False),
+        fake_error("openai.APIConnectionError"),
+        fake_error("openai.APITimeoutError", fake_class("openai.APIConnectionError")),
+        fake_error("stripe._error.APIConnectionError", should_retry=False),
+        fake_error("google.auth.exceptions.TransportError", retryable=False),
     ],
     "refused-here": [
         *(
-            lookalike("psycopg.errors.Some", sqlstate=state)
+            fake_error("psycopg.errors.Some", sqlstate=state)
             for state in ("22003", "23505", "42P01")
         ),
-        lookalike("sqlalchemy.exc.IntegrityError"),
+        fake_error("sqlalchemy.exc.IntegrityError"),
         sqlite3.IntegrityError("UNIQUE constraint failed"),
         FileNotFoundError(errno.ENOENT, "no such file"),
         PermissionError(errno.EACCES, "denied"),
@@ -271,40 +272,40 @@ ROWS: dict[str, list[Any]] = {
                 "UNIMPLEMENTED",
             )
         ),
-        lookalike("requests.exceptions.MissingSchema", RequestsError, ValueError),
-        lookalike("requests.exceptions.InvalidURL", RequestsError, ValueError),
-        lookalike("httpx.UnsupportedProtocol", HttpxTimeout),
-        lookalike("httpx.InvalidURL"),
+        fake_error("requests.exceptions.MissingSchema", RequestsError, ValueError),
+        fake_error("requests.exceptions.InvalidURL", RequestsError, ValueError),
+        fake_error("httpx.UnsupportedProtocol", HttpxTimeout),
+        fake_error("httpx.InvalidURL"),
         UrllibError("<urlopen error unknown url type: gopher>"),
         aws("ValidationException"),
     ],
     "certificate-rejected": [
         ssl.SSLCertVerificationError(1, "certificate verify failed"),
         caused(
-            lookalike("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")
+            fake_error("httpx.ConnectError", HttpxTimeout), ssl.SSLCertVerificationError(1, "no")
         ),
-        lookalike(
+        fake_error(
             "requests.exceptions.SSLError",
             RequestsConnection,
             said=(ssl.SSLCertVerificationError(1, "no"),),
         ),
-        lookalike(
+        fake_error(
             "aiohttp.ClientConnectorCertificateError", AiohttpOs, ssl.SSLCertVerificationError
         ),
     ],
     "broken-answer": [
         caused(
-            lookalike("aiohttp.client_exceptions.ClientResponseError", status=400),
-            lookalike(
+            fake_error("aiohttp.client_exceptions.ClientResponseError", status=400),
+            fake_error(
                 "aiohttp.http_exceptions.BadStatusLine",
-                kind("aiohttp.http_exceptions.HttpProcessingError"),
+                fake_class("aiohttp.http_exceptions.HttpProcessingError"),
             ),
         )
     ],
     "time-or-memory-limit": [
         SoftTimeLimitExceeded(),
         MemoryError(),
-        caused(lookalike("openai.APIConnectionError"), SoftTimeLimitExceeded()),
+        caused(fake_error("openai.APIConnectionError"), SoftTimeLimitExceeded()),
     ],
     "anything-else": [
         TypeError(),
@@ -315,10 +316,10 @@ ROWS: dict[str, list[Any]] = {
         Exception(),
         http_error(507),
         http_error(304),
-        lookalike("psycopg.errors.QueryCanceled", PsycopgOperational, sqlstate="57014"),
+        fake_error("psycopg.errors.QueryCanceled", PsycopgOperational, sqlstate="57014"),
         sqlite3.OperationalError("no such table: t"),
         mail("SMTPDataError", smtp_code=450),
-        lookalike("redis.exceptions.ResponseError"),
+        fake_error("redis.exceptions.ResponseError"),
         CoolingDown("not now", key="k", retry_after=5.0),
     ],
 }

@@ -31,7 +31,7 @@ from celery_leases.protocol.verdicts import Verdict
 from celery_leases.rules import CooldownPolicy, Rules
 from celery_leases.settings import _SETTINGS, read_settings
 from celery_leases.stores.sql.schema import Tables
-from tests.unit.pages import (
+from tests.unit.doc_pages import (
     PAGES,
     README,
     ROOT,

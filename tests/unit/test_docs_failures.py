@@ -18,7 +18,7 @@ import celery_leases
 from celery_leases import CoolingDown, LeaseClient
 from celery_leases.protocol.options import LeaseOptions
 from celery_leases.rules import CooldownPolicy, Rules, cooldown, permanent, retry
-from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
+from tests.unit.doc_pages import blocks, eagerly, executed, markdown_rows, page, section
 
 PAGE = page("failures")
 

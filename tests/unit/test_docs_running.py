@@ -14,7 +14,7 @@ from celery_leases.protocol.events import AttemptSettled, CrashSeen
 from celery_leases.protocol.options import OPTION_NAMES
 from celery_leases.protocol.records import Failure
 from celery_leases.settings import _SETTINGS
-from tests.unit.pages import blocks, eagerly, executed, markdown_rows, page, section
+from tests.unit.doc_pages import blocks, eagerly, executed, markdown_rows, page, section
 
 DATABASE = "postgresql+psycopg://localhost/billing"
 

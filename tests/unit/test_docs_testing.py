@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases import testing
 from celery_leases.testing.crash_points import PACKAGE
-from tests.unit.pages import blocks, page
+from tests.unit.doc_pages import blocks, page
 
 PAGE = page("testing-your-tasks")
 

@@ -12,7 +12,7 @@ import pytest
 from celery_leases.alembic import NEWEST
 from celery_leases.stores.sql.schema import Tables
 from tests.unit.celery_apps import apps
-from tests.unit.pages import blocks, page, section
+from tests.unit.doc_pages import blocks, page, section
 
 __all__ = ["apps"]
 

@@ -48,8 +48,8 @@ from celery_leases.protocol.effects import (
     usable_name,
     was_executed,
 )
-from tests.unit.effect_desk import CHARGE, KEY, Attempt, Desk
-from tests.unit.lookalikes import http_error, lookalike
+from tests.unit.effect_attempts import CHARGE, KEY, Attempt, EffectBench
+from tests.unit.fake_errors import fake_error, http_error
 
 SECOND = 1_000_000
 INVOICE = "t:billing.send_invoice|invoice:1842:2026-04"
@@ -57,13 +57,13 @@ READ_TIMEOUT = "requests.exceptions.ReadTimeout"
 
 
 @pytest.fixture
-def desk() -> Desk:
+def desk() -> EffectBench:
     """Nobody has attempted anything."""
-    return Desk()
+    return EffectBench()
 
 
 @pytest.fixture
-def attempt(desk: Desk) -> Attempt:
+def attempt(desk: EffectBench) -> Attempt:
     """The first attempt."""
     return desk.attempt()
 
@@ -77,7 +77,7 @@ def found(state: EffectState = EffectState.SENT, age: float = 0.0) -> Effect:
 
 def timed_out() -> Any:
     """The request was sent, and nothing came back."""
-    return lookalike(READ_TIMEOUT)
+    return fake_error(READ_TIMEOUT)
 
 
 def find_later(_: str) -> Any:
@@ -188,7 +188,9 @@ class TestNamesAndReferences:
     @pytest.mark.parametrize(
         "name", ["", "  ", "\n", "a" * (NAME_MAX + 1), "a\x00b", "half \ud800", None, 7, b"charge"]
     )
-    def test_anything_else_is_refused_before_anything_happens(self, desk: Desk, name: Any) -> None:
+    def test_anything_else_is_refused_before_anything_happens(
+        self, desk: EffectBench, name: Any
+    ) -> None:
         """With the name in the message."""
         assert not usable_name(name)
         with pytest.raises(EffectMisused, match=r"effect\(.*1 to 255 characters"):
@@ -234,8 +236,8 @@ class TestWhetherACallWasCarriedOut:
             ConnectionResetError(),
             ValueError(),
             KeyError(),
-            lookalike("sqlalchemy.exc.IntegrityError"),
-            lookalike("psycopg.errors.UndefinedTable", sqlstate="42P01"),
+            fake_error("sqlalchemy.exc.IntegrityError"),
+            fake_error("psycopg.errors.UndefinedTable", sqlstate="42P01"),
             FileNotFoundError(),
             PermissionError(),
         ],
@@ -262,16 +264,16 @@ class TestWhetherACallWasCarriedOut:
             .on(exc="shop.errors.Declined", to=permanent())
             .on(exc="shop.errors.Odd", to=retry())
         )
-        assert self.known(lookalike("shop.errors.Declined"), rules) is False
-        assert self.known(lookalike("shop.errors.Odd"), rules) is None
-        assert self.known(lookalike("shop.errors.Unknown"), rules) is None
+        assert self.known(fake_error("shop.errors.Declined"), rules) is False
+        assert self.known(fake_error("shop.errors.Odd"), rules) is None
+        assert self.known(fake_error("shop.errors.Unknown"), rules) is None
 
 
 class TestOneAttempt:
     """Intent, call, reply."""
 
     def test_the_intent_is_committed_before_the_call_and_the_reply_after_it(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """Nothing else is done."""
         states = []
@@ -280,7 +282,9 @@ class TestOneAttempt:
         assert (states, desk.state) == (["sent"], "done")
         assert reply == EffectReply(None, None, desk.called[0])
 
-    def test_the_call_is_given_the_idempotency_key(self, desk: Desk, attempt: Attempt) -> None:
+    def test_the_call_is_given_the_idempotency_key(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """Made of prefix, stored key, name and generation."""
         reply = attempt.effect()
         assert (
@@ -294,7 +298,7 @@ class TestOneAttempt:
         reply = attempt.effect({"a": (1, 2), "ü": None}, reference=lambda reply: reply["a"][0])
         assert (reply.value, reply.reference, reply.saved) == ({"a": [1, 2], "ü": None}, "1", False)
 
-    def test_one_name_is_used_once(self, desk: Desk, attempt: Attempt) -> None:
+    def test_one_name_is_used_once(self, desk: EffectBench, attempt: Attempt) -> None:
         """Also when the first call has failed: the next attempt could not tell them apart."""
         attempt.effect(name="mail")
         with pytest.raises(ValueError, match="no"):
@@ -305,14 +309,16 @@ class TestOneAttempt:
             assert caught.value.effect == name
         assert len(desk.called) == 2
 
-    def test_a_lost_lease_begins_nothing(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_lost_lease_begins_nothing(self, desk: EffectBench, attempt: Attempt) -> None:
         """By the clock alone, without a trip."""
         attempt.lose()
         with pytest.raises(LeaseLost):
             attempt.effect()
         assert desk.steps() == []
 
-    def test_a_record_that_has_moved_on_begins_nothing(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_record_that_has_moved_on_begins_nothing(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """Though the clock still says that the lease is held."""
         desk.attempt("another call")
         with pytest.raises(LeaseLost, match="moved on"):
@@ -320,7 +326,7 @@ class TestOneAttempt:
         assert (desk.called, desk.state) == ([], None)
 
     def test_an_intent_that_took_too_long_to_commit_is_withdrawn(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The lease may have ended meanwhile; the next attempt need not wonder."""
         desk.journal.before("begin", attempt.lose)
@@ -330,7 +336,7 @@ class TestOneAttempt:
         assert (desk.called, desk.state) == ([], None)
 
     def test_an_intent_that_a_signal_interrupts_is_withdrawn(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """A shutdown while the statement was on its way: no call was made, and nothing is in
         doubt.
@@ -342,7 +348,7 @@ class TestOneAttempt:
         assert (desk.called, desk.state) == ([], None)
 
     def test_a_reply_is_kept_though_the_lease_was_lost_meanwhile(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """It is a fact; the body is told of the loss."""
         with pytest.raises(LeaseLost):
@@ -353,7 +359,7 @@ class TestOneAttempt:
 
     @pytest.mark.parametrize("pending", [SystemExit(), LeaseLost()])
     def test_a_reply_is_kept_though_a_signal_came_meanwhile(
-        self, desk: Desk, attempt: Attempt, pending: BaseException
+        self, desk: EffectBench, attempt: Attempt, pending: BaseException
     ) -> None:
         """It is raised once the reply is written down."""
 
@@ -366,7 +372,7 @@ class TestOneAttempt:
         assert (desk.state, attempt.held_lease.work.progressed) == ("done", True)
 
     def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """That one's reply counts."""
 
@@ -379,7 +385,7 @@ class TestOneAttempt:
         assert not attempt.held_lease.work.progressed
         assert desk.attempt().effect().value == "theirs"
 
-    def test_it_ends_a_row_of_crashes(self, desk: Desk, attempt: Attempt) -> None:
+    def test_it_ends_a_row_of_crashes(self, desk: EffectBench, attempt: Attempt) -> None:
         """With a statement of its own, and only where there were any."""
         attempt.effect()
         assert attempt.held_lease.work.progressed
@@ -400,7 +406,7 @@ class TestOneAttempt:
         assert desk.row.crashes == 0
 
     def test_crashes_that_cannot_be_cleared_are_no_reason_to_fail(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The outcome says so too."""
         attempt = desk.attempt()
@@ -411,7 +417,7 @@ class TestOneAttempt:
 class TestStoresAway:
     """The database does not answer."""
 
-    def test_without_an_intent_there_is_no_call(self, desk: Desk, attempt: Attempt) -> None:
+    def test_without_an_intent_there_is_no_call(self, desk: EffectBench, attempt: Attempt) -> None:
         """However long it is tried."""
         attempt = desk.attempt(patience=3.0)
         desk.journal.away("begin")
@@ -422,7 +428,7 @@ class TestStoresAway:
         assert 1.0 < desk.clock.now() - began <= 3.0
 
     def test_it_is_not_tried_for_longer_than_the_lease_lasts(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """A process that has lost its lease begins nothing."""
         attempt = desk.attempt(patience=1000.0)
@@ -433,7 +439,9 @@ class TestStoresAway:
         assert desk.clock.now() < 1000.0 + desk.ttl
 
     @pytest.mark.parametrize("done", [False, True])
-    def test_an_intent_is_tried_again(self, desk: Desk, attempt: Attempt, done: bool) -> None:
+    def test_an_intent_is_tried_again(
+        self, desk: EffectBench, attempt: Attempt, done: bool
+    ) -> None:
         """It may be committed already; a blip must not leave it in doubt."""
         desk.journal.away("begin", times=2, done=done)
         attempt.effect()
@@ -452,7 +460,7 @@ class TestStoresAway:
         monkeypatch.setattr(attempt.held_lease, "check", checked)
 
     def test_a_lease_of_which_nothing_is_known_after_the_intent_makes_no_call(
-        self, desk: Desk, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+        self, desk: EffectBench, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The next attempt need not wonder."""
         self.refuse_the_check(attempt, monkeypatch, 2)
@@ -461,7 +469,7 @@ class TestStoresAway:
         assert (desk.steps(), desk.called, desk.state) == (["begin", "withdraw"], [], None)
 
     def test_an_intent_is_tried_again_also_where_nothing_is_known_of_the_lease_meanwhile(
-        self, desk: Desk, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+        self, desk: EffectBench, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first try may have committed it."""
         desk.journal.away("begin", times=1, done=True)
@@ -470,7 +478,7 @@ class TestStoresAway:
         assert desk.steps() == ["begin", "begin", "call", "finish"]
 
     def test_an_intent_that_was_certainly_not_written_is_not_tried_again(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """Its row is locked by somebody else: the attempt may come back."""
         desk.journal.away("begin")
@@ -481,7 +489,7 @@ class TestStoresAway:
 
     @pytest.mark.parametrize("done", [False, True])
     def test_a_reply_is_noted_as_soon_as_they_answer(
-        self, desk: Desk, attempt: Attempt, done: bool
+        self, desk: EffectBench, attempt: Attempt, done: bool
     ) -> None:
         """The call is not made again."""
         desk.journal.away("finish", times=3, done=done)
@@ -489,7 +497,7 @@ class TestStoresAway:
         assert desk.steps() == ["begin", "call", *["finish"] * 4]
 
     def test_a_reply_that_cannot_be_noted_leaves_it_in_doubt(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """After so long; the lease goes on being renewed meanwhile."""
         desk.journal.away("finish")
@@ -503,7 +511,7 @@ class TestStoresAway:
         assert len(desk.called) == 1
 
     def test_a_withdrawal_that_cannot_be_written_leaves_it_in_doubt(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The error is the call's own."""
         desk.journal.away("withdraw")
@@ -521,7 +529,7 @@ class TestACallThatRaises:
         ids=repr,
     )
     def test_what_was_not_carried_out_is_withdrawn(
-        self, desk: Desk, attempt: Attempt, error: Any
+        self, desk: EffectBench, attempt: Attempt, error: Any
     ) -> None:
         """The next attempt begins anew."""
         with pytest.raises(type(error)):
@@ -535,7 +543,7 @@ class TestACallThatRaises:
         "error", [timed_out(), http_error(503), RuntimeError(), LeaseLost(), SystemExit()], ids=repr
     )
     def test_what_may_have_been_carried_out_stays_in_doubt(
-        self, desk: Desk, attempt: Attempt, error: Any
+        self, desk: EffectBench, attempt: Attempt, error: Any
     ) -> None:
         """Also when the body was interrupted in it."""
         with pytest.raises(type(error)):
@@ -548,7 +556,7 @@ class TestACallThatRaises:
         "error", [Cooldown(5), RetryLater(5), Snooze(5), PermanentFailure("no")], ids=repr
     )
     def test_what_the_callable_asks_for_by_itself_is_in_doubt(
-        self, desk: Desk, attempt: Attempt, error: BaseException
+        self, desk: EffectBench, attempt: Attempt, error: BaseException
     ) -> None:
         """It may have called, and not have liked the reply."""
         with pytest.raises(type(error)):
@@ -563,7 +571,7 @@ class TestACallThatRaises:
     @pytest.mark.parametrize("chained", ["from", "while handling", "from None"])
     def test_what_it_asks_for_in_place_of_an_error_is_judged_by_that_error(
         self,
-        desk: Desk,
+        desk: EffectBench,
         attempt: Attempt,
         asked: Any,
         cause: Callable[[], Exception],
@@ -587,7 +595,7 @@ class TestACallThatRaises:
         assert desk.state == state
 
     def test_an_error_that_was_there_before_says_nothing_of_the_call(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The effect may be what is done about it."""
         try:
@@ -608,7 +616,9 @@ class TestACallThatRaises:
 class TestALaterAttempt:
     """It finds what an earlier one has begun."""
 
-    def test_a_saved_reply_is_used_without_a_call(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_saved_reply_is_used_without_a_call(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """It is the same reply, and says that it was saved."""
         first = attempt.effect({"id": "ch_1"}, reference=lambda reply: reply["id"])
         for _ in range(2):
@@ -619,7 +629,7 @@ class TestALaterAttempt:
         assert len(desk.called) == 1
 
     def test_without_verify_it_is_parked_for_an_operator(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """Who is told where to look, and what to type."""
         with pytest.raises(RuntimeError):
@@ -631,7 +641,7 @@ class TestALaterAttempt:
         assert (len(desk.called), desk.state) == (1, "sent")
 
     def test_by_rerun_it_is_called_again_under_the_same_key(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """And under the fence of the attempt that calls."""
         with pytest.raises(RuntimeError):
@@ -649,7 +659,7 @@ class TestALaterAttempt:
         "error", [http_error(429), ConnectionRefusedError(), Snooze(5)], ids=repr
     )
     def test_a_refusal_of_the_second_call_says_nothing_of_the_first(
-        self, desk: Desk, attempt: Attempt, error: BaseException
+        self, desk: EffectBench, attempt: Attempt, error: BaseException
     ) -> None:
         """It stays in doubt: an operator would else be shown a key without any effect."""
         with pytest.raises(RuntimeError):
@@ -661,7 +671,7 @@ class TestALaterAttempt:
             desk.attempt().effect()
 
     def test_a_lease_lost_before_the_second_call_leaves_the_first_in_doubt(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """Nothing was withdrawn by it."""
         with pytest.raises(RuntimeError):
@@ -677,7 +687,7 @@ class TestVerify:
     """Looking on the other side."""
 
     @pytest.fixture
-    def later(self, desk: Desk) -> Attempt:
+    def later(self, desk: EffectBench) -> Attempt:
         """An attempt after one that was killed in its call, a long time ago."""
         with pytest.raises(RuntimeError):
             desk.attempt().effect(RuntimeError())
@@ -687,7 +697,7 @@ class TestVerify:
         return desk.attempt()
 
     def test_a_reply_that_was_found_is_noted_and_no_call_is_made(
-        self, desk: Desk, later: Attempt
+        self, desk: EffectBench, later: Attempt
     ) -> None:
         """Under our fence; the reference is found in it as in any reply."""
         asked: list[str] = []
@@ -701,27 +711,29 @@ class TestVerify:
         assert (desk.called, asked) == ([], [reply.idempotency_key])
         assert desk.attempt().effect().value == {"id": "ch_1"}
 
-    def test_none_means_that_it_has_not_happened(self, desk: Desk, later: Attempt) -> None:
+    def test_none_means_that_it_has_not_happened(self, desk: EffectBench, later: Attempt) -> None:
         """The call is made, once the intent is ours."""
         reply = later.effect("ch_2", verify=lambda _: None)
         assert desk.steps() == ["begin", "begin", "call", "finish", "clear crashes"]
         assert (reply.value, reply.saved) == ("ch_2", False)
 
-    def test_what_is_refused_after_that_is_withdrawn(self, desk: Desk, later: Attempt) -> None:
+    def test_what_is_refused_after_that_is_withdrawn(
+        self, desk: EffectBench, later: Attempt
+    ) -> None:
         """Neither the first nor the second was carried out."""
         with pytest.raises(ConnectionRefusedError):
             later.effect(ConnectionRefusedError(), verify=lambda _: None)
         assert desk.state is None
 
     @pytest.mark.parametrize("value", [0, "", [], {}])
-    def test_an_empty_reply_is_a_reply(self, desk: Desk, later: Attempt, value: Any) -> None:
+    def test_an_empty_reply_is_a_reply(self, desk: EffectBench, later: Attempt, value: Any) -> None:
         """Only ``None`` says that there is none."""
         assert later.effect("never", verify=lambda _: value).value == value
         assert desk.called == []
 
     @pytest.mark.parametrize("verify", [lambda _: False, find_later, lambda _: (one for one in ())])
     def test_what_is_no_reply_is_refused_and_changes_nothing(
-        self, desk: Desk, later: Attempt, verify: Any
+        self, desk: EffectBench, later: Attempt, verify: Any
     ) -> None:
         """``False`` is the answer to another question, and the others have not looked yet."""
         with pytest.raises(EffectMisused, match="verify returned"):
@@ -731,7 +743,7 @@ class TestVerify:
             "id": "ch_1"
         }
 
-    def test_one_that_cannot_tell_parks(self, desk: Desk, later: Attempt) -> None:
+    def test_one_that_cannot_tell_parks(self, desk: EffectBench, later: Attempt) -> None:
         """With its own words, and the key to look for."""
 
         def verify(_: str) -> None:
@@ -745,7 +757,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("error", [timed_out(), http_error(429), Snooze(5)], ids=repr)
     def test_one_that_fails_is_asked_again_by_the_next_attempt(
-        self, desk: Desk, later: Attempt, error: BaseException
+        self, desk: EffectBench, later: Attempt, error: BaseException
     ) -> None:
         """Its error is an error of the body; the effect stays as it was."""
         before = desk.effect()
@@ -757,7 +769,7 @@ class TestVerify:
             later.effect(verify=verify)
         assert (desk.called, desk.effect()) == ([], before)
 
-    def test_it_is_not_asked_before_its_time(self, desk: Desk, attempt: Attempt) -> None:
+    def test_it_is_not_asked_before_its_time(self, desk: EffectBench, attempt: Attempt) -> None:
         """The first request may still be on its way: the attempt comes back, as from a snooze."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
@@ -771,7 +783,9 @@ class TestVerify:
         desk.attempt().effect(verify=asked.append)
         assert (len(asked), len(desk.called)) == (1, 2)
 
-    def test_its_time_is_counted_anew_from_each_call(self, desk: Desk, later: Attempt) -> None:
+    def test_its_time_is_counted_anew_from_each_call(
+        self, desk: EffectBench, later: Attempt
+    ) -> None:
         """The second request may be on its way just as well."""
         with pytest.raises(RuntimeError):
             later.effect(RuntimeError(), verify=lambda _: None)
@@ -779,7 +793,7 @@ class TestVerify:
             desk.attempt().effect(verify=lambda _: None)
         assert caught.value.delay == pytest.approx(60.0)
 
-    def test_a_reply_that_came_while_it_looked_counts(self, desk: Desk) -> None:
+    def test_a_reply_that_came_while_it_looked_counts(self, desk: EffectBench) -> None:
         """The zombie has noted it at the last moment: the attempt comes back and uses it."""
         zombie = desk.attempt()
 
@@ -801,7 +815,9 @@ class TestVerify:
         assert desk.attempt().effect().value == "ch_1"
         assert len(desk.called) == 1
 
-    def test_a_lease_lost_while_it_looked_calls_nothing(self, desk: Desk, later: Attempt) -> None:
+    def test_a_lease_lost_while_it_looked_calls_nothing(
+        self, desk: EffectBench, later: Attempt
+    ) -> None:
         """Nor takes anything over."""
         before = desk.effect()
         with pytest.raises(LeaseLost):
@@ -812,7 +828,7 @@ class TestVerify:
         assert (desk.called, found.fence) == ([], before.fence)
 
     def test_a_reply_it_found_is_not_forgotten_because_a_signal_came(
-        self, desk: Desk, later: Attempt
+        self, desk: EffectBench, later: Attempt
     ) -> None:
         """What is there must not be called for again: it stays in doubt, and is looked up again."""
 
@@ -837,7 +853,7 @@ class TestRepliesThatCannotBeKept:
         ],
     )
     def test_it_is_done_and_never_called_again(
-        self, desk: Desk, attempt: Attempt, reply: Any, why: str
+        self, desk: EffectBench, attempt: Attempt, reply: Any, why: str
     ) -> None:
         """It is parked at once, and by each later attempt: the error says that it has happened, and
         what to do.
@@ -854,7 +870,7 @@ class TestRepliesThatCannotBeKept:
             desk.attempt().effect("never", uncertain="rerun", verify=lambda _: None)
         assert len(desk.called) == 1
 
-    def test_a_corrected_task_looks_its_reply_up(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_corrected_task_looks_its_reply_up(self, desk: EffectBench, attempt: Attempt) -> None:
         """As often as it is asked for, however young it is; nothing is called, nothing written."""
         with pytest.raises(Uncertain):
             attempt.effect(object())
@@ -873,7 +889,7 @@ class TestRepliesThatCannotBeKept:
         ("found", "why"), [(object(), "result_not_json"), (Uncertain("two of them"), "two of")]
     )
     def test_what_is_looked_up_and_cannot_be_kept_either_parks(
-        self, desk: Desk, attempt: Attempt, found: Any, why: str
+        self, desk: EffectBench, attempt: Attempt, found: Any, why: str
     ) -> None:
         """With a reference it is enough."""
 
@@ -892,7 +908,7 @@ class TestRepliesThatCannotBeKept:
 
     @pytest.mark.parametrize("reply", [object(), "x" * 2000])
     def test_a_reference_is_enough_to_go_on_with(
-        self, desk: Desk, attempt: Attempt, reply: Any
+        self, desk: EffectBench, attempt: Attempt, reply: Any
     ) -> None:
         """There is no value then, in the first attempt as in any later one."""
         first = attempt.effect(reply, reference=lambda _: "ch_1")
@@ -902,7 +918,7 @@ class TestRepliesThatCannotBeKept:
         )
 
     def test_a_reference_that_raises_does_not_undo_the_effect(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """Its error is raised, in each attempt until the callable is mended; then it is found in
         the saved reply.
@@ -925,7 +941,7 @@ class TestRepliesThatCannotBeKept:
 class TestGenerations:
     """A new idempotency key for new work, and only for that."""
 
-    def test_the_key_stays_over_attempts(self, desk: Desk) -> None:
+    def test_the_key_stays_over_attempts(self, desk: EffectBench) -> None:
         """Crashed, lost, or tried again by an operator."""
         for _ in range(3):
             attempt = desk.attempt()
@@ -935,7 +951,7 @@ class TestGenerations:
             desk.records.retry(KEY)
         assert len(set(desk.called)) == 1
 
-    def test_another_call_of_a_rerun_task_is_new_work(self, desk: Desk) -> None:
+    def test_another_call_of_a_rerun_task_is_new_work(self, desk: EffectBench) -> None:
         """The effects of the call before it are not found."""
         assert desk.attempt("one", rerun=True).effect("1").value == "1"
         assert desk.attempt("one", rerun=True).effect("never").value == "1"
@@ -944,7 +960,7 @@ class TestGenerations:
 
     @pytest.mark.parametrize("way", ["verify", "stop", "rerun"])
     def test_a_call_of_a_rerun_task_finds_its_effect_after_another_has_had_the_key(
-        self, desk: Desk, way: str
+        self, desk: EffectBench, way: str
     ) -> None:
         """The other one took over what its crash had left open, and has effects of its own."""
         with pytest.raises(RuntimeError):
@@ -995,7 +1011,7 @@ class TestWhatIsGiven:
     )
     @pytest.mark.parametrize("leased", [True, False])
     def test_a_wrong_argument_is_named(
-        self, desk: Desk, attempt: Attempt, given: Any, error: Any, leased: bool
+        self, desk: EffectBench, attempt: Attempt, given: Any, error: Any, leased: bool
     ) -> None:
         """In a direct call too."""
         (name,) = given
@@ -1011,13 +1027,15 @@ class TestWhatIsGiven:
     @pytest.mark.parametrize(
         "call", [lambda: "ch_1", _asynchronous, _generating], ids=["arity", "async", "generator"]
     )
-    def test_the_call_can_be_made_as_it_is(self, desk: Desk, attempt: Attempt, call: Any) -> None:
+    def test_the_call_can_be_made_as_it_is(
+        self, desk: EffectBench, attempt: Attempt, call: Any
+    ) -> None:
         """Else the key would be parked for a call that was never made."""
         with pytest.raises(LeaseMisuse, match=r"effect\(call="):
             attempt.lease.effect(CHARGE, call)
         assert desk.steps() == []
 
-    def test_a_call_that_only_promises_a_reply_is_taken_back(self, desk: Desk) -> None:
+    def test_a_call_that_only_promises_a_reply_is_taken_back(self, desk: EffectBench) -> None:
         """Its coroutine was never run, so nothing has happened."""
         promise = _asynchronous("")
         with pytest.raises(EffectMisused, match="returned a coroutine"):
@@ -1026,7 +1044,7 @@ class TestWhatIsGiven:
         assert desk.attempt().effect("ch_1").value == "ch_1"
 
     @pytest.mark.parametrize("after", ["1m", 60])
-    def test_verify_after_is_any_duration(self, desk: Desk, after: Any) -> None:
+    def test_verify_after_is_any_duration(self, desk: EffectBench, after: Any) -> None:
         """As all durations of ours."""
         with pytest.raises(RuntimeError):
             desk.attempt().effect(RuntimeError())

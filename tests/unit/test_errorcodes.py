@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.failures.facts import facts_of
-from tests.unit.ids import steady
-from tests.unit.lookalikes import RpcError, kind, lookalike
+from tests.unit.case_ids import stable_id
+from tests.unit.fake_errors import RpcError, fake_class, fake_error
 
 # -- databases, gRPC, mail -------------------------------------------------------------------------
 
@@ -23,11 +23,11 @@ from tests.unit.lookalikes import RpcError, kind, lookalike
 @pytest.mark.parametrize(
     "error",
     [
-        lookalike("psycopg.errors.SerializationFailure", sqlstate="40001"),
-        lookalike("psycopg2.errors.SerializationFailure", pgcode="40001"),
-        lookalike("pyodbc.OperationalError", said=("40001", "deadlock")),
-        lookalike(
-            "sqlalchemy.exc.OperationalError", orig=lookalike("psycopg.Error", sqlstate="40001")
+        fake_error("psycopg.errors.SerializationFailure", sqlstate="40001"),
+        fake_error("psycopg2.errors.SerializationFailure", pgcode="40001"),
+        fake_error("pyodbc.OperationalError", said=("40001", "deadlock")),
+        fake_error(
+            "sqlalchemy.exc.OperationalError", orig=fake_error("psycopg.Error", sqlstate="40001")
         ),
     ],
     ids=["psycopg, asyncpg, mysql-connector", "psycopg2", "pyodbc", "SQLAlchemy"],
@@ -40,7 +40,7 @@ def test_the_sqlstate_is_found_wherever_a_driver_keeps_it(error: BaseException) 
 @pytest.mark.parametrize("value", ["4000", "400011", "4000a", "", None, 40001, Mock()])
 def test_what_is_no_sqlstate_is_none(value: Any) -> None:
     """Five capital letters or digits."""
-    assert facts_of(lookalike("psycopg.Error", sqlstate=value)).sqlstate is None
+    assert facts_of(fake_error("psycopg.Error", sqlstate=value)).sqlstate is None
 
 
 def test_numbers_of_the_system_and_of_mysql() -> None:
@@ -48,9 +48,9 @@ def test_numbers_of_the_system_and_of_mysql() -> None:
     assert facts_of(ConnectionRefusedError(111, "refused")).errno == 111
     assert facts_of(socket.gaierror(-3, "try again")).errno == -3
     assert (
-        facts_of(lookalike("pymysql.err.OperationalError", said=(1213, "deadlock"))).errno == 1213
+        facts_of(fake_error("pymysql.err.OperationalError", said=(1213, "deadlock"))).errno == 1213
     )
-    assert facts_of(lookalike("shop.Error", said=(1213, "deadlock"))).errno is None
+    assert facts_of(fake_error("shop.Error", said=(1213, "deadlock"))).errno is None
 
 
 def test_sqlite_names_its_error() -> None:
@@ -67,11 +67,11 @@ def test_sqlite_names_its_error() -> None:
 def test_a_broken_connection_that_sqlalchemy_has_noticed() -> None:
     """Only a plain True counts."""
     assert (
-        facts_of(lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=True)).invalidated
+        facts_of(fake_error("sqlalchemy.exc.DBAPIError", connection_invalidated=True)).invalidated
         is True
     )
     assert (
-        facts_of(lookalike("sqlalchemy.exc.DBAPIError", connection_invalidated=Mock())).invalidated
+        facts_of(fake_error("sqlalchemy.exc.DBAPIError", connection_invalidated=Mock())).invalidated
         is False
     )
 
@@ -84,37 +84,37 @@ def test_the_grpc_code_is_asked_of_grpcs_own_errors_only() -> None:
 
     assert facts_of(RpcError("UNAVAILABLE")).grpc == "UNAVAILABLE"
     assert facts_of(RpcError("NONSENSE")).grpc is None
-    assert facts_of(lookalike("shop.Error", code=code, trailing_metadata=code)).grpc is None
+    assert facts_of(fake_error("shop.Error", code=code, trailing_metadata=code)).grpc is None
 
 
 def test_googles_other_clients_name_the_grpc_code_too() -> None:
     """As an enum, or as text."""
-    wrapped = lookalike(
+    wrapped = fake_error(
         "google.api_core.exceptions.Aborted",
         grpc_status_code=SimpleNamespace(name="ABORTED"),
         code=409,
     )
     assert (facts_of(wrapped).grpc, facts_of(wrapped).status) == ("ABORTED", 409)
     assert (
-        facts_of(lookalike("google.genai.errors.ServerError", status="UNAVAILABLE")).grpc
+        facts_of(fake_error("google.genai.errors.ServerError", status="UNAVAILABLE")).grpc
         == "UNAVAILABLE"
     )
 
 
 def test_a_mail_servers_reply_is_no_http_status() -> None:
     """450 asks to come again, 550 does not."""
-    facts = facts_of(lookalike("smtplib.SMTPDataError", smtp_code=450))
+    facts = facts_of(fake_error("smtplib.SMTPDataError", smtp_code=450))
     assert (facts.smtp, facts.status) == (450, None)
-    facts = facts_of(lookalike("aiosmtplib.errors.SMTPResponseException", code=535))
+    facts = facts_of(fake_error("aiosmtplib.errors.SMTPResponseException", code=535))
     assert (facts.smtp, facts.status) == (535, None)
 
 
 def test_the_mildest_reply_about_several_recipients_counts() -> None:
     """One of them may still get it."""
     refused = {"a@x": (550, b"no such user"), "b@x": (450, b"come again")}
-    assert facts_of(lookalike("smtplib.SMTPRecipientsRefused", recipients=refused)).smtp == 450
+    assert facts_of(fake_error("smtplib.SMTPRecipientsRefused", recipients=refused)).smtp == 450
     assert (
-        facts_of(lookalike("smtplib.SMTPRecipientsRefused", recipients={"a@x": None})).smtp is None
+        facts_of(fake_error("smtplib.SMTPRecipientsRefused", recipients={"a@x": None})).smtp is None
     )
 
 
@@ -135,13 +135,13 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
         ({"retryable": lambda: False}, None),
         ({"retryable": Mock()}, None),
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_an_error_may_say_whether_it_is_worth_a_retry(
     attributes: dict[str, Any], said: bool | None
 ) -> None:
     """Only plain truth values count."""
-    assert facts_of(lookalike("shop.Error", **attributes)).retryable is said
+    assert facts_of(fake_error("shop.Error", **attributes)).retryable is said
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_an_error_may_say_whether_it_is_worth_a_retry(
 )  # fmt: skip
 def test_a_false_that_nobody_has_set_says_nothing(name: str) -> None:
     """It is the default of errors of a connection, whose outcome is unknown."""
-    assert facts_of(lookalike(name, should_retry=False, retryable=False)).retryable is None
+    assert facts_of(fake_error(name, should_retry=False, retryable=False)).retryable is None
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_a_false_that_nobody_has_set_says_nothing(name: str) -> None:
             )
         ),
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_an_error_may_tell_how_long_to_wait(value: Any, seconds: float | None) -> None:
     """As telegram's and discord's do."""
-    assert facts_of(lookalike("shop.Error", retry_after=value)).retry_after == seconds
+    assert facts_of(fake_error("shop.Error", retry_after=value)).retry_after == seconds
 
 
 # -- google.rpc.RetryInfo --------------------------------------------------------------------------
@@ -197,12 +197,12 @@ RETRY_DELAY = SimpleNamespace(retry_delay=SimpleNamespace(seconds=13, nanos=500_
 @pytest.mark.parametrize(
     "error",
     [
-        lookalike(
+        fake_error(
             "google.genai.errors.ClientError",
             details={"error": {"details": [OTHER_INFO, RETRY_INFO]}},
         ),
-        lookalike("google.api_core.exceptions.TooManyRequests", details=[OTHER_INFO, RETRY_INFO]),
-        lookalike(
+        fake_error("google.api_core.exceptions.TooManyRequests", details=[OTHER_INFO, RETRY_INFO]),
+        fake_error(
             "google.api_core.exceptions.ResourceExhausted",
             details=[SimpleNamespace(reason="x"), RETRY_DELAY],
         ),
@@ -239,7 +239,7 @@ def test_a_damaged_status_tells_nothing_or_a_delay(at: int, byte: int) -> None:
 
 def raised_through(*modules: str) -> BaseException:
     """A ValidationError of pydantic with frames of these modules, the outermost first."""
-    error = kind("pydantic_core._pydantic_core.ValidationError", ValueError)("no")
+    error = fake_class("pydantic_core._pydantic_core.ValidationError", ValueError)("no")
     calls: Any = {"error": error}
     source = "def call():\n    raise error\n"
     for module in reversed(modules):
@@ -259,4 +259,4 @@ def test_pydantic_errors_of_the_tasks_own_arguments_are_told_from_others() -> No
         facts_of(raised_through("celery.app.base", "shop.tasks", "pydantic.main")).arguments
         is False
     )
-    assert facts_of(kind("pydantic_core._pydantic_core.ValidationError")()).arguments is False
+    assert facts_of(fake_class("pydantic_core._pydantic_core.ValidationError")()).arguments is False

@@ -11,15 +11,17 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from celery_leases.failures.facts import facts_of
-from tests.unit.ids import steady
-from tests.unit.lookalikes import RpcError, answer, aws, http_error, kind, lookalike
+from tests.unit.case_ids import stable_id
+from tests.unit.fake_errors import RpcError, answer, aws, fake_class, fake_error, http_error
 
 # -- names and message -----------------------------------------------------------------------------
 
 
 def test_names_are_dotted_most_specific_first_and_without_what_every_error_is() -> None:
     """Python's own have no module."""
-    family = kind("shop.errors.Declined", kind("shop.errors.ShopError", ConnectionError))
+    family = fake_class(
+        "shop.errors.Declined", fake_class("shop.errors.ShopError", ConnectionError)
+    )
     assert facts_of(family()).names == (
         "shop.errors.Declined",
         "shop.errors.ShopError",
@@ -52,22 +54,25 @@ def test_an_error_that_cannot_be_put_into_words_has_none() -> None:
 # -- status ----------------------------------------------------------------------------------------
 
 STATUSES: list[tuple[str, Any]] = [
-    ("openai, httpx's SDKs", lookalike("openai.RateLimitError", status_code=429)),
-    ("aiohttp, kubernetes", lookalike("aiohttp.client_exceptions.ClientResponseError", status=429)),
-    ("stripe", lookalike("stripe._error.RateLimitError", http_status=429)),
-    ("google-api-core, urllib", lookalike("google.api_core.exceptions.TooManyRequests", code=429)),
+    ("openai, httpx's SDKs", fake_error("openai.RateLimitError", status_code=429)),
+    (
+        "aiohttp, kubernetes",
+        fake_error("aiohttp.client_exceptions.ClientResponseError", status=429),
+    ),
+    ("stripe", fake_error("stripe._error.RateLimitError", http_status=429)),
+    ("google-api-core, urllib", fake_error("google.api_core.exceptions.TooManyRequests", code=429)),
     (
         "google-genai",
-        lookalike("google.genai.errors.ClientError", code=429, status="RESOURCE_EXHAUSTED"),
+        fake_error("google.genai.errors.ClientError", code=429, status="RESOURCE_EXHAUSTED"),
     ),
-    ("requests, httpx", lookalike("requests.exceptions.HTTPError", response=answer(429))),
-    ("aiohttp's response", lookalike("shop.Error", response=SimpleNamespace(status=429))),
+    ("requests, httpx", fake_error("requests.exceptions.HTTPError", response=answer(429))),
+    ("aiohttp's response", fake_error("shop.Error", response=SimpleNamespace(status=429))),
     (
         "googleapiclient",
-        lookalike("googleapiclient.errors.HttpError", resp=SimpleNamespace(status=429)),
+        fake_error("googleapiclient.errors.HttpError", resp=SimpleNamespace(status=429)),
     ),
     ("botocore", aws("Throttling", 429)),
-    ("as text", lookalike("shop.Error", status_code="429")),
+    ("as text", fake_error("shop.Error", status_code="429")),
 ]
 
 
@@ -86,7 +91,7 @@ def test_the_status_is_found_wherever_a_library_keeps_it(error: BaseException) -
 )
 def test_what_is_no_status_is_not_taken_for_one(value: Any) -> None:
     """From 100 to 599, and nothing that merely looks like it."""
-    assert facts_of(lookalike("shop.Error", status_code=value, code=value)).status is None
+    assert facts_of(fake_error("shop.Error", status_code=value, code=value)).status is None
 
 
 def test_a_response_that_is_false_is_a_response() -> None:
@@ -98,7 +103,7 @@ def test_a_response_that_is_false_is_a_response() -> None:
 
     assert (
         facts_of(
-            lookalike("requests.HTTPError", response=Response(status_code=404, headers={}))
+            fake_error("requests.HTTPError", response=Response(status_code=404, headers={}))
         ).status
         == 404
     )
@@ -130,7 +135,7 @@ def test_codes_come_from_attributes_and_nested_bodies_as_written() -> None:
         "type": "error",
         "error": {"type": "rate_limit_error", "details": {"error_code": "enforced_limit"}},
     }
-    facts = facts_of(lookalike("anthropic.RateLimitError", code="Own-Code", body=body))
+    facts = facts_of(fake_error("anthropic.RateLimitError", code="Own-Code", body=body))
     assert facts.codes == ("Own-Code", "rate_limit_error", "enforced_limit")
     assert facts.code == "Own-Code"
     assert facts_of(ValueError()).code is None
@@ -139,23 +144,23 @@ def test_codes_come_from_attributes_and_nested_bodies_as_written() -> None:
 PARSED = {"error": {"code": "card_declined", "type": "card_error"}}
 BODY = json.dumps(PARSED)
 BODIES: list[tuple[str, Any]] = [
-    ("a dict", lookalike("shop.Error", body=PARSED)),
-    ("a list", lookalike("shop.Error", body=[PARSED])),
-    ("JSON text", lookalike("shop.Error", body=BODY)),
-    ("JSON bytes", lookalike("shop.Error", body=BODY.encode())),
-    ("stripe", lookalike("stripe._error.CardError", json_body=PARSED)),
+    ("a dict", fake_error("shop.Error", body=PARSED)),
+    ("a list", fake_error("shop.Error", body=[PARSED])),
+    ("JSON text", fake_error("shop.Error", body=BODY)),
+    ("JSON bytes", fake_error("shop.Error", body=BODY.encode())),
+    ("stripe", fake_error("stripe._error.CardError", json_body=PARSED)),
     (
         "a body that requests or httpx has read",
-        lookalike("shop.Error", response=answer(402, _content=BODY.encode())),
+        fake_error("shop.Error", response=answer(402, _content=BODY.encode())),
     ),
     (
         "slack",
-        lookalike(
+        fake_error(
             "shop.Error",
             response=answer(200, data={"error": "card_declined", "type": "card_error"}),
         ),
     ),
-    ("googleapiclient", lookalike("googleapiclient.errors.HttpError", content=BODY.encode())),
+    ("googleapiclient", fake_error("googleapiclient.errors.HttpError", content=BODY.encode())),
 ]
 
 
@@ -180,16 +185,16 @@ def test_a_code_is_found_in_a_body_of_any_form(error: BaseException) -> None:
         {5: 6},
         [[[[[PARSED]]]]],
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_a_body_without_codes_has_none(body: Any) -> None:
     """Broken, huge, deep and foreign ones too."""
-    assert facts_of(lookalike("shop.Error", body=body)).codes == ()
+    assert facts_of(fake_error("shop.Error", body=body)).codes == ()
 
 
 def test_a_body_that_would_take_long_to_parse_is_left_alone() -> None:
     """Error bodies are short; a long text is something else."""
-    assert facts_of(lookalike("shop.Error", body=BODY + " " * 30_000)).codes == ()
+    assert facts_of(fake_error("shop.Error", body=BODY + " " * 30_000)).codes == ()
 
 
 def test_a_body_that_was_not_read_is_not_read_now() -> None:
@@ -209,24 +214,24 @@ def test_a_body_that_was_not_read_is_not_read_now() -> None:
         status_code, headers = 500, ()
         json = text = data = body = read = _content = content
 
-    assert facts_of(lookalike("shop.Error", response=Response())).status == 500
+    assert facts_of(fake_error("shop.Error", response=Response())).status == 500
     assert read == []
 
 
 def test_numbers_are_codes_unless_they_are_statuses() -> None:
     """Twilio counts from 20000."""
-    assert facts_of(lookalike("shop.Error", status=429, code=20429)).codes == ("20429",)
-    assert facts_of(lookalike("shop.Error", status_code=429, code=429)).codes == ()
+    assert facts_of(fake_error("shop.Error", status=429, code=20429)).codes == ("20429",)
+    assert facts_of(fake_error("shop.Error", status_code=429, code=429)).codes == ()
 
 
 def test_a_sentence_is_no_code() -> None:
     """The ``reason`` of urllib is one."""
-    assert facts_of(lookalike("urllib.error.HTTPError", reason="Not Found")).codes == ()
+    assert facts_of(fake_error("urllib.error.HTTPError", reason="Not Found")).codes == ()
 
 
 def test_the_documentation_link_of_sqlalchemy_is_no_code() -> None:
     """Its ``code`` leads to a page about the class."""
-    assert facts_of(lookalike("sqlalchemy.exc.OperationalError", code="e3q8")).codes == ()
+    assert facts_of(fake_error("sqlalchemy.exc.OperationalError", code="e3q8")).codes == ()
 
 
 # -- headers ---------------------------------------------------------------------------------------
@@ -259,8 +264,8 @@ class Items:
 def test_headers_come_in_many_forms(headers: Any) -> None:
     """By lower-case name, and only those that rules look at."""
     headers = Items() if isinstance(headers, SimpleNamespace) else headers
-    assert facts_of(lookalike("shop.Error", headers=headers)).headers == {"retry-after": "3"}
-    assert facts_of(lookalike("shop.Error", response=answer(429, headers))).headers == {
+    assert facts_of(fake_error("shop.Error", headers=headers)).headers == {"retry-after": "3"}
+    assert facts_of(fake_error("shop.Error", response=answer(429, headers))).headers == {
         "retry-after": "3"
     }
 
@@ -270,7 +275,7 @@ def test_headers_come_in_many_forms(headers: Any) -> None:
 )
 def test_what_is_no_header_is_none(headers: Any) -> None:
     """Whatever the attribute holds."""
-    assert facts_of(lookalike("shop.Error", headers=headers)).headers == {}
+    assert facts_of(fake_error("shop.Error", headers=headers)).headers == {}
 
 
 def test_headers_of_botocore_and_grpc_are_found_too() -> None:

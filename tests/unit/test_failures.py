@@ -35,7 +35,7 @@ from celery_leases.protocol.failure_decisions import (
     says_nothing_of_the_group,
 )
 from celery_leases.protocol.options import Resume
-from tests.unit.situations import (
+from tests.unit.decision_inputs import (
     FAILURE,
     FRESH,
     GROUP,

@@ -11,7 +11,7 @@ import pytest
 
 from celery_leases.errors import ForkedLease, LeaseLost
 from celery_leases.lease import Lease
-from tests.unit.effect_desk import Attempt, Desk
+from tests.unit.effect_attempts import Attempt, EffectBench
 
 
 def in_a_fork(ask: Callable[[], Any]) -> Any:
@@ -37,7 +37,7 @@ def in_a_fork(ask: Callable[[], Any]) -> Any:
 @pytest.fixture
 def attempt() -> Attempt:
     """A running attempt."""
-    return Desk().attempt()
+    return EffectBench().attempt()
 
 
 ACTIONS: dict[str, Callable[[Lease], Any]] = {

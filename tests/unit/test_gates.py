@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
-from tests.unit.situations import GROUP, probed, shut
+from tests.unit.decision_inputs import GROUP, probed, shut
 
 POLICY = CooldownPolicy(30.0, cap=3600.0)
 FAILED = Closing(POLICY, "rate_limited", "status:429", "slow down")

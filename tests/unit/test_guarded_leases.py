@@ -18,7 +18,7 @@ from celery_leases.protocol.deadlines import lock_believed, renewal_retry
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed
 from celery_leases.protocol.ports import Renewal, RenewalResult
 from celery_leases.protocol.records import State
-from tests.unit.situations import NOW, a_record
+from tests.unit.decision_inputs import NOW, a_record
 from tests.unit.test_renewal import HARD, STOP, THEIRS, TTL, Bench, Row, running, until
 
 __all__ = ["running"]

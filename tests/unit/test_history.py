@@ -19,7 +19,7 @@ from celery_leases.protocol.records import ClaimRequest, Ended, PastAttempt, Rec
 from celery_leases.protocol.repairs import reset, resolved, settled
 from celery_leases.protocol.status import status_of
 from celery_leases.stores.sql.table_versions import NARROW
-from tests.unit.situations import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
+from tests.unit.decision_inputs import FAILURE, NOW, OURS, SECOND, TODAY, a_call, a_record, after
 
 BID = ClaimRequest("t:billing.send|k", "billing.send", "k", "token", OURS, 15.0, "vm/1")
 

@@ -19,7 +19,7 @@ from celery_leases.errors import Cooldown, LeaseLost
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.facts import facts_of
 from celery_leases.protocol.results import failure_of
-from tests.unit.lookalikes import http_error, lookalike
+from tests.unit.fake_errors import fake_error, http_error
 
 
 class Hostile(Exception):
@@ -76,7 +76,7 @@ def values() -> list[Any]:
 def test_no_attribute_whatever_it_holds_breaks_the_reading(drawn: dict[str, int]) -> None:
     """The facts of any soup are of the types they promise."""
     facts = facts_of(
-        lookalike("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
+        fake_error("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
     )
     assert facts.names[0] == "shop.SMTPSoup"
     assert facts.status is None or 100 <= facts.status <= 599
@@ -88,7 +88,7 @@ def test_no_attribute_whatever_it_holds_breaks_the_reading(drawn: dict[str, int]
 
 @pytest.mark.parametrize(
     "make",
-    [Hostile, Mocked, lambda: lookalike("shop.Error", response=Liar(), reason=Liar())],
+    [Hostile, Mocked, lambda: fake_error("shop.Error", response=Liar(), reason=Liar())],
     ids=["raising", "mocked", "lying"],
 )
 def test_hostile_errors_have_at_least_a_name(make: Any) -> None:
@@ -180,7 +180,7 @@ def test_nothing_that_an_attribute_raises_leaves_the_classifier(kind: type[BaseE
 
     for error in (
         Raising(),
-        lookalike("shop.Error", response=Raising(), headers=Holder(), details=Holder()),
+        fake_error("shop.Error", response=Raising(), headers=Holder(), details=Holder()),
     ):
         assert Rules.default().judge(error, 1e9).rule == "anything-else"
     failure = failure_of(Raising())

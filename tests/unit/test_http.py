@@ -17,7 +17,7 @@ from celery_leases.errors import LeaseMisuse, LeasesError, RecordUnreadable
 from celery_leases.http import HttpAnswer, IdempotencyKeyRefused, answer, idempotency_key, public
 from celery_leases.protocol.records import Attempt, Ended, Failure
 from celery_leases.protocol.status import EffectStatus
-from tests.unit.pages import blocks, markdown_rows, page, section
+from tests.unit.doc_pages import blocks, markdown_rows, page, section
 
 SECRET = "s3cret-of-the-exception"
 NOW = datetime(2026, 4, 1, 12, tzinfo=UTC)

@@ -18,9 +18,9 @@ from celery_leases.protocol.records import State
 from celery_leases.protocol.verdicts import Answer, Raise, Reschedule, Return
 from celery_leases.stores.claiming import COMPARED
 from tests.unit import claim_model
-from tests.unit.bench import OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench, error
 from tests.unit.claim_model import Broken, beginnings, search, walk
-from tests.unit.situations import GROUP, KEY, OURS, THEIRS
+from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS
+from tests.unit.memory_worker import OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench, error
 
 OTHER_ARGUMENTS = replace(KEY, fingerprint="v1:other", digests={"month": "m2"})
 OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")

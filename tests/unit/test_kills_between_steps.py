@@ -11,8 +11,8 @@ import pytest
 from celery_leases.errors import PermanentFailure
 from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
-from tests.unit.bench import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, Bench, error
-from tests.unit.situations import THEIRS
+from tests.unit.decision_inputs import THEIRS
+from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, Bench, error
 
 
 class Killed(BaseException):

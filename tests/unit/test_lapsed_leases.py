@@ -15,8 +15,8 @@ from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.verdicts import Call, Reschedule, Return
 from celery_leases.protocol.waiting import LONGEST_LOOK
 from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Evidence
-from tests.unit.bench import DONE, Bench
-from tests.unit.situations import THEIRS
+from tests.unit.decision_inputs import THEIRS
+from tests.unit.memory_worker import DONE, Bench
 
 
 def runs_elsewhere(bench: Bench, ttl: float = 15.0, **changes: object) -> Call:

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from celery_leases.prometheus import GAUGES
 from celery_leases.protocol.metrics import METRICS, PREFIX
-from tests.unit.pages import markdown_rows, page, section
+from tests.unit.doc_pages import markdown_rows, page, section
 
 OPS = Path(__file__).parents[2] / "ops"
 RULES = OPS / "prometheus" / "celery_leases.rules.yml"

@@ -12,7 +12,7 @@ import pytest
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.options import LeaseOptions
-from tests.unit.gathering import gathered, refused
+from tests.unit.task_options import gathered_options, refused
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"namespace": "ours"}, "namespace", "add lease_key"),
@@ -47,15 +47,17 @@ class TestContradictions:
         assert neighbour in message
 
     def test_waiting_with_its_bound_is_no_contradiction(self) -> None:
-        assert gathered(key="{month}", on_held="raise", wait=5).wait == 5.0
+        assert gathered_options(key="{month}", on_held="raise", wait=5).wait == 5.0
 
     def test_rerun_needs_no_key(self) -> None:
         """One call is still one run: the record of a call knows that it has finished."""
-        assert gathered(on_done="rerun").rerun
+        assert gathered_options(on_done="rerun").rerun
 
     def test_saying_the_default_aloud_is_no_contradiction(self) -> None:
         assert (
-            gathered(namespace=None, on_held="reschedule", on_done="replay", fingerprint=None)
+            gathered_options(
+                namespace=None, on_held="reschedule", on_done="replay", fingerprint=None
+            )
             == LeaseOptions()
         )
 
@@ -84,7 +86,7 @@ class TestDefaultsOfTheApp:
     def test_a_task_that_did_not_ask_is_never_refused(
         self, defaults: dict[str, Any], given: dict[str, Any]
     ) -> None:
-        assert isinstance(gathered(defaults=defaults, **given), LeaseOptions)
+        assert isinstance(gathered_options(defaults=defaults, **given), LeaseOptions)
 
     @pytest.mark.parametrize(
         "defaults",
@@ -106,7 +108,7 @@ class TestDefaultsOfTheApp:
         self, defaults: dict[str, Any], given: dict[str, Any]
     ) -> None:
         (name, value), *_ = defaults.items()
-        found = getattr(gathered(defaults=defaults, **given), name)
+        found = getattr(gathered_options(defaults=defaults, **given), name)
         assert found == (CooldownPolicy.of(value) if name == "cooldown" else value)
 
     def test_a_default_group_whose_names_a_task_has_not_is_told_as_the_setting_it_is(self) -> None:
@@ -114,16 +116,16 @@ class TestDefaultsOfTheApp:
         assert message.startswith(
             "app.conf: leases_cooldown_group (for task billing.send)='openai:{model}' is not usable"
         )
-        assert gathered(
+        assert gathered_options(
             defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}"
         ).cooldown_group
 
     def test_a_default_counts_where_the_task_says_nothing(self) -> None:
-        options = gathered(defaults={"ttl": 60, "on_held": "raise"}, key="{month}", ttl=20)
+        options = gathered_options(defaults={"ttl": 60, "on_held": "raise"}, key="{month}", ttl=20)
         assert (options.ttl, options.on_held) == (20.0, "raise")
 
     def test_a_task_may_lean_on_a_default(self) -> None:
-        assert gathered(defaults={"wait": 3}, key="{month}", wait=5).wait == 5.0
+        assert gathered_options(defaults={"wait": 3}, key="{month}", wait=5).wait == 5.0
 
     def test_what_the_task_asks_is_still_held_against_a_default(self) -> None:
         assert "lease_fingerprint" in refused(

@@ -21,11 +21,11 @@ from celery_leases.protocol.options import (
     OnCooling,
     Resume,
 )
-from tests.unit.gathering import gathered, refused
+from tests.unit.task_options import gathered_options, refused
 
 
 def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
-    assert gathered() == LeaseOptions(
+    assert gathered_options() == LeaseOptions(
         key=None,
         namespace=None,
         fingerprint=None,
@@ -52,12 +52,12 @@ def test_a_task_that_gives_nothing_has_the_published_defaults() -> None:
         on_queued="return",
         allow_loss=False,
     )
-    assert gathered().classifier == Rules.default()
+    assert gathered_options().classifier == Rules.default()
 
 
 def test_options_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        gathered().ttl = 3.0  # type: ignore[misc]
+        gathered_options().ttl = 3.0  # type: ignore[misc]
 
 
 WRONG = [
@@ -161,10 +161,10 @@ class TestRightValues:
     )
     def test_spans_are_seconds_text_or_timedeltas(self, name: str, span: Any) -> None:
         given: dict[str, Any] = {"defaults": {name: span}} if name in OF_THE_APP else {name: span}
-        assert getattr(gathered(**given), name) == 120
+        assert getattr(gathered_options(**given), name) == 120
 
     def test_a_ttl_of_one_second_is_allowed(self) -> None:
-        assert gathered(ttl=1).ttl == 1.0
+        assert gathered_options(ttl=1).ttl == 1.0
 
     @pytest.mark.parametrize(
         "key",
@@ -182,51 +182,51 @@ class TestRightValues:
         ],
     )
     def test_templates_and_callables_are_keys(self, key: Any) -> None:
-        assert gathered(key=key).key == key
+        assert gathered_options(key=key).key == key
 
     def test_a_body_that_takes_any_keyword_may_have_any_name_in_its_template(self) -> None:
-        assert gathered(key="{whatever}", parameters=None).key == "{whatever}"
+        assert gathered_options(key="{whatever}", parameters=None).key == "{whatever}"
 
     def test_names_for_the_fingerprint_are_kept_as_a_tuple(self) -> None:
-        assert gathered(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
+        assert gathered_options(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
 
     @pytest.mark.parametrize("on_cooling", ["raise", "reschedule", "ignore"])
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     def test_what_is_done_about_a_cooldown(self, on_cooling: OnCooling, resume: Resume) -> None:
-        options = gathered(on_cooling=on_cooling, resume=resume)
+        options = gathered_options(on_cooling=on_cooling, resume=resume)
         assert (options.on_cooling, options.resume) == (on_cooling, resume)
 
     @pytest.mark.parametrize("base", [600, 600.0, "10m", timedelta(minutes=10)])
     def test_a_number_is_the_base_of_a_cooldown_that_doubles_up_to_six_hours(
         self, base: Any
     ) -> None:
-        assert gathered(cooldown=base).cooldown == CooldownPolicy(
+        assert gathered_options(cooldown=base).cooldown == CooldownPolicy(
             600.0, factor=2.0, cap=6 * 3600.0, jitter=0.5
         )
 
     def test_a_base_above_six_hours_is_its_own_cap(self) -> None:
-        assert gathered(cooldown="8h").cooldown.cap == 8 * 3600.0
+        assert gathered_options(cooldown="8h").cooldown.cap == 8 * 3600.0
 
     def test_a_policy_is_taken_as_it_is(self) -> None:
         policy = CooldownPolicy("10s", factor=3.0, cap="1h", jitter=0.0)
-        assert gathered(cooldown=policy).cooldown is policy
+        assert gathered_options(cooldown=policy).cooldown is policy
 
     @pytest.mark.parametrize("group", ["openai", "openai:{month}", "{customer_id[0]}", str, None])
     def test_templates_and_callables_are_groups_with_and_without_a_key(self, group: Any) -> None:
-        assert gathered(cooldown_group=group).cooldown_group == group
-        assert gathered(cooldown_group=group, key="{month}").cooldown_group == group
+        assert gathered_options(cooldown_group=group).cooldown_group == group
+        assert gathered_options(cooldown_group=group, key="{month}").cooldown_group == group
 
     def test_rules_are_taken_as_they_are(self) -> None:
         rules = Rules()
-        assert gathered(rules=rules).rules is rules
+        assert gathered_options(rules=rules).rules is rules
 
     def test_a_task_may_have_no_quick_retries_and_no_second_chance(self) -> None:
-        options = gathered(max_retries=0, max_failures=1, idempotent=True)
+        options = gathered_options(max_retries=0, max_failures=1, idempotent=True)
         assert (options.max_retries, options.max_failures, options.idempotent) == (0, 1, True)
 
     @pytest.mark.parametrize("chosen", [False, str])
     def test_a_fingerprint_is_switched_off_or_made_by_a_callable(self, chosen: Any) -> None:
-        assert gathered(key="{month}", fingerprint=chosen).fingerprint == chosen
+        assert gathered_options(key="{month}", fingerprint=chosen).fingerprint == chosen
 
 
 class TestUnknownNames:

@@ -42,7 +42,7 @@ from celery_leases.protocol.settlement import (
     store_pause,
 )
 from celery_leases.protocol.verdicts import Raise
-from tests.unit.situations import (
+from tests.unit.decision_inputs import (
     FAILURE,
     GROUP,
     NOW,

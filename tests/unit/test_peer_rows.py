@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.peers.cases import ALL
 from benchmarks.peers.columns import PACKAGES
 from benchmarks.peers.table import BEGIN, END, NUMBERS, differences, on_page, put_on_page
-from tests.unit.pages import ROOT, markdown_rows, page, section
+from tests.unit.doc_pages import ROOT, markdown_rows, page, section
 
 
 def rows_of(title: str) -> list[str]:

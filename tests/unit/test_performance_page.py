@@ -15,7 +15,7 @@ from benchmarks.performance.figures import Figure, figure, quantile, ratio
 from benchmarks.performance.findings import drawn
 from benchmarks.performance.goals import GOALS, Goal
 from benchmarks.performance.journal import BEGUN, ENDED, Entry, Journal, Writer
-from tests.unit.pages import ROOT, markdown_rows
+from tests.unit.doc_pages import ROOT, markdown_rows
 
 PERFORMANCE = ROOT / "benchmarks" / "performance"
 

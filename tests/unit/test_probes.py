@@ -25,8 +25,8 @@ from celery_leases.protocol.body_endings import (
 from celery_leases.protocol.events import GateOpened
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.verdicts import Call, Raise, Reschedule, Return
-from tests.unit.bench import DONE, RATE_LIMITED, Bench
-from tests.unit.situations import GROUP, KEY, THEIRS, a_record, raised, waiting
+from tests.unit.decision_inputs import GROUP, KEY, THEIRS, a_record, raised, waiting
+from tests.unit.memory_worker import DONE, RATE_LIMITED, Bench
 
 OTHER_KEY = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
 OF_THE_GROUP = raised(cooldown("30s", scope="group"), reason=Reason.RATE_LIMITED)

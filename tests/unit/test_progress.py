@@ -31,18 +31,18 @@ from celery_leases.protocol.records import State
 from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.status import status_of
 from celery_leases.protocol.verdicts import Call
-from tests.unit.effect_desk import Attempt, Desk
-from tests.unit.situations import a_call, raised
+from tests.unit.decision_inputs import a_call, raised
+from tests.unit.effect_attempts import Attempt, EffectBench
 
 
 @pytest.fixture
-def desk() -> Desk:
+def desk() -> EffectBench:
     """Nobody has attempted anything."""
-    return Desk()
+    return EffectBench()
 
 
 @pytest.fixture
-def attempt(desk: Desk) -> Attempt:
+def attempt(desk: EffectBench) -> Attempt:
     """The first attempt."""
     return desk.attempt()
 
@@ -115,7 +115,9 @@ class TestWhatIsStored:
         assert attempt.desk.steps() == []
         assert attempt.lease.progress == "before"
 
-    def test_operators_see_how_far_the_loops_have_come(self, desk: Desk, attempt: Attempt) -> None:
+    def test_operators_see_how_far_the_loops_have_come(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """Or the value that the body saved itself, if there is one."""
         assert status_of("k", "t", desk.row, None, wall_time=0.0).progress is None
         list(attempt.lease.each([1, 2]))
@@ -131,7 +133,7 @@ class TestWhatIsStored:
 class TestSaveProgress:
     """One value of the body's own."""
 
-    def test_it_is_there_for_the_next_attempt(self, desk: Desk, attempt: Attempt) -> None:
+    def test_it_is_there_for_the_next_attempt(self, desk: EffectBench, attempt: Attempt) -> None:
         """As JSON gives it back, in this attempt too."""
         assert attempt.lease.progress is None
         attempt.lease.save_progress({"page": (1, 2)})
@@ -140,7 +142,7 @@ class TestSaveProgress:
         assert desk.attempt().lease.progress == 7
         assert desk.attempt().lease.progress == 7
 
-    def test_it_renews_the_lease(self, desk: Desk, attempt: Attempt) -> None:
+    def test_it_renews_the_lease(self, desk: EffectBench, attempt: Attempt) -> None:
         """Once it is saved."""
         desk.clock.sleep(5.0)
         left = attempt.lease.remaining()
@@ -148,7 +150,7 @@ class TestSaveProgress:
         assert desk.steps() == ["save", "extend"]
         assert attempt.lease.remaining() == pytest.approx(left + 5.0)
 
-    def test_it_ends_a_row_of_crashes(self, desk: Desk) -> None:
+    def test_it_ends_a_row_of_crashes(self, desk: EffectBench) -> None:
         """In the row at once, and in what the outcome will say."""
         for _ in range(3):
             attempt = desk.attempt()
@@ -156,14 +158,16 @@ class TestSaveProgress:
         attempt.lease.save_progress(1)
         assert (desk.row.crashes, attempt.held_lease.work.progressed) == (0, True)
 
-    def test_a_lost_lease_saves_nothing(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_lost_lease_saves_nothing(self, desk: EffectBench, attempt: Attempt) -> None:
         """By the clock, without a trip."""
         attempt.lose()
         with pytest.raises(LeaseLost):
             attempt.lease.save_progress(1)
         assert (desk.steps(), desk.row.progress) == ([], None)
 
-    def test_a_record_that_has_moved_on_takes_nothing(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_record_that_has_moved_on_takes_nothing(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """The later attempt's stays."""
         desk.attempt().lease.save_progress("theirs")
         with pytest.raises(LeaseLost, match="moved on"):
@@ -171,7 +175,9 @@ class TestSaveProgress:
         assert attempt.lease.progress is None
         assert desk.attempt().lease.progress == "theirs"
 
-    def test_a_store_that_does_not_answer_is_told(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_store_that_does_not_answer_is_told(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """What was not saved is not shown as saved."""
         desk.journal.away("save", times=1)
         with pytest.raises(StoreUnavailable):
@@ -181,7 +187,7 @@ class TestSaveProgress:
         assert attempt.lease.progress == 2
 
     def test_a_lease_that_could_not_be_renewed_does_not_undo_it(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """It is durable all the same."""
         desk.journal.away("extend")
@@ -189,7 +195,7 @@ class TestSaveProgress:
             attempt.lease.save_progress(1)
         assert desk.attempt().lease.progress == 1
 
-    def test_a_new_generation_begins_without_any(self, desk: Desk) -> None:
+    def test_a_new_generation_begins_without_any(self, desk: EffectBench) -> None:
         """Another call of a rerun task."""
         one = desk.attempt("one", rerun=True).lease
         one.save_progress(1)
@@ -198,7 +204,7 @@ class TestSaveProgress:
         assert (two.progress, list(two.each("ab"))) == (None, ["a", "b"])
 
     def test_a_signal_that_came_meanwhile_is_raised_once_it_is_saved(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """It is not cut in two."""
         attempt.pending = SystemExit()
@@ -216,20 +222,20 @@ class TestEach:
         return [f"item {number}" for number in range(100)]
 
     def test_all_items_come_in_their_order(
-        self, desk: Desk, attempt: Attempt, items: list[str]
+        self, desk: EffectBench, attempt: Attempt, items: list[str]
     ) -> None:
         """Saved at the first one and at the end, as no time has passed."""
         assert list(attempt.lease.each(items)) == items
         assert desk.steps() == ["save", "save"]
         assert list(desk.attempt().lease.each(items)) == []
 
-    def test_none_is_a_loop_too(self, desk: Desk, attempt: Attempt) -> None:
+    def test_none_is_a_loop_too(self, desk: EffectBench, attempt: Attempt) -> None:
         """There is nothing to save."""
         assert list(attempt.lease.each([])) == []
         assert desk.steps() == []
 
     def test_it_is_saved_once_a_second(
-        self, desk: Desk, attempt: Attempt, items: list[str]
+        self, desk: EffectBench, attempt: Attempt, items: list[str]
     ) -> None:
         """However many items that are: 100 items of 0.1 s make one save at the first, and then one
         for each second.
@@ -239,7 +245,7 @@ class TestEach:
         assert 10 <= len(desk.steps()) <= 12
 
     def test_slow_items_are_saved_one_by_one(
-        self, desk: Desk, attempt: Attempt, items: list[str]
+        self, desk: EffectBench, attempt: Attempt, items: list[str]
     ) -> None:
         """Each takes longer than a second."""
         for _ in attempt.lease.each(items[:5]):
@@ -248,7 +254,7 @@ class TestEach:
 
     @pytest.mark.parametrize(("every", "saves"), [(1, 100), (7, 15), (100, 1), (1000, 1)])
     def test_with_every_it_is_saved_after_so_many(
-        self, desk: Desk, attempt: Attempt, items: list[str], every: int, saves: int
+        self, desk: EffectBench, attempt: Attempt, items: list[str], every: int, saves: int
     ) -> None:
         """Whatever the time; and what is left at the end."""
         for _ in attempt.lease.each(items, every=every):
@@ -256,7 +262,7 @@ class TestEach:
         assert desk.steps() == ["save"] * saves
 
     def test_an_item_is_finished_once_the_next_one_is_asked_for(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The one it died in runs again."""
         for item in attempt.lease.each("abcdef", every=1):
@@ -265,7 +271,7 @@ class TestEach:
         assert list(desk.attempt().lease.each("abcdef")) == ["d", "e", "f"]
 
     def test_items_are_taken_only_when_they_are_asked_for(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """They may be pages of somebody's API."""
         taken: list[int] = []
@@ -281,7 +287,7 @@ class TestEach:
         assert taken == [0, 1, 2]
 
     def test_an_attempt_that_is_interrupted_loses_nothing(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """What is not saved yet goes with its outcome, whatever that is, but for the process's
         death.
@@ -307,7 +313,7 @@ class TestEach:
 
     @pytest.mark.parametrize("every", [None, 1, 1000])
     def test_a_lost_lease_stops_it_between_two_items(
-        self, desk: Desk, attempt: Attempt, every: int | None
+        self, desk: EffectBench, attempt: Attempt, every: int | None
     ) -> None:
         """Whether it was to be saved there or not. The one that was finished counts, if nobody has
         claimed since.
@@ -320,13 +326,15 @@ class TestEach:
         assert unsaved is not None
         assert load(unsaved, 0).positions == {"items": 4}
 
-    def test_it_stops_at_once_when_it_was_lost_before(self, desk: Desk, attempt: Attempt) -> None:
+    def test_it_stops_at_once_when_it_was_lost_before(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """Not one item is worked on."""
         attempt.lose()
         with pytest.raises(LeaseLost):
             next(iter(attempt.lease.each("ab")))
 
-    def test_a_record_that_has_moved_on_stops_it(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_record_that_has_moved_on_stops_it(self, desk: EffectBench, attempt: Attempt) -> None:
         """At the first save after it has, and the later attempt's position stays."""
         others: list[Attempt] = []
         with pytest.raises(LeaseLost, match="moved on"):
@@ -335,7 +343,7 @@ class TestEach:
         assert list(others[0].lease.each(range(5))) == [3, 4]
 
     def test_a_store_that_does_not_answer_ends_the_attempt(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The item was finished, and is saved with the outcome if that can be written."""
         with pytest.raises(StoreUnavailable):
@@ -345,7 +353,7 @@ class TestEach:
         assert load(unsaved, 0).positions == {"items": 4}
 
     def test_loops_of_other_names_have_their_own_positions(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """Also one inside the other."""
 
@@ -361,7 +369,7 @@ class TestEach:
         assert both(attempt.lease, ("b", 1)) == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
         assert both(desk.attempt().lease, None) == [("b", 1), ("b", 2)]
 
-    def test_a_name_is_used_once_in_an_attempt(self, desk: Desk, attempt: Attempt) -> None:
+    def test_a_name_is_used_once_in_an_attempt(self, desk: EffectBench, attempt: Attempt) -> None:
         """The second loop would skip as many items as the first one had, without a word."""
         assert list(attempt.lease.each("ab")) == ["a", "b"]
         with pytest.raises(EffectMisused, match=r"each\(\) named 'items' twice.*name="):
@@ -380,7 +388,9 @@ class TestEach:
         with pytest.raises(EffectMisused, match=r"each\(name="):
             attempt.lease.each("ab", name=name)
 
-    def test_value_and_positions_are_saved_together(self, desk: Desk, attempt: Attempt) -> None:
+    def test_value_and_positions_are_saved_together(
+        self, desk: EffectBench, attempt: Attempt
+    ) -> None:
         """Neither forgets the other; a value saved in an item belongs to the items before it."""
         for item in attempt.lease.each(range(10), every=5):
             attempt.lease.save_progress({"sum": item})
@@ -390,7 +400,7 @@ class TestEach:
         assert later.progress == {"sum": 6}
         assert next(iter(later.each(range(10), every=1))) == 6
 
-    def test_saving_a_value_counts_as_saving(self, desk: Desk, attempt: Attempt) -> None:
+    def test_saving_a_value_counts_as_saving(self, desk: EffectBench, attempt: Attempt) -> None:
         """The loop does not save again what is saved."""
         for _ in attempt.lease.each("abc", every=10):
             attempt.lease.save_progress(1)
@@ -398,7 +408,7 @@ class TestEach:
 
     @pytest.mark.parametrize(("renew", "steps"), [(True, ["save"]), (False, ["save", "extend"])])
     def test_under_lease_renew_false_it_is_what_pushes_the_lease_out(
-        self, desk: Desk, renew: bool, steps: list[str]
+        self, desk: EffectBench, renew: bool, steps: list[str]
     ) -> None:
         """A loop of any length keeps its lease, as nobody else renews it."""
         attempt = desk.attempt(renew=renew)
@@ -408,7 +418,7 @@ class TestEach:
         assert attempt.lease.held
 
     def test_nothing_is_saved_while_a_transaction_of_the_users_own_is_open(
-        self, desk: Desk, attempt: Attempt
+        self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """It would wait for its own thread's lock."""
         transaction: Any = OpenTransaction()
@@ -445,7 +455,7 @@ def test_whatever_dies_nothing_is_skipped_and_little_is_repeated(
     every: int | None, deaths: list[tuple[int, bool]], pace: float
 ) -> None:
     """At its n-th item an attempt is killed, or fails; then the next one goes on."""
-    desk, done = Desk(), []
+    desk, done = EffectBench(), []
     items = range(50)
     for place, killed in [*deaths, (10**9, True)]:
         attempt = desk.attempt()
@@ -490,7 +500,7 @@ class TestWithoutALease:
 )
 def test_a_lease_is_extended_by_any_span_of_time(given: Any, lasts: float) -> None:
     """As in every option."""
-    attempt = Desk().attempt()
+    attempt = EffectBench().attempt()
     attempt.lease.extend(given)
     assert attempt.lease.remaining() > lasts / 2
 
@@ -498,7 +508,7 @@ def test_a_lease_is_extended_by_any_span_of_time(given: Any, lasts: float) -> No
 @pytest.mark.parametrize("given", [0, -1, math.inf, math.nan, "soon", None, True, 1e12])
 def test_a_lease_is_not_extended_by_what_is_no_time(given: Any) -> None:
     """Nothing is asked of the store."""
-    desk = Desk()
+    desk = EffectBench()
     attempt = desk.attempt()
     with pytest.raises(LeaseConfigurationError, match="extend"):
         attempt.lease.extend(given)

@@ -10,7 +10,7 @@ import pytest
 
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.failure_decisions import Counts, EnterCooldown, Fail, RetryAfter
-from tests.unit.situations import FRESH, GROUP, MOST, after, cooled, in_a_row, raised, retried
+from tests.unit.decision_inputs import FRESH, GROUP, MOST, after, cooled, in_a_row, raised, retried
 
 
 class TestQuickRetries:

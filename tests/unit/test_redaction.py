@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_leases.common.redaction import REDACTED, redact, shortened
-from tests.unit.ids import steady
+from tests.unit.case_ids import stable_id
 
 SECRET = "Zx9-secretvalue_1"
 
@@ -254,7 +254,7 @@ def test_redaction_never_fails_and_is_stable(text: str) -> None:
     assert redact(redact(once)) == redact(once)
 
 
-@pytest.mark.parametrize("part", ADVERSARIES, ids=steady)
+@pytest.mark.parametrize("part", ADVERSARIES, ids=stable_id)
 def test_a_long_hostile_text_takes_no_longer_than_its_length(part: str) -> None:
     """100 kB of what a pattern likes best; a quadratic one would take minutes."""
     text = part * (100_000 // len(part)) + "!"
@@ -263,7 +263,7 @@ def test_a_long_hostile_text_takes_no_longer_than_its_length(part: str) -> None:
     assert time.thread_time() - begun < 2
 
 
-@pytest.mark.parametrize("secret", [*HIDDEN, *PROMISED, *SHAPES], ids=steady)
+@pytest.mark.parametrize("secret", [*HIDDEN, *PROMISED, *SHAPES], ids=stable_id)
 def test_no_cut_shows_part_of_a_secret(secret: str) -> None:
     """Wherever the text is cut, what is left begins like the redacted text."""
     text = f"the request failed: {secret} and what follows {'x ' * 5000}"

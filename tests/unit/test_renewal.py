@@ -18,7 +18,7 @@ from celery_leases.errors import LeaseLost, StoreUnavailable
 from celery_leases.protocol.events import LeaseGone, LeaseRenewed, RenewalFailed
 from celery_leases.protocol.ports import Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest, Record, State
-from tests.unit.memory_stores import Seen, StillClock
+from tests.unit.memory_stores import ManualClock, Seen
 
 TTL = 6.0
 HARD = TTL - TTL * 0.01 - 0.002
@@ -27,7 +27,7 @@ SOON = 5.0
 OURS = "token"
 
 
-class FakeClock(StillClock):
+class FakeClock(ManualClock):
     """Its time is set by the test alone."""
 
     def sleep(self, seconds: float) -> None:

@@ -22,7 +22,7 @@ from celery_leases.protocol.settlement import (
     gave_up,
 )
 from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run
-from tests.unit.situations import (
+from tests.unit.decision_inputs import (
     NOW,
     OURS,
     RUNNING,

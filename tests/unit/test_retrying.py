@@ -10,7 +10,7 @@ import pytest
 
 from celery_leases.attempt.store_retries import retrying
 from celery_leases.errors import StoreUnavailable
-from tests.unit.memory_stores import StillClock
+from tests.unit.memory_stores import ManualClock
 
 
 def failing(times: int, error: type[Exception] = StoreUnavailable) -> Callable[[], str]:
@@ -26,14 +26,14 @@ def failing(times: int, error: type[Exception] = StoreUnavailable) -> Callable[[
 
 
 def test_the_pauses_double_up_to_two_seconds() -> None:
-    clock = StillClock()
+    clock = ManualClock()
     began = clock.now()
     assert retrying(failing(8), lambda: began + 60, clock) == "done"
     assert clock.now() - began == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 2 + 2)
 
 
 def test_the_last_error_is_raised_before_a_pause_that_would_last_too_long() -> None:
-    clock = StillClock()
+    clock = ManualClock()
     began = clock.now()
     with pytest.raises(StoreUnavailable, match="failure 2"):
         retrying(failing(9), lambda: began + 0.3, clock)
@@ -41,7 +41,7 @@ def test_the_last_error_is_raised_before_a_pause_that_would_last_too_long() -> N
 
 
 def test_what_is_not_repeatable_is_raised_at_once() -> None:
-    clock, asked = StillClock(), []
+    clock, asked = ManualClock(), []
 
     def repeatable(error: Exception, tries: int) -> bool:
         asked.append((str(error), tries))
@@ -53,7 +53,7 @@ def test_what_is_not_repeatable_is_raised_at_once() -> None:
 
 
 def test_other_errors_are_repeated_only_where_they_are_named() -> None:
-    clock = StillClock()
+    clock = ManualClock()
     with pytest.raises(KeyError):
         retrying(failing(1, KeyError), lambda: 1e9, clock)
     assert retrying(failing(1, KeyError), lambda: 1e9, clock, errors=Exception) == "done"
@@ -61,7 +61,7 @@ def test_other_errors_are_repeated_only_where_they_are_named() -> None:
 
 def test_the_end_is_asked_for_after_each_failure() -> None:
     """A renewal has moved the end of the lease, or the lease was lost."""
-    clock = StillClock()
+    clock = ManualClock()
     began = clock.now()
     ends = iter([began + 60, began])
     with pytest.raises(StoreUnavailable, match="failure 1"):

@@ -22,7 +22,7 @@ from celery_leases.stores.claiming import COMPARED
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.table_versions import LAYOUTS, NARROW, WIDE, Layout
-from tests.unit.situations import NOW, OURS, a_record
+from tests.unit.decision_inputs import NOW, OURS, a_record
 from tests.unit.test_claims import a_claim
 
 FULL: dict[str, Any] = {

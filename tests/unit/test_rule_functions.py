@@ -19,8 +19,8 @@ from celery_leases.failures.actions import (
 )
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.facts import ErrorFacts, facts_of
-from tests.unit.ids import steady
-from tests.unit.lookalikes import caused, http_error, lookalike
+from tests.unit.case_ids import stable_id
+from tests.unit.fake_errors import caused, fake_error, http_error
 
 NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
@@ -42,7 +42,7 @@ def judged(rules: Rules, error: BaseException) -> Classification:
         (True, retry(), None),
         (False, permanent(), None),
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> None:
     """A ruling, or whether to retry at all."""
@@ -60,7 +60,7 @@ def test_a_number_of_a_hook_is_a_retry_after_exactly_that(said: float, delay: fl
 def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
     """Once per failure, however many errors there are."""
     seen = []
-    error = caused(lookalike("shop.Failed"), http_error(404))
+    error = caused(fake_error("shop.Failed"), http_error(404))
     Rules().use(lambda exc, facts: seen.append((exc, facts))).judge(error, NOW)  # type: ignore[arg-type]
     assert seen == [(error, facts_of(error))]
 
@@ -74,7 +74,7 @@ def test_a_hook_that_says_nothing_lets_the_next_rule_decide() -> None:
 @pytest.mark.parametrize(
     "said",
     ["retry", "5 apples", -1, float("nan"), float("inf"), 10**400, [], object(), retry],
-    ids=steady,
+    ids=stable_id,
 )
 def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     said: Any, caplog: pytest.LogCaptureFixture
@@ -156,7 +156,7 @@ EVERYTHING = Rules.default().on(exc="LeasesError", to=STOP).use(lambda *_: STOP)
         (Snooze(60), "asked-snooze", "retry", 60.0),
         (PermanentFailure("unknown invoice"), "asked-permanent", "permanent", None),
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_what_the_body_asks_for_comes_before_every_rule(
     error: BaseException, rule: str, kind_: str, delay: float | None

@@ -10,8 +10,8 @@ import pytest
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import permanent, retry
 from celery_leases.failures.classifier import Rules
-from tests.unit.ids import steady
-from tests.unit.lookalikes import RpcError, caused, http_error, kind, lookalike
+from tests.unit.case_ids import stable_id
+from tests.unit.fake_errors import RpcError, caused, fake_class, fake_error, http_error
 
 NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
@@ -36,7 +36,7 @@ def matches(error: BaseException, **conditions: Any) -> bool:
         ({404, 410}, [404, 410], [409]),
         ([range(400, 402), 404], [400, 401, 404], [402]),
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_a_rule_may_be_about_statuses(status: Any, met: list[int], missed: list[int]) -> None:
     """One, a class of them, a range, or several of those."""
@@ -55,7 +55,7 @@ def test_a_rule_may_be_about_codes() -> None:
     assert not matches(error, code="Card_declined")
 
 
-Family = kind("shop.errors.Declined", kind("shop.errors.ShopError", LookupError))
+Family = fake_class("shop.errors.Declined", fake_class("shop.errors.ShopError", LookupError))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ Family = kind("shop.errors.Declined", kind("shop.errors.ShopError", LookupError)
         LookupError,
         [KeyError, "shop.errors.Declined"],
     ],
-    ids=steady,
+    ids=stable_id,
 )
 def test_a_rule_may_be_about_a_class_or_a_superclass(name: Any) -> None:
     """By the class, by its dotted name, with or without the modules in between, or by its bare
@@ -92,7 +92,7 @@ def test_a_name_that_is_only_similar_is_another_one(name: Any) -> None:
 
 def test_a_builtin_class_is_not_every_class_of_that_name() -> None:
     """The timeouts of redis are none of Python's."""
-    error = lookalike("redis.exceptions.TimeoutError")
+    error = fake_error("redis.exceptions.TimeoutError")
     assert matches(error, exc="TimeoutError")
     assert not matches(error, exc=TimeoutError)
     assert matches(TimeoutError(), exc=TimeoutError)
@@ -100,7 +100,7 @@ def test_a_builtin_class_is_not_every_class_of_that_name() -> None:
 
 def test_a_rule_may_be_about_databases_grpc_headers_and_texts() -> None:
     """Each in its own words."""
-    busy = lookalike("psycopg.errors.LockNotAvailable", sqlstate="55P03")
+    busy = fake_error("psycopg.errors.LockNotAvailable", sqlstate="55P03")
     assert matches(busy, sqlstate="55")
     assert matches(busy, sqlstate=["40", "55P03"])
     assert not matches(busy, sqlstate="5P")
@@ -121,7 +121,7 @@ def test_a_text_is_searched_without_its_secrets() -> None:
 
 def test_all_that_is_given_must_be_met_by_some_error_of_the_chain() -> None:
     """An error of the application's own and the answer behind it."""
-    error = caused(lookalike("shop.errors.Failed"), http_error(404))
+    error = caused(fake_error("shop.errors.Failed"), http_error(404))
     assert matches(error, exc="shop.errors.Failed", status=404)
     assert not matches(error, exc="shop.errors.Failed", status=403)
     assert not matches(http_error(404), exc="shop.errors.Failed", status=404)
@@ -149,7 +149,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("conditions", WRONG, ids=steady)
+@pytest.mark.parametrize("conditions", WRONG, ids=stable_id)
 def test_a_rule_that_can_never_match_is_refused_when_it_is_written(
     conditions: dict[str, Any],
 ) -> None:

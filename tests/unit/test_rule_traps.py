@@ -10,15 +10,15 @@ import pytest
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.failures.facts import ErrorFacts
-from tests.unit.lookalikes import aws, caused, http_error, kind, lookalike
+from tests.unit.fake_errors import aws, caused, fake_class, fake_error, http_error
 
 NOW = 1_800_000_000.0
 
-UrllibError = kind("urllib.error.URLError", OSError)
-RequestsError = kind("requests.exceptions.RequestException", OSError)
-RequestsConnection = kind("requests.exceptions.ConnectionError", RequestsError)
-RedisConnection = kind("redis.exceptions.ConnectionError")
-PsycopgOperational = kind("psycopg.OperationalError")
+UrllibError = fake_class("urllib.error.URLError", OSError)
+RequestsError = fake_class("requests.exceptions.RequestException", OSError)
+RequestsConnection = fake_class("requests.exceptions.ConnectionError", RequestsError)
+RedisConnection = fake_class("redis.exceptions.ConnectionError")
+PsycopgOperational = fake_class("psycopg.OperationalError")
 
 
 def judged(error: BaseException) -> Classification:
@@ -42,12 +42,12 @@ def test_codes_beat_status() -> None:
 
 def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -> None:
     """An application's own error often copies the status, and nothing else."""
-    failed = lookalike("shop.errors.UpstreamFailed", status_code=400)
+    failed = fake_error("shop.errors.UpstreamFailed", status_code=400)
     assert judged(caused(failed, aws("ThrottlingException", 400))).rule == "rate-limited"
-    failed = lookalike("shop.errors.UpstreamFailed", status_code=503)
+    failed = fake_error("shop.errors.UpstreamFailed", status_code=503)
     judgement = judged(caused(failed, http_error(503, retry_after="7")))
     assert (judgement.rule, judgement.delay) == ("rate-limited", 7.0)
-    other = lookalike("shop.errors.UpstreamFailed", status_code=404)
+    other = fake_error("shop.errors.UpstreamFailed", status_code=404)
     assert judged(caused(other, http_error(429))).rule == "request-refused"
 
 
@@ -68,20 +68,20 @@ def test_a_window_that_is_not_empty_is_no_limit() -> None:
 
 def test_families_of_classes_lie() -> None:
     """An OSError may be a wrong URL, and an authentication error one of the connection."""
-    wrong_url = lookalike("requests.exceptions.InvalidURL", RequestsError, ValueError)
+    wrong_url = fake_error("requests.exceptions.InvalidURL", RequestsError, ValueError)
     assert isinstance(wrong_url, OSError)
     assert judged(wrong_url).rule == "request-refused"
-    wrong_password = lookalike("redis.exceptions.AuthenticationError", RedisConnection)
+    wrong_password = fake_error("redis.exceptions.AuthenticationError", RedisConnection)
     assert judged(wrong_password).rule == "bad-credentials"
-    assert judged(lookalike("stripe._error.PermissionError", http_status=409)).rule == "conflict"
-    assert judged(lookalike("shop.TimeoutError")).rule == "anything-else"
-    assert judged(lookalike("shop.PermissionError")).rule == "anything-else"
+    assert judged(fake_error("stripe._error.PermissionError", http_status=409)).rule == "conflict"
+    assert judged(fake_error("shop.TimeoutError")).rule == "anything-else"
+    assert judged(fake_error("shop.PermissionError")).rule == "anything-else"
 
 
 WRAPPERS = [
-    lookalike("openai.APIConnectionError"),
-    lookalike("anthropic.APITimeoutError", kind("anthropic.APIConnectionError")),
-    lookalike("stripe._error.APIConnectionError", should_retry=False),
+    fake_error("openai.APIConnectionError"),
+    fake_error("anthropic.APITimeoutError", fake_class("anthropic.APIConnectionError")),
+    fake_error("stripe._error.APIConnectionError", should_retry=False),
 ]
 
 
@@ -89,9 +89,9 @@ WRAPPERS = [
 @pytest.mark.parametrize(
     ("cause", "row"),
     [
-        (lookalike("httpx2.ConnectTimeout"), "connect-phase"),
-        (lookalike("httpx2.ReadTimeout"), "outcome-unknown"),
-        (lookalike("httpx.UnsupportedProtocol"), "request-refused"),
+        (fake_error("httpx2.ConnectTimeout"), "connect-phase"),
+        (fake_error("httpx2.ReadTimeout"), "outcome-unknown"),
+        (fake_error("httpx.UnsupportedProtocol"), "request-refused"),
         (ssl.SSLCertVerificationError(1, "no"), "certificate-rejected"),
         (ValueError("unknown"), "outcome-unknown"),
         (None, "outcome-unknown"),
@@ -105,10 +105,10 @@ def test_an_sdks_connection_error_lets_its_cause_decide(wrapper: Any, cause: Any
 
 def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
     """It is told only where one looks into its arguments."""
-    refused = lookalike("urllib3.exceptions.NewConnectionError")
-    exceeded = lookalike("urllib3.exceptions.MaxRetryError", reason=refused)
+    refused = fake_error("urllib3.exceptions.NewConnectionError")
+    exceeded = fake_error("urllib3.exceptions.MaxRetryError", reason=refused)
     assert judged(RequestsConnection(exceeded)).rule == "connect-phase"
-    aborted = lookalike(
+    aborted = fake_error(
         "urllib3.exceptions.ProtocolError", said=("aborted", ConnectionResetError(104, "reset"))
     )
     assert judged(RequestsConnection(aborted)).rule == "outcome-unknown"
@@ -117,21 +117,25 @@ def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
 
 def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
     """``HTTPError`` of urllib is a ``URLError``."""
-    answered = lookalike("urllib.error.HTTPError", UrllibError, said="HTTP Error 500: no", code=500)
+    answered = fake_error(
+        "urllib.error.HTTPError", UrllibError, said="HTTP Error 500: no", code=500
+    )
     assert judged(answered).rule == "outcome-unknown"
-    answered = lookalike("urllib.error.HTTPError", UrllibError, said="HTTP Error 507: no", code=507)
+    answered = fake_error(
+        "urllib.error.HTTPError", UrllibError, said="HTTP Error 507: no", code=507
+    )
     assert judged(answered).rule == "anything-else"
 
 
 def test_a_wrapped_error_of_the_database_is_one_of_the_database() -> None:
     """``orig`` knows."""
-    unique = lookalike("psycopg.errors.UniqueViolation", sqlstate="23505")
-    assert judged(lookalike("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
-    away = lookalike(
+    unique = fake_error("psycopg.errors.UniqueViolation", sqlstate="23505")
+    assert judged(fake_error("sqlalchemy.exc.DBAPIError", orig=unique)).rule == "refused-here"
+    away = fake_error(
         "sqlalchemy.exc.OperationalError", orig=PsycopgOperational("connection failed")
     )
     assert judged(away).rule == "infrastructure"
-    broker = caused(lookalike("kombu.exceptions.OperationalError"), RedisConnection())
+    broker = caused(fake_error("kombu.exceptions.OperationalError"), RedisConnection())
     assert judged(broker).rule == "infrastructure"
 
 
@@ -139,7 +143,7 @@ def test_an_error_of_the_application_lets_its_cause_decide() -> None:
     """What the rules do not know is passed over."""
     error = caused(
         RuntimeError("the month failed"),
-        caused(lookalike("shop.Failed"), http_error(429, retry_after="20")),
+        caused(fake_error("shop.Failed"), http_error(429, retry_after="20")),
     )
     judgement = judged(error)
     assert (judgement.rule, judgement.delay) == ("rate-limited", 20.0)

@@ -21,7 +21,7 @@ from celery_leases.failures.actions import (
 )
 from celery_leases.failures.classifier import Rule, Rules
 from celery_leases.failures.facts import ErrorFacts
-from tests.unit.lookalikes import RpcError, aws, caused, http_error, lookalike
+from tests.unit.fake_errors import RpcError, aws, caused, fake_error, http_error
 
 NOW = 1_800_000_000.0
 STOP = permanent(operator=True)
@@ -97,7 +97,7 @@ def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() 
         .on(status=404, to="permanent", name="inner")
         .on(exc="shop.Failed", to="retry", name="outer")
     )
-    assert judged(rules, caused(lookalike("shop.Failed"), http_error(404))).rule == "inner"
+    assert judged(rules, caused(fake_error("shop.Failed"), http_error(404))).rule == "inner"
 
 
 def test_rules_are_immutable() -> None:
@@ -144,7 +144,7 @@ def test_a_rule_without_a_name_is_named_after_its_conditions() -> None:
 def test_why_says_what_matched_and_where() -> None:
     """One short sentence for people."""
     rules = Rules.default().on(exc="shop.Failed", status=404, to=5).use(a_hook)
-    failed = caused(lookalike("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
+    failed = caused(fake_error("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
     assert judged(rules, failed).why == "status 404 of openai.NotFoundError and shop.Failed"
     assert (
         judged(rules, http_error(429, dotted="openai.RateLimitError")).why
@@ -257,7 +257,7 @@ NAMES = [
 )
 def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
     """Whatever an error holds, it is judged, and a delay is one that can be waited for."""
-    error = lookalike(name)
+    error = fake_error(name)
     for attribute, index in drawn.items():
         try:
             setattr(error, attribute, PIECES[index])

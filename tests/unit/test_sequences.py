@@ -23,8 +23,8 @@ from celery_leases.protocol.options import OnDone
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.verdicts import Call, Drop
 from celery_leases.protocol.waiting import grace_of
-from tests.unit.bench import Bench
-from tests.unit.situations import GROUP, KEY, OURS, THEIRS, raised
+from tests.unit.decision_inputs import GROUP, KEY, OURS, THEIRS, raised
+from tests.unit.memory_worker import Bench
 
 HARMLESS: dict[str, Ending] = {
     "cooldown": raised(cooldown("60s")),

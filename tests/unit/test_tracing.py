@@ -24,7 +24,7 @@ from celery_leases.protocol import events
 from celery_leases.protocol.records import Failure
 from celery_leases.signals import Announcer, logger
 from tests.unit.celery_apps import apps
-from tests.unit.pages import markdown_rows, page, section
+from tests.unit.doc_pages import markdown_rows, page, section
 
 __all__ = ["apps"]
 

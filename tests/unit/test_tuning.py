@@ -14,7 +14,7 @@ from celery_leases.protocol.tuning import (
     shortest_ttl,
     unrenewed_ttl,
 )
-from tests.unit.pages import page
+from tests.unit.doc_pages import page
 
 
 def test_percentiles_are_run_times_that_were_seen() -> None:

@@ -18,7 +18,7 @@ from celery_leases.protocol.options import OnCooling, OnHeld
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run, Verdict
 from celery_leases.protocol.waiting import RETRY_GRACE
-from tests.unit.situations import (
+from tests.unit.decision_inputs import (
     GROUP,
     KEY,
     NOW,

@@ -1,0 +1,69 @@
+"""The tasks of :mod:`tests.apps.leased` in a worker that dies or waits at a named step.
+
+FAILPOINT is the step, FAILPOINT_TIMES how often it acts, and a file FAILPOINT_FILE plus a number
+records each time. ``before publish``, ``after publish`` and ``after mark`` kill the whole worker
+during a reschedule. ``after release`` kills the child after its success was written and its lease
+released. ``after callbacks`` kills the whole worker after Celery has sent the callbacks and before
+they are marked as sent. ``slow settle`` delays the statement by a second, and ``slow rescheduled``
+delays the publication until the file FAILPOINT_GATE exists.
+"""
+
+import os
+import time
+
+from celery.signals import task_success
+
+from celery_leases.attempt import run
+from celery_leases.stores.sql.records import SqlRecordStore
+from celery_leases.worker import reschedule
+from tests.apps.failpoints import STEP, reach, strikes
+from tests.apps.leased import *  # noqa: F403
+from tests.apps.leased import app, note, wait_for  # noqa: F401
+
+_publish = reschedule.Copies._publish
+_reschedule = reschedule.Copies.reschedule
+_run = run.Execution._run
+_settle = SqlRecordStore.settle
+
+
+@task_success.connect(weak=False)
+def _after_callbacks(**_):
+    reach("after callbacks", whole_worker=True)
+
+
+# The library is connected already, and its receiver would set the mark before this one kills.
+task_success.receivers.insert(0, task_success.receivers.pop())
+
+
+def _publish_and_die(self, *args, **kwargs):
+    reach("before publish", whole_worker=True)
+    if STEP == "slow rescheduled" and strikes():
+        note("failpoint", step=STEP)
+        wait_for(os.environ["FAILPOINT_GATE"])
+    _publish(self, *args, **kwargs)
+    reach("after publish", whole_worker=True)
+
+
+def _reschedule_and_die(self, *args, **kwargs):
+    published = _reschedule(self, *args, **kwargs)
+    reach("after mark", whole_worker=True)
+    return published
+
+
+def _run_and_die(self, *args, **kwargs):
+    reply = _run(self, *args, **kwargs)
+    reach("after release")
+    return reply
+
+
+def _settle_late(self, record, outcome):
+    if STEP == "slow settle" and strikes():
+        note("failpoint", step=STEP)
+        time.sleep(1.0)
+    return _settle(self, record, outcome)
+
+
+reschedule.Copies._publish = _publish_and_die
+reschedule.Copies.reschedule = _reschedule_and_die
+run.Execution._run = _run_and_die
+SqlRecordStore.settle = _settle_late

@@ -1,0 +1,100 @@
+"""A TCP proxy that cuts a connection at one statement, either before it or before its reply."""
+
+import contextlib
+import socket
+import threading
+from typing import Self
+
+
+class CuttingProxy:
+    """Forwards connections to a port of 127.0.0.1; ``cut(pattern)`` arms it for the next match.
+
+    ``was_cut`` is set once it has cut; from then on it refuses connections while ``refusing``.
+    While ``silent`` it accepts all data and forwards none, as a frozen server does.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._pattern: bytes | None = None
+        self._before = False
+        self.refusing = False
+        self.silent = False
+        self._lock = threading.Lock()
+        self.was_cut = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self, pattern: bytes, *, before: bool = False) -> None:
+        """Cut at the next request with *pattern*: after the server has executed it, or *before*."""
+        self.was_cut.clear()
+        self._before = before
+        self._pattern = pattern
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                if self.refusing and self.was_cut.is_set():
+                    client.close()
+                    continue
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        doomed = threading.Event()
+        with (
+            client,
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self._target)) as server,
+        ):
+            back = threading.Thread(target=self._answer, args=(server, client, doomed), daemon=True)
+            back.start()
+            while data := client.recv(65536):
+                if self.silent:
+                    continue
+                if self._matches(data):
+                    doomed.set()
+                    if self._before:
+                        self.was_cut.set()
+                        break
+                server.sendall(data)
+            if self._before or not doomed.is_set():
+                _shut(server)
+            back.join()
+        _shut(client)
+
+    def _matches(self, data: bytes) -> bool:
+        with self._lock:
+            if self._pattern is None or self._pattern not in data:
+                return False
+            self._pattern = None
+            return True
+
+    def _answer(
+        self, server: socket.socket, client: socket.socket, doomed: threading.Event
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                if doomed.is_set():
+                    self.was_cut.set()
+                    break
+                if self.silent:
+                    continue
+                client.sendall(data)
+        _shut(client)
+        _shut(server)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

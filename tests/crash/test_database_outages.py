@@ -1,0 +1,365 @@
+"""The records database restarts, is away, or loses a reply, during the claim and during the settle.
+
+However it happens, the outcome is decided by reading back: never two ends, never none, and nobody
+has crashed.
+"""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from celery_leases.testing.waits import wait_until
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.cutting_proxy import CuttingProxy
+from tests.integration.deployments import spelled
+from tests.support.servers import PostgresServer
+
+REDIS_LEASES = ("rabbit", "redis", "postgres")
+DATABASE_LEASES = ("redis", "database", "postgres")
+BOTH_LEASES = pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
+CLAIM = b"INSERT INTO celery_leases_records"
+SETTLE = b"SET attempt="
+
+
+@contextmanager
+def table_locked(scene: CrashDeployment) -> Iterator[None]:
+    """Nobody writes a record until the end of the block, or of the server."""
+    engine = create_engine(scene.database_url, poolclass=NullPool)
+    connection = engine.connect()
+    connection.execute(text("LOCK TABLE celery_leases_records IN EXCLUSIVE MODE"))
+    try:
+        yield
+    finally:
+        with suppress(SQLAlchemyError):  # the server it belonged to may be gone
+            connection.close()
+
+
+def wait_for_statement(scene: CrashDeployment, begin: str) -> None:
+    """Return when a statement that begins so waits for the lock."""
+    engine = create_engine(scene.database_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    query = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE :begin"
+    )
+
+    def waiting() -> bool:
+        with engine.connect() as connection:
+            return bool(connection.execute(query, {"begin": begin}).scalar())
+
+    wait_until(waiting, 20, f"{begin} to wait for a lock")
+
+
+@BOTH_LEASES
+def test_a_restart_during_the_claim_is_no_crash(
+    scene_factory: CrashDeploymentFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
+) -> None:
+    """The claim is in flight when the server crashes: it is asked again, or rescheduled, and runs
+    once.
+    """
+    scene = scene_factory(combination, urls={"postgres": own_postgres.new_database()}, visibility=8)
+    with table_locked(scene):
+        result = scene.tasks.work.delay(name)
+        wait_for_statement(scene, "%INSERT INTO celery_leases_records%")
+        own_postgres.restart("immediate")
+    assert result.get(timeout=40)["name"] == name
+    assert len(scene.events("begin", name=name)) == 1
+    assert scene.done_once("work", name)["attempt"] == 1
+
+
+@BOTH_LEASES
+def test_a_restart_during_the_settle_is_decided_by_reading_back(
+    scene_factory: CrashDeploymentFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
+) -> None:
+    """The settle is in flight when the server crashes: it is written afterwards, and the body runs
+    once.
+    """
+    scene = scene_factory(
+        combination, urls={"postgres": own_postgres.new_database()}, ttl=4, visibility=10
+    )
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    with table_locked(scene):
+        gate.touch()
+        wait_for_statement(scene, "UPDATE celery_leases_records SET attempt=%")
+        own_postgres.restart("immediate")
+    value = result.get(timeout=40)
+    assert value["name"] == name
+    row = scene.done_once("work", name)
+    assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (
+        1,
+        value["fence"],
+        1,
+    )
+
+
+@pytest.mark.both_lease_stores
+@BOTH_LEASES
+@pytest.mark.parametrize("carried_out", [True, False], ids=["reply lost", "request lost"])
+@pytest.mark.parametrize("statement", [CLAIM, SETTLE], ids=["claim", "settle"])
+def test_a_statement_whose_reply_is_lost_is_decided_by_reading_back(
+    scene_factory: CrashDeploymentFactory,
+    leases_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
+    statement: bytes,
+    carried_out: bool,
+) -> None:
+    """The connection is cut before the request arrives, or after the server has committed: one
+    body, one end.
+    """
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
+        env = {"LEASES_DATABASE_URL": through}
+        scene = scene_factory(combination, urls={"postgres": url}, ttl=3, visibility=30, env=env)
+        proxy.cut(statement, before=not carried_out)
+        value = scene.tasks.work.delay(name, 0.1).get(timeout=40)
+        assert proxy.was_cut.is_set()
+        row = scene.done_once("work", name)
+        assert (len(scene.events("begin", name=name)), row["fence"], row["attempt"]) == (
+            1,
+            value["fence"],
+            1,
+        )
+        assert "refused" not in "\n".join(scene.log(name))
+        assert not scene.is_held("work", f"work:{name}")
+
+
+@BOTH_LEASES
+def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
+    scene_factory: CrashDeploymentFactory,
+    leases_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
+) -> None:
+    """The row stands open under an attempt that never ran; the call comes back with its token, and
+    counts nothing.
+    """
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        through = url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")
+        env = {"LEASES_DATABASE_URL": through}
+        scene = scene_factory(combination, urls={"postgres": url}, ttl=2, visibility=60, env=env)
+        proxy.refusing = True
+        proxy.cut(CLAIM)
+        result = scene.tasks.work.delay(name)
+        assert proxy.was_cut.wait(20)
+        open_row = scene.wait_for_state("work", f"work:{name}", "running")
+        scene.wait_for_log(result.id, "rescheduled in")
+        proxy.refusing = False
+        value = result.get(timeout=40)
+        row = scene.done_once("work", name, crashes=0)
+        assert len(scene.events("begin", name=name)) == 1
+        assert value["fence"] == row["fence"] > open_row["fence"]
+        assert row["previous_ended"] == "lost"
+
+
+@pytest.mark.both_lease_stores
+@BOTH_LEASES
+def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
+    scene_factory: CrashDeploymentFactory,
+    own_postgres: PostgresServer,
+    name: str,
+    combination: tuple[str, ...],
+) -> None:
+    """Away for longer than the ttl: the outcome is kept and written when it is back, if nobody has
+    claimed since.
+    """
+    scene = scene_factory(
+        combination, urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60
+    )
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate), answer="kept")
+    scene.wait_for("begin", name=name)
+    own_postgres.kill()
+    gate.touch()
+    (ended,) = scene.wait_for("end", name=name)
+    wait_until(lambda: time.monotonic() - ended["t"] > 5.0, 10, "an outage of 5 s")
+    own_postgres.start()
+    back = time.monotonic()
+    assert result.get(timeout=40) == "kept"
+    settled = time.monotonic()
+    row = scene.done_once("work", name)
+    assert (len(scene.events("begin", name=name)), row["attempt"]) == (1, 1)
+    assert scene.tasks.work.delay(name, gate=str(gate), answer="kept").get(timeout=20) == "kept"
+    print(f"settled {settled - back:.2f} s after the database was back")
+
+
+def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
+    scene_factory: CrashDeploymentFactory, leases_postgres: PostgresServer, name: str
+) -> None:
+    """Rows are leases, the outage has outlasted one, and its body has ended: the outcome is
+    written, not repeated.
+    """
+    url = leases_postgres.new_database()
+    with CuttingProxy(leases_postgres.port) as proxy:
+        env = {"LEASES_DATABASE_URL": url.replace(f":{leases_postgres.port}/", f":{proxy.port}/")}
+        scene = scene_factory(
+            DATABASE_LEASES, urls={"postgres": url}, ttl=2, visibility=60, env=env
+        )
+        gate = scene.gate()
+        result = scene.tasks.work.delay(name, gate=str(gate))
+        scene.wait_for("begin", name=name)
+        scene.another(env={"LEASES_DATABASE_URL": url})
+        proxy.refusing = True
+        proxy.cut(SETTLE, before=True)
+        gate.touch()
+        assert proxy.was_cut.wait(20)
+        engine = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            ends = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+            connection.execute(text(f"{ends} AND pid <> pg_backend_pid()"))
+        scene.wait_until_free("work", f"work:{name}")
+        duplicate = scene.tasks.work.delay(name, gate=str(gate))
+        scene.wait_for_log(duplicate.id, "received")
+        proxy.refusing = False
+        assert duplicate.get(timeout=40) == result.get(timeout=40)
+        assert len(scene.events("begin", name=name)) == 1
+        scene.done_once("work", name, crashes=0)
+
+
+def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
+    scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
+) -> None:
+    """Redis leases: the lease goes on being renewed while the statement hangs, so nobody else
+    begins.
+    """
+    scene = scene_factory(
+        REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2
+    )
+    gate = scene.gate()
+    result = scene.tasks.work.delay(name, gate=str(gate))
+    (begun,) = scene.wait_for("begin", name=name)
+    own_postgres.pause()
+    gate.touch()
+    (ended,) = scene.wait_for("end", name=name)
+    duplicate = scene.tasks.work.delay(name, gate=str(gate))
+    wait_until(lambda: time.monotonic() - ended["t"] > 2 * scene.ttl, 10, "twice the ttl")
+    held = scene.client._leases.holder(f"t:tests.apps.leased.work|work:{name}")
+    own_postgres.resume()
+    assert held is not None
+    assert held.call_id == result.id
+    assert (
+        result.get(timeout=20)
+        == duplicate.get(timeout=20)
+        == {"name": name, "fence": begun["fence"]}
+    )
+    scene.done_once("work", name)
+
+
+@pytest.mark.parametrize(
+    "combination", [("redis", "database", "sqlite"), ("rabbit", "redis", "sqlite")], ids=spelled
+)
+def test_a_sqlite_file_locked_by_another_writer_is_waited_for(
+    scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
+) -> None:
+    """Locked for 3 s at the claim, and again at the settle: one body, one end."""
+    scene = scene_factory(combination, ttl=5, visibility=60)
+    file = scene.database_url.removeprefix("sqlite:///")
+    gate = scene.gate()
+    with _sqlite_locked(file, 3.0):
+        result = scene.tasks.work.delay(name, gate=str(gate))
+        scene.wait_for_log(result.id, "received")
+        assert not scene.events("begin", name=name)
+    scene.wait_for("begin", name=name)
+    with _sqlite_locked(file, 3.0):
+        gate.touch()
+        scene.wait_for("end", name=name)
+    assert result.get(timeout=30)["name"] == name
+    row = scene.done_once("work", name)
+    assert (len(scene.events("begin", name=name)), row["attempt"]) == (1, 1)
+
+
+@contextmanager
+def _sqlite_locked(file: str, seconds: float) -> Iterator[None]:
+    """Hold the write lock for *seconds*; the block may end sooner, and then waits for the rest."""
+    held, over = threading.Event(), time.monotonic() + seconds
+
+    def hold() -> None:
+        connection = sqlite3.connect(file, timeout=20, isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        held.set()
+        while time.monotonic() < over:
+            time.sleep(0.02)
+        connection.execute("ROLLBACK")
+        connection.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    yield
+    thread.join()
+
+
+def test_a_worker_without_a_descriptor_left_fails_no_call(
+    scene_factory: CrashDeploymentFactory,
+    leases_postgres: PostgresServer,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """Each connection that it opens raises a bare OSError: a call that has not begun waits, an
+    outcome is kept.
+    """
+    starved = tmp_path / "starved"
+    url, env = leases_postgres.new_database(), {"STARVED": str(starved)}
+    scene = scene_factory(
+        DATABASE_LEASES,
+        urls={"postgres": url},
+        ttl=3,
+        concurrency=2,
+        module="tests.apps.without_descriptors",
+        env=env,
+    )
+    gate = scene.gate()
+    begun = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    starved.touch()
+    with create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect() as other:
+        ended = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        )
+        other.execute(text(f"{ended} AND datname = current_database()"))
+    gate.touch()
+    waiting = scene.tasks.work.delay(f"{name}-2")
+    scene.wait_for_log(waiting.id, "Too many open files")
+    starved.unlink()
+    assert [result.get(timeout=40)["name"] for result in (begun, waiting)] == [name, f"{name}-2"]
+    scene.done_once("work", name)
+    scene.done_once("work", f"{name}-2")
+
+
+def test_a_worker_that_has_no_descriptor_left_for_its_first_calls_fails_none(
+    scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str
+) -> None:
+    """It tries again, then gives them back to the broker, and runs them once it can."""
+    starved = tmp_path / "starved"
+    scene = scene_factory(
+        DATABASE_LEASES,
+        concurrency=2,
+        module="tests.apps.without_descriptors",
+        env={"STARVED": str(starved)},
+    )
+    starved.touch()
+    calls = [scene.tasks.work.delay(f"{name}-{number}") for number in range(4)]
+    scene.wait_for_log("did not begin, returned to the broker", "Too many open files", number=2)
+    assert len(scene.log("did not begin, retrying")) >= 2
+    starved.unlink()
+    assert {call.get(timeout=40)["name"] for call in calls} == {
+        f"{name}-{number}" for number in range(4)
+    }
+    assert "raised unexpected" not in scene.logs()

@@ -1,0 +1,117 @@
+"""A request that notes the latest copy of a waiting call is lost: the mark lags behind, and no call
+may be lost.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from celery.result import AsyncResult
+
+from celery_leases.protocol.keys import stored_key
+from celery_leases.protocol.message_copies import Copy, waiter_mark
+from celery_leases.stores.redis import lease_scripts
+from celery_leases.worker import app_components
+from celery_leases.worker.reschedule import OVER
+from tests.crash.conftest import CrashDeploymentFactory
+from tests.crash.crash_deployments import CrashDeployment
+from tests.crash.cutting_proxy import CuttingProxy
+from tests.integration.cooldowns import COOLING, OK, limited
+from tests.integration.deployments import PATIENCE
+
+NOTING = lease_scripts.SWAP_MARK.sha.encode()
+
+
+@pytest.fixture
+def proxy(leases_redis: object) -> Iterator[CuttingProxy]:
+    """Between the worker and its lease store."""
+    made = CuttingProxy(urlsplit(leases_redis.url).port or 6379)  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def scene_of(
+    factory: CrashDeploymentFactory, proxy: CuttingProxy, **options: object
+) -> CrashDeployment:
+    """A worker whose leases are behind the proxy; it waits in hops of a second."""
+    leases = {"LEASES_URL": f"redis://127.0.0.1:{proxy.port}/15"}
+    return factory(("redis", "redis", "sqlite"), env=leases, concurrency=2, **options)
+
+
+def held_and_waited_for(scene: CrashDeployment, name: str) -> tuple[Path, AsyncResult, AsyncResult]:
+    """A key that one call holds until the file is there, and that another has been rescheduled
+    for.
+    """
+    gate = scene.gate()
+    holder = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    waiter = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for_log(waiter.id, "rescheduled in")
+    return gate, holder, waiter
+
+
+def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
+    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+) -> None:
+    """Its second copy is not taken for superfluous because of the first one, which it has
+    replaced.
+    """
+    scene = scene_of(scene_factory, proxy, ttl=15)
+    gate, holder, waiter = held_and_waited_for(scene, name)
+    proxy.cut(NOTING, before=True)
+    assert proxy.was_cut.wait(PATIENCE)
+    scene.wait_for_log(waiter.id, "rescheduled in", 4)
+    gate.touch()
+    assert waiter.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
+    assert "waits already" not in "".join(scene.log(waiter.id))
+
+
+def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
+    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+) -> None:
+    """It waits in hops, comes back, and is done."""
+    scene = scene_of(scene_factory, proxy, home=COOLING)
+    result = scene.tasks.resumes.delay(name, [limited(4), OK])
+    scene.wait_for_log(result.id, "rescheduled in")
+    proxy.cut(NOTING, before=True)
+    assert proxy.was_cut.wait(PATIENCE)
+    assert result.get(timeout=PATIENCE) == {"name": name, "paid": 2}
+
+
+def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
+    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+) -> None:
+    """Nothing says which copy it is, so no other can stand for it."""
+    scene = scene_of(scene_factory, proxy, ttl=15)
+    gate = scene.gate()
+    holder = scene.tasks.work.delay(name, gate=str(gate))
+    scene.wait_for("begin", name=name)
+    marks, stored = (
+        app_components.parts_of(scene.app).marks,
+        stored_key(scene.tasks.work.name, f"work:{name}"),
+    )
+    assert marks.swap_mark(stored, waiter_mark(name, 0), None, f"7 {'f' * 32}", 60)
+    headers = {"celery_leases": {"v": 99}}
+    again = scene.tasks.work.apply_async(
+        (name,), {"gate": str(gate)}, task_id=name, headers=headers
+    )
+    scene.wait_for_log(again.id, "key ")
+    gate.touch()
+    assert again.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
+
+
+def test_the_mark_of_a_call_that_has_ended_stands_for_no_message_of_the_same_id(
+    scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
+) -> None:
+    """A message sent anew under its id would else be dropped for a copy that has come and gone."""
+    scene = scene_of(scene_factory, proxy, ttl=15)
+    gate, holder, waiter = held_and_waited_for(scene, name)
+    marks, stored = (
+        app_components.parts_of(scene.app).marks,
+        stored_key(scene.tasks.work.name, f"work:{name}"),
+    )
+    assert Copy.read(marks.mark(stored, waiter_mark(waiter.id, 0)))
+    gate.touch()
+    assert waiter.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
+    assert marks.mark(stored, waiter_mark(waiter.id, 0)) == OVER

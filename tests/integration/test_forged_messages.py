@@ -1,0 +1,153 @@
+"""Messages whose headers somebody else has written: no name of ours in them switches the protection
+off.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from celery_leases.worker.headers import HEADER, OURS, Header
+from tests.integration.conftest import DeploymentFactory
+from tests.integration.deployments import (
+    APP,
+    PATIENCE,
+    RABBIT_REDIS_SQLITE,
+    REDIS_REDIS_POSTGRES,
+    Deployment,
+)
+
+MINE = {"answer": "mine"}
+INSIDE = ("running", "state", "stored_key", "replaced", "token", "watched")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("prefork", REDIS_REDIS_POSTGRES), ("threads", RABBIT_REDIS_SQLITE)],
+    ids=["prefork", "threads"],
+)
+def module_stage(
+    request: pytest.FixtureRequest, stage_factory: DeploymentFactory
+) -> Iterator[Deployment]:
+    """A worker whose bodies run in children, and one whose bodies run in its main process."""
+    pool, combination = request.param
+    made = stage_factory(combination, worker={"pool": pool})
+    yield made
+    made.close_when_drained(request.session)
+
+
+@pytest.mark.parametrize(
+    "value", [True, "f" * 32, {"running": True}, ["t:tests.apps.leased.work|x", "call"]], ids=str
+)
+def test_names_that_a_worker_sets_itself_are_not_taken_from_a_message(
+    stage: Deployment, name: str, value: Any
+) -> None:
+    """The body runs under a lease and a record of its own, once for its key, under a token of the
+    worker's.
+    """
+    forged = {f"{OURS}_{inside}": value for inside in INSIDE} | {
+        "is_eager": True,
+        "called_directly": True,
+    }
+    first, second = (stage.send("work", name, headers=forged) for _ in range(2))
+    assert first.get(timeout=PATIENCE) == second.get(timeout=PATIENCE)
+    (begun,) = stage.events("begin", name=name)
+    row = stage.row("work", f"work:{name}")
+    assert row is not None
+    assert (row["state"], row["fence"]) == ("done", begun["fence"])
+    assert not row["owner"].startswith("f" * 32)
+
+
+@pytest.mark.parametrize(
+    "embedded",
+    [
+        {"is_eager": True},
+        {f"{OURS}_token": "f" * 32},
+        {f"{OURS}_origin": {"queue": "another"}},
+        {"headers": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_the_third_part_of_a_body_sets_nothing_either(
+    stage: Deployment, name: str, embedded: Any
+) -> None:
+    """Celery makes attributes of the request of it, after the headers."""
+    calls = [str(uuid4()) for _ in range(2)]
+    with stage.app.connection_for_write() as connection:
+        for call in calls:
+            headers = {"task": f"{APP}.work", "id": call, "retries": 0, "lang": "py"}
+            body = [[name], {"seconds": 0.5, "answer": "mine"}, {"callbacks": None, **embedded}]
+            options = {"routing_key": stage.queue, "serializer": "json", "correlation_id": call}
+            connection.Producer().publish(body, headers=headers, **options)
+    assert [stage.app.AsyncResult(call).get(timeout=PATIENCE) for call in calls] == ["mine", "mine"]
+    (begun,) = stage.events("begin", name=name)
+    row = stage.row("work", f"work:{name}")
+    assert row is not None
+    assert (row["state"], row["fence"]) == ("done", begun["fence"])
+    assert not row["owner"].startswith("f" * 32)
+    assert len(stage.log(f"the message body has {sorted(embedded)[:1]}"[:-1])) >= len(calls)
+
+
+def test_a_header_with_another_key_gives_neither_its_result_nor_a_run_under_it(
+    stage: Deployment, name: str
+) -> None:
+    """Whatever it says of the past of its call; the arguments make the key."""
+    other, call = f"{name}-other", str(uuid4())
+    answer = stage.tasks.work.delay(other, answer="secret").get(timeout=PATIENCE)
+    before = stage.row("work", f"work:{other}")
+    header = Header(f"{APP}.work", call, key=f"work:{other}", started=True, tries=3)
+    result = stage.send(
+        "work", name, kwargs=MINE, task_id=call, headers={HEADER: header.written()}, retries=1
+    )
+    assert answer == "secret"
+    assert result.get(timeout=PATIENCE) == "mine"
+    assert stage.row("work", f"work:{other}") == before
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["x", {"v": 1}, {"v": 1, "key": None}, {"v": 1, "key": {"a": 1}}, {"v": 1, "tries": "many"}],
+    ids=str,
+)
+def test_a_header_of_the_wrong_type_is_ignored_with_one_warning(
+    stage: Deployment, name: str, header: Any
+) -> None:
+    """The call runs as if it had none, and ends."""
+    call = str(uuid4())
+    if isinstance(header, dict) and len(header) > 1:
+        header = {"task": f"{APP}.work", "id": call} | header
+    result = stage.send("work", name, kwargs=MINE, task_id=call, headers={HEADER: header})
+    assert result.get(timeout=PATIENCE) == "mine"
+    assert (
+        len(
+            [
+                line
+                for line in stage.log(call)
+                if "its message header 'celery_leases' is ignored" in line
+            ]
+        )
+        == 1
+    )
+
+
+@pytest.mark.parametrize("retries", ["1", 1.5, -1, [1], True], ids=str)
+def test_retries_that_are_no_count_are_ignored_with_one_warning(
+    stage: Deployment, name: str, retries: Any
+) -> None:
+    """The call runs as one that Celery has never retried, and ends."""
+    result = stage.send("work", name, kwargs=MINE, headers={"retries": retries})
+    assert result.get(timeout=PATIENCE) == "mine"
+    assert (
+        len(
+            [
+                line
+                for line in stage.log(result.id)
+                if "its message header 'retries' is ignored" in line
+            ]
+        )
+        == 1
+    )
+    row = stage.row("work", f"work:{name}")
+    assert row is not None
+    assert row["retries"] == 0

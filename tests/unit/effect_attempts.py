@@ -1,0 +1,183 @@
+"""Effects and progress in memory, and a desk at which bodies of one key are attempted over and
+over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from celery_leases.attempt.effect_arguments import EffectReply, calls_of
+from celery_leases.attempt.effects import Effects
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.lease_services import Steps
+from celery_leases.errors import StoreUnavailable
+from celery_leases.failures.classifier import Rules
+from celery_leases.lease import Lease
+from celery_leases.protocol.effects import Begun, Effect, Found, scope_of
+from celery_leases.protocol.records import Outcome, Record, Won
+from celery_leases.protocol.settlement import after_run
+from celery_leases.stores.sql.effects import SqlEffectStore
+from celery_leases.testing.contracts.claim_requests import make_claim_request
+from tests.unit.decision_inputs import a_call
+from tests.unit.memory_stores import Journal, ManualClock, MemoryRecords, noted
+
+KEY = "t:billing.send|invoice:1842"
+CHARGE = "charge"
+
+
+class MemoryEffects(SqlEffectStore):
+    """Effects beside *records*; each step is noted."""
+
+    def __init__(self, records: MemoryRecords, journal: Journal) -> None:
+        super().__init__(records.database, records.tables)
+        self.journal = journal
+        #: While it is away it says that nothing was written, as for a row that is locked.
+        self.refuses = False
+        writing = {"finish": "finish", "withdraw": "withdraw", "save_progress": "save"}
+        noted(self, journal, clear_crashes="clear crashes", **writing)
+
+    def begin(self, *given: Any, **more: Any) -> Begun | Found | None:
+        """Commit the intent, find that of another attempt, or refuse."""
+        begin = super().begin
+        try:
+            return self.journal.step("begin", lambda: begin(*given, **more))
+        except StoreUnavailable as error:  # a database that is away does not say what it has done
+            raise StoreUnavailable(str(error), False if self.refuses else None) from None
+
+
+class FakeRenewer:
+    """Extends at once, and notes it."""
+
+    def __init__(self, journal: Journal, clock: ManualClock) -> None:
+        self.journal = journal
+        self.clock = clock
+
+    def extend(self, held_lease: HeldLease, seconds: float) -> None:
+        """Push the lease out."""
+        held_lease.check()
+        self.journal.step("extend", lambda: held_lease.extended(self.clock.now(), seconds))
+
+
+class Attempt:
+    """One attempt: its lease, its effects, and the calls it makes."""
+
+    def __init__(self, desk: EffectBench, record: Record, **options: Any) -> None:
+        self.desk = desk
+        self.record = record
+        claim_request = make_claim_request(KEY, record.owner, ttl=desk.ttl)
+        self.held_lease = HeldLease(
+            claim_request, desk.clock.now(), desk.clock, renew=options.pop("renew", True)
+        )
+        self.held_lease.fence = record.fence
+        given: dict[str, Any] = {
+            "judge": lambda error: Rules.default().judge(error, 0.0),
+            "patience": 10.0,
+        }
+        self.effects = Effects(
+            held_lease=self.held_lease,
+            record=record,
+            store=desk.store,
+            clock=desk.clock,
+            closed=self.closed,
+            prefix="celery_leases",
+            scope=scope_of(record, rerun=options.pop("rerun", False), retention=60.0),
+            result_max=1000,
+            **(given | options),
+        )
+        renewer: Any = FakeRenewer(desk.journal, desk.clock)
+        transaction: Any = None
+        steps = Steps(renewer, desk.store, self.effects, self.closed, transaction, transaction)
+        self.lease = Lease(self.held_lease, record, lambda: steps, os.getpid())
+        #: Raised at the end of the next step that signals are kept away from.
+        self.pending: BaseException | None = None
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """A step that signals are kept away from."""
+        yield
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            raise pending
+
+    def effect(self, call: Any = None, *, name: str = CHARGE, **given: Any) -> EffectReply:
+        """Make the effect happen; *call* may be its reply, or an error it raises."""
+        known = {
+            "reference": None,
+            "verify": None,
+            "verify_after": 60.0,
+            "uncertain": "stop",
+        } | given
+        return self.effects.perform(name, calls_of(self.desk.calling(call), **known))
+
+    def lose(self) -> None:
+        """The lease is over by the clock."""
+        self.desk.clock.sleep(2 * self.desk.ttl)
+
+
+@dataclass
+class EffectBench:
+    """The stores, the clock, and all calls that were made, by their idempotency keys."""
+
+    ttl: float = 15.0
+    clock: ManualClock = field(default_factory=ManualClock)
+    journal: Journal = field(default_factory=Journal)
+    called: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.records = MemoryRecords(self.clock, self.journal)
+        self.store = MemoryEffects(self.records, self.journal)
+
+    def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
+        """Claim the key, from whoever has it."""
+        claim = self.records.others.claim(
+            make_claim_request(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake"
+        )
+        assert isinstance(claim, Won), claim
+        return Attempt(self, claim.record, **options)
+
+    def closed(self, record: Record, ending: Any, **more: Any) -> Outcome:
+        """Close the attempt."""
+        outcome = replace(after_run(a_call(call_id=record.call_id), record, ending), **more)
+        assert self.records.settle(record, outcome)
+        return outcome
+
+    def calling(self, call: Any = None) -> Callable[[str], Any]:
+        """A callable that notes its idempotency key and does *call*, raises it, or replies with
+        it.
+        """
+
+        def made(key: str) -> Any:
+            self.called.append(key)
+            self.journal.append("call")
+            if isinstance(call, BaseException):
+                raise call
+            return call(key) if callable(call) else call
+
+        return made
+
+    def steps(self) -> list[str]:
+        """The steps so far, forgotten by this."""
+        taken = list(self.journal)
+        self.journal.clear()
+        return taken
+
+    def effect(self, name: str = CHARGE, scope: str = "#0") -> Effect | None:
+        """The effect, as it is now."""
+        return self.store.read(KEY, name, scope)
+
+    @property
+    def state(self) -> str | None:
+        """Where the charge stands."""
+        found = self.effect()
+        return found.state.value if found is not None else None
+
+    @property
+    def row(self) -> Record:
+        """The row of the key."""
+        found = self.records.row(KEY)
+        assert found is not None
+        return found

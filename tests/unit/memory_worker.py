@@ -1,0 +1,190 @@
+"""Workers on stores in memory: calls are run to their end under a clock that stands still."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from celery_leases.attempt.context import Context
+from celery_leases.attempt.held_lease import HeldLease
+from celery_leases.attempt.run import Execution
+from celery_leases.failures.actions import Reason, cooldown, permanent, retry
+from celery_leases.protocol.body_endings import Ending, Returned
+from celery_leases.protocol.groups import Closing, Gate
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.verdicts import Answer, Call, Raise
+from celery_leases.stores.sql.leases import DatabaseLeaseStore
+from tests.distributions.toy_leases import Memory, ToyLeaseStore
+from tests.unit.decision_inputs import GROUP, KEY, TODAY, a_call, raised
+from tests.unit.memory_stores import Journal, ManualClock, MemoryRecords, Seen, noted
+
+DONE = Returned(1, "1")
+KINDS = pytest.mark.parametrize(
+    "in_records", [False, True], ids=["leases apart", "rows are leases"]
+)
+OF_THE_GROUP = raised(
+    replace(cooldown("30s", scope="group"), server_delay="instead"), 60.0, Reason.RATE_LIMITED
+)
+OF_THE_KEY = raised(cooldown("60s", jitter=0.0))
+SOON = raised(retry("2s", jitter=0.0))
+FOR_GOOD = raised(permanent())
+RATE_LIMITED = Closing(
+    policy=a_call().options.cooldown, reason="rate_limited", rule="r", server_delay=60.0
+)
+
+
+class NoRenewer:
+    """Renews nothing: under this clock no lease ends unless the test says so."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+
+    def add(self, held_lease: HeldLease) -> None:
+        """A body begins."""
+        self.kept.add(held_lease.claim_request.token)
+
+    def drop(self, held_lease: HeldLease) -> None:
+        """It has ended."""
+        self.kept.discard(held_lease.claim_request.token)
+
+
+@dataclass
+class Bench:
+    """A worker, its stores, and what has been seen of both."""
+
+    in_records: bool = False
+    clock: ManualClock = field(default_factory=ManualClock)
+    journal: Journal = field(default_factory=Journal)
+    seen: Seen = field(default_factory=Seen)
+    #: The tokens of the bodies that have run.
+    ran: list[str] = field(default_factory=list)
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.records = MemoryRecords(
+            self.clock, self.journal, "acquire" if self.in_records else "claim"
+        )
+        #: Of the leases beside the records.
+        self.memory = Memory(now=self.clock.now, began=-math.inf)
+        self.stores = self._stores()
+        self.renewer = NoRenewer()
+        self._tokens = count(1)
+        context = Context(
+            leases=self.stores,
+            records=self.records,
+            marks=self.stores,
+            gates=self.stores,
+            observer=self.seen,
+            clock=self.clock,
+            rand=lambda: 0.0,
+            host="host-a/17",
+            stopping=lambda: self.stopping,
+            wall_time=lambda: TODAY,
+        )
+        renewer: Any = self.renewer
+        self.execution = Execution(context, renewer)
+
+    def _stores(self) -> DatabaseLeaseStore | ToyLeaseStore:
+        names = ["age", "release", "cool", "end_cooldown", "close_gate", "open_gate"]
+        store: DatabaseLeaseStore | ToyLeaseStore
+        if self.in_records:
+            store = self.records.leases()
+            names.append("take_probe")
+        else:
+            store = ToyLeaseStore(self.memory, "toy")
+            names.append("acquire")
+        noted(store, self.journal, **{name: name for name in (*names, "give_back_probe")})
+        return store
+
+    def call(self, **changes: Any) -> Call:
+        """A call of the group that comes back whatever it fails of, under a token of its own."""
+        given: dict[str, Any] = {
+            "group": GROUP,
+            "resume": "always",
+            "token": f"attempt-{next(self._tokens)}",
+        }
+        return a_call(**(given | changes))
+
+    def again(self, call: Call, **changes: Any) -> Call:
+        """A copy of *call* that came back by itself."""
+        back: dict[str, Any] = {
+            "token": f"attempt-{next(self._tokens)}",
+            "repeat": True,
+            "started": True,
+        }
+        return replace(call, **(back | changes))
+
+    def redelivered(self, call: Call) -> Call:
+        """The message of *call* once more, as its dead process left it: it knows nothing of the
+        run.
+        """
+        return self.again(call, started=False)
+
+    def run(
+        self, call: Call, *endings: Ending, during: Callable[[HeldLease], object] = lambda _: None
+    ) -> Answer:
+        """Run *call*: its body does *during*, and ends so (by default with a value)."""
+
+        def body(held_lease: HeldLease, record: Record) -> Ending:
+            self.ran.append(held_lease.claim_request.token)
+            during(held_lease)
+            return endings[0] if endings else DONE
+
+        return self.execution.run(call, body)
+
+    # -- situations --------------------------------------------------------------------------------
+
+    def shut(self, closing: Closing = RATE_LIMITED) -> None:
+        """A failure elsewhere has closed the gate."""
+        self.stores.close_gate(GROUP, closing, "elsewhere")
+        self.journal.clear()
+
+    def half_open(self, closing: Closing = RATE_LIMITED) -> None:
+        """So it had, and its time is over: whoever comes next is the probe."""
+        self.shut(closing)
+        self.clock.sleep(closing.wait(1))
+
+    # -- findings ----------------------------------------------------------------------------------
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate of the group, as it is now."""
+        return self.stores.gate(GROUP)
+
+    @property
+    def row(self) -> Record:
+        """The row of the key."""
+        found = self.records.row(KEY.stored)
+        assert found is not None
+        return found
+
+    @property
+    def state(self) -> State:
+        """Where the key stands."""
+        return self.row.state
+
+    def steps(self, *names: str) -> list[str]:
+        """The steps taken so far, those of *names* only if there are any."""
+        return [step for step in self.journal if not names or step in names]
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody holds the key."""
+        return self.stores.holder(KEY.stored) is not None
+
+    @property
+    def cools(self) -> bool:
+        """Whether the lease store says that the key is cooling."""
+        found = self.memory.leases.get(KEY.stored)
+        return found is not None and found.claim_request is None and found.until > self.clock.now()
+
+
+def error(reply: Answer) -> BaseException:
+    """What Celery gets to see."""
+    assert isinstance(reply, Raise), reply
+    return reply.error

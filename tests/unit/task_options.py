@@ -1,0 +1,34 @@
+"""The options of a task that is registered in a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.options import LeaseOptions, gather
+
+PARAMETERS = ("customer_id", "month")
+
+
+def gathered_options(
+    *,
+    defaults: dict[str, Any] | None = None,
+    parameters: tuple[str, ...] | None = PARAMETERS,
+    **given: Any,
+) -> LeaseOptions:
+    """The options of a task, as it gives them."""
+    return gather("billing.send", given, defaults or {}, parameters)
+
+
+def refused(
+    *,
+    defaults: dict[str, Any] | None = None,
+    parameters: tuple[str, ...] | None = PARAMETERS,
+    **given: Any,
+) -> str:
+    """The message with which they are refused."""
+    with pytest.raises(LeaseConfigurationError) as caught:
+        gathered_options(defaults=defaults, parameters=parameters, **given)
+    return str(caught.value)

@@ -1,0 +1,162 @@
+"""Calls whose bodies do not run: the key cools, or the gate of its group is shut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from celery_leases.errors import CoolingDown
+from celery_leases.protocol.records import State
+from celery_leases.protocol.verdicts import Raise, Reschedule, Return
+from tests.distributions.toy_leases import Lease
+from tests.unit.decision_inputs import KEY, OURS, THEIRS
+from tests.unit.memory_worker import KINDS, OF_THE_GROUP, OF_THE_KEY, Bench
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A worker with leases apart from the records."""
+    return Bench()
+
+
+class TestAKeyThatCools:
+    """The lease store's value only saves the way to the record, which is the truth."""
+
+    def test_another_call_is_told_by_the_record(self, bench: Bench) -> None:
+        """And the value stays."""
+        bench.run(bench.call(), OF_THE_KEY)
+        bench.journal.clear()
+        reply = bench.run(bench.call(call_id=THEIRS))
+        assert isinstance(reply, Raise)
+        assert isinstance(reply.error, CoolingDown)
+        assert bench.steps() == ["acquire", "read"]
+        assert bench.cools
+
+    def test_the_copy_that_comes_too_early_asks_the_record_alone(self, bench: Bench) -> None:
+        """A hop on the way, however often, costs one read and changes nothing."""
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        before = bench.row
+        bench.journal.clear()
+        assert isinstance(bench.run(bench.again(call)), Reschedule)
+        assert bench.steps() == ["read"]
+        assert bench.row == before
+
+    def test_those_who_watch_are_told_of_the_whole_wait_and_not_of_a_hop(
+        self, bench: Bench
+    ) -> None:
+        """The broker is trusted with 10 s at a time; the key waits for a minute."""
+        call = bench.call(longest_hop=10.0)
+        bench.run(call, OF_THE_KEY)
+        reply = bench.run(bench.again(call))
+        assert isinstance(reply, Reschedule)
+        assert reply.news is not None
+        assert (reply.delay, reply.news.what, reply.news.retry_after) == (10.0, "cooldown", 60.0)
+
+    def test_the_copy_runs_when_its_time_has_come(self, bench: Bench) -> None:
+        """As the next attempt, with its counts."""
+        call = bench.call()
+        bench.run(call, OF_THE_KEY)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.again(call)) == Return(1)
+        assert (bench.row.attempt, bench.row.failures, bench.row.crashes) == (2, 0, 0)
+
+    @pytest.mark.parametrize("record", ["reset by an operator", "gone", "done", "failed"])
+    def test_a_value_that_the_record_knows_nothing_of_is_removed_or_answered(
+        self, bench: Bench, record: str
+    ) -> None:
+        """Where the record says run it is removed, and the key taken; else the record's answer
+        counts.
+        """
+        bench.run(bench.call(), OF_THE_KEY)
+        row = bench.row
+        rows = bench.records.rows
+        match record:
+            case "gone":
+                del rows[KEY.stored]
+            case "reset by an operator":
+                bench.records.retry(KEY.stored)
+            case "done":
+                rows[KEY.stored] = replace(row, state=State.DONE, result="7")
+            case _:
+                rows[KEY.stored] = replace(row, state=State.FAILED)
+        bench.journal.clear()
+        reply = bench.run(bench.call(call_id=THEIRS))
+        if record in ("gone", "reset by an operator"):
+            assert reply == Return(1)
+            assert bench.steps()[:5] == ["acquire", "read", "end_cooldown", "acquire", "claim"]
+            assert not bench.cools
+            return
+        assert isinstance(reply, Return if record == "done" else Raise)
+        assert bench.steps() == ["acquire", "read"]
+
+    def test_a_store_that_forgot_the_cooldown_changes_nothing(self, bench: Bench) -> None:
+        """The claim is refused by the row, and the lease given back."""
+        bench.run(bench.call(), OF_THE_KEY)
+        bench.memory.leases.clear()
+        bench.journal.clear()
+        reply = bench.run(bench.call(call_id=THEIRS))
+        assert isinstance(reply, Raise)
+        assert isinstance(reply.error, CoolingDown)
+        assert bench.steps() == ["acquire", "claim", "release"]
+        assert (len(bench.ran), bench.held) == (1, False)
+
+    def test_a_store_of_two_minds_is_left_alone(self, bench: Bench) -> None:
+        """The key cools again by the time it is taken: somebody was faster."""
+        bench.run(bench.call(), OF_THE_KEY)
+        bench.records.retry(KEY.stored)
+        lasting = Lease("other", None, bench.clock.now() + 60)
+        bench.journal.before(
+            "end_cooldown", lambda: bench.memory.leases.update({KEY.stored: lasting})
+        )
+        bench.journal.away("end_cooldown")
+        reply = bench.run(bench.call(call_id=THEIRS))
+        assert isinstance(reply, Reschedule)
+        assert len(bench.ran) == 1
+
+
+class TestAShutGate:
+    """It stops bodies only."""
+
+    @KINDS
+    def test_no_body_starts_and_nothing_is_taken(self, in_records: bool) -> None:
+        """Neither lease nor row; the call is told of the group's wait."""
+        bench = Bench(in_records)
+        bench.shut()
+        reply = bench.run(bench.call(on_cooling="raise"))
+        assert isinstance(reply, Raise)
+        assert isinstance(reply.error, CoolingDown)
+        assert (reply.error.retry_after, reply.error.reason) == (60.0, "rate_limited")
+        waits = bench.run(bench.call())
+        assert isinstance(waits, Reschedule)
+        assert (waits.delay, waits.started) == (60.1, False)
+        assert (bench.ran, len(bench.records.rows), bench.held) == ([], 0, False)
+
+    @KINDS
+    def test_finished_work_is_replayed_through_it(self, in_records: bool) -> None:
+        """To its own call and to another."""
+        bench = Bench(in_records)
+        call = bench.call()
+        bench.run(call)
+        bench.shut()
+        for copy in (bench.again(call), bench.call(call_id=THEIRS)):
+            assert bench.run(copy) == Return(1, OURS)
+        assert len(bench.ran) == 1
+
+    @KINDS
+    def test_a_call_without_a_group_does_not_see_it(self, in_records: bool) -> None:
+        """Another dependency."""
+        bench = Bench(in_records)
+        bench.shut()
+        assert bench.run(bench.call(group=None)) == Return(1)
+
+    @KINDS
+    def test_a_call_that_failed_of_the_group_comes_back_and_probes(self, in_records: bool) -> None:
+        """Its own time and the gate's end together."""
+        bench = Bench(in_records)
+        call = bench.call()
+        bench.run(call, OF_THE_GROUP)
+        bench.clock.sleep(60.0)
+        assert bench.run(bench.again(call)) == Return(1)
+        assert bench.gate is None

@@ -1,0 +1,69 @@
+"""What a claimed row is answered with: a run, a pause after a crash, or the end of a crash loop."""
+
+# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from celery_leases.errors import PermanentFailure
+from celery_leases.protocol import settlement
+from celery_leases.protocol.decisions import after_claim
+from celery_leases.protocol.options import LeaseOptions
+from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.verdicts import Raise, Reschedule, Run
+from tests.unit.decision_inputs import (
+    NOW,
+    OURS,
+    SECOND,
+    a_call,
+    a_record,
+)
+
+
+class TestClaimed:
+    def claimed(self, crashes: int = 0, *, just_now: bool = True, **changes: Any) -> Record:
+        crashed_at = NOW if just_now else NOW - 60 * SECOND
+        return a_record(
+            State.RUNNING,
+            OURS,
+            crashes=crashes,
+            crashed_at=crashed_at if crashes else None,
+            started_at=NOW,
+            **changes,
+        )
+
+    def verdict(self, record: Record, **options: Any) -> Run | Reschedule | Raise:
+        return after_claim(a_call(options=LeaseOptions(key="k", **options)), record)
+
+    def test_a_claimed_key_runs(self) -> None:
+        assert self.verdict(self.claimed(), max_crashes=3) == Run()
+
+    def test_the_lease_in_the_claimed_row_is_our_own(self) -> None:
+        assert self.verdict(self.claimed(lease_until=NOW + 15 * SECOND)) == Run()
+
+    @pytest.mark.parametrize(("crashes", "delay"), [(1, None), (2, 5.0), (3, 30.0), (8, 30.0)])
+    def test_after_a_crash_it_runs_at_once_then_in_5_then_in_30_seconds(
+        self, crashes: int, delay: float | None
+    ) -> None:
+        verdict = Reschedule(delay, "it crashed repeatedly", started=True) if delay else Run()
+        assert self.verdict(self.claimed(crashes), max_crashes=9) == verdict
+
+    @pytest.mark.parametrize("limit", [1, 2, 3])
+    def test_it_gives_up_after_so_many_crashes_in_a_row(self, limit: int) -> None:
+        assert not isinstance(self.verdict(self.claimed(limit - 1), max_crashes=limit), Raise)
+        verdict = self.verdict(self.claimed(limit), max_crashes=limit)
+        assert isinstance(verdict, Raise)
+        assert isinstance(verdict.error, PermanentFailure)
+        assert verdict.error.rule == settlement.CRASH_LOOP
+        assert f"{limit} times in a row" in str(verdict.error)
+
+    @pytest.mark.parametrize("crashes", [2, 3, 9])
+    def test_a_crash_is_answered_once(self, crashes: int) -> None:
+        """After the pause the row is claimed from pending, and the crash was not just now."""
+        assert self.verdict(self.claimed(crashes, just_now=False), max_crashes=9) == Run()
+
+    def test_a_row_claimed_after_its_retention_runs(self) -> None:
+        assert self.verdict(self.claimed(expires_at=None)) == Run()

@@ -1,0 +1,116 @@
+"""For how long each step of a call may wait for a connection that the whole process shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from celery_leases.concurrency.resource_pool import patience
+from celery_leases.protocol.deadlines import LONGEST_WAIT, call_timeout, connection_awaited
+from celery_leases.protocol.verdicts import Return
+from tests.unit.memory_worker import Bench
+
+T = TypeVar("T")
+TTL = 12.0
+
+
+def now() -> float | None:
+    """How long one may wait here; ``None``: as long as the pool says."""
+    own = patience.get()
+    return own() if own is not None else None
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """A worker with leases apart from the records, in a thread that no call has been in."""
+    before = patience.set(None)
+    yield Bench()
+    patience.reset(before)
+
+
+@pytest.fixture
+def waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+    """How long the last step of each name could wait."""
+    seen: dict[str, float | None] = {}
+    step: Callable[[str, Callable[[], Any]], Any] = bench.journal.step
+
+    def noted(name: str, action: Callable[[], T]) -> T:
+        seen[name] = now()
+        answer: T = step(name, action)
+        return answer
+
+    monkeypatch.setattr(bench.journal, "step", noted)
+    return seen
+
+
+def test_a_step_waits_for_half_of_what_is_left_of_the_lease(
+    bench: Bench, waits: dict[str, float | None]
+) -> None:
+    """A lease of 12 s stops to count 9.878 s after its request was sent."""
+    left = 9.878
+
+    def during(_: object) -> None:
+        assert now() == pytest.approx(left / 2)
+        bench.clock.sleep(6.0)
+        assert now() == pytest.approx((left - 6.0) / 2)
+
+    assert bench.run(bench.call(ttl=TTL), during=during) == Return(1)
+    assert waits["acquire"] is None
+    assert waits["claim"] == pytest.approx(left / 2)
+    assert waits["settle"] == waits["release"] == pytest.approx((left - 6.0) / 2)
+    assert now() is None
+
+
+def test_after_the_deadline_a_step_waits_for_a_moment_that_ends_before_the_lease(
+    bench: Bench, waits: dict[str, float | None]
+) -> None:
+    """The outcome is written all the same, where the row is still ours."""
+    bench.run(bench.call(ttl=TTL), during=lambda _: bench.clock.sleep(11.0))
+    assert waits["settle"] == call_timeout(TTL) == pytest.approx(TTL / 10)
+
+
+def test_a_call_inside_the_body_of_another_has_a_patience_of_its_own(bench: Bench) -> None:
+    """And the outer one has its own again."""
+
+    def inside(_: object) -> None:
+        outer = now()
+        other = Bench()
+        other.run(other.call(ttl=0.5), during=lambda _: seen.append(now()))
+        assert now() == outer
+
+    seen: list[float | None] = []
+    bench.run(bench.call(ttl=TTL), during=inside)
+    assert seen == [pytest.approx(0.2047, abs=0.001)]
+
+
+@pytest.mark.parametrize("fails", ["acquire", "claim", "settle"])
+def test_nothing_is_left_of_it_whatever_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The thread goes on to other work."""
+    step: Callable[[str, Callable[[], Any]], Any] = bench.journal.step
+
+    def failing(name: str, action: Callable[[], T]) -> T:
+        if name == fails:
+            raise SystemExit
+        answer: T = step(name, action)
+        return answer
+
+    monkeypatch.setattr(bench.journal, "step", failing)
+    with pytest.raises(SystemExit):
+        bench.run(bench.call(ttl=TTL))
+    assert now() is None
+
+
+@pytest.mark.parametrize("ttl", [0.1, 1.0, 15.0, 60.0, 86_400.0])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.8])
+def test_a_wait_ends_before_the_lease(ttl: float, share: float) -> None:
+    """From whenever it begins; a sixth of the ttl, at most 5 s, lies between the last moment of a
+    body and that.
+    """
+    remaining = share * ttl
+    assert connection_awaited(ttl, remaining) < remaining + min(ttl / 6, 5.0)
+    assert connection_awaited(ttl, remaining) <= LONGEST_WAIT
+    assert connection_awaited(ttl) == pytest.approx(min(ttl / 3, LONGEST_WAIT))

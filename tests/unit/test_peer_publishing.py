@@ -1,0 +1,162 @@
+"""What celery-once and celery-singleton do when a call is published, with the options that their
+pages name: docs/from-celery-once.md and docs/from-celery-singleton.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from celery_leases import Cooldown, testing
+from celery_leases.errors import AlreadyQueued, KeyReused
+from celery_leases.testing.kit import LeaseKit
+from tests.unit.doc_pages import blocks, executed, page
+
+ONCE, SINGLETON = "from-celery-once", "from-celery-singleton"
+
+
+@pytest.fixture
+def shop(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """The example of one page."""
+    (source,) = blocks(page(request.param), "python")
+    with executed(source, "shop") as names:
+        yield names
+
+
+@pytest.fixture
+def kit(shop: dict[str, Any]) -> Iterator[LeaseKit]:
+    """Its calls are kept, and nothing is sent."""
+    with testing.leases(shop["app"], eager=False) as kit:
+        yield kit
+
+
+once = pytest.mark.parametrize("shop", [ONCE], indirect=True)
+singleton = pytest.mark.parametrize("shop", [SINGLETON], indirect=True)
+both = pytest.mark.parametrize("shop", [ONCE, SINGLETON], indirect=True)
+
+
+@once
+def test_once_a_second_delay_raises_already_queued(shop: dict[str, Any], kit: LeaseKit) -> None:
+    """Also with ``apply_async``, and with other arguments beside the keys."""
+    first = shop["report"].delay("north")
+    with pytest.raises(AlreadyQueued) as told:
+        shop["report"].apply_async(("north",), {"month": "may"})
+    assert (told.value.call_id, told.value.state) == (first.id, "pending")
+    assert shop["ask_for_report"]("north") == first.id
+    assert shop["ask_for_report"]("south") != first.id
+    assert len(kit.published) == 2
+
+
+@once
+def test_once_a_running_task_keeps_its_lock(shop: dict[str, Any], kit: LeaseKit) -> None:
+    """However long it runs."""
+    with kit.hold(shop["report"], "north"):
+        kit.tick("2h")
+        with pytest.raises(AlreadyQueued, match="is running"):
+            shop["report"].delay("north")
+    assert shop["report"].delay("north").id
+
+
+def test_once_graceful_publishes_nothing_and_raises_nothing() -> None:
+    """``lease_on_queued="return"``."""
+    source = blocks(page(ONCE), "python")[0].replace('"raise",', '"return",')
+    with executed(source, "graceful") as names, testing.leases(names["app"], eager=False) as kit:
+        first = names["report"].delay("north")
+        assert names["report"].delay("north").id == first.id
+        assert len(kit.published) == 1
+
+
+def test_once_all_arguments_make_the_key_where_it_names_them() -> None:
+    """Without ``keys``."""
+    source = blocks(page(ONCE), "python")[0].replace("report:{shop}", "report:{shop}:{month}")
+    with executed(source, "all") as names, testing.leases(names["app"], eager=False):
+        names["report"].delay("north")
+        names["report"].delay("north", month="may")
+        with pytest.raises(AlreadyQueued):
+            names["report"].delay(shop="north", month="all")
+
+
+@singleton
+def test_singleton_a_duplicate_gets_the_result_of_the_first(
+    shop: dict[str, Any], kit: LeaseKit
+) -> None:
+    """And nothing is published."""
+    first = shop["ask_for_report"]("north")
+    assert shop["ask_for_report"]("north") == first
+    assert shop["report"].apply_async(("north",), {"month": "may"}).id == first
+    assert shop["ask_for_report"]("south") != first
+    assert len(kit.published) == 2
+    with kit.hold(shop["report"], "east"):
+        assert shop["ask_for_report"]("east").startswith("held-")
+    assert len(kit.published) == 2
+
+
+def test_singleton_raises_on_a_duplicate_by_a_setting() -> None:
+    """``leases_on_queued``."""
+    source = blocks(page(SINGLETON), "python")[0]
+    source = source.replace("\n\n\n@app", '\napp.conf.leases_on_queued = "raise"\n\n\n@app', 1)
+    with executed(source, "raising") as names, testing.leases(names["app"], eager=False):
+        first = names["report"].delay("north")
+        with pytest.raises(AlreadyQueued) as told:
+            names["report"].delay("north")
+        assert told.value.call_id == first.id
+
+
+@both
+def test_the_lock_is_free_once_the_task_has_ended(shop: dict[str, Any], kit: LeaseKit) -> None:
+    """The next call is another one, and runs."""
+    first = shop["report"].delay("north")
+    assert kit.run_queued()[0].get() == {"shop": "north"}
+    second = shop["report"].delay("north")
+    assert second.id != first.id
+    assert kit.run_queued()[0].get() == {"shop": "north"}
+    assert kit.status(shop["report"], "north").call_id == second.id
+
+
+@both
+def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(
+    shop: dict[str, Any], kit: LeaseKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the key belongs to the call that failed."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Cooldown("1m")
+
+    task = shop["report"]
+    with monkeypatch.context() as patched:
+        patched.setattr(task, "run", fail)
+        first = task.delay("north")
+        kit.run_queued()
+    assert shop["ask_for_report"]("north") == first.id
+    kit.tick("1m")
+    assert shop["ask_for_report"]("north") != first.id
+    assert kit.run_queued()[0].get() == {"shop": "north"}
+
+
+@both
+def test_the_lock_of_a_crashed_task_ends_with_its_lease(
+    shop: dict[str, Any], kit: LeaseKit
+) -> None:
+    """Its message comes back, and nobody has to clear anything."""
+    dead = kit.crash(shop["report"], "north", at="before:return")
+    assert shop["ask_for_report"]("north") == dead.call_id
+    assert dead.resume().get() == {"shop": "north"}
+    assert shop["ask_for_report"]("north") != dead.call_id
+
+
+@pytest.mark.parametrize("name", [ONCE, SINGLETON])
+def test_without_rerun_a_done_key_stays_done_and_its_arguments_are_compared(name: str) -> None:
+    """What neither of them has."""
+    source = blocks(page(name), "python")[0]
+    source = source.replace('lease_on_done="rerun"', "").replace('lease_on_queued="raise"', "")
+    lines = [line for line in source.splitlines() if not line.lstrip().startswith(",")]
+    source = "\n".join(lines)
+    with executed(source, "done") as names, testing.leases(names["app"], eager=False) as kit:
+        first = names["report"].delay("north")
+        kit.run_queued()
+        assert names["report"].delay("north").id == first.id
+        assert kit.run_queued() == []
+        with pytest.raises(KeyReused):
+            names["report"].delay("north", month="may")

@@ -1,0 +1,55 @@
+"""How far a delivery is sent away at once, and what is left alone under a store that came up
+empty.
+"""
+
+# ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
+
+from __future__ import annotations
+
+import pytest
+
+from celery_leases.protocol.decisions import before_run
+from celery_leases.protocol.records import State
+from celery_leases.protocol.verdicts import Facts, Reschedule
+from celery_leases.protocol.waiting import SHORTEST_DELAY, store_came_up_empty
+from tests.unit.decision_inputs import (
+    OURS,
+    THEIRS,
+    a_call,
+    a_record,
+    decide,
+    held_by,
+    shut,
+    waiting,
+)
+
+
+class TestHops:
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            Facts(holder=held_by(OURS, 7_200.0)),
+            Facts(holder=held_by(THEIRS, 7_200.0)),
+            Facts(record=waiting(State.PENDING, 7_200)),
+            Facts(record=waiting(State.COOLING, 7_200, OURS)),
+            Facts(gate=shut(7_200)),
+        ],
+        ids=["own copy", "another call", "retry time", "cooldown", "gate"],
+    )
+    def test_no_wait_is_longer_than_the_broker_can_be_trusted_with(self, facts: Facts) -> None:
+        verdict = before_run(a_call(longest_hop=30.0, tries=20, on_cooling="reschedule"), facts)
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == 30.0
+
+    def test_a_hop_is_never_no_hop(self) -> None:
+        verdict = decide(a_call(), holder=held_by(OURS, -5.0))
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == SHORTEST_DELAY
+
+
+class TestAStoreThatCameUpEmpty:
+    def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
+        running = a_record(State.RUNNING, lease_ttl=15.0)
+        verdict = store_came_up_empty(a_call(), running, 4.0, 0.0)
+        assert isinstance(verdict, Reschedule)
+        assert verdict.delay == pytest.approx(11.0)
