@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from celery_leases.attempt.context import Context
 from celery_leases.attempt.held_lease import HeldLease
 from celery_leases.attempt.store_retries import retrying
+from celery_leases.common.values import value_class
 from celery_leases.concurrency import resource_pool
 from celery_leases.errors import KeyUnusable, LeaseStoreMismatch, RecordUnreadable, StoreUnavailable
 from celery_leases.protocol import claims, decisions, events, settlement, waiting
@@ -58,7 +59,7 @@ class Away(Exception):
         self.again = again
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ClaimedAttempt:
     """The attempt has the key: its lease, and its claimed record."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from celery_leases.common.values import value_class
 from celery_leases.failures.actions import Classification
 from celery_leases.protocol.records import Ended, Failure
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Returned:
     """A value. ``result`` is its JSON text; ``missing`` says why there is none."""
 

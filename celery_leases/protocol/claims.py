@@ -8,11 +8,12 @@ compare-and-set.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Final, Protocol
 
 from celery_leases.common.texts import storable
+from celery_leases.common.values import value_class
 from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.protocol import history
 from celery_leases.protocol.options import DATABASE
@@ -76,7 +77,7 @@ class Claimant(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Claim:
     """A request for a record, under the lease store of that name, and the known facts about the
     holders of other rows.

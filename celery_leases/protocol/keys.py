@@ -16,13 +16,13 @@ import re
 import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import NoneType
 from typing import Any, Final
 
 from kombu.utils import json as wire
 
+from celery_leases.common.values import value_class
 from celery_leases.errors import KeyUnusable
 from celery_leases.protocol.options import LeaseOptions
 
@@ -38,7 +38,7 @@ _HASHED: Final = re.compile(r".*#[0-9a-f]{64}", re.DOTALL)
 KEY_MAX = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class CallKey:
     """The key of one call. ``fingerprint`` is ``None`` and ``digests`` empty where nothing is
     compared.

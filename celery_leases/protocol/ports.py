@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+from celery_leases.common.values import value_class
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.closings import PastClosing
 from celery_leases.protocol.effects import Begun, Effect, Found, Scope
@@ -35,7 +36,7 @@ class Holder:
     database: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Acquired:
     """The attempt has the lease; the record must still be claimed. ``probe``: it also has the
     probe's slot of the group's gate.

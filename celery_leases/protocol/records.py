@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from celery_leases.common.values import value_class
+
 MAY_HAVE_BEEN_EXECUTED: Final = "the call may have been executed"
 """The text about an ambiguous failure."""
 
@@ -100,7 +102,7 @@ class PastAttempt:
     rule: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Record:
     """One row of ``celery_leases_records``, as it was at ``now``."""
 
@@ -225,7 +227,7 @@ class Record:
         return self.crashed_at is not None and self.crashed_at == self.started_at
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class ClaimRequest:
     """The request of one attempt: the lease and the claim of a key under its own token."""
 
@@ -265,7 +267,7 @@ class ClaimRequest:
         return self.repeat and self.met != failure
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Won:
     """The row is claimed: running under the attempt's token."""
 
@@ -312,7 +314,7 @@ class Refused:
     age: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Outcome:
     """What closes an attempt. Written only while the row is running under the attempt's fence and
     token.

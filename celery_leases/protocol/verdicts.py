@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from celery_leases.common.values import value_class
 from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.protocol.events import Subject
 from celery_leases.protocol.groups import Gate
@@ -14,7 +15,7 @@ from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Record
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Call:
     """One delivery of one call, as far as decisions need it."""
 
@@ -102,7 +103,7 @@ class News:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Return:
     """Celery gets this value as the task's result.
 
@@ -192,7 +193,7 @@ Answer = Return | Raise | Reschedule | Follow | Drop
 Verdict = Run | Wait | Answer
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Facts:
     """The facts before the run: of the lease, of the record, and of this delivery's past."""
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
+from celery_leases.common.values import value_class
 from celery_leases.concurrency import os_threads
 from celery_leases.errors import ColumnMissing, StoreUnavailable
 from celery_leases.protocol import claims
@@ -46,7 +47,7 @@ when a call is given up, when an attempt saves its progress, and when a message 
 """
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Met:
     """The result of ``insert_or_read``, at the time ``now`` of the store's clock in microseconds.
 

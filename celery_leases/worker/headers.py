@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+from celery_leases.common.values import value_class
 from celery_leases.errors import KeyUnusable
 from celery_leases.protocol.keys import (
     CallKey,
@@ -62,7 +63,7 @@ class HeaderUnusable(Exception):
     """Why a header is not one that celery_leases has written."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Header:
     """The header of a call after its first delivery. Everything in it has a bounded length.
 
