@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from celery import Celery, Task
@@ -32,7 +33,26 @@ if TYPE_CHECKING:
     from celery_leases.protocol.status import LeaseStatus
 
 _OF_DJANGO = ("delay_on_commit", "apply_async_on_commit")
-_MADE_AT_BINDING = ("lease_options", "lease_signature")
+
+
+class _MadeAtBinding:
+    """An attribute that a task gets when it is bound.
+
+    Celery lists a task before it binds it, so another thread may use it in between, for example the
+    second request of a web process. Then this descriptor binds it: a ``__getattr__`` would make
+    every attribute of every task slower.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, task: Any, cls: Any) -> Any:
+        if task is None or not cls.name:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
+        _set_options(cls, cls.app)  # the same as the other thread sets
+        return getattr(cls, self._name)
+
+
 _NOT_OPTIONS = frozenset({"lease_options", "lease_status", "lease_signature"})
 
 
@@ -76,8 +96,12 @@ class LeasedMixin:
     dont_autoretry_for = (PermanentFailure, Cooldown, RetryLater)
     Request: Any = "celery_leases.worker.request:LeaseRequest"
 
-    lease_options: ClassVar[LeaseOptions]
-    lease_signature: ClassVar[Parameters]
+    if TYPE_CHECKING:
+        lease_options: ClassVar[LeaseOptions]
+        lease_signature: ClassVar[Parameters]
+    else:
+        lease_options = _MadeAtBinding()
+        lease_signature = _MadeAtBinding()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -93,20 +117,6 @@ class LeasedMixin:
             cls.throws = (*cls.throws, AlreadyDone, CoolingDown, LeaseHeld)  # type: ignore[attr-defined]
             _take_over_from(app, cls)
 
-    if not TYPE_CHECKING:  # for a type checker there would be any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Bind a task that is not bound yet.
-
-            Celery lists a task before it binds it, so another thread may meet it in between, for
-            example the second request of a web process.
-            """
-            cls: Any = type(self)
-            if name in _MADE_AT_BINDING and cls.name:
-                _set_options(cls, cls.app)  # the same as the other thread sets
-                return getattr(cls, name)
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
-
     def start_strategy(self, app: Celery, consumer: Any, **options: Any) -> Any:
         """Called by the worker whenever it connects to the broker."""
         from celery_leases.worker import child_exit, green_shutdown
@@ -119,17 +129,16 @@ class LeasedMixin:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease if this is a delivery; a direct call runs the body alone."""
-        from celery_leases.lease import UNLEASED, leased
-        from celery_leases.worker.delivery import Delivery
-        from celery_leases.worker.headers import state_of
-
+        delivery, state_of = _worker_side()
         request = self.request  # type: ignore[attr-defined]
         state = state_of(request)
         if request.called_directly or state.running:
+            from celery_leases.lease import UNLEASED, leased
+
             with leased(UNLEASED):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.running = True
-        return Delivery(self, request, args, kwargs, self._run_body).take()
+        return delivery(self, request, args, kwargs, self._run_body).take()
 
     def _run_body(self, request: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the body as Celery would: through the ``__call__`` of the next class, if it has its
@@ -258,6 +267,17 @@ class LeasedMixin:
         return client.status(
             key.key, task=name, namespace=self.lease_options.namespace, group=group
         )
+
+
+@cache
+def _worker_side() -> tuple[Any, Any]:
+    """``Delivery`` and ``state_of``, imported when the first task runs: a process that only
+    publishes loads neither.
+    """
+    from celery_leases.worker.delivery import Delivery
+    from celery_leases.worker.headers import state_of
+
+    return Delivery, state_of
 
 
 class LeasedTask(LeasedMixin, Task):

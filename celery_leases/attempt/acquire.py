@@ -292,7 +292,7 @@ class Entry:
             ttl=options.ttl,
             holder=self.context.host,
             fingerprint=key.fingerprint,
-            digests=key.digests,
+            digests=key.stored_digests,
             rerun=options.rerun,
             prior=call.prior,
             retries=call.retries,

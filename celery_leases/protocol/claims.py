@@ -188,6 +188,38 @@ def claimed(row: Record | None, claim: Claim, now: int) -> Record:
     is the row before.
     """
     claim_request = claim.claim_request
+    lease_until = now + round(claim_request.ttl * MICROSECONDS) if claim.is_lease else None
+    if row is not None:
+        return _taken(row, claim, now, lease_until)
+    return Record(
+        stored_key=claim_request.stored_key,
+        task=claim_request.task,
+        key=claim_request.key,
+        state=State.RUNNING,
+        fence=now,
+        owner=claim_request.token,
+        call_id=claim_request.call_id,
+        holder=storable(claim_request.holder, HOLDER_MAX),
+        attempt=1,
+        generation=0,
+        failures=0,
+        crashes=0,
+        retries=claim_request.retries,
+        lease_store=claim.lease_store,
+        lease_ttl=claim_request.ttl,
+        created_at=now,
+        started_at=now,
+        now=now,
+        fingerprint=claim_request.fingerprint,
+        digests=claim_request.digests,
+        lease_until=lease_until,
+        retention=claim_request.retention or None,
+        message=claim_request.message,
+    )
+
+
+def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Record:
+    claim_request = claim.claim_request
     taken: dict[str, Any] = {
         "task": claim_request.task,
         "state": State.RUNNING,
@@ -197,31 +229,11 @@ def claimed(row: Record | None, claim: Claim, now: int) -> Record:
         "retries": claim_request.retries,
         "lease_store": claim.lease_store,
         "lease_ttl": claim_request.ttl,
-        "lease_until": now + round(claim_request.ttl * MICROSECONDS) if claim.is_lease else None,
+        "lease_until": lease_until,
         "started_at": now,
         "retention": claim_request.retention or None,
         "now": now,
     }
-    if row is not None:
-        return _taken(row, claim_request, taken)
-    return Record(
-        stored_key=claim_request.stored_key,
-        key=claim_request.key,
-        fence=now,
-        attempt=1,
-        generation=0,
-        failures=0,
-        crashes=0,
-        created_at=now,
-        fingerprint=claim_request.fingerprint,
-        digests=claim_request.digests,
-        message=claim_request.message,
-        **taken,
-    )
-
-
-def _taken(row: Record, claim_request: ClaimRequest, taken: dict[str, Any]) -> Record:
-    now = taken["now"]
     # Its retention is over, or this call begins a generation of its own.
     anew = row.expired or (claim_request.rerun and row.call_id != claim_request.call_id)
     # Its owner never closed it, and is not known to have left it open.

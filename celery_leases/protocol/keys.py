@@ -54,6 +54,13 @@ class CallKey:
         """The key for logs, events and messages: of bounded length."""
         return bounded(self.key)
 
+    @property
+    def stored_digests(self) -> Mapping[str, str] | None:
+        """The digests as a record stores them: none for a single argument, because that one
+        differs whenever the fingerprints do.
+        """
+        return self.digests if self.digests is not None and len(self.digests) > 1 else None
+
 
 class Parameters(inspect.Signature):
     """The signature of a task's body; what binding a plain call needs is computed once."""

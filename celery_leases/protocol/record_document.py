@@ -52,8 +52,12 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     *failed*: the moment of the last failure is that of the write, which the database adds as
     ``finished_at``.
     """
-    values = zip(_SHORT, _DEFAULTS, _values(record), strict=True)
-    found: dict[str, Any] = {short: value for short, default, value in values if value != default}
+    values = _values(record)
+    if values == _DEFAULTS and record.fingerprint is not None and _is_first(record, failed=failed):
+        # The document of most new rows, in a fraction of the time.
+        return f'{{"print":{_quoted(_packed(record.fingerprint))}}}'
+    named = zip(_SHORT, _DEFAULTS, values, strict=True)
+    found: dict[str, Any] = {short: value for short, default, value in named if value != default}
     if record.fingerprint is not None:
         found["print"] = _packed(record.fingerprint)
     if record.previous is not None:
@@ -66,6 +70,10 @@ def dump(record: Record, *, failed: bool = False) -> str | None:
     if failed:
         found["failed_at"] = AT_THE_END
     return _encode(found) if found else None
+
+
+def _is_first(record: Record, *, failed: bool) -> bool:
+    return not (failed or record.previous or record.history or record.traceback is not None)
 
 
 def load(text: str | None, finished_at: int | None) -> tuple[dict[str, Any], str | None]:
@@ -222,4 +230,5 @@ _READ: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "trace": ("traceback", _text),
 }
 _SPARED: Final = {"digests", "previous", "unrun", "history", "traceback"}
+_quoted: Final = json.encoder.encode_basestring_ascii
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=dict).encode

@@ -388,7 +388,7 @@ class LeaseKit:
             span,
             "another-host/1",
             fingerprint=key.fingerprint,
-            digests=key.digests,
+            digests=key.stored_digests,
             rerun=options.rerun,
             database="" if parts.leases.in_records else parts.records.identity(),
         )

@@ -117,23 +117,31 @@ class Header:
 
     def written(self) -> dict[str, Any]:
         """The form in a message: without empty fields."""
-        values = (
-            ("v", HEADER_VERSION),
-            ("task", self.task),
-            ("id", self.id),
-            ("key", self.key),
-            ("stored", self.stored),
-            ("fingerprint", self.fingerprint),
-            ("group", self.group),
-            ("copy", str(self.copy) if self.copy.number else None),
-            ("tries", self.tries),
-            ("away", self.away),
-            ("prior", list(self.prior)),
-            ("started", self.started),
-            ("held", self.held),
-        )
-        written = {name: value for name, value in values if value}
-        return written if self.met is None else {**written, "met": self.met}
+        # A delivery writes one before its body, so this is quicker than a loop over the fields.
+        written: dict[str, Any] = {"v": HEADER_VERSION, "task": self.task, "id": self.id}
+        if self.key:
+            written["key"] = self.key
+        if self.stored:
+            written["stored"] = self.stored
+        if self.fingerprint:
+            written["fingerprint"] = self.fingerprint
+        if self.group:
+            written["group"] = self.group
+        if self.copy.number:
+            written["copy"] = str(self.copy)
+        if self.tries:
+            written["tries"] = self.tries
+        if self.away:
+            written["away"] = self.away
+        if self.prior:
+            written["prior"] = list(self.prior)
+        if self.started:
+            written["started"] = True
+        if self.held:
+            written["held"] = True
+        if self.met is not None:
+            written["met"] = self.met
+        return written
 
     @classmethod
     def read(cls, value: object) -> Self:

@@ -7,10 +7,9 @@ no row. No claim locks a row that it does not get.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import bindparam, select
 
@@ -103,11 +102,10 @@ class SqlClaims(Claiming):
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
         by = self.by
-        written = by.layout.of_record(new)
-        values: dict[str, Any] = {f"new_{name}": written[name] for name in by.layout.inserted}
+        values = by.new_row(by.layout.of_record(new))
         if group is not None:
             values["gate"] = gate_name(group)
-        with of_the_call():
+        with OF_THE_CALL:
             found = self.database.first(by.looks[group is not None], values)
             assert found is not None  # it always gives one row
             now = int(found["now"])
@@ -141,7 +139,7 @@ class SqlClaims(Claiming):
         values: dict[str, Any] = {"for_key": seen.stored_key}
         values |= {f"seen_{name}": before[name] for name in COMPARED}
         values |= {f"new_{name}": after[name] for name in by.layout.swapped}
-        with of_the_call():
+        with OF_THE_CALL:
             return self.database.count(by.swap, values) == 1
 
     def await_lock(self, row: Record) -> None:
@@ -164,12 +162,17 @@ def _from_json(text: str | None) -> Mapping[Any, Any] | None:
     return json.loads(text) if text is not None else None
 
 
-@contextmanager
-def of_the_call() -> Iterator[None]:
+class _OfTheCall:
     """Encloses statements with values of a call: a value that the database refuses is an error of
     the call, not an outage.
     """
-    try:
-        yield
-    except ValueRefused as error:
-        raise KeyUnusable(f"a value of this call cannot be stored: {error}") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueRefused):
+            raise KeyUnusable(f"a value of this call cannot be stored: {error}") from error
+
+
+OF_THE_CALL: Final = _OfTheCall()

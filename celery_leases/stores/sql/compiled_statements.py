@@ -8,6 +8,8 @@ of the parameters, the statement's own values, and the type conversions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from operator import itemgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,8 +31,7 @@ class CompiledStatement:
         self, compiled: SQLCompiler, types: Mapping[str, TypeEngine[Any]], dialect: Dialect
     ) -> None:
         self.text: Final = str(compiled)
-        self._order = compiled.positiontup if compiled.positional else None
-        self._names = tuple(compiled.bind_names.values())
+        self._order = _Order(compiled.positiontup or ())
         self._own: dict[str, Any] = {}
         self._inward: list[tuple[str, Convert]] = []
         for bind, name in compiled.bind_names.items():
@@ -47,16 +48,12 @@ class CompiledStatement:
         self._outward: list[tuple[str, Convert]] = []
         self._returns: bool | None = None
 
-    def parameters(self, values: Mapping[str, Any]) -> Mapping[str, Any] | Sequence[Any]:
+    def parameters(self, values: Mapping[str, Any]) -> Sequence[Any]:
         """The parameters for the driver: *values*, and those that the statement itself has."""
         given = {**self._own, **values}
         for name, convert in self._inward:
             given[name] = convert(given[name])
-        if self._order is not None:
-            return [given[name] for name in self._order]
-        return {
-            name: given[name] for name in self._names
-        }  # PyMySQL would convert all that it is given
+        return self._order(given)
 
     def first(self, cursor: Any) -> Row | None:
         """The first row of what was executed on *cursor*."""
@@ -92,6 +89,21 @@ class CompiledStatement:
         self._columns = columns
 
 
+class _Order:
+    """Puts parameters into the order of a statement's placeholders."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        # For a single name, ``itemgetter`` returns the value alone.
+        self._get = itemgetter(*names) if len(names) > 1 else None
+
+    def __call__(self, given: Mapping[str, Any]) -> Sequence[Any]:
+        if self._get is not None:
+            found: Sequence[Any] = self._get(given)
+            return found
+        return [given[name] for name in self._names]
+
+
 class Statements:
     """The repeated statements of one engine, compiled when they are executed for the second time.
 
@@ -101,6 +113,7 @@ class Statements:
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
+        self._positional: Dialect | None = None
         self._executed: WeakSet[Executable] = WeakSet()
         self._compiled: WeakKeyDictionary[Executable, CompiledStatement | None] = (
             WeakKeyDictionary()
@@ -121,8 +134,19 @@ class Statements:
         return found
 
     def _compile(self, statement: Any) -> CompiledStatement | None:
-        compiled = statement.compile(dialect=self._dialect)
+        # The first statement has connected by now, so the dialect knows the version of the server.
+        dialect = self._positional = self._positional or positional(self._dialect)
+        compiled = statement.compile(dialect=dialect)
         if compiled.post_compile_params or compiled.literal_execute_params:
             return None
         types = {column.name: column.type for column in getattr(statement, "exported_columns", ())}
-        return CompiledStatement(compiled, types, self._dialect)
+        return CompiledStatement(compiled, types, dialect)
+
+
+def positional(dialect: Dialect) -> Dialect:
+    """*dialect*, with parameters by position: drivers look up each name again for each execution."""
+    if dialect.positional:
+        return dialect
+    found = copy(dialect)
+    found.paramstyle, found.positional = "format", True
+    return found

@@ -272,6 +272,9 @@ class Database:
         self.host_now: Callable[[], int] = host_now
         self._statements = Statements(engine.dialect)
         self._driver_error: type[Exception] = engine.dialect.loaded_dbapi.Error
+        # Psycopg looks up the converters of all values again for each cursor, and for each change
+        # of its statement. An open cursor of SQLite may hold a lock.
+        self._keeps_cursors = engine.dialect.name == "postgresql"
         _open.add(self)
 
     def first(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
@@ -394,10 +397,14 @@ class Database:
         pool: Lending = self.engine.pool  # type: ignore[assignment]
         record, cursor = pool.lend(), None
         try:
-            cursor = record.get_connection().cursor()
+            connection = record.get_connection()
+            cursor = record.info.pop(compiled, None) or connection.cursor()
             cursor.execute(compiled.text, parameters)
             taken = take(compiled, cursor)
-            cursor.close()
+            if self._keeps_cursors:
+                record.info[compiled] = cursor
+            else:
+                cursor.close()
         except self._driver_error as error:
             dead = self._is_dead(error, record.dbapi_connection)
             if dead:

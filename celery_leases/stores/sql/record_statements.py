@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import (
@@ -47,6 +48,7 @@ class RecordStatements:
         self.layout = layout
         self.table: Table = tables.layouts[layout.version]
         self._now = database.now
+        self._inserted = [f"new_{name}" for name in layout.inserted], itemgetter(*layout.inserted)
         self._gates = tables.gates
         self._of_mysql = mysql.is_mysql(database.engine.dialect)
         looking = (
@@ -75,6 +77,11 @@ class RecordStatements:
             )
         made = sqlite.insert(self.table).values(self._fresh(self._now))
         return made.on_conflict_do_nothing().returning(self.table.c.fence)
+
+    def new_row(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of :attr:`looks` and :attr:`insert` for the columns *written*."""
+        names, of_columns = self._inserted
+        return dict(zip(names, of_columns(written), strict=True))
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The fenced statement that ends an attempt, and its parameters."""

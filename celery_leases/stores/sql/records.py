@@ -35,7 +35,7 @@ from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.protocol.settlement import Death
 from celery_leases.stores.sql import record_queries, rows
-from celery_leases.stores.sql.claims import SqlClaims, of_the_call
+from celery_leases.stores.sql.claims import OF_THE_CALL, SqlClaims
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database, migrating
 from celery_leases.stores.sql.migrations import migration
@@ -115,7 +115,7 @@ class SqlRecordStore(SqlClaims):
         Raises :class:`RecordUnreadable`, and :class:`KeyUnusable` when the database refuses the
         key.
         """
-        with of_the_call():
+        with OF_THE_CALL:
             row = self._row(stored_key)
         return rows.to_record(row, lenient=lenient) if row is not None else None
 
