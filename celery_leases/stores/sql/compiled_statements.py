@@ -144,7 +144,7 @@ class Statements:
 
 
 def positional(dialect: Dialect) -> Dialect:
-    """*dialect*, with parameters by position: drivers look up each name again for each execution."""
+    """*dialect*, with parameters by position: a driver would look up each name each time."""
     if dialect.positional:
         return dialect
     found = copy(dialect)

@@ -86,8 +86,9 @@ class RecordStatements:
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The fenced statement that ends an attempt, and its parameters."""
         values = self.layout.of_outcome(record, outcome)
-        whole = f"new_{self.layout.settled[-1]}" in values
-        return self._settling if whole else self._settling_alone, values
+        if f"new_{self.layout.settled[-1]}" in values:
+            return self._settling, values
+        return self._succeeding if _only_succeeds(record, outcome) else self._settling_alone, values
 
     def tagged_settlement(
         self, record: Record, outcome: Outcome, tag: str
@@ -120,6 +121,11 @@ class RecordStatements:
     def _settling_alone(self) -> Update:
         """The settling statement that does not change the details column."""
         return self._settled(self.layout.settled[:-1])
+
+    @cached_property
+    def _succeeding(self) -> Update:
+        """The same for an outcome that leaves all other columns as the claim wrote them."""
+        return self._settled(("state", "result"), also_waits=False)
 
     @cached_property
     def _tagging(self) -> Update:
@@ -198,14 +204,15 @@ class RecordStatements:
             .values(values)
         )
 
-    def _settled(self, names: tuple[str, ...]) -> Update:
+    def _settled(self, names: tuple[str, ...], *, also_waits: bool = True) -> Update:
+        """Write the columns *names* and the times of the end. Unless it *also_waits*, ``retry_at``
+        and the progress stay as they are.
+        """
         columns, now = self.table.c, self._now
-        wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
         keep: BindParameter[int] = bindparam("keep", type_=BigInteger)
         least: BindParameter[int] = bindparam("keep_at_least", type_=BigInteger)
         values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
         values |= {
-            "retry_at": case((wait.is_not(None), now + wait), else_=null()),
             "expires_at": case(
                 (columns.expires_at.between(now + least, now + keep), columns.expires_at),
                 else_=now + keep,
@@ -220,8 +227,13 @@ class RecordStatements:
             values["failed_at"] = case(
                 (failed, now), else_=bindparam("last_failed", type_=BigInteger)
             )
-        progress: BindParameter[str | None] = bindparam("new_progress", type_=columns.progress.type)
-        values["progress"] = case((progress.is_not(None), progress), else_=columns.progress)
+        if also_waits:
+            wait: BindParameter[int | None] = bindparam("wait", type_=BigInteger)
+            progress: BindParameter[str | None] = bindparam(
+                "new_progress", type_=columns.progress.type
+            )
+            values["retry_at"] = case((wait.is_not(None), now + wait), else_=null())
+            values["progress"] = case((progress.is_not(None), progress), else_=columns.progress)
         return update(self.table).where(*is_running(self.table)).values(values)
 
     def _bound(self, prefix: str, name: str) -> BindParameter[Any]:
@@ -230,6 +242,21 @@ class RecordStatements:
     def _is_shut(self, gates: FromClause) -> ColumnElement[bool]:
         """Whether a row is the group's gate and has not expired: the gate is not open."""
         return and_(gates.c.name == bindparam("gate"), gates.c.expires_at > self._now)
+
+
+def _only_succeeds(record: Record, outcome: Outcome) -> bool:
+    """Whether *outcome* changes nothing but ``state``, ``result`` and the times of the end, in a
+    table of version 2.
+    """
+    return (
+        outcome.ended is Ended.RETURNED  # which is NULL there, as the claim wrote it
+        and not (record.resumes or outcome.resumes)
+        and (outcome.attempt, outcome.crashes) == (record.attempt, record.crashes)
+        and outcome.reason is None
+        and outcome.failure is None
+        and outcome.progress is None
+        and not outcome.retry_after
+    )
 
 
 def is_running(table: Table) -> tuple[ColumnElement[bool], ...]:
