@@ -218,6 +218,20 @@ def claimed(row: Record | None, claim: Claim, now: int) -> Record:
     )
 
 
+def dated(new: Record, now: int) -> Record:
+    """The row *new* of a fresh key, which :func:`claimed` made for the time 0, after its insert at
+    *now*.
+
+    It changes *new* itself, because to make it again would take a tenth of a claim's time; nothing
+    else may have *new*.
+    """
+    for name in ("fence", "created_at", "started_at", "now"):
+        object.__setattr__(new, name, now)
+    if new.lease_until is not None:
+        object.__setattr__(new, "lease_until", now + new.lease_until)
+    return new
+
+
 def _taken(row: Record, claim: Claim, now: int, lease_until: int | None) -> Record:
     claim_request = claim.claim_request
     taken: dict[str, Any] = {

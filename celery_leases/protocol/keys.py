@@ -30,6 +30,8 @@ VERSION = "v1"
 STORED_KEY_MAX = 255
 _UNCHANGED: Final = frozenset((str, int, bool, NoneType))
 """The types whose values do not change in a round trip through JSON."""
+_PLAIN: Final = frozenset((str, int, bool, float))
+"""The types whose values have the same canonical form only if they have the same ``repr``."""
 _CONSTANTS: Final = {None: "null", True: "true", False: "false"}
 _quoted: Final = json.encoder.encode_basestring
 _surrogate: Final = re.compile("[\ud800-\udfff]").search
@@ -391,6 +393,8 @@ def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
         return False
     if value is parameter.default:
         return True
+    if type(value) is type(parameter.default) and type(value) in _PLAIN:
+        return repr(value) == repr(parameter.default)
     try:
         return canonical(parameter.default) == canonical(value)
     except KeyUnusable:

@@ -153,12 +153,12 @@ class Claiming(ABC):
         age: Callable[[], float],
     ) -> tuple[Won | Refused, Gate | None]:
         for _ in range(ROUNDS):
-            claim, met = self._look(
+            claim, new, met = self._look(
                 claim_request, lease_store, claim_request.group if slots is not None else None
             )
             row, gate = met.row, met.gate
             if met.inserted:
-                return Won(claims.claimed(None, claim, met.now)), gate
+                return Won(claims.dated(new, met.now)), gate
             if row is not None and claims.is_ours(row, claim_request):
                 return Won(row), gate
             why = claims.decide(row, claim)
@@ -181,13 +181,14 @@ class Claiming(ABC):
 
     def _look(
         self, claim_request: ClaimRequest, lease_store: str, group: str | None
-    ) -> tuple[Claim, Met]:
+    ) -> tuple[Claim, Record, Met]:
         sent = os_threads.boot_clock()
         takes_until = self.evidence.takes_until(sent) if lease_store == DATABASE else ALWAYS
         claim = Claim(claim_request, lease_store, takes_until=takes_until)
-        met = self.insert_or_read(claims.claimed(None, claim, 0), group)
+        new = claims.claimed(None, claim, 0)
+        met = self.insert_or_read(new, group)
         self.evidence.answered(sent, os_threads.boot_clock(), met.now)
-        return claim, met
+        return claim, new, met
 
     def _written(self, claim: Claim, met: Met) -> Record | None:
         """The row as *claim* has written it; ``None`` if it has changed since it was read."""

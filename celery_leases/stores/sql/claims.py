@@ -102,7 +102,7 @@ class SqlClaims(Claiming):
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
         by = self.by
-        values = by.new_row(by.layout.of_record(new))
+        values = by.layout.of_new(new)
         if group is not None:
             values["gate"] = gate_name(group)
         with OF_THE_CALL:

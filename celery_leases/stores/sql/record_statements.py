@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import (
@@ -48,7 +47,6 @@ class RecordStatements:
         self.layout = layout
         self.table: Table = tables.layouts[layout.version]
         self._now = database.now
-        self._inserted = [f"new_{name}" for name in layout.inserted], itemgetter(*layout.inserted)
         self._gates = tables.gates
         self._of_mysql = mysql.is_mysql(database.engine.dialect)
         looking = (
@@ -78,17 +76,13 @@ class RecordStatements:
         made = sqlite.insert(self.table).values(self._fresh(self._now))
         return made.on_conflict_do_nothing().returning(self.table.c.fence)
 
-    def new_row(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters of :attr:`looks` and :attr:`insert` for the columns *written*."""
-        names, of_columns = self._inserted
-        return dict(zip(names, of_columns(written), strict=True))
-
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
         """The fenced statement that ends an attempt, and its parameters."""
+        if self.layout.only_succeeds(record, outcome):
+            return self._succeeding, self.layout.of_success(record, outcome)
         values = self.layout.of_outcome(record, outcome)
-        if f"new_{self.layout.settled[-1]}" in values:
-            return self._settling, values
-        return self._succeeding if _only_succeeds(record, outcome) else self._settling_alone, values
+        whole = f"new_{self.layout.settled[-1]}" in values
+        return self._settling if whole else self._settling_alone, values
 
     def tagged_settlement(
         self, record: Record, outcome: Outcome, tag: str
@@ -242,21 +236,6 @@ class RecordStatements:
     def _is_shut(self, gates: FromClause) -> ColumnElement[bool]:
         """Whether a row is the group's gate and has not expired: the gate is not open."""
         return and_(gates.c.name == bindparam("gate"), gates.c.expires_at > self._now)
-
-
-def _only_succeeds(record: Record, outcome: Outcome) -> bool:
-    """Whether *outcome* changes nothing but ``state``, ``result`` and the times of the end, in a
-    table of version 2.
-    """
-    return (
-        outcome.ended is Ended.RETURNED  # which is NULL there, as the claim wrote it
-        and not (record.resumes or outcome.resumes)
-        and (outcome.attempt, outcome.crashes) == (record.attempt, record.crashes)
-        and outcome.reason is None
-        and outcome.failure is None
-        and outcome.progress is None
-        and not outcome.retry_after
-    )
 
 
 def is_running(table: Table) -> tuple[ColumnElement[bool], ...]:

@@ -188,6 +188,7 @@ class SqlRecordStore(SqlClaims):
         row = self.database.first(by.one, {"stored_key": record.stored_key})
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
             return False
+        values = by.layout.of_outcome(record, outcome)
         # Version 2 stores NULL for RETURNED, so a migration may have changed the stored form.
         now = {**row, "ended": row["ended"] or Ended.RETURNED}
         ours = {**values, "new_ended": values["new_ended"] or Ended.RETURNED}

@@ -140,6 +140,28 @@ class Layout(ABC):
             **self.details_of(record),
         }
 
+    def of_new(self, record: Record) -> dict[str, Any]:
+        """The parameters of the insert of *record*, whose times count from the insert."""
+        values = self.of_record(record)
+        return {f"new_{name}": values[name] for name in self.inserted}
+
+    def only_succeeds(self, record: Record, outcome: Outcome) -> bool:
+        """Whether *outcome* changes nothing but ``state``, ``result`` and the times of the end."""
+        return False
+
+    def of_success(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """The parameters of the settle statement for such an outcome."""
+        keep = int((outcome.retention or 0.0) * MICROSECONDS)
+        return {
+            "for_key": record.stored_key,
+            "for_fence": record.fence,
+            "for_owner": record.owner,
+            "new_state": outcome.state,
+            "new_result": outcome.result,
+            "keep": keep,
+            "keep_at_least": keep - keep // CLOSE,
+        }
+
     def of_outcome(self, record: Record, outcome: Outcome) -> dict[str, Any]:
         """The parameters of the settle statement for an attempt on *record*."""
         wait, keep = outcome.retry_after or 0.0, outcome.retention
@@ -268,9 +290,39 @@ class Narrow(Layout):
         """
         values = super().of_record(record)
         values["ended"] = _ended(record.state, record.ended)
-        if record.state is State.RUNNING and record.retention:
-            values["expires_at"] = record.started_at + microseconds(record.retention)
+        values["expires_at"] = _expires_at(record)
         return values
+
+    def of_new(self, record: Record) -> dict[str, Any]:
+        """As in each layout, without the columns that are not inserted: each first run needs it."""
+        return {
+            "new_stored_key": record.stored_key,
+            "new_task": record.task,
+            "new_key": record.key,
+            "new_state": record.state,
+            "new_owner": record.owner,
+            "new_call_id": record.call_id,
+            "new_holder": record.holder,
+            "new_attempt": record.attempt,
+            "new_message": record.message,
+            "new_lease_until": record.lease_until,
+            "new_lease_store": record.lease_store,
+            "new_expires_at": _expires_at(record),
+            f"new_{DOCUMENT}": record_document.dump(record),
+        }
+
+    def only_succeeds(self, record: Record, outcome: Outcome) -> bool:
+        """See :class:`Layout`."""
+        return (
+            outcome.ended is Ended.RETURNED  # which is NULL here, as the claim wrote it
+            and outcome.retention is not None
+            and not (record.resumes or outcome.resumes or outcome.retry_after)
+            and (outcome.attempt, outcome.crashes) == (record.attempt, record.crashes)
+            and outcome.reason is None
+            and outcome.failure is None
+            and outcome.progress is None
+            and _leaves_details(record, outcome)
+        )
 
     def details_of(self, record: Record) -> dict[str, Any]:
         """See :class:`Layout`."""
@@ -373,6 +425,12 @@ def _wide(reading: Reading) -> dict[str, Any]:
 def _ended(state: State, ended: Ended | None) -> Ended | None:
     """The stored form of ``ended``: NULL for the usual end."""
     return None if state is State.DONE and ended is Ended.RETURNED else ended
+
+
+def _expires_at(record: Record) -> int | None:
+    if record.state is State.RUNNING and record.retention:
+        return record.started_at + microseconds(record.retention)
+    return record.expires_at
 
 
 def _leaves_details(record: Record, outcome: Outcome) -> bool:
