@@ -75,15 +75,26 @@ def test_the_admin_shows_records_and_acts_on_them(leases_postgres_url: str) -> N
     assert "\nOK\n" in said
 
 
+SETTINGS = "SHOP_SETTINGS"
+ELSEWHERE = {"CELERY_LEASES": {"url": "redis://127.0.0.1:1/0"}}
+"""A lease store that does not answer."""
+
+
 def test_tests_without_a_test_database_do_not_meet_the_configured_one() -> None:
-    """Nobody answers there."""
-    manage = manage_with("postgresql://nobody@127.0.0.1:1/shop")
+    """Nobody answers there, nor at the lease store."""
+    manage = manage_with(
+        "postgresql://nobody@127.0.0.1:1/shop", **{SETTINGS: json.dumps(ELSEWHERE)}
+    )
     said = manage("test", "orders.tests.WithoutDatabaseTests")
     assert "Ran 1 test" in said
     assert "\nOK" in said
 
 
-SETTINGS = "SHOP_SETTINGS"
+def test_leases_of_tests_are_in_the_test_database(leases_postgres_url: str) -> None:
+    """The configured lease store is not asked."""
+    manage = manage_with(leases_postgres_url, **{SETTINGS: json.dumps(ELSEWHERE)})
+    said = manage("test", "--noinput", "orders.tests.CommittingTests")
+    assert "\nOK" in said
 
 
 def checked(database_url: str, *command: str, code: int = 0, **settings: Any) -> dict[str, str]:

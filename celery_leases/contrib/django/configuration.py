@@ -5,9 +5,9 @@ the settings ``leases_*`` without their prefix, such as ``{"url": "redis://local
 "30s"}``, and ``"board_url"``, the URL of the board that the admin links to. Write each setting in
 one place only: in this dict, or as a setting of the Celery app such as ``CELERY_LEASES_URL``.
 
-Under Django's test runner the records are in the test database. If there is none, or if it is in
-memory, they are in the memory of the process. So tests never use the records of the configured
-database.
+Under Django's test runner the records and the leases are in the test database. If there is none, or
+if it is in memory, they are in the memory of the process. So tests never use the records of the
+configured database, nor the leases and cooldown groups of the configured lease store.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 
 from celery_leases.contrib.django.databases import IN_MEMORY, url_of
 from celery_leases.errors import LeaseConfigurationError
+from celery_leases.protocol.options import DATABASE as IN_DATABASE
 
 SETTING: Final = "CELERY_LEASES"
 DATABASE: Final = "database"
@@ -143,6 +144,8 @@ def complete(written: Mapping[str, Any]) -> dict[str, Any]:
             "database; remove one of them"
         )
     found = {**written, **given}
+    if under_test():
+        found["leases_url"] = IN_DATABASE
     if under_test() or not found.get("leases_database_url"):
         found["leases_database_url"] = url_of_records()
     return found
