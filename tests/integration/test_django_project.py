@@ -97,6 +97,35 @@ def test_leases_of_tests_are_in_the_test_database(leases_postgres_url: str) -> N
     assert "\nOK" in said
 
 
+WITHOUT_MIGRATIONS = """
+from shop.settings import *
+
+
+class MIGRATION_MODULES:
+    def __contains__(self, label):
+        return True
+
+    def __getitem__(self, label):
+        return None
+
+
+MIGRATION_MODULES = MIGRATION_MODULES()
+"""
+"""As pytest-django's option --nomigrations has it."""
+
+
+def test_without_migrations_the_test_database_has_our_tables(
+    leases_postgres_url: str, tmp_path: Path
+) -> None:
+    """Those that the migrations make, and none that Django makes of the models."""
+    (tmp_path / "quick.py").write_text(WITHOUT_MIGRATIONS)
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "DJANGO_SETTINGS_MODULE": "quick"}
+    said = manage_with(leases_postgres_url, **env)(
+        "test", "--noinput", "orders.tests.CommittingTests"
+    )
+    assert "\nOK" in said
+
+
 def checked(database_url: str, *command: str, code: int = 0, **settings: Any) -> dict[str, str]:
     """The messages of `manage.py check` by their ids, with these *settings* in place of the
     project's.

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.conf import settings
 from django.db import connections
+from django.db.migrations.loader import MigrationLoader
 
 from celery_leases.contrib.django import configuration, tables
 from celery_leases.errors import LeaseConfigurationError
@@ -17,7 +17,7 @@ def make_tables(sender: Any, using: str, **_: Any) -> None:
     """Make the tables before Django does, where ``MIGRATION_MODULES`` has no migrations for this
     app.
     """
-    if settings.MIGRATION_MODULES.get(sender.label, "") is not None:
+    if MigrationLoader.migrations_module(sender.label)[0] is not None:
         return
     try:
         if using != configuration.alias_of_records():
