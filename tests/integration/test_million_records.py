@@ -1,7 +1,8 @@
-"""A million records: a scrape of the exporter, and the board in a real Chromium."""
+"""A million records: a scrape of the exporter, the board in a real Chromium, and Django's admin."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from sqlalchemy import text
 
 from celery_leases.protocol.records import Failure, State
+from tests.integration.test_django_project import manage_with
 from tests.support.boards import TASK, Shop, sqlite
 from tests.support.browser import Browser
 from tests.support.process import GuardedProcess
@@ -156,3 +158,46 @@ def test_the_board_shows_each_page_in_time(shop: Shop, browser: Browser, tmp_pat
         timed("one key", one_key, PAGE_BOUND)
         timed("the groups", groups, PAGE_BOUND)
     assert browser.problems() == []
+
+
+VISIT = """
+import json, time
+from django.conf import settings
+from django.contrib.auth.models import User
+from django.db import connection, reset_queries
+from django.test import Client
+
+settings.DEBUG = True
+client, shown = Client(), {}
+client.force_login(User.objects.create_superuser("ann"))
+for query in (
+    *("", "?p=2", "?p=200", "?state=failed", "?state=uncertain", "?task=shop.order"),
+    *("?started=week", "?crashed=yes", "?q=order:failed:5000", "?q=nobody"),
+):
+    reset_queries()
+    began = time.perf_counter()
+    answer = client.get(f"/admin/celery_leases/leaserecord/{query}")
+    took = time.perf_counter() - began
+    counts = [one["sql"] for one in connection.queries if "COUNT(" in one["sql"].upper()]
+    rows = answer.content.count(b'name="seen"')
+    shown[query] = {"code": answer.status_code, "took": took, "counts": counts, "rows": rows}
+print("shown", json.dumps(shown))
+"""
+
+
+def test_djangos_admin_shows_each_page_in_time(shop: Shop) -> None:
+    """Of a project whose tables were there before; it counts no rows."""
+    url = shop.records.database.engine.url.render_as_string(hide_password=False)
+    manage = manage_with(url)
+    manage("migrate", "--verbosity", "0")
+    shown = json.loads(manage("shell", "-c", VISIT).rpartition("shown ")[2])
+    print({query: round(page["took"], 2) for query, page in shown.items()})
+    for query, page in shown.items():
+        assert (page["code"], page["counts"]) == (200, []), query
+        assert page["took"] < PAGE_BOUND, query
+    rows = {query: page["rows"] for query, page in shown.items()}
+    assert rows == dict.fromkeys(shown, 50) | {
+        "?crashed=yes": 0,
+        "?q=nobody": 0,
+        "?q=order:failed:5000": 1,
+    }

@@ -18,6 +18,7 @@ from django.db.models import Q
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils import timezone
+from django.utils.html import format_html
 
 from celery_leases.client import LeaseClient
 from celery_leases.common.durations import in_words
@@ -221,6 +222,13 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
         if not search_term:
             return queryset, False
         return queryset.filter(Q(key__startswith=search_term) | Q(stored_key=search_term)), False
+
+    def action_checkbox(self, obj: Any) -> str:
+        """The box that selects a key, and what the list shows of it, as it must still be when it is
+        acted on.
+        """
+        box = super().action_checkbox(obj)
+        return format_html('{}<input type="hidden" name="seen" value="{}">', box, _seen(obj))
 
     @admin.display(description="started")
     def started(self, row: Any) -> str:
