@@ -11,6 +11,7 @@ import inspect
 import linecache
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +75,10 @@ class CrashPlan:
     crashed: str | None = None
     #: The idempotency key of the effect that is being made.
     effect: str | None = None
+    #: The number of the attempt that began last.
+    attempt: int = 0
+    #: The thread of the body; others, which it starts, know no lease.
+    thread: int = field(default_factory=threading.get_ident)
 
     def check(self) -> None:
         """Raise :class:`ProcessDied` if the process is dead."""
@@ -94,8 +99,9 @@ class CrashPlan:
 
     def called(self, what: str, identity: str | None, arguments: str) -> None:
         """Take note of a call to the outside that is being made."""
-        attempt: int = getattr(lease_here(), "attempt", 0)
-        self.calls.append(ExternalCall(what, identity, arguments, attempt, _line(self.file)))
+        attempt: int = getattr(lease_here(), "attempt", 0) or self.attempt
+        line = _line(self.file, self.thread)
+        self.calls.append(ExternalCall(what, identity, arguments, attempt, line))
 
 
 class CrashPoints:
@@ -107,7 +113,7 @@ class CrashPoints:
 
     @contextmanager
     def following(self, plan: CrashPlan) -> Iterator[CrashPlan]:
-        """Have *plan* count, also for the commits of SQLAlchemy's sessions."""
+        """Have *plan* count, also for the commits of SQLAlchemy's sessions and of Django."""
         receivers: tuple[tuple[str, Callable[..., None]], ...] = (
             ("before_commit", self._before_commit),
             ("after_commit", self._after_commit),
@@ -117,11 +123,41 @@ class CrashPoints:
         for name, receiver in receivers:
             event.listen(Session, name, receiver)
         try:
-            yield plan
+            with self._commits_of_django():
+                yield plan
         finally:
             self.now = None
             for name, receiver in receivers:
                 event.remove(Session, name, receiver)
+
+    @contextmanager
+    def _commits_of_django(self) -> Iterator[None]:
+        """Make points of them in a process that uses Django's databases."""
+        module: Any = sys.modules.get("django.db.backends.base.base")
+        if module is None:
+            yield
+            return
+        wrapper = module.BaseDatabaseWrapper
+        commit = wrapper.commit
+
+        @wraps(commit)
+        def committed(connection: Any) -> None:
+            try:
+                if self.now is not None:
+                    self.now.reach("before:commit")
+                commit(connection)
+                if self.now is not None:
+                    self.now.reach("after:commit")
+            except ProcessDied:
+                # The server ends the transaction of a dead process, which calls no hook.
+                connection.rollback()
+                raise
+
+        wrapper.commit = committed
+        try:
+            yield
+        finally:
+            wrapper.commit = commit
 
     def _before_commit(self, session: Session) -> None:
         if self.now is not None and session.get_nested_transaction() is None:
@@ -218,21 +254,34 @@ def watched(
     function: Callable[..., Any], name: str, by: str | None, crash_points: CrashPoints
 ) -> Callable[..., Any]:
     """*function*, a call to the outside of that *name*, which the other side recognises *by* one of
-    its parameters.
+    its parameters. One that is ``async def`` is called when it is awaited.
     """
+
+    def calling(plan: CrashPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        plan.reach(f"before:{name}")
+        plan.called(name, _identity(function, by, args, kwargs, plan), _arguments(args, kwargs))
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         plan = crash_points.now
         if plan is None:
             return function(*args, **kwargs)
-        plan.reach(f"before:{name}")
-        plan.called(name, _identity(function, by, args, kwargs, plan), _arguments(args, kwargs))
+        calling(plan, args, kwargs)
         result = function(*args, **kwargs)
         plan.reach(f"after:{name}")
         return result
 
-    return call
+    @wraps(function)
+    async def awaited_call(*args: Any, **kwargs: Any) -> Any:
+        plan = crash_points.now
+        if plan is None:
+            return await function(*args, **kwargs)
+        calling(plan, args, kwargs)
+        result = await function(*args, **kwargs)
+        plan.reach(f"after:{name}")
+        return result
+
+    return awaited_call if inspect.iscoroutinefunction(function) else call
 
 
 def _identity(
@@ -260,21 +309,24 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", f"({', '.join(given)})")
 
 
-def _line(file: str) -> str:
-    """The line of the body's file that is being executed; else the innermost one outside of this
-    package.
+def _line(file: str, thread: int) -> str:
+    """The line of the body's file that is being executed, here or by the *thread* of the body,
+    which waits for this one; else the innermost one outside of this package.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - a documented function of CPython
-    outside: FrameType | None = None
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name == file:
-            break
-        if outside is None and not name.startswith(PACKAGE):
-            outside = frame
-        frame = frame.f_back
-    found = frame or outside
-    if found is None:
+    here = _frames(sys._getframe(1))  # noqa: SLF001 - a documented function of CPython
+    of_body = _frames(sys._current_frames().get(thread))  # noqa: SLF001 - as above
+    found = next((one for one in (*here, *of_body) if one.f_code.co_filename == file), None)
+    outside = (one for one in here if not one.f_code.co_filename.startswith(PACKAGE))
+    if (frame := found or next(outside, None)) is None:
         return "?"
-    name, number = found.f_code.co_filename, found.f_lineno
+    name, number = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()}"
+
+
+def _frames(innermost: FrameType | None) -> list[FrameType]:
+    """The frames of a thread, the innermost first."""
+    found = []
+    while innermost is not None:
+        found.append(innermost)
+        innermost = innermost.f_back
+    return found

@@ -244,7 +244,7 @@ class LeaseKit:
             (task.lease_options.ttl for task in leased_tasks(self.app).values()),
             default=DEFAULT_TTL,
         )
-        observer = _RecordingObserver(self.events, Announcer(self.app.tasks))
+        observer = _RecordingObserver(self.events, self._crash_points, Announcer(self.app.tasks))
         made = build(
             settings,
             observer,
@@ -522,9 +522,9 @@ class LeaseKit:
 
         Points are ``before:NAME`` (the intent is committed), ``after:NAME`` (called, its reply not
         saved) and ``saved:NAME`` of an effect, ``before:`` and ``after:`` of a watched call, of
-        ``progress``, of the ``commit`` of a SQLAlchemy session, and of ``return``, where the
-        outcome is written. The first one of the name counts. Raises AssertionError where the call
-        ends without reaching it.
+        ``progress``, of the ``commit`` of a SQLAlchemy session or of Django, and of ``return``,
+        where the outcome is written. The first one of the name counts. Raises AssertionError where
+        the call ends without reaching it.
         """
         call_id = str(uuid4())
         died, plan = self._die(task, args, kwargs, call_id, at)
@@ -730,11 +730,13 @@ class LeaseKit:
 class _RecordingObserver:
     """Remembers what happens, and passes it on."""
 
-    def __init__(self, seen: list[Event], then: Announcer) -> None:
-        self._seen, self._then = seen, then
+    def __init__(self, seen: list[Event], crash_points: CrashPoints, then: Announcer) -> None:
+        self._seen, self._crash_points, self._then = seen, crash_points, then
 
     def observe(self, event: Event) -> None:
         self._seen.append(event)
+        if isinstance(event, LeaseAcquired) and (plan := self._crash_points.now) is not None:
+            plan.attempt = event.attempt
         self._then.observe(event)
 
     def hears(self, kind: type[Event]) -> bool:

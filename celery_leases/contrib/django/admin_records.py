@@ -223,7 +223,7 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
             return queryset, False
         return queryset.filter(Q(key__startswith=search_term) | Q(stored_key=search_term)), False
 
-    def action_checkbox(self, obj: Any) -> str:
+    def action_checkbox(self, obj: Any) -> Any:
         """The box that selects a key, and what the list shows of it, as it must still be when it is
         acted on.
         """

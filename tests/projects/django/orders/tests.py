@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import skipIf
 
+from celery import shared_task
 from django.apps import apps as installed
 from django.db import connection, transaction
 from django.db.migrations.loader import MigrationLoader
+from django.db.models import F
 from django.test import SimpleTestCase, TestCase, TransactionTestCase
 from shop.celery import app
 
-from celery_leases import LeaseClient, testing
+from celery_leases import LeaseClient, LeasedTask, testing
 from celery_leases.contrib.django.models import LeaseRecord
 from celery_leases.contrib.django.operations import MigrateTables
 from celery_leases.errors import LeaseConfigurationError
@@ -23,6 +25,17 @@ from orders.models import Order
 from orders.tasks import charge, plain, refund
 
 IN_MEMORY = connection.vendor == "sqlite"
+
+
+packed: list[int] = []
+
+
+@shared_task(base=LeasedTask, lease_key="pack:{number}")
+def pack(number: int) -> None:
+    """Commit a row, and say so."""
+    with transaction.atomic():
+        Order.objects.filter(number=number).update(charges=F("charges") + 1)
+        transaction.on_commit(lambda: packed.append(number))
 
 
 @contextmanager
@@ -202,6 +215,24 @@ class CommittingTests(TransactionTestCase):
             with self.assertRaisesRegex(LeaseConfigurationError, "read-only"):
                 way()
         self.assertEqual(LeaseRecord.objects.get(key="charge:8").state, "pending")
+
+
+class CommitPointTests(TransactionTestCase):
+    """The test kit has Django's commits among the points where a process can die."""
+
+    def test_a_process_dies_before_or_after_a_commit(self) -> None:
+        """What it had committed stays, and it calls nothing afterwards."""
+        Order.objects.create(number=11)
+        with testing.leases(app):
+            testing.crash(pack, 11, at="before:commit")
+            self.assertEqual(Order.objects.get(number=11).charges, 0)
+            testing.reset()
+            died = testing.crash(pack, 11, at="after:commit")
+            self.assertEqual(Order.objects.get(number=11).charges, 1)
+            self.assertEqual(packed, [])
+            died.resume()
+        self.assertEqual(Order.objects.get(number=11).charges, 2)
+        self.assertEqual(packed, [11])
 
 
 class WithoutDatabaseTests(Eager, SimpleTestCase):
