@@ -49,6 +49,7 @@ from celery_leases.protocol.operator_values import (
     SavedRuns,
     StateCount,
     Stats,
+    why_unchanged,
 )
 from celery_leases.protocol.ports import ClosingStore, Holder
 from celery_leases.protocol.records import Record, State
@@ -372,8 +373,8 @@ class LeaseClient:
         publish: bool,
     ) -> Change:
         stored = seen.stored_key or seen.key
-        if what == "release" and seen.state not in (State.RUNNING, ABANDONED):
-            return Change(seen, False, f"it is {seen.state}: no attempt holds it")
+        if what == "release" and (why := why_unchanged(what, seen)) is not None:
+            return Change(seen, False, why)
         try:
             after = self._take(
                 stored,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime, timedelta
+from datetime import UTC
 from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from celery_leases.client import LeaseStatus, RecordFilter
-from celery_leases.common.durations import parsed
+from celery_leases.common.durations import moment
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.filters import KNOWN_STATES, Position
@@ -108,8 +108,8 @@ class FilterForm:
         names = [field.name for field in fields(cls) if field.name != "states"]
         return cls(tuple(given.all("state")), **{name: given.get(name) for name in names})
 
-    def wanted(self, now: datetime) -> RecordFilter:
-        """The filter to apply; a duration means that long before *now*."""
+    def wanted(self) -> RecordFilter:
+        """The filter to apply; a duration means that long before now."""
         if unknown := set(self.states).difference(KNOWN_STATES):
             raise bad_request(f"{printable(min(unknown))} is not a state.")
         return RecordFilter(
@@ -118,8 +118,8 @@ class FilterForm:
             group=self.group or None,
             prefix=self.prefix or None,
             reason=self.reason or None,
-            since=_moment(self.since, now),
-            until=_moment(self.until, now),
+            since=_moment(self.since),
+            until=_moment(self.until),
             crashed=bool(self.crashed),
         )
 
@@ -166,23 +166,17 @@ def page_token_of(given: Fields) -> str | None:
     return token
 
 
-def _moment(text: str, now: datetime) -> int | None:
+def _moment(text: str) -> int | None:
     """A time in microseconds since the epoch; ``None`` if *text* is empty.
 
-    A duration means that long before *now*; a time without a time zone is UTC.
+    A duration means that long ago; a time without a time zone is UTC.
     """
     if not text:
         return None
     try:
-        span = parsed(text)
-        when = now - timedelta(seconds=span) if span is not None else datetime.fromisoformat(text)
-        when = when if when.tzinfo else when.replace(tzinfo=UTC)
-        return max(0, round(when.timestamp() * 1e6))
-    except (ValueError, OverflowError):
-        raise bad_request(
-            f"{printable(text)} is not a time: write a time such as 2026-04-01T03:00 (UTC), or 12h "
-            "for 12 hours ago."
-        ) from None
+        return max(0, round(moment(text, UTC).timestamp() * 1e6))
+    except LeaseConfigurationError as error:
+        raise bad_request(f"{printable(str(error))} (times are in UTC)") from None
 
 
 # -- the filter in the form that confirms an action -----------------------------------------------

@@ -11,7 +11,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_table
-from celery_leases.cli.parameters import DURATION
+from celery_leases.cli.parameters import DURATION, NAME
 from celery_leases.cli.root import client_of, leases
 from celery_leases.client import GroupStatus, LeaseClient
 from celery_leases.common.durations import in_short, in_words
@@ -38,7 +38,7 @@ def list_groups(ctx: click.Context, *, opened: bool, as_json: bool, **_: Any) ->
 
 
 @group.command(name="show", cls=CeleryCommand)
-@click.argument("name", metavar="GROUP")
+@click.argument("name", type=NAME, metavar="GROUP")
 @printing_json
 @click.pass_context
 @handle_preload_options
@@ -70,7 +70,7 @@ def show_group(ctx: click.Context, name: str, *, as_json: bool, **_: Any) -> Non
 
 
 @group.command(name="open", cls=CeleryCommand)
-@click.argument("groups", nargs=-1, required=True, metavar="GROUP...")
+@click.argument("groups", nargs=-1, required=True, type=NAME, metavar="GROUP...")
 @printing_json
 @click.pass_context
 @handle_preload_options
@@ -87,7 +87,7 @@ def open_groups(ctx: click.Context, groups: tuple[str, ...], *, as_json: bool, *
 
 
 @group.command(name="close", cls=CeleryCommand)
-@click.argument("groups", nargs=-1, required=True, metavar="GROUP...")
+@click.argument("groups", nargs=-1, required=True, type=NAME, metavar="GROUP...")
 @click.option(
     "--for",
     "span",

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from celery_leases.cli.output import (
     echo_status,
     echo_table,
 )
-from celery_leases.cli.parameters import DURATION, filtering, selected
+from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import app_of, client_of, leases, task_and_namespace
 from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import in_short, in_words, seconds
@@ -46,6 +47,10 @@ HEAD: Row = (
     ),
 )
 PAGE_SIZE = 500
+LARGEST_PAGE = 10_000
+GROUPS_SHOWN = 5
+OPTIONAL = 4
+"""So many of the last columns may be left out on a narrow terminal."""
 
 of_task = click.option(
     "--task", help="The name of the task; needed if several tasks have this key."
@@ -98,14 +103,16 @@ class _Listing:
         self.next = after
 
     def __iter__(self) -> Iterator[LeaseStatus]:
+        most = PAGE_SIZE
         while self._left > 0:
-            size = min(self._left, PAGE_SIZE)
+            size = min(self._left, most)
             page = self._client.page(self._wanted, order=self._order, limit=size, after=self.next)
             self.next = page.next
             yield from page.statuses
             self._left -= len(page.statuses)
             if page.next is None or len(page.statuses) < size:
                 return
+            most = min(LARGEST_PAGE, most * 4)  # each page reads every record
 
 
 @leases.command(name="list", cls=CeleryCommand)
@@ -138,7 +145,7 @@ def list_keys(
             for status in listing:
                 echo_json(status.as_json())
         else:
-            echo_table(_rows(listing))
+            echo_table(_rows(listing), optional=OPTIONAL)
     except LeaseConfigurationError as error:
         raise click.BadParameter(str(error), param_hint="--page") from None
     if listing.next is not None:
@@ -175,16 +182,17 @@ def watch(
     wanted, refreshes = selected(ctx, client, options).wanted, 0
     try:
         while True:
-            _refresh(client, wanted, slowest=slowest)
+            answered = _refresh(client, wanted, slowest=slowest)
             refreshes += 1
             if refreshes == times:
-                return
+                ctx.exit(0 if answered else 1)
             time.sleep(seconds(every, "--every"))
     except KeyboardInterrupt:
         return
 
 
-def _refresh(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> None:
+def _refresh(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> bool:
+    """Show the list once. Returns whether the database answered."""
     terminal = sys.stdout.isatty()
     lines = max(5, shutil.get_terminal_size().lines - 3) if terminal else PAGE_SIZE
     try:
@@ -195,9 +203,10 @@ def _refresh(client: LeaseClient, wanted: RecordFilter, *, slowest: bool) -> Non
     if terminal:
         click.clear()
     click.echo(f"{datetime.now(UTC).astimezone():%Y-%m-%d %H:%M:%S}")
-    echo_table(rows)
+    echo_table(rows, optional=OPTIONAL)
     if trouble is not None:
         echo_line(trouble, err=True)
+    return trouble is None
 
 
 @leases.command(cls=CeleryCommand)
@@ -251,7 +260,7 @@ def stats(ctx: click.Context, *, as_json: bool, **_: Any) -> None:
 
 
 @leases.command(cls=CeleryCommand)
-@click.argument("key")
+@click.argument("key", type=NAME)
 @of_task
 @in_namespace
 @as_json
@@ -270,14 +279,29 @@ def show(
 
     Exits with 1 if the key has no record.
     """
-    status = client_of(ctx).status(key, **task_and_namespace(ctx, task, namespace))
+    client = client_of(ctx)
+    status = client.status(key, **task_and_namespace(ctx, task, namespace))
     echo_status(status, as_json=as_json)
     if status.state == "absent":
+        if not as_json:
+            _echo_closed_groups(client)
         ctx.exit(1)
 
 
+def _echo_closed_groups(client: LeaseClient) -> None:
+    """A call that meets the closed gate of its group leaves no record."""
+    with suppress(StoreUnavailable):
+        names = [status.group for status in client.groups()]
+        more = f" and {len(names) - GROUPS_SHOWN} more" if len(names) > GROUPS_SHOWN else ""
+        if names:
+            echo_line(
+                f"  groups           calls of {', '.join(names[:GROUPS_SHOWN])}{more} wait, and may "
+                "have no record yet: `leases group list`"
+            )
+
+
 @leases.command(cls=CeleryCommand)
-@click.argument("key")
+@click.argument("key", type=NAME)
 @of_task
 @in_namespace
 @click.option("--done", is_flag=True, help="The work is done: the task does not run again.")

@@ -10,6 +10,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -26,7 +27,11 @@ AT_MOST = click.IntRange(min=1)
 """The type of a ``--limit``."""
 ROWS_MEASURED: Final = 500
 """How many rows are read before the first one is printed, to set the widths of the columns."""
-NARROWEST: Final = 8
+NARROWEST: Final = 3
+READABLE: Final = 12
+"""A cell that is cut keeps at least so many columns of the terminal, if optional columns can be
+left out instead.
+"""
 GAP: Final = "  "
 Row = tuple[str, ...]
 _NOT_FIELDS: Final = {"message", "message_code", "attempts", "traceback", "stored_key"}
@@ -40,6 +45,7 @@ def echo_status(status: LeaseStatus, *, as_json: bool) -> None:
         echo_json(values)
         return
     echo_line(status.message())
+    values |= {name: _local(getattr(status, name)) for name in values if name.endswith("_at")}
     echo_fields({name: value for name, value in values.items() if name not in _NOT_FIELDS})
     if status.attempts:
         click.echo("  attempts")
@@ -52,6 +58,11 @@ def echo_status(status: LeaseStatus, *, as_json: bool) -> None:
     echo_line(f"  what next        {status.what_next()}")
 
 
+def _local(when: datetime | None) -> str | None:
+    """A time in the zone of this machine."""
+    return when.astimezone().isoformat(sep=" ", timespec="milliseconds") if when else None
+
+
 def _attempt(attempt: AttemptStatus) -> Row:
     took = in_short(attempt.runtime) if attempt.runtime is not None else ""
     error = (
@@ -59,7 +70,8 @@ def _attempt(attempt: AttemptStatus) -> Row:
         if attempt.rule and attempt.error
         else attempt.error or ""
     )
-    return f"{attempt.started_at:%Y-%m-%d %H:%M:%S}", took, attempt.ended, attempt.host, error
+    started = f"{attempt.started_at.astimezone():%Y-%m-%d %H:%M:%S}"
+    return started, took, attempt.ended, attempt.host, error
 
 
 def echo_fields(values: dict[str, Any]) -> None:
@@ -80,38 +92,49 @@ def echo_json(value: Any) -> None:
     click.echo(json.dumps(value, default=str))
 
 
-def echo_table(rows: Iterable[Row], *, lines: int | None = None) -> None:
+def echo_table(rows: Iterable[Row], *, optional: int = 0) -> None:
     """Print rows in columns, with their control characters escaped; the first row has the heads.
 
-    On a terminal the widest columns are cut to fit its width. The first 500 rows set the widths of
-    the columns; later rows are printed as soon as they are read. With *lines*, at most that many
-    rows are printed.
+    On a terminal the widest columns are cut to fit its width. If they would become too narrow, some
+    of the last *optional* columns are left out. The first 500 rows set the widths of the columns;
+    later rows are printed as soon as they are read.
     """
-    shown = (tuple(map(printable, row)) for row in islice(rows, lines))
+    shown = (tuple(map(printable, row)) for row in rows)
     first = [*islice(shown, ROWS_MEASURED)]
     if not first:
         return
-    widths = _fitting([max(map(_width, column)) for column in zip(*first, strict=True)])
+    widths = [max(map(_width, column)) for column in zip(*first, strict=True)]
+    if _is_terminal():
+        widths = _fitting(widths, optional, shutil.get_terminal_size().columns)
     for row in chain(first, shown):
-        cells = [_cell(cell, width) for cell, width in zip(row, widths, strict=True)]
+        cells = [_cell(cell, width) for cell, width in zip(row, widths, strict=False)]
         click.echo(GAP.join(cells).rstrip())
 
 
-def _fitting(widths: Sequence[int]) -> list[int]:
-    """*widths* of columns, the widest ones reduced until the table fits the terminal."""
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _fitting(widths: Sequence[int], optional: int, columns: int) -> list[int]:
+    """The *widths* reduced to fit a terminal of so many *columns*; the last ones may be missing."""
     found = list(widths)
-    if not sys.stdout.isatty():
-        return found
-    over = sum(found) + len(GAP) * (len(found) - 1) - shutil.get_terminal_size().columns
-    while over > 0 and max(found) > NARROWEST:
+
+    def over(least: int | None = None) -> int:
+        each = found if least is None else [min(width, least) for width in found]
+        return sum(each) + len(GAP) * (len(found) - 1) - columns
+
+    while over(READABLE) > 0 and len(found) > len(widths) - optional:
+        del found[-1]
+    while over(NARROWEST) > 0 and len(found) > 1:
+        del found[-1]
+    while over() > 0 and max(found) > NARROWEST:
         found[found.index(max(found))] -= 1
-        over -= 1
     return found
 
 
 def _cell(text: str, width: int) -> str:
     taken = _width(text)
-    if taken > width and sys.stdout.isatty():
+    if taken > width and _is_terminal():
         while taken > width - 1:
             taken -= _width(text[-1])
             text = text[:-1]

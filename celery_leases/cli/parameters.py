@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any, Final, TypeVar
 
 import click
 
 from celery_leases.cli.root import check_task
 from celery_leases.client import LeaseClient, RecordFilter
-from celery_leases.common.durations import parsed, seconds
+from celery_leases.common.durations import moment, seconds
 from celery_leases.common.texts import printable
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.protocol.filters import KNOWN_STATES
@@ -36,23 +36,27 @@ class _Time(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, datetime):
             return value
-        if (duration := parsed(value)) is not None:
-            try:
-                return datetime.now(UTC) - timedelta(seconds=duration)
-            except OverflowError:
-                self.fail(f"{printable(value)!r} is too long ago", param, ctx)
         try:
-            when = datetime.fromisoformat(value)
-        except ValueError:
-            hint = "write a time such as 2026-04-01T03:00, or 12h for 12 hours ago"
-            self.fail(f"{printable(value)!r} is not a time: {hint}", param, ctx)
-        return when if when.tzinfo else when.astimezone()
+            return moment(value)
+        except LeaseConfigurationError as error:
+            self.fail(printable(str(error), None), param, ctx)
+
+
+class _Name(click.ParamType[Any]):
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value.strip():
+            self.fail("it is blank", param, ctx)
+        return value
 
 
 DURATION: Final = _Duration()
 """A duration such as ``30s`` or ``1h30m``."""
 TIME: Final = _Time()
 """A time in ISO 8601, local if it has no time zone; or a duration, which means that long ago."""
+NAME: Final = _Name()
+"""A key, or the name of a cooldown group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +118,9 @@ def selected(ctx: click.Context, client: LeaseClient, options: dict[str, Any]) -
     names = ("states", "task", "group", "prefix", "since", "until", "reason", "crashed")
     given = {name: options[name] for name in names}
     check_task(ctx, client, given["task"])
+    since, until = options["since"], options["until"]
+    if since is not None and until is not None and until <= since:
+        raise click.BadParameter(
+            "it is not after --since, so nothing can match", param_hint="--until"
+        )
     return Selection(client.where(**given), any(given.values()))

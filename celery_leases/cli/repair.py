@@ -12,12 +12,14 @@ from typing import Any, Final, Literal
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_leases.cli.keys import HEAD, for_retention, in_namespace, row_of
+from celery_leases.cli.keys import HEAD, OPTIONAL, for_retention, in_namespace, row_of
 from celery_leases.cli.output import as_json as printing_json
 from celery_leases.cli.output import echo_json, echo_line, echo_status, echo_table
-from celery_leases.cli.parameters import DURATION, filtering, selected
+from celery_leases.cli.parameters import DURATION, NAME, filtering, selected
 from celery_leases.cli.root import client_of, leases, task_and_namespace
 from celery_leases.client import Change, LeaseClient, LeaseStatus
+from celery_leases.protocol.filters import KNOWN_STATES
+from celery_leases.protocol.operator_values import why_unchanged
 from celery_leases.protocol.records import State
 from celery_leases.protocol.status import ABANDONED
 
@@ -30,6 +32,12 @@ DEFAULT_STATES: Final[dict[str, tuple[str, ...]]] = {
     "forget": (State.PENDING, State.DONE, State.COOLING, State.FAILED, State.UNCERTAIN),
 }
 """The states that a command selects without ``--state``."""
+NEVER: Final = {
+    "retry": frozenset({State.DONE.value}),
+    "release": frozenset(KNOWN_STATES).difference(DEFAULT_STATES["release"]),
+    "forget": frozenset[str](),
+}
+"""The states of keys that a command never changes."""
 REASONS_SHOWN: Final = 20
 
 _dry_run = click.option(
@@ -58,7 +66,7 @@ def _command(function: Callable[..., None]) -> Any:
         for_retention,
         filtering,
         in_namespace,
-        click.argument("keys", nargs=-1, metavar="[KEY]..."),
+        click.argument("keys", nargs=-1, type=NAME, metavar="[KEY]..."),
     ):
         function = decorate(function)
     return leases.command(cls=CeleryCommand)(function)
@@ -117,6 +125,13 @@ def _change_one(ctx: click.Context, what: Operation, key: str, **options: Any) -
     client, given = client_of(ctx), task_and_namespace(ctx, options["task"], options["namespace"])
     spans = {"retention": options["retention"]}
     if what == "release":
+        status = client.status(key, **given)
+        if status.stored_key is not None and status.state not in DEFAULT_STATES["release"]:
+            echo_status(status, as_json=options["as_json"])
+            echo_line(
+                f"no attempt holds the key, so nothing was released. {status.what_next()}", err=True
+            )
+            ctx.exit(1)
         status = client.release(key, **given, **spans)
     else:
         act = client.retry if what == "retry" else client.forget
@@ -139,12 +154,7 @@ def _echo_next_step(what: Operation, status: LeaseStatus, published: bool | None
             f"its group {status.group} is still closed; `leases group open {status.group}` opens it",
             err=True,
         )
-    if what == "release" and status.state in (State.FAILED, State.COOLING):
-        done = (
-            "lets a failed key run again" if status.state == State.FAILED else "ends its cooldown"
-        )
-        said = f"no worker held the key; `leases retry` {done}"
-    elif what == "release":
+    if what == "release":
         said = "released; no message was published: call the task again, or wait until its message is delivered"
     elif published:
         said = "its stored message was published: the call runs when a worker receives it"
@@ -167,8 +177,8 @@ def _change_keys(
         echo_line(f"{status.key}: this key has neither a lease nor a record", err=True)
     present = [status for status in found if status.stored_key is not None]
     if options["dry_run"]:
-        _echo_dry_run(what, present, len(present), as_json=options["as_json"])
-        ctx.exit(1 if absent else 0)
+        _echo_dry_run(ctx, what, present, unchanged=len(absent), **options)
+        return
     _apply(ctx, client, what, present, len(present), unchanged=len(absent), **options)
 
 
@@ -177,12 +187,17 @@ def _change_selected(ctx: click.Context, what: Operation, **options: Any) -> Non
     selection = selected(ctx, client, options)
     if not selection.given and not options["everything"]:
         raise click.UsageError("give keys, options that select them, or --all")
+    if options["states"] and NEVER[what].issuperset(options["states"]):
+        raise click.BadParameter(
+            f"{what} does nothing with keys that are {' or '.join(options['states'])}",
+            param_hint="--state",
+        )
     options["states"] = options["states"] or DEFAULT_STATES[what]
     wanted = client.as_of_now(selected(ctx, client, options).wanted)
-    count = client.how_many(wanted)
     if options["dry_run"]:
-        _echo_dry_run(what, client.matching(wanted), count, as_json=options["as_json"])
+        _echo_dry_run(ctx, what, client.matching(wanted), **options)
         return
+    count = client.how_many(wanted)
     if not count:
         click.echo(f"no key was found to {what}", err=True)
         return
@@ -192,14 +207,37 @@ def _change_selected(ctx: click.Context, what: Operation, **options: Any) -> Non
 
 
 def _echo_dry_run(
-    what: Operation, found: Iterable[LeaseStatus], count: int, *, as_json: bool
+    ctx: click.Context,
+    what: Operation,
+    found: Iterable[LeaseStatus],
+    *,
+    unchanged: int = 0,
+    force: bool,
+    as_json: bool,
+    **_: Any,
 ) -> None:
-    if as_json:
+    """List the keys that would be changed; exit with 1 if others would not."""
+    count = 0
+
+    def would_change() -> Iterator[LeaseStatus]:
+        nonlocal count, unchanged
         for status in found:
+            why = why_unchanged(what, status, force=force)
+            count, unchanged = count + (why is None), unchanged + (why is not None)
+            if why is None:
+                yield status
+            else:
+                _echo_change(Change(status, False, why), unchanged, as_json=False)
+
+    if as_json:
+        for status in would_change():
             echo_json(status.as_json())
     else:
-        echo_table(_rows(found))
-    click.echo(f"{_keys(count)} would be {PAST_TENSE[what]}", err=True)
+        echo_table(_rows(would_change()), optional=OPTIONAL)
+    more = f", {unchanged} unchanged" if unchanged else ""
+    click.echo(f"{_keys(count)} would be {PAST_TENSE[what]}{more}", err=True)
+    if unchanged:
+        ctx.exit(1)
 
 
 def _rows(found: Iterable[LeaseStatus]) -> Iterator[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,10 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except LeasesError as error:
             raise click.ClickException(printable(str(error), None, keep="\n")) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends without a word
+                raise
+            raise click.ClickException(printable(str(error), None)) from None
 
 
 @click.group(

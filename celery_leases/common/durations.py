@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Final
 
 from celery_leases.common.base_errors import LeaseConfigurationError
@@ -62,6 +62,32 @@ def parsed(text: str) -> float | None:
         total += float(part[1]) * UNITS[part[2]]
         position = part.end()
     return total if text and position == len(text) else None
+
+
+def moment(text: str, zone: tzinfo | None = None) -> datetime:
+    """The time that *text* names, aware: one in ISO 8601, or a span before now such as ``"12h"``.
+
+    A time without a zone is in *zone*, by default that of this machine. Raises
+    :class:`LeaseConfigurationError` for any other text, also for a number without a unit: it could
+    be a duration or a date.
+    """
+    bare = text.strip().isdigit()
+    span = None if bare else parsed(text)
+    try:
+        found = datetime.fromisoformat(text) if span is None and not bare else None
+    except ValueError:
+        found = None
+    try:
+        if span is not None:
+            return datetime.now(UTC) - timedelta(seconds=span)
+        if found is not None:
+            zoned = found if found.tzinfo or zone is None else found.replace(tzinfo=zone)
+            return zoned.astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise LeaseConfigurationError(f"{text!r} is too far away") from None
+    raise LeaseConfigurationError(
+        f"{text!r} is not a time: write a time such as 2026-04-01T03:00, or 12h for 12 hours ago"
+    )
 
 
 def in_words(span: float) -> str:

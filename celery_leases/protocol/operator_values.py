@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from celery_leases.protocol.status import GroupStatus, LeaseStatus
+from celery_leases.protocol.records import State
+from celery_leases.protocol.status import ABANDONED, GroupStatus, LeaseStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,17 @@ class Change:
         """Plain values."""
         known = {"key": self.status.key, "task": self.status.task, "state": self.status.state}
         return known | {"done": self.done, "why": self.why, "published": self.published}
+
+
+def why_unchanged(what: str, seen: LeaseStatus, *, force: bool = False) -> str | None:
+    """Why ``retry``, ``release`` or ``forget`` does not change a key that was *seen* so;
+    ``None`` if it does.
+    """
+    if what == "release":
+        held = seen.state in (State.RUNNING, ABANDONED)
+        return None if held else f"it is {seen.state}: no attempt holds it"
+    if what == "retry" and seen.state == State.DONE:
+        return "it is done: there is nothing to retry"
+    if seen.state == State.RUNNING and not force:
+        return f"it is running: {seen.holder or 'an attempt'} holds it"
+    return None

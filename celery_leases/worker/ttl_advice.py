@@ -34,6 +34,7 @@ def advice_of(
     found = RunTimes.of(took)
     task = known.get(name)
     ttl = task.lease_options.ttl if task is not None else None
+    limit = (task.time_limit or task.app.conf.task_time_limit) if task is not None else None
     return {
         "task": name,
         "runs": found.count if found else 0,
@@ -45,5 +46,5 @@ def advice_of(
         "key_free_within": delivery.key_free(ttl) if ttl is not None else None,
         "work_resumed_within": delivery.work_resumed(ttl) if ttl is not None else None,
         "unrenewed_ttl": unrenewed_ttl(found, guard, jitter) if found else None,
-        "time_limit": getattr(task, "time_limit", None),
+        "time_limit": limit,
     }

@@ -198,7 +198,7 @@ def test_a_number_that_json_does_not_know_is_printed_as_text(operator: Operator)
 def test_a_group_without_a_name_is_refused(operator: Operator, verb: str) -> None:
     """No task can be in it."""
     asked = operator.types("group", verb, " ")
-    assert (asked.returncode, asked.stdout) == (1, "")
+    assert (asked.returncode, asked.stdout) == (2, "")
     assert "is blank" in asked.stderr
     assert operator.sees("group", "list") == "all gates are open\n"
 

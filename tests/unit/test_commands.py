@@ -11,7 +11,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,9 +25,11 @@ from click.testing import CliRunner
 from sqlalchemy import update
 
 from celery_leases import Cooldown, LeaseClient, LeasedTask
-from celery_leases.cli import leases, output
+from celery_leases.cli import keys, leases, output
 from celery_leases.cli.parameters import TIME
+from celery_leases.client import Page
 from celery_leases.composition import open_metrics
+from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.metrics import Tally, Written
 from celery_leases.worker.stored_messages import kept
 
@@ -252,6 +256,15 @@ def test_retry_publishes_the_kept_message_and_says_so(app: Celery, types: Types)
         (("forget",), "give keys"),
         (("retry", "k:1", "--state", "failed"), "not both"),
         (("list", "--since", "soon"), "is not a time"),
+        (("list", "--since", "20260401"), "is not a time"),
+        (("list", "--since", "0001-01-01T00:00+05:00"), "too far away"),
+        (("list", "--since", "1h", "--until", "2h"), "nothing can match"),
+        (("show", ""), "it is blank"),
+        (("forget", "k:1", ""), "it is blank"),
+        (("retry", "--state", "done"), "does nothing with keys that are done"),
+        (("release", "--state", "cooling", "--state", "failed"), "cooling or failed"),
+        (("group", "show", " "), "it is blank"),
+        (("group", "close", " "), "it is blank"),
         (("list", "--limit", "0"), "--limit"),
         (("list", "--task", "nobody"), "its leased tasks are"),
         (("purge", "--state", "done"), "need --older"),
@@ -272,6 +285,65 @@ def test_wrong_use_exits_with_2_and_a_word_of_help(
     assert answer in done.err
 
 
+def test_a_dry_run_lists_only_what_would_be_changed(app: Celery, types: Types) -> None:
+    app.broken.add(1)
+    call(app, 0, 1)
+    tried = types("retry", "k:0", "k:1", "--dry-run")
+    assert (tried.code, [line.split()[1] for line in tried.out.splitlines()[1:]]) == (1, ["k:1"])
+    assert tried.err.splitlines() == [
+        "k:0: it is done: there is nothing to retry",
+        "1 key would be retried, 1 unchanged",
+    ]
+    tried = types("release", "k:0", "k:1", "--dry-run", "--json")
+    assert (tried.code, tried.out) == (1, "")
+    assert "0 keys would be released, 2 unchanged" in tried.err
+    assert types("forget", "k:0", "k:1", "--dry-run").code == 0
+    mixed = types("retry", "--state", "done", "--state", "cooling", "--dry-run")
+    assert (mixed.code, "1 key would be retried, 1 unchanged" in mixed.err) == (1, True)
+
+
+def test_release_of_what_nobody_holds_is_not_done_and_says_what_helps(
+    app: Celery, types: Types
+) -> None:
+    app.broken.add(1)
+    call(app, 0, 1)
+    done = types("release", "k:0")
+    assert (done.code, "nothing was released" in done.err) == (1, True)
+    assert "`leases forget`" in done.err
+    assert (types("release", "k:1").code, states(types)["k:1"]) == (1, "cooling")
+
+
+def test_show_names_closed_groups_where_a_key_has_no_record(types: Types) -> None:
+    """A call that meets a closed gate leaves none."""
+    assert "group" not in types("show", "nothing").out
+    types("group", "close", "openai:x")
+    shown = types("show", "nothing")
+    assert (shown.code, "calls of openai:x wait, and may have no record yet" in shown.out) == (
+        1,
+        True,
+    )
+    assert types("show", "nothing", "--json").lines[0]["state"] == "absent"
+
+
+def test_show_has_the_times_of_this_machine(
+    app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``list --since`` reads them, and ``group show`` has them."""
+    call(app, 0)
+    (status,) = types("show", "k:0", "--json").lines
+    started = datetime.fromisoformat(status["started_at"])
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        here = started.astimezone(timezone(timedelta(hours=5, minutes=30)))
+        shown = types("show", "k:0").out
+        assert f"started at       {here.isoformat(' ', 'milliseconds')}\n" in shown
+        assert f"\n  {here:%Y-%m-%d %H:%M:%S}  " in shown.replace("    ", "  ")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_purge_asks_and_deletes(app: Celery, types: Types) -> None:
     call(app, 0, 1, 100)
     assert types("purge").out == "0 records deleted\n"
@@ -286,6 +358,31 @@ def test_watch_looks_again_and_again(app: Celery, types: Types) -> None:
     seen = types("watch", "--times", "2", "--every", "1ms").out
     assert seen.count("k:0") == 2
     assert seen.count("STATE") == 2
+
+
+def test_watch_exits_with_1_where_the_last_look_found_no_database(
+    app: Celery, types: Types, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise StoreUnavailable("gone", False)
+
+    monkeypatch.setattr(LeaseClient, "page", away)
+    seen = types("watch", "--times", "2", "--every", "1ms")
+    assert (seen.code, seen.err.count("gone")) == (1, 2)
+
+
+def test_a_long_list_is_read_in_larger_and_larger_pages() -> None:
+    """As each page reads all records."""
+    asked: list[int] = []
+
+    class Client:
+        def page(self, *_: object, limit: int, **__: object) -> Page:
+            asked.append(limit)
+            return Page([None] * limit, "more")  # type: ignore[list-item]
+
+    listing = keys._Listing(Client(), None, slowest=False, limit=50_000, after=None)  # type: ignore[arg-type]
+    assert sum(1 for _ in listing) == 50_000
+    assert asked == [500, 2000, 8000, 10_000, 10_000, 10_000, 9_500]
 
 
 def test_groups_are_closed_listed_and_opened(types: Types) -> None:
@@ -317,33 +414,26 @@ def test_a_group_shows_when_it_was_closed(types: Types) -> None:
     types("group", "open", "a")
     assert types("group", "list").out == "all gates are open\n"
     assert types("group", "list", "--all").out.splitlines()[1].split()[:2] == ["open", "a"]
-    assert types("group", "show", " ").code == 1
 
 
 def test_a_time_is_a_moment_or_a_span_before_now() -> None:
     """Without a zone it is by the local clock."""
     assert (
         TIME.convert("2026-04-01T03:00:00+02:00", None, None).isoformat()
-        == "2026-04-01T03:00:00+02:00"
+        == "2026-04-01T01:00:00+00:00"
     )
     assert TIME.convert("2026-04-01", None, None).tzinfo is not None
     assert TIME.convert("1h", None, None) < TIME.convert("1m", None, None)
-    for wrong in ("", "yesterday", "9" * 18):
+    for wrong in ("", "yesterday", "9" * 18, "300", "0001-01-01T00:00+14:00"):
         with pytest.raises(click.BadParameter):
             TIME.convert(wrong, None, None)
 
 
-PRINTING = """
-from celery_leases.cli.output import echo_table
-echo_table([("STATE", "KEY", "REASON"), *((f"s{n}", "k" * 300, "é界" * 40) for n in range(%d))])
-"""
-
-
-def test_a_table_is_cut_to_the_terminal() -> None:
-    """And only there; characters of East Asia take two columns."""
+def on_a_terminal(code: str, columns: int) -> list[str]:
+    """The lines that *code* prints on a terminal so wide."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", PRINTING % 2], stdout=theirs, env=os.environ | {"COLUMNS": "60"}
+        [sys.executable, "-c", code], stdout=theirs, env=os.environ | {"COLUMNS": str(columns)}
     )
     os.close(theirs)
     shown = b""
@@ -354,7 +444,51 @@ def test_a_table_is_cut_to_the_terminal() -> None:
         pass
     os.close(ours)
     assert process.wait(60) == 0
-    lines = shown.decode().splitlines()
+    return shown.decode().splitlines()
+
+
+LISTING = """
+from celery_leases.cli.keys import HEAD, OPTIONAL
+from celery_leases.cli.output import echo_table
+row = ("cooling", "invoice:1844:2026-04", "billing.send_invoice", "21s", "0.9s", "when called, in 2m")
+echo_table([HEAD, (*row, "rate_limited", "1", "0", "0", "vm/10508")], optional=OPTIONAL)
+"""
+
+
+@pytest.mark.parametrize("columns", [12, 24, 40, 60, 80, 100, 120, 200])
+def test_the_list_fits_on_any_terminal(columns: int) -> None:
+    """On one of 80 columns the keys can still be told apart."""
+    head, row = on_a_terminal(LISTING, columns)
+    assert max(map(output._width, (head, row))) <= columns
+    if columns >= 80:
+        assert "invoice:184" in row
+    assert ("HOLDER" in head) == (columns >= 120)
+
+
+def test_an_output_that_takes_nothing_is_one_line() -> None:
+    group = "import click\nfrom celery_leases.cli.root import _Group\nmain = _Group('main')\n"
+    code = f"{group}@main.command()\ndef show():\n    exec({LISTING!r})\nmain()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "show"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
+
+
+PRINTING = """
+from celery_leases.cli.output import echo_table
+echo_table([("STATE", "KEY", "REASON"), *((f"s{n}", "k" * 300, "é界" * 40) for n in range(%d))])
+"""
+
+
+def test_a_table_is_cut_to_the_terminal() -> None:
+    """And only there; characters of East Asia take two columns."""
+    lines = on_a_terminal(PRINTING % 2, 60)
     assert len(lines) == 3
     assert max(map(output._width, lines)) <= 60
     assert lines[1].count("…") == 2

@@ -76,7 +76,7 @@ def confirm(request: ViewRequest) -> HtmlPage | Redirect:
 
 def _filter_context(request: ViewRequest, what: Action) -> dict[str, Any]:
     filtered = FilterForm.read(request.form)
-    wanted = filtered.wanted(datetime.now(UTC))
+    wanted = filtered.wanted()
     wanted = replace(wanted, states=tuple(map(str, wanted.states or DEFAULT_STATES[what])))
     wanted = request.client.as_of_now(wanted)
     count = request.client.how_many(wanted)

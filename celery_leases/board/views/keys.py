@@ -37,7 +37,7 @@ REFRESH_FACTOR: Final = 20
 def listed(request: ViewRequest) -> HtmlPage:
     """One page of the keys that a filter selects; they are not counted."""
     filtered = FilterForm.read(request.query)
-    wanted = filtered.wanted(datetime.now(UTC))
+    wanted = filtered.wanted()
     order, after = order_of(request.query), page_token_of(request.query)
     started = time.monotonic()
     page = request.client.page(wanted, order=order, limit=PAGE_SIZE, after=after)
