@@ -545,15 +545,15 @@ class LeaseClient:
         self,
         wanted: RecordFilter = EVERY_RECORD,
         *,
-        older: Duration | None = None,
+        older: Duration | datetime | None = None,
         batch: int = PURGED_AT_ONCE,
     ) -> Iterator[int]:
         """Delete records in batches; how many each batch has deleted, as it happens.
 
         Without *older* those whose retention is over, whatever is *wanted*. With it those that are
-        wanted and have not changed for that long, however long they would still count: a later copy
-        of such a call runs its body again. Never one that runs, or whose message is still to be
-        published. Those that are ``uncertain`` only if they are asked for.
+        wanted and have not changed for that long, or since that moment, however long they would
+        still count: a later copy of such a call runs its body again. Never one that runs, or whose
+        message is still to be published. Those that are ``uncertain`` only if they are asked for.
         """
         self._ready()
         if older is None:
@@ -570,9 +570,13 @@ class LeaseClient:
             after = last
 
     def purgeable(
-        self, wanted: RecordFilter = EVERY_RECORD, older: Duration | None = None
+        self, wanted: RecordFilter = EVERY_RECORD, older: Duration | datetime | None = None
     ) -> RecordFilter:
-        """What :meth:`purge` would delete; raises LeaseConfigurationError for what it cannot."""
+        """What :meth:`purge` would delete; raises LeaseConfigurationError for what it cannot.
+
+        To delete later what is counted now, give both the same moment as *older*:
+        :meth:`so_long_ago`.
+        """
         self._ready()
         now = self._records.now()
         if older is None:
@@ -581,8 +585,17 @@ class LeaseClient:
             raise LeaseConfigurationError(
                 f"purge: {', '.join(wanted.states) or wanted.reason} cannot be purged; take states that have ended"
             )
-        before = now - round(seconds(older, "older") * 1e6)
-        return replace(wanted, states=wanted.states or PURGED, unmoved_since=before)
+        before = (
+            older.timestamp() * 1e6
+            if isinstance(older, datetime)
+            else now - seconds(older, "older") * 1e6
+        )
+        return replace(wanted, states=wanted.states or PURGED, unmoved_since=round(before))
+
+    def so_long_ago(self, span: Duration) -> datetime:
+        """The moment *span* before now, by the database's clock."""
+        self._ready()
+        return datetime.fromtimestamp(self._records.now() / 1e6 - seconds(span, "older"), UTC)
 
     def _statuses(self, records: Sequence[Record]) -> Iterator[tuple[Record, LeaseStatus]]:
         """The records with their statuses; the lease store is asked for the holders of those that

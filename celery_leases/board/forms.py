@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
@@ -177,6 +177,14 @@ def _moment(text: str) -> int | None:
         return max(0, round(moment(text, UTC).timestamp() * 1e6))
     except LeaseConfigurationError as error:
         raise bad_request(f"{printable(str(error))} (times are in UTC)") from None
+
+
+def time_of(given: Fields, name: str) -> datetime:
+    """The time in a field that has microseconds since the epoch."""
+    found = given.number(name)
+    if found is None or found > _MAX_TIME:
+        raise bad_request("The form cannot be read.")
+    return datetime.fromtimestamp(found / 1e6, UTC)
 
 
 # -- the filter in the form that confirms an action -----------------------------------------------

@@ -342,7 +342,8 @@ def purge(
         raise click.UsageError("--state, --task and --key need --older")
     client = client_of(ctx)
     wanted = client.where(states=states, task=task, prefix=prefix)
-    count = client.how_many(client.purgeable(wanted, older))
+    unchanged_since = client.so_long_ago(older) if older is not None else None
+    count = client.how_many(client.purgeable(wanted, unchanged_since))
     if options["dry_run"]:
         click.echo(f"{_records(count)} would be deleted")
         return
@@ -351,7 +352,7 @@ def purge(
     deleted = 0
     try:
         with _progress(count, "purge") as advance:
-            for batch in client.purge(wanted, older=older):
+            for batch in client.purge(wanted, older=unchanged_since):
                 deleted += batch
                 advance(batch)
     finally:

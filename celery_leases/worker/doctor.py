@@ -9,7 +9,12 @@ from celery_leases.protocol.filters import Order, RecordFilter
 from celery_leases.protocol.findings import Examination, Finding, Severity
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.setting_checks import TimeLimits, bare_findings, setting_findings
+from celery_leases.worker.setting_checks import (
+    TimeLimits,
+    bare_findings,
+    greenlets_of,
+    setting_findings,
+)
 from celery_leases.worker.store_checks import StoreChecks
 
 SLOWEST = 200
@@ -30,7 +35,9 @@ def examine(app: Celery) -> Examination:
     limits = TimeLimits(
         app.conf.task_soft_time_limit, app.conf.task_time_limit, _longest_runs(parts)
     )
-    findings += [*checks.findings, *setting_findings(app, tasks, parts.settings, limits)]
+    greenlets = greenlets_of(app.conf.worker_pool, app.conf.worker_concurrency)
+    of_settings = setting_findings(app, tasks, parts.settings, limits, greenlets)
+    findings += [*checks.findings, *of_settings]
     order = [*Severity]
     return Examination(
         checks.servers, sorted(findings, key=lambda found: order.index(found.severity))

@@ -470,17 +470,32 @@ def _stranded(
     """The oldest records that no call has; any number of live ones may come before them."""
     found: list[Record] = []
     last: Record | None = None
+    shut: dict[str, bool] = {}
     while len(found) < limit:
         page = outbox.stranded(older, LOOKED_AT_ONCE, last)
         found += [
             record
             for record in page
-            if _can_be_published(record) and not (_is_over(record) or _is_live(parts, record))
+            if _can_be_published(record)
+            and not (_is_over(record) or _is_live(parts, record) or _waits(parts, record, shut))
         ]
         if len(page) < LOOKED_AT_ONCE:
             break
         last = page[-1]
     return found[:limit]
+
+
+def _waits(parts: app_components.AppParts, record: Record, shut: dict[str, bool]) -> bool:
+    """Whether the call of *record* waits for the closed gate of its group; *shut* remembers each
+    group.
+    """
+    group = record.failure.group if record.failure is not None else None
+    if group is None or record.publish_at is not None or record.state is State.RUNNING:
+        return False
+    if group not in shut:
+        gate = parts.leases.gate(group)
+        shut[group] = gate is not None and gate.shut_for > 0
+    return shut[group]
 
 
 def _can_be_published(record: Record) -> bool:

@@ -53,15 +53,29 @@ class TimeLimits:
 
 
 def setting_findings(
-    app: Celery, tasks: Mapping[str, Any], settings: Settings, limits: TimeLimits
+    app: Celery,
+    tasks: Mapping[str, Any],
+    settings: Settings,
+    limits: TimeLimits,
+    greenlets: int = 0,
 ) -> Iterator[Finding]:
-    """What there is to say of *app*, of its leased *tasks*, and of its *settings*."""
+    """What there is to say of *app*, of its leased *tasks*, and of its *settings*.
+
+    *greenlets*: as many bodies a worker runs in greenlets, if it does.
+    """
     yield from _of_database(settings)
     yield from _of_ttl(tasks)
     yield from _of_time_limits(tasks, limits)
     yield from _of_celery(app, tasks)
     yield from _of_redelivery(app, tasks, settings, limits)
+    yield from _of_greenlets(app, greenlets)
     yield from _of_results(app, tasks)
+
+
+def greenlets_of(pool: object, concurrency: int | None) -> int:
+    """As many bodies run in greenlets at once in a worker of this *pool*; 0 for another pool."""
+    name = str(pool)
+    return (concurrency or 0) if "gevent" in name or "eventlet" in name else 0
 
 
 def bare_options(app: Celery) -> list[tuple[str, list[str]]]:
@@ -240,6 +254,23 @@ def _of_redelivery(
             f"last of them waits for longer than the visibility_timeout of {timeout:g} s, and is "
             "delivered twice",
             "write app.conf.worker_prefetch_multiplier = 1",
+        )
+
+
+def _of_greenlets(app: Celery, greenlets: int) -> Iterator[Finding]:
+    options = _redis_options(app)
+    if options is None or not greenlets:
+        return
+    from kombu.transport.redis import Channel
+
+    most = int(options.get("max_connections") or Channel.max_connections)
+    if greenlets > most:
+        yield _warning(
+            "few-broker-connections",
+            f"{greenlets} greenlets share {most} connections to the Redis broker: one that finds "
+            "none to acknowledge its call breaks the worker's connection to the broker, and "
+            "messages come back only after the visibility timeout",
+            f'write app.conf.broker_transport_options["max_connections"] = {2 * greenlets}',
         )
 
 

@@ -12,7 +12,12 @@ from celery_leases.signals import logger
 from celery_leases.worker import app_components, relay_check
 from celery_leases.worker.app_components import AppParts
 from celery_leases.worker.app_settings import leased_tasks
-from celery_leases.worker.setting_checks import TimeLimits, bare_findings, setting_findings
+from celery_leases.worker.setting_checks import (
+    TimeLimits,
+    bare_findings,
+    greenlets_of,
+    setting_findings,
+)
 
 
 def check_before_work(sender: Any) -> None:
@@ -39,7 +44,8 @@ def check_before_work(sender: Any) -> None:
     limits = TimeLimits(
         getattr(sender, "soft_time_limit", None), getattr(sender, "time_limit", None)
     )
-    for finding in setting_findings(sender.app, tasks, parts.settings, limits):
+    greenlets = greenlets_of(sender.pool_cls, getattr(sender, "concurrency", None))
+    for finding in setting_findings(sender.app, tasks, parts.settings, limits, greenlets):
         if finding.severity is not Severity.NOTE:
             logger.warning("%s", finding.text)
     app_components.forget()

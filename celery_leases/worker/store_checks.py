@@ -19,6 +19,7 @@ SLOW: Final = 0.1
 """Seconds that a round trip may take before it is said."""
 HOLDERS: Final = 1000
 BROKER_TIMEOUT: Final = 5.0
+_ANSWERING: Final = {"records": "database of the records"}
 _NTP: Final = "let all machines keep time by NTP"
 
 
@@ -192,7 +193,7 @@ class StoreChecks:
             self.servers.append(ServerFacts(part, address, trouble=said))
             self._error(
                 code,
-                f"the {part} does not answer: {said}",
+                f"the {_ANSWERING.get(part, part)} does not answer: {said}",
                 f"start it, or correct its URL: {address}",
             )
 

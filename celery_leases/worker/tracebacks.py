@@ -4,6 +4,7 @@ without secrets.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +20,23 @@ FRAMES: Final = 8
 """The most stored frames: the first of the body, and those next to where it was raised."""
 LINE_MAX: Final = 100
 CAUSES: Final = 3
+_IN_SOURCE: Final = re.compile(
+    r"""
+    (?P<member> (?<=[\w)\]]) \[ \s* (?:'\w{1,30}'|"\w{1,30}") \s* \] )
+    | (?P<quote> \"{3} | \'{3} | ["'] ) (?: \\. | (?!(?P=quote)). )* (?P<end> (?P=quote) | $ )
+    | \# .*
+    """,
+    re.VERBOSE,
+)
 _OURS: Final = f"{Path(__file__).parents[1]}/"
 
 
 def traceback_of(error: BaseException) -> str | None:
     """The frames of *error*, that which raised it last, and the exceptions it was raised from.
 
-    Frames of this package before the body are left out. It has no local variables and no secrets
-    that the source shows. ``None`` for an exception that was never raised. Never raises.
+    Frames of this package before the body are left out. It has no local variables, and of the
+    source neither comments nor the content of strings, which may be secrets. ``None`` for an
+    exception that was never raised. Never raises.
     """
     try:
         return _traceback(error)
@@ -60,7 +70,23 @@ def _lines(frames: list[tuple[FrameType, int]], sources: set[int]) -> Iterator[s
     for number, frame in enumerate(traceback.StackSummary.extract(iter(frames))):
         yield f"  {frame.filename[-LINE_MAX:]}:{frame.lineno} in {frame.name[:LINE_MAX]}"
         if number in sources and frame.line:
-            yield f"    {frame.line[:LINE_MAX]}"
+            yield f"    {_without_strings(frame.line)[:LINE_MAX]}"
+
+
+def _without_strings(line: str) -> str:
+    """A line of source with ``…`` for the content of its strings, and without its comment.
+
+    Names of members stay (``order["id"]``). The line may begin or end within a string.
+    """
+    if line.count('"""') % 2 or line.count("'''") % 2:
+        return "…"
+    return _IN_SOURCE.sub(_shown, line).rstrip()
+
+
+def _shown(found: re.Match[str]) -> str:
+    if found["quote"] is None:
+        return found[0] if found["member"] else ""
+    return f"{found['quote']}…{found['end']}"
 
 
 def _causes(error: BaseException) -> Iterator[str]:

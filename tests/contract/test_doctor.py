@@ -100,6 +100,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "no-visibility-timeout": {"broker_transport_options": {}},
     "short-visibility-timeout": {"task": {"time_limit": 2 * TIMEOUT}},
     "prefetch-beyond-visibility-timeout": {"task": {"time_limit": TIMEOUT / 2}},
+    "few-broker-connections": {"worker_pool": "gevent", "worker_concurrency": 100},
     "unlimited-prefetch": {"worker_prefetch_multiplier": 0},
     "autoretry": {"task": {"autoretry_for": (OSError,)}},
     "retry-on-worker-lost": {"task": {"retry_on_worker_lost": True}},
@@ -307,6 +308,20 @@ def test_a_worker_says_what_it_finds_in_one_line_each_and_no_notes(
         "worker_prefetch_multiplier=0",
     ]
     assert all("\n" not in line and "; " in line for line in said)
+
+
+def test_a_worker_of_greenlets_knows_its_own_pool(
+    makes: Makes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The setting of the app does not say which one it is."""
+    limits = {"soft_time_limit": None, "time_limit": None}
+    for pool, concurrency, said in (
+        ("celery.concurrency.gevent:TaskPool", 10, 0),
+        ("gevent", 11, 1),
+    ):
+        worker = SimpleNamespace(app=makes(), pool_cls=pool, concurrency=concurrency, **limits)
+        startup_checks.check_before_work(worker)
+        assert sum("11 greenlets share 10" in line for line in caplog.messages) == said
 
 
 def test_the_command_tells_and_exits_with_what_it_found(makes: Makes) -> None:

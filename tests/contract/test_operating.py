@@ -20,6 +20,7 @@ from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.contracts.claim_requests import make_claim_request
 from celery_leases.testing.contracts.record_case import closed, won
+from celery_leases.testing.waits import wait_until
 from tests.contract.sql_stores import database_url, sql_records
 from tests.unit.doc_pages import blocks, page
 
@@ -273,7 +274,12 @@ def test_old_records_are_purged_in_batches_and_nothing_else(
         client._records,
         "UPDATE celery_leases_records SET publish_at = 5 WHERE stored_key = 't:t|enqueued'",
     )
-    assert list(client.purge(older="30d", batch=2)) == [2, 2, 1]
+    since = client.so_long_ago("30d")
+    put("younger", ago=30 * 86_400 - 1)
+    assert client.how_many(client.purgeable(older=since)) == 6, "one of them is to be published"
+    wait_until(lambda: client.how_many(client.purgeable(older="30d")) == 7, 60, "its time")
+    assert list(client.purge(older=since, batch=2)) == [2, 2, 1]
+    assert list(client.purge(older="30d", batch=2)) == [1]
     assert set(keys(client.page().statuses)) == {"new", "running", "doubt", "enqueued"}
     assert list(client.purge(client.where(states=["uncertain"]), older="30d")) == [1]
     for wrong in ({"states": ["running"]}, {"reason": "error"}):

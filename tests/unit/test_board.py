@@ -41,6 +41,7 @@ from celery_leases.client import (
 )
 from celery_leases.errors import LeaseConfigurationError, SchemaOutdated, StoreUnavailable
 from celery_leases.protocol.records import State
+from celery_leases.testing.waits import wait_until
 from tests.support.boards import SECRET, TASK, Shop, Visitor, seen_in, sqlite, words
 from tests.support.servers.local import free_port
 from tests.unit import doc_pages
@@ -293,6 +294,8 @@ UNREADABLE_FORMS: tuple[tuple[str, Any], ...] = (
     ("/upkeep/confirm", {"action": "purge", "older": "-5"}),
     ("/upkeep/confirm", {"action": "purge", "older": "30d", "state": "running"}),
     ("/upkeep/act", {"action": "purge", "older": "30d"}),
+    ("/upkeep/act", {"action": "purge", "older": "30d", "confirmed": "yes"}),
+    ("/upkeep/act", {"action": "purge", "confirmed": "yes", "since": "999999999999999999"}),
 )
 
 
@@ -635,6 +638,14 @@ def test_old_records_are_counted_and_then_deleted(shop: Shop, ann: Visitor) -> N
     shop.sql(f"UPDATE celery_leases_records SET {old} WHERE key <> 'order:2'")  # noqa: S608
     given, text = ann.confirms("/upkeep/confirm", {"action": "purge", "older": "30d"})
     assert "have not changed for 30d: 2 records?" in text
+    moment = int(dict(given)["since"]) + 1000  # it becomes old enough after they were counted
+    shop.sql(
+        f"UPDATE celery_leases_records SET started_at = {moment}, finished_at = {moment}"  # noqa: S608
+        " WHERE key = 'order:2'"
+    )
+    wait_until(
+        lambda: shop.client.how_many(shop.client.purgeable(older="30d")) == 3, 60, "its time"
+    )
     assert "2 changed" in words(ann.sends("/upkeep/act", given).text)
     assert [shop.state(f"order:{number}") for number in range(3)] == ["absent", "absent", "done"]
 

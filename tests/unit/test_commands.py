@@ -250,6 +250,34 @@ def test_retry_publishes_the_kept_message_and_says_so(app: Celery, types: Types)
         message.ack()
 
 
+def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_open(
+    app: Celery, types: Types
+) -> None:
+    """Until then each rescue would publish one more copy, which waits too."""
+    app.broken.add(1)
+    call(app, 1)
+    keep_message(app, 1)
+    client = LeaseClient.from_app(app)
+    error = json.dumps(
+        {
+            "type": "x.Limited",
+            "message": "",
+            "rule": "rate-limited",
+            "reason": "rate_limited",
+            "group": "g",
+        }
+    )
+    hour = 3_600_000_000
+    table = client._records.tables.records
+    old = {name: table.c[name] - 2 * hour for name in ("started_at", "finished_at", "retry_at")}
+    with client._records.database.engine.connect() as connection:
+        connection.execute(update(table).values(error=error, resumes=1, **old))
+    client.close_group("g", "1h")
+    assert types("rescue", "--dry-run").out == "0 would be published\n"
+    client.open_group("g")
+    assert types("rescue", "--dry-run").out.splitlines()[-1] == "1 would be published"
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [

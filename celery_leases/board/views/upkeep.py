@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any, Final
 
 from celery_leases.board import formatting
 from celery_leases.board.application import HtmlPage, Redirect, ViewRequest
 from celery_leases.board.bulk_jobs import Step
-from celery_leases.board.forms import Fields, bad_request
+from celery_leases.board.forms import Fields, bad_request, time_of
 from celery_leases.client import LeaseClient, RecordFilter
 from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
@@ -34,10 +35,14 @@ def upkeep(_: ViewRequest) -> HtmlPage:
 def confirm(request: ViewRequest) -> HtmlPage:
     """Ask for confirmation and show the number of records; nothing is changed."""
     wanted = _wanted(request.form)
-    client, count = request.client, None
+    client, count, since = request.client, None, None
+    if wanted["what"] == "purge":
+        since = client.so_long_ago(wanted["older"])
     if wanted["what"] in ("purge", "purge_expired"):
-        count = client.how_many(client.purgeable(_filter(client, wanted), wanted["older"]))
-    return HtmlPage("confirm_upkeep.html", wanted | {"count": count, "at_most": MAX_MESSAGES})
+        count = client.how_many(client.purgeable(_filter(client, wanted), since))
+    moment = round(since.timestamp() * 1e6) if since is not None else None
+    counted = {"count": count, "at_most": MAX_MESSAGES, "since": moment}
+    return HtmlPage("confirm_upkeep.html", wanted | counted)
 
 
 def act(request: ViewRequest) -> HtmlPage | Redirect:
@@ -47,8 +52,9 @@ def act(request: ViewRequest) -> HtmlPage | Redirect:
     wanted, client = _wanted(request.form), request.client
     words = [wanted["label"], wanted["older"], *wanted["states"], wanted["task"]]
     name = " ".join(formatting.printed(word) for word in words if word)
+    since = time_of(request.form, "since") if wanted["what"] == "purge" else None
     steps = (
-        _purged(client, wanted)
+        _purged(client, wanted, since)
         if wanted["what"].startswith("purge")
         else _published(client, wanted)
     )
@@ -79,8 +85,9 @@ def _filter(client: LeaseClient, wanted: dict[str, Any]) -> RecordFilter:
     return client.where(states=wanted["states"], task=wanted["task"] or None)
 
 
-def _purged(client: LeaseClient, wanted: dict[str, Any]) -> Iterator[Step]:
-    for deleted in client.purge(_filter(client, wanted), older=wanted["older"]):
+def _purged(client: LeaseClient, wanted: dict[str, Any], since: datetime | None) -> Iterator[Step]:
+    """Delete what was counted: nothing that has changed since, or has become old enough since."""
+    for deleted in client.purge(_filter(client, wanted), older=since):
         yield Step(f"{deleted} records deleted", changed=deleted, count=deleted)
 
 
