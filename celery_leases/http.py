@@ -87,7 +87,7 @@ _PUBLIC: Final = (
         "progress",
         "result",
     ),
-    *("reference", "created_at", "started_at", "finished_at"),
+    *("reference", "created_at", "queued_at", "started_at", "finished_at"),
 )
 _CODES: Final = frozenset(
     {*Reason, *Ended, WORKER_LOST, RECORD_UNREADABLE, LEASE_STORE_UNAVAILABLE}

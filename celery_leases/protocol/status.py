@@ -391,7 +391,7 @@ def status_of(
         error=record.failure,
         previous=record.previous,
         created_at=_time(record.created_at),
-        started_at=_time(record.started_at),
+        started_at=_time(record.started_at) if not record.queued else None,
         finished_at=_time(record.finished_at),
         age=max(0.0, (record.now - (record.finished_at or record.started_at)) / 1e6),
         runtime=_runtime(record, abandoned=abandoned),

@@ -24,6 +24,7 @@ from celery_leases.errors import (
     LeaseConfigurationError,
     StoreUnavailable,
 )
+from celery_leases.http import public
 from celery_leases.protocol.options import gather
 from celery_leases.testing.kit import LeaseKit
 from celery_leases.worker import app_components, child_exit, outbox
@@ -100,6 +101,8 @@ def test_a_queued_key_says_since_when_and_is_not_published_twice(shop: Shop) -> 
     status = shop.work.lease_status(7)
     assert (status.state, status.call_id, status.message()) == ("pending", first.id, "Queued")
     assert status.queued_at == status.created_at
+    assert status.started_at is None
+    assert public(status)["queued_at"] == status.queued_at.isoformat()
     assert shop.work.delay(7).id == first.id
     assert shop.work.apply_async((), {"number": 7}, countdown=5).id == first.id
     other = shop.work.delay(8)
@@ -161,6 +164,7 @@ def test_a_worker_runs_it_and_the_done_key_is_not_published_again(shop: Shop, wo
     assert seen == [first.id]  # from inside of it, too
     assert shop.work.lease_status(7).state == "done"
     assert shop.work.lease_status(7).queued_at is None
+    assert shop.work.lease_status(7).started_at is not None
     again = shop.work.delay(7)
     assert (again.id, again.get(timeout=PATIENCE)["number"]) == (first.id, 7)
     assert shop.ran == [7]

@@ -106,6 +106,7 @@ def _facts(status: LeaseStatus) -> list[tuple[str, str]]:
         ("Lease ends in", formatting.short(status.lease_remaining)),
         ("Reference", formatting.redacted(status.reference)),
         ("Created", formatting.moment(status.created_at)),
+        ("Queued", formatting.moment(status.queued_at)),
         ("Started", formatting.moment(status.started_at)),
         ("Finished", formatting.moment(status.finished_at)),
         ("Stored key", formatting.printed(status.stored_key)),

@@ -232,8 +232,9 @@ class LeaseRecordAdmin(ReadOnlyAdmin):
 
     @admin.display(description="started")
     def started(self, row: Any) -> str:
-        """How long ago the latest attempt started."""
-        return f"{_ago(row.started_at)} ago"
+        """How long ago the latest attempt began, or a call was queued that has not begun."""
+        ago = f"{_ago(row.started_at)} ago"
+        return f"queued {ago}" if row.state == State.PENDING and not row.attempt else ago
 
     @admin.display(description="retry in")
     def retry_in(self, row: Any) -> str:
@@ -494,6 +495,7 @@ def _facts(status: LeaseStatus) -> list[tuple[str, str | None]]:
         ("Lease ends in", f"{status.lease_remaining:.1f} s" if status.lease_remaining else None),
         ("Reference", status.reference),
         ("Created", _at(status.created_at)),
+        ("Queued", _at(status.queued_at)),
         ("Started", _at(status.started_at)),
         ("Finished", _at(status.finished_at)),
         ("Stored key", status.stored_key),
