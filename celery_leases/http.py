@@ -94,6 +94,8 @@ _CODES: Final = frozenset(
 )
 _OUTSTANDING: Final = frozenset({State.PENDING, State.RUNNING, ABANDONED})
 _ENDED: Final = frozenset({State.DONE, State.FAILED, State.UNCERTAIN, UNREADABLE})
+_OF_URIS: Final = "!#$%&'()*+,/:;=?@[]~"
+"""What :rfc:`3986` allows in a URL beside letters and digits; a header may have nothing else."""
 _VISIBLE: Final = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _STRING: Final = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"', re.ASCII)
 
@@ -142,6 +144,8 @@ def answer(
     should look again. *now*, in seconds since the epoch, is for an error that has come from
     elsewhere: what is left of its wait is counted from then.
     """
+    if location is not None:
+        location = quote(location, safe=_OF_URIS, errors="replace")
     if isinstance(subject, LeaseStatus):
         return _of_status(subject, asked, idempotent, location, poll_after)
     return _of_error(subject, location, poll_after, now)

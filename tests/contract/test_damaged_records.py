@@ -389,6 +389,7 @@ def test_a_key_that_the_database_refuses_is_the_calls_own_fault(latin: SqlRecord
     for call in (
         lambda: latin.claim(make_claim_request("t:contract|\u5f85"), "database"),
         lambda: latin.read("\u5f85"),
+        lambda: latin.named("\u5f85"),
     ):
         with pytest.raises(KeyUnusable):
             call()

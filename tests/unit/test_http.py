@@ -215,6 +215,22 @@ def test_the_wait_of_an_error_that_comes_late_is_what_is_left() -> None:
     assert answer(CoolingDown("later"), now=EPOCH).headers["Retry-After"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("location", "sent"),
+    [
+        ("/leases/order:7?task=shop.order&x=%2F#a", "/leases/order:7?task=shop.order&x=%2F#a"),
+        ("/leases/ü€ \r\nSet-Cookie: a", "/leases/%C3%BC%E2%82%AC%20%0D%0ASet-Cookie:%20a"),
+        ("/leases/half \ud83d", "/leases/half%20?"),
+    ],
+)
+def test_a_location_is_a_url_whatever_the_key_has_in_it(location: str, sent: str) -> None:
+    """A header takes neither other letters nor line breaks."""
+    accepted = answer(a_status("absent"), asked="work", location=location)
+    assert accepted.headers["Location"] == sent
+    refused = answer(a_status("failed"), asked="work", location=location)
+    assert refused.body["instance"] == sent
+
+
 def test_what_json_has_no_number_for_is_sent_as_text() -> None:
     """A body may have saved NaN."""
     sent = answer(replace(a_status("done"), result=float("nan"), progress={"ü": float("inf")}))

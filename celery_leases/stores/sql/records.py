@@ -311,9 +311,10 @@ class SqlRecordStore(SqlClaims):
 
     def named(self, key: str) -> list[Record]:
         """The rows of all tasks whose key is *key*, as in :meth:`search`; scans the whole table,
-        for an operator.
+        for an operator. Raises :class:`KeyUnusable` when the database refuses the key.
         """
-        return self._listed(lambda by: by.reading.where(by.table.c.key == key).limit(20))
+        with OF_THE_CALL:
+            return self._listed(lambda by: by.reading.where(by.table.c.key == key).limit(20))
 
     def _listed(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
         found = self.on_layout(lambda by: self.database.all(query(by), {}))
