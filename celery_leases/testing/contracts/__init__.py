@@ -1,6 +1,7 @@
-"""Published contract suites: what every lease store, mark store and record store must do.
+"""Published contract suites for lease stores, mark stores, gate stores, record stores and effect
+stores.
 
-To test a store of your own, subclass in a test module and give the store as a fixture::
+To test a store of your own, subclass a suite in a test module, and override its fixture::
 
     from celery_leases.testing.contracts import MarkStoreContract, SeparateLeaseStoreContract
 
@@ -9,32 +10,21 @@ To test a store of your own, subclass in a test module and give the store as a f
         def store(self):
             return MyLeaseStore(...)
 
-``GateStoreContract`` asks for the fixture ``store`` too, as does ``GateHistoryContract`` for stores
-that remember when gates were closed, ``MarkStoreContract`` for ``marks``,
-``RecordStoreContract`` for ``records``, ``EffectStoreContract`` for ``records`` and ``effects``.
+``GateStoreContract`` and ``GateHistoryContract``, which is for stores that remember when gates were
+closed, also use the fixture ``store``. ``MarkStoreContract`` uses ``marks``,
+``RecordStoreContract`` uses ``records``, and ``EffectStoreContract`` uses ``records`` and
+``effects``.
 
-A store may be shared with other tests: every test makes keys of its own. Times are real; raise the
-class attributes ``ttl`` and ``short`` where a store is slow.
+A store may be shared with other tests, because every test makes its own keys. Times are real;
+increase the class attributes ``ttl`` and ``short`` for a slow store.
 """
+
+from pkgutil import iter_modules
 
 import pytest
 
-# Before the suites are imported, as pytest explains only the assertions it has rewritten.
-_LEASES = (
-    "leases",
-    "separate_leases",
-    "fuzz",
-    "marks",
-    "group_case",
-    "group_closing",
-    "group_history",
-    "group_probes",
-)
-_RECORDS = ("record_case", "claims", "settling", "failures", "repair")
-_EFFECTS = ("effect_case", "intents", "replies", "progress")
-pytest.register_assert_rewrite(
-    *(f"{__name__}.{suite}" for suite in (*_LEASES, *_RECORDS, *_EFFECTS))
-)
+# Before the suites are imported, because pytest explains only the assertions that it has rewritten.
+pytest.register_assert_rewrite(*(f"{__name__}.{module.name}" for module in iter_modules(__path__)))
 
 from celery_leases.testing.contracts.effects import EffectStoreContract  # noqa: E402
 from celery_leases.testing.contracts.group_history import GateHistoryContract  # noqa: E402
