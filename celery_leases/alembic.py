@@ -83,7 +83,7 @@ def downgrade(op: Any, to: int, *, schema: str | None = None) -> None:
                 f"downgrade(op, to={to}) with --sql: rows are read to be converted, which cannot be printed; run it on "
                 "the database"
             )
-        for statement in tables.dropping():
+        for statement in tables.drop_statements():
             op.execute(statement)
         return
     with _block(op, "downgrade"), migrating_on(op.get_bind()) as engine:

@@ -64,7 +64,7 @@ class Caller:
         """Return when it answers."""
         self._heard()
 
-    def ask(self, action: str, **arguments: Any) -> Any:
+    def send(self, action: str, **arguments: Any) -> Any:
         """What it answers; raises NotDone when it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": action, **arguments}) + "\n")
@@ -75,14 +75,14 @@ class Caller:
         self, keys: Sequence[str], task: str = "job", seconds: float = 0.0
     ) -> dict[str, float]:
         """When the first was published, since the epoch, and the CPU of all, in seconds."""
-        published: dict[str, float] = self.ask(
+        published: dict[str, float] = self.send(
             "publish", keys=list(keys), task=task, seconds=seconds
         )
         return published
 
     def trace(self, keys: Sequence[str]) -> dict[str, float]:
         """Seconds of CPU and of time per task."""
-        traced: dict[str, float] = self.ask("trace", keys=list(keys))
+        traced: dict[str, float] = self.send("trace", keys=list(keys))
         return traced
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ class Running:
     def run(self, tasks: int) -> None:
         """Run so many tasks to their end."""
         self.caller.publish(keys(tasks))
-        self.caller.ask("settle")
+        self.caller.send("settle")
 
 
 class Bench:

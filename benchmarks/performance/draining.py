@@ -55,7 +55,7 @@ def drained(one: Running, tasks: int, publishing: float) -> Turn:
     worker_used = machine.used(cpu, after)
     main_used = machine.used(cpu, {pid: after[pid] for pid in mains})
     others = machine.busy() - busy - worker_used - redis_used - postgres_used
-    one.caller.ask("settle")
+    one.caller.send("settle")
     worker.pause()
     times = [entry.time for entry in journal.entries(first - 1)]
     seconds, measured = times[-1] - times[0], len(times) - 1

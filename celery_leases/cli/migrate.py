@@ -10,7 +10,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_leases.cli.root import leases
 from celery_leases.composition import open_records
 from celery_leases.stores.sql.table_versions import NEWEST, Migrated
-from celery_leases.stores.urls import shown_database
+from celery_leases.stores.urls import display_database_url
 from celery_leases.worker.app_settings import settings_of
 
 
@@ -39,7 +39,7 @@ def migrate(ctx: click.Context, sql: bool, downgrade: bool, **_: Any) -> None:
         click.echo(records.tables.ddl(records.database.engine), nl=False)
         return
     done = records.migrate(NEWEST - 1 if downgrade else NEWEST)
-    click.echo(f"{_described(done)}: {shown_database(records.database.engine.url)}")
+    click.echo(f"{_described(done)}: {display_database_url(records.database.engine.url)}")
 
 
 def _described(done: Migrated) -> str:

@@ -16,7 +16,7 @@ from flask import Blueprint, Flask, Response, current_app, has_request_context, 
 from celery_leases.client import LeaseClient
 from celery_leases.errors import LeaseConfigurationError, LeasesError, UnknownKey
 from celery_leases.http import POLL_AFTER, HttpAnswer, answer, forbidden
-from celery_leases.stores.urls import rewritten_url
+from celery_leases.stores.urls import escaped_url
 from celery_leases.submitting import submit
 from celery_leases.task import LeasedMixin
 
@@ -228,7 +228,7 @@ def _share_database(app: Flask, celery: Celery) -> None:
     with app.app_context():
         url = app.extensions["sqlalchemy"].engine.url
     if url.get_backend_name() != "sqlite" or url.database not in _MEMORY:
-        celery.conf.leases_database_url = rewritten_url(url)
+        celery.conf.leases_database_url = escaped_url(url)
 
 
 @click.command(

@@ -1,9 +1,9 @@
-"""For how long a database has been answering claims, as one process has seen it.
+"""For how long a database has been answering the claims of this process.
 
-With database leases, an expired lease shows that its holder has died only if the database was
-available to the holder: during an outage no process can renew a lease or write an outcome. So a
-process takes a running row over only after it has seen the database answer for long enough that
-every live holder has tried again.
+With database leases, an expired lease proves that its holder died only if the database was
+available: during an outage no process can renew a lease or write an outcome. So a process takes
+over a running row only after the database has answered it for so long that every live holder has
+retried.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ GRACE: Final = LONGEST_SETTLE_PAUSE + 1.0
 """
 
 SILENCE: Final = 1.0
-"""Seconds without a claim after which the evidence is void; an answer that took longer does not
-count.
+"""The longest pause in seconds between two claims that counts as availability. An answer that took
+longer does not count.
 """
 
 NEVER: Final = -ALWAYS
 """A time before every other time."""
 
 
-class Evidence:
-    """The evidence from claims. Times are seconds of a local clock; times of the database are
+class Availability:
+    """What the claims of this process show. Local times are in seconds, times of the database in
     microseconds.
 
-    Threads share it without a lock: a thread that overwrites another's answer makes the evidence
-    weaker, never stronger.
+    Threads share an instance without a lock: if two threads write at once, the database counts as
+    available for less time, never for more.
     """
 
     def __init__(self, grace: float = GRACE) -> None:
@@ -57,11 +57,11 @@ class Evidence:
         self._failed = at
 
     def takes_until(self, sent: float) -> int:
-        """Until which time of the database's clock a claim sent at *sent* may take a running row
-        over.
+        """The time by the database's clock until which a claim sent at *sent* may take over a
+        running row.
 
-        It is the time of sending, as well as this process can tell, so a claim that a frozen
-        database executes later takes nothing. The claim adds a third of the row's ttl, which is the
+        This is the time of sending, as this process estimates it. So a claim that a frozen database
+        executes later takes over nothing. The claim adds a third of the row's ttl, which is the
         least that a live holder has left.
         """
         last, now, answering = self._last

@@ -1,9 +1,8 @@
-"""The claim of a record in any store: read the row, apply the rule, and write the resulting row by
-compare-and-set.
+"""Claims a record in any store: read the row, decide, and write the new row by compare-and-set.
 
-The statement that reads a missing row also inserts it, so a first run costs one statement, as does
-a refused claim. An existing row is read without a lock, and taking it over costs a second
-statement.
+The first statement reads the row, or inserts a new one if there is none. So a first run costs one
+statement, and so does a refused claim. An existing row is read without a lock; taking it over costs
+a second statement.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from celery_leases.protocol.groups import Gate, admits
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import never_emptied
 from celery_leases.protocol.records import ClaimRequest, Record, Refusal, Refused, Won
-from celery_leases.stores.availability import Evidence
+from celery_leases.stores.availability import Availability
 
-ROUNDS: Final = 3
-"""How often a claim reads again because the row changed before it was written; then the delivery is
-rescheduled.
+CLAIM_TRIES: Final = 3
+"""How often a claim is tried while other processes change the row between reading and writing.
+Afterwards the delivery is rescheduled.
 """
 
 
@@ -40,20 +39,20 @@ COMPARED: Final = (
     "crashes",
     "publish_at",
 )
-"""The columns that must be unchanged for a row to be replaced.
+"""The columns that a compare-and-set compares: a row is replaced only if they are unchanged.
 
-A claim, an operator, a renewal and an outcome each change one of the first four. The others change
-when a call is given up, when an attempt saves its progress, and when a message must be published.
+A claim, an operator, a renewal and an outcome each change one of the first four columns. The others
+change when a call is given up, when an attempt saves its progress, and when a message becomes due.
 """
 
 
 @value_class(frozen=True, slots=True)
-class Met:
-    """The result of ``insert_or_read``, at the time ``now`` of the store's clock in microseconds.
+class InsertOrReadResult:
+    """The result of ``insert_or_read`` at ``now``, the time of the store's clock in microseconds.
 
-    ``inserted``: there was no row, and the new one is in its place. ``gate``: the requested gate,
-    if it is not open. Without a row and a gate another claim has just inserted a row that this one
-    could not see.
+    ``inserted``: there was no row, and the new one was inserted. ``row``: the existing row.
+    ``gate``: the gate that was asked for, if it is not open. If there is none of the three, another
+    claim has inserted a row that this statement could not see yet.
     """
 
     now: int
@@ -63,10 +62,12 @@ class Met:
 
 
 class ProbeSlots(Protocol):
-    """The probe's slots of half-open gates."""
+    """The probe slots of half-open gates: each can be held by one token."""
 
     def take_probe(self, group: str, token: str, ttl: float) -> bool:
-        """Take the slot for *ttl* seconds, unless another has it or the gate is not half-open."""
+        """Take the slot for *ttl* seconds; ``False`` if another token holds it, or the gate is not
+        half-open.
+        """
         ...
 
     def give_back_probe(self, group: str, token: str) -> bool:
@@ -75,12 +76,12 @@ class ProbeSlots(Protocol):
 
 
 class Claiming(ABC):
-    """The part of a :class:`~celery_leases.protocol.ports.RecordStore` that claims, for a store
-    that can replace a row.
+    """The claims of a :class:`~celery_leases.protocol.ports.RecordStore` that can replace a row by
+    compare-and-set.
     """
 
-    #: Whether a running row that is itself a lease may be taken over.
-    evidence: Evidence
+    #: Decides whether an expired row that is itself the lease may be taken over.
+    availability: Availability
 
     def claim(
         self,
@@ -100,65 +101,65 @@ class Claiming(ABC):
         *,
         age: Callable[[], float] = never_emptied,
     ) -> tuple[Won | Refused, Gate | None]:
-        """Claim the row; also returns the gate of the request's group, if *slots* are given and the
+        """Claim the row; also returns the gate of the request's group if *slots* are given and the
         gate is not open.
 
-        A gate that does not let the body start refuses the claim too. At a half-open gate the claim
-        takes the probe's slot before it writes the row, and gives the slot back unless it succeeds:
-        so at most one body starts there.
+        The claim is also refused if the gate does not let the body start. At a half-open gate the
+        claim takes the probe slot before it writes the row, and gives the slot back if the claim
+        fails. So at most one body starts at a half-open gate.
         """
         try:
             try:
-                return self._rounds(claim_request, lease_store, slots, age)
+                return self._try_claim(claim_request, lease_store, slots, age)
             except ColumnMissing:
-                self.see_columns()
-                return self._rounds(claim_request, lease_store, slots, age)
+                self.reload_layout()
+                return self._try_claim(claim_request, lease_store, slots, age)
         except StoreUnavailable as error:
-            if error.executed is not False:  # a locked row is an answer
-                self.evidence.failed(os_threads.boot_clock())
+            if error.executed is not False:  # a locked row shows that the database is available
+                self.availability.failed(os_threads.boot_clock())
             raise
 
     @abstractmethod
-    def see_columns(self) -> None:
-        """Read which columns the rows have, because the tables may have been migrated."""
+    def reload_layout(self) -> None:
+        """Read which columns the table has, because it may have been migrated."""
 
     @abstractmethod
-    def insert_or_read(self, new: Record, group: str | None) -> Met:
+    def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
         """Insert *new* if its key has no row and the gate of *group*, if given, is open; otherwise
-        read both.
+        read the row and the gate.
 
-        If there is a row, nothing is locked and nothing is written. The times of *new* count from
-        the insert. Raises :class:`RecordUnreadable` for a row that cannot be read.
+        An existing row is neither locked nor written. The times of *new* are relative to the
+        insert. Raises :class:`RecordUnreadable` for a row that cannot be read.
         """
 
     @abstractmethod
     def swap(self, seen: Record, new: Record) -> bool:
-        """Write *new* in place of *seen*, if the ``COMPARED`` columns of the row are unchanged;
-        returns whether it was written.
+        """Replace *seen* by *new* if the ``COMPARED`` columns of the row are unchanged; returns
+        whether the row was replaced.
         """
 
     @abstractmethod
     def await_lock(self, row: Record) -> None:
-        """Wait until no transaction has *row* locked, for as long as the store waits for locks.
+        """Wait until no transaction locks *row*, for as long as the store waits for locks.
 
-        Raises :class:`StoreUnavailable` with ``executed=False`` for a row that stays locked: its
-        holder's own transaction is open, and the delivery is rescheduled.
+        Raises :class:`StoreUnavailable` with ``executed=False`` if the row stays locked: the
+        holder's transaction is still open, and the delivery is rescheduled.
         """
 
-    def _rounds(
+    def _try_claim(
         self,
         claim_request: ClaimRequest,
         lease_store: str,
         slots: ProbeSlots | None,
         age: Callable[[], float],
     ) -> tuple[Won | Refused, Gate | None]:
-        for _ in range(ROUNDS):
-            claim, new, met = self._look(
+        for _ in range(CLAIM_TRIES):
+            claim, new, found = self._begin_claim(
                 claim_request, lease_store, claim_request.group if slots is not None else None
             )
-            row, gate = met.row, met.gate
-            if met.inserted:
-                return Won(claims.dated(new, met.now)), gate
+            row, gate = found.row, found.gate
+            if found.inserted:
+                return Won(claims.dated(new, found.now)), gate
             if row is not None and claims.is_ours(row, claim_request):
                 return Won(row), gate
             why = claims.decide(row, claim)
@@ -173,27 +174,27 @@ class Claiming(ABC):
                 if not slots.take_probe(gate.group, claim_request.token, claim_request.ttl):
                     continue
                 gate = replace(gate, probe=claim_request.token, probe_for=claim_request.ttl)
-            if (won := self._written(claim, met)) is not None:
+            if (won := self._write(claim, found)) is not None:
                 return Won(won), gate
         if slots is not None and gate is not None and gate.probe == claim_request.token:
             slots.give_back_probe(gate.group, claim_request.token)
         return Refused(row, why if isinstance(why, Refusal) else Refusal.CHANGED, claim.age), gate
 
-    def _look(
+    def _begin_claim(
         self, claim_request: ClaimRequest, lease_store: str, group: str | None
-    ) -> tuple[Claim, Record, Met]:
+    ) -> tuple[Claim, Record, InsertOrReadResult]:
         sent = os_threads.boot_clock()
-        takes_until = self.evidence.takes_until(sent) if lease_store == DATABASE else ALWAYS
+        takes_until = self.availability.takes_until(sent) if lease_store == DATABASE else ALWAYS
         claim = Claim(claim_request, lease_store, takes_until=takes_until)
         new = claims.claimed(None, claim, 0)
-        met = self.insert_or_read(new, group)
-        self.evidence.answered(sent, os_threads.boot_clock(), met.now)
-        return claim, new, met
+        found = self.insert_or_read(new, group)
+        self.availability.answered(sent, os_threads.boot_clock(), found.now)
+        return claim, new, found
 
-    def _written(self, claim: Claim, met: Met) -> Record | None:
-        """The row as *claim* has written it; ``None`` if it has changed since it was read."""
-        if met.row is None:  # the gate has prevented the insert
+    def _write(self, claim: Claim, found: InsertOrReadResult) -> Record | None:
+        """The row that *claim* has written; ``None`` if the row has changed since it was read."""
+        if found.row is None:  # the gate prevented the insert
             again = self.insert_or_read(claims.claimed(None, claim, 0), None)
             return claims.claimed(None, claim, again.now) if again.inserted else None
-        new = claims.claimed(met.row, claim, met.now)
-        return new if self.swap(met.row, new) else None
+        new = claims.claimed(found.row, claim, found.now)
+        return new if self.swap(found.row, new) else None

@@ -1,7 +1,7 @@
-"""The user's transaction in an eager call: its records are in memory, so the two cannot commit
-together.
+"""The user's transaction in an eager call, whose records are in memory.
 
-So the record is written right after the commit, and a rollback leaves the record unchanged.
+A record in memory cannot be part of the user's transaction. So the outcome is written when the
+transaction commits, and a rollback leaves the record unchanged.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from celery_leases.errors import LeaseLost
 from celery_leases.protocol.keys import CallKey
 from celery_leases.protocol.records import Outcome, Record, State
 from celery_leases.stores.sql.eager_after_commit import do_after_commit
-from celery_leases.stores.sql.transactions import JoinedTransaction, opening
+from celery_leases.stores.sql.transactions import JoinedTransaction, open_check
 
 
-def tells_of_its_commit(given: Any) -> bool:
+def commit_is_observable(given: Any) -> bool:
     """Whether the commit of *given*, a session or connection, can be observed."""
     return isinstance(given, Session | Connection | scoped_session)
 
 
-class DetachedTransaction(JoinedTransaction):
-    """One open transaction of the user's own, in whatever database."""
+class EagerTransaction(JoinedTransaction):
+    """One open transaction of the user's, in any database."""
 
     def join(self, key: str) -> None:
-        """Join it; begin one if SQLAlchemy manages it."""
+        """Join the transaction; begin one if the user gave a SQLAlchemy session or connection."""
         if self._is_open is None:
-            self._is_open = opening(self._given)
+            self._is_open = open_check(self._given)
 
     def guard(self, record: Record) -> None:
         """Raise :class:`LeaseLost` unless the attempt still owns the record."""
@@ -44,7 +44,9 @@ class DetachedTransaction(JoinedTransaction):
         return now is not None and now.is_attempt(State.DONE, record.owner, record.fence)
 
     def complete(self, record: Record, outcome: Outcome) -> None:
-        """Write the outcome when this commits; raises :class:`LeaseLost` as :meth:`guard` does."""
+        """Write the outcome when this transaction commits; raises :class:`LeaseLost` as
+        :meth:`guard` does.
+        """
         self.guard(record)
         key = CallKey(record.key, record.stored_key)
 

@@ -13,44 +13,49 @@ GATE_NAME_MAX: Final = 255
 
 
 def gate_name(group: str) -> str:
-    """The name of a group's gate: the group; the tail of a long one is hashed, as in a stored key.
+    """The name of a group's gate: the group's name, whose tail is hashed if it is long, as in a
+    stored key.
 
-    The name of a gate maps to itself, so a gate is found by its group and by its listed name.
+    The name of a gate maps to itself. So a gate is found by its group's name and by its listed
+    name.
     """
     if "\0" not in group:
         return group if is_short_form(group) else bounded(group)
-    # No text column takes a NUL: a name of full length, which no group without one has.
+    # A text column cannot store NUL. The name made here has the full length, which no other name
+    # with this digest has.
     digest = hashlib.sha256(group.encode()).hexdigest()
     plain = group.replace("\0", "").ljust(GATE_NAME_MAX, "-")
     return f"{plain[: GATE_NAME_MAX - 1 - len(digest)]}#{digest}"
 
 
-def why(gate: Gate) -> str:
-    """The reason why *gate* closed, without empty fields."""
-    said = {"reason": gate.reason, "rule": gate.rule, "message": gate.message}
-    return json.dumps({name: value for name, value in said.items() if value}, separators=(",", ":"))
+def reason_json(gate: Gate) -> str:
+    """Why *gate* was closed, as JSON without empty fields."""
+    fields = {"reason": gate.reason, "rule": gate.rule, "message": gate.message}
+    return json.dumps(
+        {name: value for name, value in fields.items() if value}, separators=(",", ":")
+    )
 
 
 def gate_from(
     group: str, trips: int, closed_for: float, text: str, probe: tuple[str, float] | None
 ) -> Gate:
-    """A gate from what :func:`why` has written, its times in seconds; *probe* is a token and its
-    slot's time.
+    """A gate from the JSON *text* of :func:`reason_json`. Times are seconds; *probe* is the token
+    in the probe slot, and for how long it still holds the slot.
     """
     try:
-        said = json.loads(text)
+        fields = json.loads(text)
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        said = {}
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {}
     token, probe_for = probe or (None, 0.0)
-    reason, message = str(said.get("reason") or ""), str(said.get("message") or "")
+    reason, message = str(fields.get("reason") or ""), str(fields.get("message") or "")
     return Gate(
         group,
         trips,
         max(0.0, closed_for),
         reason,
-        said.get("rule"),
+        fields.get("rule"),
         message,
         token,
         max(0.0, probe_for),

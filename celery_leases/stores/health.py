@@ -11,20 +11,21 @@ from typing import Any, Final
 
 from celery_leases.protocol.findings import ServerFacts
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.urls import shown_database
+from celery_leases.stores.urls import display_database_url
 
-LOOKS: Final = 5
+ROUND_TRIPS: Final = 5
 """The number of measured round trips."""
-LEAST_REDIS: Final = (6, 2)
-LEAST_MARIADB: Final = (10, 6)
-LEAST_MYSQL: Final = (8, 0, 17)
+MIN_REDIS: Final = (6, 2)
+MIN_MARIADB: Final = (10, 6)
+MIN_MYSQL: Final = (8, 0, 17)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisServerFacts:
     """Facts about a Redis server; ``None`` for a fact that this user may not read.
 
-    ``persistent``: whether it writes what it holds to its disk.
+    ``persistent``: whether the server writes its data to disk. ``policy``: its
+    ``maxmemory-policy``.
     """
 
     version: str | None
@@ -35,8 +36,8 @@ class RedisServerFacts:
 
     @property
     def too_old(self) -> bool:
-        """Whether scripts need a later version."""
-        return self.version is not None and _numbers(self.version) < LEAST_REDIS
+        """Whether the Lua scripts need a later version."""
+        return self.version is not None and _numbers(self.version) < MIN_REDIS
 
 
 def redis_facts(client: Any) -> RedisServerFacts:
@@ -46,7 +47,7 @@ def redis_facts(client: Any) -> RedisServerFacts:
     from redis.exceptions import RedisError, ResponseError
 
     latency = ahead = None
-    with suppress(ResponseError):  # a user may lack any of these rights
+    with suppress(ResponseError):  # the user may lack the right to any of these commands
         latency = _measured(client.ping)
     with suppress(RedisError):
         ahead = _clock_ahead(lambda: _seconds(client.time()))
@@ -70,7 +71,7 @@ def records_facts(records: SqlRecordStore) -> ServerFacts:
     version = ".".join(map(str, _version(engine.dialect)))
     name = "MariaDB" if getattr(engine.dialect, "is_mariadb", False) else engine.dialect.name
     return ServerFacts(
-        "records", shown_database(engine.url), f"{name} {version}".strip(), latency, ahead
+        "records", display_database_url(engine.url), f"{name} {version}".strip(), latency, ahead
     )
 
 
@@ -80,10 +81,10 @@ def is_too_old(records: SqlRecordStore) -> str | None:
     if dialect.name not in ("mysql", "mariadb"):
         return None
     mariadb = getattr(dialect, "is_mariadb", False)
-    least = LEAST_MARIADB if mariadb else LEAST_MYSQL
-    if tuple(_version(dialect)) >= least:
+    minimum = MIN_MARIADB if mariadb else MIN_MYSQL
+    if tuple(_version(dialect)) >= minimum:
         return None
-    return f"{'MariaDB' if mariadb else 'MySQL'} {'.'.join(map(str, least))}"
+    return f"{'MariaDB' if mariadb else 'MySQL'} {'.'.join(map(str, minimum))}"
 
 
 def _version(dialect: Any) -> tuple[int, ...]:
@@ -96,12 +97,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _measured(ask: Callable[[], Any]) -> float:
-    """The median time of some round trips in seconds, without the first one, which may open a
-    connection.
+    """The median time of several round trips in seconds. The first is not counted, because it may
+    open a connection.
     """
     ask()
     spans = []
-    for _ in range(LOOKS):
+    for _ in range(ROUND_TRIPS):
         began = time.perf_counter()
         ask()
         spans.append(time.perf_counter() - began)
@@ -109,8 +110,8 @@ def _measured(ask: Callable[[], Any]) -> float:
 
 
 def _clock_ahead(ask: Callable[[], float]) -> float:
-    """How many seconds a server's clock is ahead of ours, assuming equal times for request and
-    reply.
+    """How many seconds the server's clock is ahead of this machine's, if request and reply take
+    equally long.
     """
     before = time.time()
     theirs = ask()

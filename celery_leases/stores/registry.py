@@ -27,7 +27,7 @@ from celery_leases.stores.redis import url
 GROUP: Final = "celery_leases.stores"
 """The entry point group of lease stores; the name of an entry point is the scheme of its URLs."""
 LONGEST_NAME: Final = 255
-"""The most characters of a store's name that fit into a record."""
+"""The maximum length of a store's name, which is stored in each record."""
 _SHOWN: Final = 300
 _METHODS: Final = sorted(
     name
@@ -38,11 +38,11 @@ _METHODS: Final = sorted(
 
 
 def open_lease_store(settings: LeaseStoreSettings) -> SeparateLeaseStore:
-    """The lease store that ``settings.url`` names. It connects with its first call.
+    """The lease store of ``settings.url``. It connects at its first call.
 
-    Raises :class:`LeaseConfigurationError` for a scheme that no installed distribution has
-    registered or that several have, for an entry point that cannot be loaded or called, and for an
-    object that is no lease store.
+    Raises :class:`LeaseConfigurationError` if no installed distribution, or more than one, has
+    registered the scheme; if the entry point cannot be loaded or called; and if it returns an
+    object that is not a lease store.
     """
     scheme = settings.url.partition("://")[0].lower() if "://" in settings.url else ""
     if scheme in url.SCHEMES:
@@ -52,12 +52,14 @@ def open_lease_store(settings: LeaseStoreSettings) -> SeparateLeaseStore:
         opened = _loaded(entry_point, settings.url)(settings)
     except (LeaseConfigurationError, StoreUnavailable):
         raise
-    except Exception as error:  # whatever the store's own code raises
+    except Exception as error:  # the code of another distribution may raise anything
         why = f"{type(error).__name__}: {message_of(error, _SHOWN)}"
-        raise _refused(settings.url, f"{_named(entry_point)} did not open it ({why})") from error
-    if (lack := _no_store(opened)) is not None:
-        what = f"an object of type {type(opened).__name__} {lack}"
-        raise _refused(settings.url, f"{_named(entry_point)} returned {what}")
+        raise _url_error(
+            settings.url, f"{_description(entry_point)} did not open it ({why})"
+        ) from error
+    if (defect := _defect(opened)) is not None:
+        what = f"an object of type {type(opened).__name__} {defect}"
+        raise _url_error(settings.url, f"{_description(entry_point)} returned {what}")
     return cast("SeparateLeaseStore", opened)
 
 
@@ -80,8 +82,8 @@ def _registered(scheme: str, address: str) -> EntryPoint:
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
-        several = " and ".join(sorted(_named(one) for one in found.values()))
-        raise _refused(address, f"is claimed by {several}: uninstall all but one")
+        several = " and ".join(sorted(_description(one) for one in found.values()))
+        raise _url_error(address, f"is claimed by {several}: uninstall all but one")
     others = ", ".join(sorted({f"{one.name}://" for one in known}))
     more = f" (installed: {others})" if others else ""
     raise LeaseConfigurationError(
@@ -94,17 +96,19 @@ def _registered(scheme: str, address: str) -> EntryPoint:
 def _loaded(entry_point: EntryPoint, address: str) -> Callable[[LeaseStoreSettings], object]:
     try:
         factory: Any = entry_point.load()
-    except Exception as error:  # an import runs any code
+    except Exception as error:  # an import may raise anything
         why = f"{type(error).__name__}: {message_of(error, _SHOWN)}"
-        raise _refused(address, f"{_named(entry_point)} cannot be loaded ({why})") from error
+        raise _url_error(
+            address, f"{_description(entry_point)} cannot be loaded ({why})"
+        ) from error
     if not callable(factory):
-        what = f"is of type {type(factory).__name__}, and cannot be called"
-        raise _refused(address, f"{_named(entry_point)} {what}")
+        what = f"is of type {type(factory).__name__}, which cannot be called"
+        raise _url_error(address, f"{_description(entry_point)} {what}")
     return cast("Callable[[LeaseStoreSettings], object]", factory)
 
 
-def _no_store(opened: object) -> str | None:
-    """Why *opened* is no lease store of its own; ``None`` for one that is."""
+def _defect(opened: object) -> str | None:
+    """Why *opened* is not a separate lease store; ``None`` if it is one."""
     missing = [name for name in _METHODS if not callable(getattr(opened, name, None))]
     if missing:
         return f"without {', '.join(missing)}"
@@ -116,10 +120,10 @@ def _no_store(opened: object) -> str | None:
     return None
 
 
-def _named(entry_point: EntryPoint) -> str:
+def _description(entry_point: EntryPoint) -> str:
     distribution = f" of {entry_point.dist.name}" if entry_point.dist is not None else ""
     return f"the entry point {entry_point.name} = {entry_point.value}{distribution}"
 
 
-def _refused(address: str, why: str) -> LeaseConfigurationError:
+def _url_error(address: str, why: str) -> LeaseConfigurationError:
     return LeaseConfigurationError(f"leases_url={url.without_password(address)!r}: {why}")

@@ -1,4 +1,4 @@
-"""URLs of settings for display: which server, without passwords."""
+"""URLs of settings: for display without passwords, and built from their parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HIDDEN: Final = "…"
 _SECRET: Final = re.compile("pass|pwd|secret|token|credential", re.IGNORECASE)
 
 
-def shown(url: object) -> str:
-    """*url* as it was written, without users, passwords and query, however badly it is formed."""
+def display_url(url: object) -> str:
+    """*url* without users, passwords and query, also if it is malformed."""
     text = url if isinstance(url, str) else ""
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -23,17 +23,17 @@ def shown(url: object) -> str:
     if not re.fullmatch(r"[A-Za-z0-9.+_-]{0,40}", scheme):
         scheme = HIDDEN
     where, _, query = rest.partition("?")
-    # An @ behind a question mark: one of the two belongs to a password.
+    # With an @ after the question mark, one of the two characters belongs to a password.
     host = HIDDEN if "@" in query or "#" in rest else where.rpartition("@")[2]
     return f"{scheme}{separator}{host}"
 
 
-def shown_database(url: URL) -> str:
-    """The URL of a database without its password and its query, which may hold another one."""
+def display_database_url(url: URL) -> str:
+    """The URL of a database without its password, and without its query, which may contain one."""
     return url.set(query={}).render_as_string(hide_password=True)
 
 
-def written_url(
+def build_url(
     backend: str,
     *,
     database: str | None,
@@ -50,15 +50,15 @@ def written_url(
     written = made.render_as_string(hide_password=False)
     if username is None and password is None:
         return written
-    # SQLAlchemy 2.0.0 writes a % as it is, and reads it as the beginning of another character.
+    # SQLAlchemy 2.0.0 does not escape a %, but reads it as the start of an escape.
     who = quote(username or "", safe="")
     who += f":{quote(password, safe='')}" if password is not None else ""
     return written.replace("://", f"://{who}@", 1)
 
 
-def rewritten_url(url: URL) -> str:
+def escaped_url(url: URL) -> str:
     """*url* as text, correctly escaped, with its password."""
-    return written_url(
+    return build_url(
         url.drivername,
         database=url.database,
         username=url.username,
@@ -70,7 +70,7 @@ def rewritten_url(url: URL) -> str:
 
 
 def without_secrets(text: str, url: URL) -> str:
-    """*text* of a driver without the passwords in *url*."""
+    """A driver's *text* without the passwords of *url*."""
     found = [url.password] + [value for name, value in url.query.items() if _SECRET.search(name)]
     for secret in found:
         for one in (secret,) if isinstance(secret, str) else secret or ():

@@ -1,8 +1,8 @@
-"""Test tools: leases in memory and calls that crash, as plain functions; contracts for stores.
+"""Test tools: leases in memory, calls that crash, and contract suites for stores.
 
-The functions speak to the kit that was started last: in a ``with leases(app):`` block, or by the
-pytest fixture ``leases`` of :mod:`celery_leases.testing.pytest_plugin`. Celery is imported when
-the first of them is used.
+The functions use the kit that was started last: by ``with leases(app):``, or by the pytest fixture
+``leases`` of :mod:`celery_leases.testing.pytest_plugin`. Celery is imported when one of them is
+called for the first time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def leases(
     eager: bool = True,
     stores: Literal["memory", "configured"] = "memory",
 ) -> LeaseKit:
-    """A kit for *app*, by default the current one: start it as a context manager.
+    """A kit for *app*, by default the current app. Start it as a context manager.
 
     In ``unittest``: ``self.kit = self.enterContext(leases(app))`` in ``setUp()``. See
     :class:`~celery_leases.testing.kit.LeaseKit` for *eager* and *stores*.
@@ -65,74 +65,79 @@ def leases(
 def hold(
     what: Any, *args: Any, task: str | None = None, **kwargs: Any
 ) -> AbstractContextManager[None]:
-    """Have another call run a key until the end of the block.
+    """A context manager during which another call runs a key.
 
-    *what* is a task with the arguments of the call, or a key, with *task* where the app has
-    several leased tasks. Raises AssertionError for a key that is done or cools down.
+    *what* is a task, with the arguments of the call; or a key, with the name of its *task* if the
+    app has several leased tasks. Raises AssertionError if the key is done or cools down.
     """
     return _kit().hold(what, *args, task=task, **kwargs)
 
 
 def lose(what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
-    """Take the key away from the body that runs it; *what* is as for :func:`hold`.
+    """Let another attempt take the lease of the body that runs a key; *what* is as for
+    :func:`hold`.
 
-    Raises AssertionError where no body of this process runs it.
+    Raises AssertionError if no body in this process runs the key.
     """
     _kit().lose(what, *args, task=task, **kwargs)
 
 
 def crash(task: Any, *args: Any, at: str, **kwargs: Any) -> CrashedCall:
-    """Call *task* and have its process die at a point, such as ``at="after:charge"``.
+    """Call *task*, and let its process die at a point such as ``at="after:charge"``.
 
-    ``resume()`` of what is returned delivers the call again until it has ended. Raises
-    AssertionError, with the points that there are, where the call ends without reaching it.
+    ``resume()`` of the returned object delivers the call again until it has ended. Raises
+    AssertionError, which lists the points, if the call ends without reaching the point.
     """
     return _kit().crash(task, *args, at=at, **kwargs)
 
 
 def tick(span: Duration) -> None:
-    """Let *span* (seconds, ``"5m"``, a timedelta) pass; leases of bodies that run are renewed."""
+    """Let *span* (seconds, ``"5m"``, a timedelta) pass. Leases of running bodies are renewed."""
     _kit().tick(span)
 
 
 def status(what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> LeaseStatus:
-    """Where a key stands; *what* is as for :func:`hold`."""
+    """The status of a key; *what* is as for :func:`hold`."""
     return _kit().status(what, *args, task=task, **kwargs)
 
 
 def watch(target: str, *, by: str | None = None) -> None:
-    """Take the function *target*, ``"shop.gateway.charge"``, for a call to the outside.
+    """Treat calls of the function *target*, such as ``"shop.gateway.charge"``, as external calls.
 
-    It is named as for ``mock.patch()``. *by* names its parameter by which the other side
-    recognises a repetition.
+    The function is named as for ``mock.patch()``. *by* is the name of the parameter, such as an
+    idempotency key, by which the external service recognises a repeated call.
     """
     _kit().watch(target, by=by)
 
 
 def external(function: Callable[..., Any], *, by: str | None = None) -> Callable[..., Any]:
-    """*function* as a call to the outside, where it cannot be named for :func:`watch`."""
+    """*function*, whose calls count as external calls. For functions that :func:`watch` cannot
+    name.
+    """
     return _kit().external(function, by=by)
 
 
 def run_queued() -> list[EagerResult]:
-    """Run the calls that ``leases(app, eager=False)`` has kept, in their order; their results."""
+    """Run the calls that ``leases(app, eager=False)`` has queued, in order; returns their
+    results.
+    """
     return _kit().run_queued()
 
 
 def reset() -> None:
-    """Forget all keys, calls and events, and call what :func:`on_reset` was given."""
+    """Forget all keys, calls and events, and call the functions given to :func:`on_reset`."""
     _kit().reset()
 
 
 def on_reset(function: Callable[[], None]) -> Callable[[], None]:
-    """Have *function* called by each :func:`reset`: it puts your own state back."""
+    """Call *function* at each :func:`reset`, so that it resets your own state."""
     return _kit().on_reset(function)
 
 
 def assert_queued(task: Any, *args: Any, **kwargs: Any) -> QueuedCall:
-    """The last call of *task* with these arguments that was published.
+    """The last published call of *task* with these arguments.
 
-    Raises AssertionError, with what was published, where there was none.
+    Raises AssertionError, which lists the published calls, if there was none.
     """
     return _kit().assert_queued(task, *args, **kwargs)
 
@@ -143,23 +148,23 @@ def assert_ran_once(task: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def assert_replayed(task: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise AssertionError unless a call of that key got the saved result of an earlier one."""
+    """Raise AssertionError unless a call of that key got the saved result of an earlier call."""
     _kit().assert_replayed(task, *args, **kwargs)
 
 
 def assert_survives_crashes(task: Any, *args: Any, **kwargs: Any) -> list[str]:
-    """Run *task* once for each point where it can die, and resume it; the points.
+    """Run *task* once for each point at which it can die, and resume it; returns the points.
 
-    Raises AssertionError with each call to the outside that is made more often than without a
-    crash, by its lines, or that is lost, and with each crash after which the task does not end.
-    Known are effects of the lease, and what :func:`watch` and :func:`external` were given; give
-    them the function inside an effect with ``uncertain="rerun"`` too. The memory is reset before
-    each run: put your own state back by :func:`on_reset`. A point that a run does not reach is an
-    error.
+    Raises AssertionError if after a crash an external call is made more often than without one, or
+    is lost; if the task does not end; or if a run does not reach its point. The message lists the
+    lines of the calls. External calls are the effects of the lease, and the functions given to
+    :func:`watch` and :func:`external`. Also give these the function inside an effect with
+    ``uncertain="rerun"``. The memory is reset before each run; reset your own state in
+    :func:`on_reset`.
     """
     return _kit().assert_survives_crashes(task, *args, **kwargs)
 
 
 def classify(error: BaseException, task: Any = None) -> Classification:
-    """What the rules of *task*, by default the default rules, make of *error*."""
+    """How the rules of *task*, by default the default rules, classify *error*."""
     return _kit().classify(error, task)

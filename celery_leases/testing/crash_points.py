@@ -1,8 +1,8 @@
-"""The points at which an attempt may crash in a test, and the external calls it had made by then.
+"""The points at which an attempt can crash in a test, and the external calls that it made before.
 
-The stores of an attempt, its commits and the watched external calls tell a :class:`CrashPlan` which
-point they have reached. At the chosen point the process of the attempt counts as dead: nothing that
-its body still does, such as in a ``finally``, reaches a store or a watched call.
+The stores, the commits and the watched functions of an attempt report each point to a
+:class:`CrashPlan`. From the chosen point on the process counts as dead: what the body still does,
+for example in a ``finally``, reaches neither a store nor a watched function.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from celery_leases.protocol.effects import Begun
 
 PACKAGE: Final = str(Path(__file__).parents[1])
 EFFECTS: Final = "effect"
-"""What the calls of ``lease.effect()`` are called together, as their names are the body's own."""
+"""The common name of all effects in a :class:`CrashPlan`, because a body may choose their names."""
 
 
 class ProcessDied(BaseException):
-    """Ends a body as the death of its process would; ``point`` is where. Only its test may catch
+    """Ends a body in place of the death of its process, at ``point``. Only the test kit catches
     it.
     """
 
@@ -44,11 +44,10 @@ class ProcessDied(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class ExternalCall:
-    """One call to the outside: *what* was called, by which *attempt*, from which *line* of the
-    body's file.
+    """One external call: *what* was called, by which *attempt*, on which *line* of the body's file.
 
-    *identity* is that by which the other side recognises a repetition; ``None`` where it does not.
-    *arguments* are as they are shown, without addresses in memory.
+    *identity* is the value by which the external service recognises a repeated call; ``None`` if it
+    does not. *arguments* is their text, without memory addresses.
     """
 
     what: str
@@ -60,10 +59,10 @@ class ExternalCall:
 
 @dataclass
 class CrashPlan:
-    """At which point an attempt of one call crashes, if at any, and what its attempts have done.
+    """The point at which an attempt of a call crashes, and what the call's attempts have done.
 
-    *at* is a name such as ``after:charge``, of which the first counts, or the number of a point.
-    *file* is the one of the body.
+    *at* is the name of a point such as ``after:charge``, the first of which counts, the number of a
+    point, or ``None``. *file* is the file of the body.
     """
 
     at: str | int | None
@@ -71,9 +70,9 @@ class CrashPlan:
     points: list[str] = field(default_factory=list)
     calls: list[ExternalCall] = field(default_factory=list)
     died: str | None = None
-    #: The point at which an attempt has died, also after :meth:`stop_crashing`.
+    #: The point at which an attempt died; :meth:`stop_crashing` does not reset it.
     crashed: str | None = None
-    #: The idempotency key of the effect that is being made.
+    #: The idempotency key of the effect whose call is being made.
     effect: str | None = None
     #: The number of the attempt that began last.
     attempt: int = 0
@@ -86,7 +85,7 @@ class CrashPlan:
             raise ProcessDied(self.died)
 
     def reach(self, point: str) -> None:
-        """Be at *point*, and die there if that is the chosen one."""
+        """Record that *point* is reached; raise :class:`ProcessDied` if it is the chosen one."""
         self.check()
         self.points.append(point)
         if self.at in (point, len(self.points) - 1):
@@ -94,18 +93,18 @@ class CrashPlan:
             raise ProcessDied(point)
 
     def stop_crashing(self) -> None:
-        """Another process goes on, and lives to the end."""
+        """Let the next attempts run to their end, in another process."""
         self.at = self.died = None
 
     def called(self, what: str, identity: str | None, arguments: str) -> None:
-        """Take note of a call to the outside that is being made."""
+        """Record an external call that is being made."""
         attempt: int = getattr(lease_here(), "attempt", 0) or self.attempt
         line = _line(self.file, self.thread)
         self.calls.append(ExternalCall(what, identity, arguments, attempt, line))
 
 
 class CrashPoints:
-    """The plan of the call that is run now, if it has one."""
+    """Holds the plan of the call that is running; ``now`` is ``None`` without one."""
 
     def __init__(self) -> None:
         self.now: CrashPlan | None = None
@@ -113,7 +112,7 @@ class CrashPoints:
 
     @contextmanager
     def following(self, plan: CrashPlan) -> Iterator[CrashPlan]:
-        """Have *plan* count, also for the commits of SQLAlchemy's sessions and of Django."""
+        """Use *plan* meanwhile, also for the commits of SQLAlchemy's sessions and of Django."""
         receivers: tuple[tuple[str, Callable[..., None]], ...] = (
             ("before_commit", self._before_commit),
             ("after_commit", self._after_commit),
@@ -175,14 +174,13 @@ class CrashPoints:
 
 
 StepObserver = Callable[[CrashPlan, Any, Any], None]
-"""Called for a step of a store with its plan, its arguments, and what it has returned."""
+"""Called before or after a method of a store, with the plan, the arguments, and the result."""
 
 
 class CrashableStore:
-    """A store as the process of an attempt has it: once that is dead, no step of it is taken any
-    more.
+    """A store in the process of an attempt. Once the process counts as dead, no method is called.
 
-    *before* and *after* are called for the steps of these names.
+    *before* and *after* have functions to call before and after the methods of these names.
     """
 
     def __init__(
@@ -205,18 +203,18 @@ class CrashableStore:
             if plan is None:
                 return value(*args, **kwargs)
             plan.check()
-            if told := self._before.get(name):
-                told(plan, args, None)
+            if observer := self._before.get(name):
+                observer(plan, args, None)
             result = value(*args, **kwargs)
-            if told := self._after.get(name):
-                told(plan, args, result)
+            if observer := self._after.get(name):
+                observer(plan, args, result)
             return result
 
         return step
 
 
 def crashable_effects(target: Any, crash_points: CrashPoints) -> Any:
-    """An effect store whose effects and saved progress are points."""
+    """An effect store with points around effects and around saving progress."""
 
     def begun(plan: CrashPlan, args: Any, result: Any) -> None:
         if isinstance(result, Begun):
@@ -241,7 +239,7 @@ def crashable_effects(target: Any, crash_points: CrashPoints) -> Any:
 
 
 def crashable_records(target: Any, crash_points: CrashPoints) -> Any:
-    """A record store that is left by the outcome of an attempt."""
+    """A record store with points around the write of an outcome."""
     return CrashableStore(
         target,
         crash_points,
@@ -253,8 +251,9 @@ def crashable_records(target: Any, crash_points: CrashPoints) -> Any:
 def watched(
     function: Callable[..., Any], name: str, by: str | None, crash_points: CrashPoints
 ) -> Callable[..., Any]:
-    """*function*, a call to the outside of that *name*, which the other side recognises *by* one of
-    its parameters. One that is ``async def`` is called when it is awaited.
+    """*function*, whose calls are external calls called *name*. *by* is the parameter by which the
+    external service recognises a repeated call. An ``async def`` counts as called when it is
+    awaited.
     """
 
     def calling(plan: CrashPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -310,8 +309,8 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _line(file: str, thread: int) -> str:
-    """The line of the body's file that is being executed, here or by the *thread* of the body,
-    which waits for this one; else the innermost one outside of this package.
+    """The current line of the body's file, in this thread or in the *thread* of the body, which
+    waits for this one; otherwise the innermost current line outside this package.
     """
     here = _frames(sys._getframe(1))  # noqa: SLF001 - a documented function of CPython
     of_body = _frames(sys._current_frames().get(thread))  # noqa: SLF001 - as above

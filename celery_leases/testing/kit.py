@@ -1,8 +1,8 @@
-"""Leases in tests: stores in memory, a clock that is moved by hand, calls that are held, lost, or
-die.
+"""Leases in tests: stores in memory, a clock that the test moves, held keys, lost leases, and
+crashes.
 
-:class:`LeaseKit` puts a Celery app on such stores until it is stopped. The functions of
-:mod:`celery_leases.testing` are its methods, for the kit that was started last.
+:class:`LeaseKit` makes a Celery app use such stores until the kit is stopped. The functions of
+:mod:`celery_leases.testing` call its methods, on the kit that was started last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from celery_leases.protocol.records import ClaimRequest, Record, State, Won
 from celery_leases.protocol.status import LeaseStatus
 from celery_leases.settings import IN_MEMORY
 from celery_leases.signals import Announcer
-from celery_leases.stores.eager_eviction import keep_the_latest
+from celery_leases.stores.eager_eviction import limit_records
 from celery_leases.testing.crash_points import (
     CrashableStore,
     CrashPlan,
@@ -55,20 +55,20 @@ from celery_leases.worker.app_settings import leased_tasks, settings_of
 from celery_leases.worker.pools.signals import interrupt_guard_here
 from celery_leases.worker.reschedule import Copies
 
-HELD_FOR: Final = 10 * 365 * 86_400.0
-"""Seconds for which a key is held in memory, unless it is let go: no test moves the clock so
-far.
-"""
-HELD_FOR_REALLY: Final = 3600.0
-"""The same where the clock is the real one."""
-ROUNDS: Final = 50
-"""How often a call that died is delivered again before it is taken to go in circles."""
+HOLD_SECONDS: Final = 10 * 365 * 86_400.0
+"""The ttl of :meth:`LeaseKit.hold` in memory: longer than any test moves the clock."""
+HOLD_SECONDS_REAL_CLOCK: Final = 3600.0
+"""The same with the real clock."""
+MAX_DELIVERIES: Final = 50
+"""How often a call is delivered before the kit concludes that it never ends."""
 
 _started: list[LeaseKit] = []
 
 
 class KitClock:
-    """A clock that stands still until a caller waits or the test moves it. A wait takes no time."""
+    """A clock that stands still until a caller sleeps or the test moves it. Sleeping takes no real
+    time.
+    """
 
     def __init__(self) -> None:
         self._began, self._wall, self._moved = boot_clock(), time.time(), 0.0
@@ -82,35 +82,33 @@ class KitClock:
         return self._wall + self._moved
 
     def microseconds(self) -> int:
-        """The same as a database counts."""
+        """The same in microseconds, as databases count."""
         return round(self.wall_time() * 1e6)
 
     def sleep(self, seconds: float) -> None:
-        """Wait: the clock is moved."""
+        """Move the clock."""
         self._moved += max(0.0, seconds)
 
 
 class KitRenewer(Renewer):
-    """Renews the leases in memory when the clock is moved; no thread of it runs beside the test."""
+    """Renews the leases in memory when the clock is moved. It has no thread."""
 
     def add(self, held_lease: HeldLease) -> None:
         """See :class:`~celery_leases.attempt.renewal.Renewer`."""
         self._held_leases[held_lease.claim_request.token] = held_lease
 
     def renew_all(self) -> float | None:
-        """Renew each lease that is to be renewed; the shortest time until the next renewal, if
-        there is one.
+        """Renew all leases that may be renewed; returns the seconds until the next renewal, or
+        ``None`` if there is no lease.
         """
         now = self._clock.now()
-        kept = [
-            held_lease for held_lease in self._held_leases.values() if held_lease.renewable(now)
-        ]
-        if kept:
-            self._renew(kept)
-        return min((held_lease.claim_request.ttl / 3 for held_lease in kept), default=None)
+        due = [held_lease for held_lease in self._held_leases.values() if held_lease.renewable(now)]
+        if due:
+            self._renew(due)
+        return min((held_lease.claim_request.ttl / 3 for held_lease in due), default=None)
 
     def end_overdue(self) -> None:
-        """Note the loss of each lease whose time is over, as the watcher would."""
+        """Lose each lease whose time is over, as the renewer's watcher does."""
         for held_lease in list(self._held_leases.values()):
             if held_lease.lost is None and (reason := held_lease.overdue(self._clock.now())):
                 self._lose(held_lease, reason)
@@ -118,8 +116,8 @@ class KitRenewer(Renewer):
 
 @dataclass(frozen=True, slots=True)
 class QueuedCall:
-    """A call that was published: the name of its task, its arguments and Celery's id, and the
-    options it had.
+    """A published call: the task's name, the arguments, Celery's id, and the options of
+    ``apply_async()``.
     """
 
     task: str
@@ -131,7 +129,7 @@ class QueuedCall:
 
 @dataclass(frozen=True, slots=True)
 class CrashedCall:
-    """A call whose process died at *point*, after it had passed *points*."""
+    """A call whose process died at *point*; *points* are all that it reached."""
 
     kit: LeaseKit
     task: Any
@@ -142,23 +140,23 @@ class CrashedCall:
     points: tuple[str, ...]
 
     def resume(self) -> EagerResult:
-        """Deliver its message again, as the broker would, until it has ended; the clock is moved as
-        far as it waits.
+        """Deliver the message again, as the broker would, until the call has ended. The clock is
+        moved by the time that the call waits.
         """
         return self.kit.run_to_its_end(self.task, self.args, self.kwargs, self.call_id)
 
 
 class LeaseKit:
-    """Puts a Celery *app*, by default the current one, on stores in memory, and moves their clock
-    by hand.
+    """Makes a Celery *app*, by default the current app, use stores in memory with a clock that the
+    test moves.
 
-    *eager*: calls run at once, where they are published; else they are kept, and :meth:`run_queued`
-    runs them. Nothing is sent to a broker either way. *stores* are ``"memory"``, or
-    ``"configured"``: those that the settings of the app name, for tests with a real worker. Then
-    the clock is the real one, and published calls go to the broker.
+    *eager*: a call runs at once when it is published. Otherwise calls are queued, and
+    :meth:`run_queued` runs them. Nothing is sent to a broker in either case. *stores* is
+    ``"memory"``, or ``"configured"`` for tests with a real worker: then the app uses the stores of
+    its settings and the real clock, and published calls go to the broker.
 
-    It is a context manager. Inside of it ``lease_status()``, ``LeaseClient.from_app()`` and
-    ``delay_in()`` are on the same stores. One kit of an app counts at a time.
+    A kit is a context manager. Meanwhile ``lease_status()``, ``LeaseClient.from_app()`` and
+    ``delay_in()`` use the same stores. Only one kit of an app is in use at a time.
     """
 
     def __init__(
@@ -173,17 +171,19 @@ class LeaseKit:
                 f'leases(stores={stores!r}): write "memory" or "configured"'
             )
         given: Any = app if app is not None else current_app
-        real = getattr(given, "_get_current_object", None)  # of a proxy, as current_app is
+        real = getattr(
+            given, "_get_current_object", None
+        )  # only a proxy such as current_app has it
         self.app: Celery = real() if real else given
         self.in_memory = stores == "memory"
         self.eager = eager
-        #: What was published since the start or the last :meth:`reset`, the oldest first.
+        #: The calls published since the start or the last :meth:`reset`, the oldest first.
         self.published: list[QueuedCall] = []
-        #: What happened to leased calls since then: values of :mod:`celery_leases.protocol.events`.
+        #: The events of leased calls since then; see :mod:`celery_leases.protocol.events`.
         self.events: list[Event] = []
         self._crash_points = CrashPoints()
-        self._resets: list[Callable[[], None]] = []
-        self._waiting: list[QueuedCall] = []
+        self._reset_functions: list[Callable[[], None]] = []
+        self._queued: list[QueuedCall] = []
         self._stack = ExitStack()
         self._clock: KitClock | None = None
         self._parts: app_components.AppParts | None = None
@@ -199,40 +199,38 @@ class LeaseKit:
         self.stop()
 
     def start(self) -> Self:
-        """Put the app on the stores of this kit."""
+        """Make the app use the stores of this kit."""
         self.app.finalize()
         with ExitStack() as stack:
             self._open()
             stack.callback(self._close)
             if self.in_memory:
-                self._keep_calls_here(stack)
+                self._intercept_publishing(stack)
             _started.append(self)
             stack.callback(_started.remove, self)
             self._stack = stack.pop_all()
         return self
 
     def stop(self) -> None:
-        """Put the app back on its own stores, and undo :meth:`watch`."""
+        """Make the app use its own stores again, and undo :meth:`watch`."""
         self._stack.close()
 
     def reset(self) -> None:
-        """Forget all keys, calls and events, as between two tests, and call what :meth:`on_reset`
-        was given.
+        """Forget all keys, calls and events, as between two tests, and call the functions given to
+        :meth:`on_reset`.
         """
-        self._needs_memory("reset()")
+        self._require_memory("reset()")
         self._close()
         self._open()
         self.published.clear()
         self.events.clear()
-        self._waiting.clear()
-        for function in self._resets:
+        self._queued.clear()
+        for function in self._reset_functions:
             function()
 
     def on_reset(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Have *function* called by each :meth:`reset`: it puts your own state back, such as
-        rows.
-        """
-        self._resets.append(function)
+        """Call *function* at each :meth:`reset`, so that it resets your own state, such as rows."""
+        self._reset_functions.append(function)
         return function
 
     def _open(self) -> None:
@@ -245,7 +243,7 @@ class LeaseKit:
             default=DEFAULT_TTL,
         )
         observer = _RecordingObserver(self.events, self._crash_points, Announcer(self.app.tasks))
-        made = build(
+        parts = build(
             settings,
             observer,
             shortest,
@@ -254,24 +252,24 @@ class LeaseKit:
             renewed_by=KitRenewer if self.in_memory else Renewer,
         )
         if self._clock is not None:
-            _use_clock(made, self._clock)
-        made.records.check()
+            _use_clock(parts, self._clock)
+        parts.records.check()
         if self.in_memory:
-            keep_the_latest(made.records)
-        self._make_crashable(made)
-        self._parts = app_components.AppParts(self.app, made, Copies(self.app))
-        self._parts.effects = crashable_effects(made.effects, self._crash_points)
+            limit_records(parts.records)
+        self._make_crashable(parts)
+        self._parts = app_components.AppParts(self.app, parts, Copies(self.app))
+        self._parts.effects = crashable_effects(parts.effects, self._crash_points)
         self._before = app_components.use(self.app, self._parts)
 
-    def _make_crashable(self, made: Parts) -> None:
-        """Have the calls of *made* stop at the crash points between their steps."""
-        context = made.context
+    def _make_crashable(self, parts: Parts) -> None:
+        """Add the crash points to the stores of *parts*."""
+        context = parts.context
 
         def crashable(store: Any) -> Any:
             return CrashableStore(store, self._crash_points, {}, {})
 
         _use(
-            made,
+            parts,
             records=crashable_records(context.records, self._crash_points),
             leases=crashable(context.leases),
             marks=crashable(context.marks),
@@ -284,8 +282,8 @@ class LeaseKit:
             self._parts.close()
             self._parts = None
 
-    def _keep_calls_here(self, stack: ExitStack) -> None:
-        """Have all calls of the app come to this kit, and none to a broker."""
+    def _intercept_publishing(self, stack: ExitStack) -> None:
+        """Let this kit receive all published calls of the app, and the broker none."""
         conf = self.app.conf
         before = conf.task_always_eager
         conf.task_always_eager = self.eager
@@ -295,28 +293,28 @@ class LeaseKit:
         def apply_async(
             task: Any, args: Any = None, kwargs: Any = None, task_id: Any = None, **options: Any
         ) -> Any:
-            if task._get_app() is not self.app:  # noqa: SLF001 - what task.app asks too
+            if task._get_app() is not self.app:  # noqa: SLF001 - task.app calls it too
                 return publish(task, args, kwargs, task_id, **options)
             given, named, call_id = tuple(args or ()), dict(kwargs or {}), task_id or str(uuid4())
             if task.typing and (check := getattr(task, "__header__", None)):
                 check(*given, **named)
-            call = self._published(task.name, given, named, call_id, options)
+            call = self._record_published(task.name, given, named, call_id, options)
             if self.eager:
                 return publish(task, given, named, call_id, **options)
-            self._waiting.append(call)
+            self._queued.append(call)
             return AsyncResult(call_id, app=self.app)
 
         def send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
             if name in self.app.tasks:
                 return self.app.tasks[name].apply_async(args, kwargs, **options)
             call_id = options.pop("task_id", None) or str(uuid4())
-            self._published(name, tuple(args or ()), dict(kwargs or {}), call_id, options)
+            self._record_published(name, tuple(args or ()), dict(kwargs or {}), call_id, options)
             return AsyncResult(call_id, app=self.app)
 
         _replace(stack, Task, "apply_async", apply_async)
         _replace(stack, self.app, "send_task", send_task)
 
-    def _published(
+    def _record_published(
         self,
         name: str,
         args: tuple[Any, ...],
@@ -333,11 +331,11 @@ class LeaseKit:
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, span: Duration) -> None:
-        """Let *span* (seconds, ``"5m"``, a timedelta) pass. Leases of bodies that run are renewed
-        meanwhile.
+        """Let *span* (seconds, ``"5m"``, a timedelta) pass. Leases of running bodies are
+        renewed.
         """
         left = seconds(span, "tick(): span")
-        clock, renewer = self._needs_memory("tick()"), self._here.renewer
+        clock, renewer = self._require_memory("tick()"), self._components.renewer
         assert isinstance(renewer, KitRenewer)
         while left > 0:
             step = min(left, renewer.renew_all() or left)
@@ -354,8 +352,8 @@ class LeaseKit:
     # -- keys --------------------------------------------------------------------------------------
 
     def status(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> LeaseStatus:
-        """Where a key stands: of a *what* that is a task, with these arguments; or of the key
-        itself, a text.
+        """The status of a key. *what* is a task, with the arguments of the call; or the key, with
+        the name of its *task*.
         """
         if isinstance(what, str):
             return LeaseClient.from_app(self.app).status(what, task=task)
@@ -367,16 +365,16 @@ class LeaseKit:
 
     @contextmanager
     def hold(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> Iterator[None]:
-        """Have another call run the key until the end of the block; *what* is as for
+        """A context manager during which another call runs the key; *what* is as for
         :meth:`status`.
 
-        Afterwards the key is as it was. Raises AssertionError for a key that cannot be run, as it
-        is done or cools down.
+        Afterwards the key is as it was before. Raises AssertionError if the key cannot be run,
+        because it is done or cools down.
         """
-        name, key = self._named(what, args, kwargs, task)
-        parts = self._here
+        name, key = self._task_and_key(what, args, kwargs, task)
+        parts = self._components
         before = parts.records.read(key.stored)
-        span = HELD_FOR if self.in_memory else HELD_FOR_REALLY
+        span = HOLD_SECONDS if self.in_memory else HOLD_SECONDS_REAL_CLOCK
         token = uuid4().hex
         options = self.app.tasks[name].lease_options
         claim_request = ClaimRequest(
@@ -392,13 +390,13 @@ class LeaseKit:
             rerun=options.rerun,
             database="" if parts.leases.in_records else parts.records.identity(),
         )
-        held = self._claimed(parts, claim_request)
+        held = self._claim(parts, claim_request)
         try:
             yield
         finally:
-            self._let_go(parts, claim_request, held, before)
+            self._restore(parts, claim_request, held, before)
 
-    def _claimed(self, parts: Parts, claim_request: ClaimRequest) -> Record:
+    def _claim(self, parts: Parts, claim_request: ClaimRequest) -> Record:
         answer: Any = parts.leases.acquire(claim_request)
         if isinstance(answer, Acquired):
             claim: Any = parts.records.claim(claim_request, parts.leases.name)
@@ -410,10 +408,10 @@ class LeaseKit:
             raise AssertionError(f"{claim_request.key} cannot be held: {claim}")
         return claim.record
 
-    def _let_go(
+    def _restore(
         self, parts: Parts, claim_request: ClaimRequest, held: Record, before: Record | None
     ) -> None:
-        table = parts.records.by.table
+        table = parts.records.statements.table
         ours = (
             table.c.stored_key == claim_request.stored_key,
             table.c.owner == held.owner,
@@ -422,21 +420,23 @@ class LeaseKit:
         if before is None:
             parts.records.database.count(table.delete().where(*ours), {})
         else:
-            values = parts.records.by.layout.of_record(replace(before, fence=held.fence))
+            values = parts.records.statements.layout.column_values(
+                replace(before, fence=held.fence)
+            )
             parts.records.database.count(table.update().where(*ours).values(values), {})
         if not parts.leases.in_records:
             parts.leases.release(claim_request.stored_key, claim_request.token)
 
     def lose(self, what: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
-        """Take the key away from the body that runs it in this process; *what* is as for
-        :meth:`status`.
+        """Let another attempt take the lease of the body that runs the key in this process; *what*
+        is as for :meth:`status`.
 
-        Another attempt owns it from now on. The body is told as ``lease_on_lost`` says. Raises
-        AssertionError where no body of this process runs it.
+        ``lease_on_lost`` says what happens to the body. Raises AssertionError if no body in this
+        process runs the key.
         """
-        _, key = self._named(what, args, kwargs, task)
+        _, key = self._task_and_key(what, args, kwargs, task)
         client = LeaseClient.from_app(self.app)
-        renewer = self._here.renewer
+        renewer = self._components.renewer
         running = [
             held_lease
             for held_lease in renewer.held_leases
@@ -444,7 +444,7 @@ class LeaseKit:
         ]
         if not running:
             raise AssertionError(
-                f"no body in this process runs {key.key}: call lose() from inside of it"
+                f"no body in this process runs {key.key}: call lose() inside the body"
             )
         client.release(key.stored)
         for held_lease in running:
@@ -453,18 +453,18 @@ class LeaseKit:
     def _key(self, task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKey:
         if getattr(task, "lease_options", None) is None:
             raise LeaseConfigurationError(
-                f"{task!r} is no leased task; give one, or a key and task="
+                f"{task!r} is not a leased task; give a leased task, or a key and task="
             )
         if task.lease_options.key is None:
             raise LeaseConfigurationError(
-                f"task {task.name} has no lease_key: its keys are Celery's ids; give one"
+                f"task {task.name} has no lease_key, so its keys are Celery's task ids; give it a lease_key"
             )
         return call_key(task.name, task.lease_options, task.lease_signature, "", args, kwargs)
 
-    def _named(
+    def _task_and_key(
         self, what: Any, args: Sequence[Any], kwargs: Mapping[str, Any], task: str | None
     ) -> tuple[str, CallKey]:
-        """The task's name and the key of what a test names."""
+        """The task's name and the key for the arguments of :meth:`status`."""
         if not isinstance(what, str):
             return what.name, self._key(what, args, kwargs)
         tasks = leased_tasks(self.app)
@@ -476,21 +476,21 @@ class LeaseKit:
         if task not in tasks:
             known = ", ".join(sorted(tasks)) or "none"
             raise KeyUnusable(
-                f"{what}: say whose key it is, task= one of the leased tasks ({known})"
+                f"{what}: say whose key it is: task= one of the leased tasks ({known})"
             )
         return task, CallKey(what, stored_key(tasks[task].lease_options.namespace or task, what))
 
     # -- calls that die ----------------------------------------------------------------------------
 
     def watch(self, target: str, *, by: str | None = None) -> None:
-        """Take the function *target*, ``"shop.gateway.charge"``, for a call to the outside, until
-        the kit stops.
+        """Treat calls of the function *target*, such as ``"shop.gateway.charge"``, as external
+        calls until the kit stops.
 
-        It is named as for ``mock.patch()``: where it is looked up. *by* names its parameter by
-        which the other side recognises a repetition, such as an idempotency key. Its last name is
-        that of its points: ``after:charge``.
+        The function is named as for ``mock.patch()``: by the module that looks it up. *by* is the
+        name of the parameter, such as an idempotency key, by which the external service recognises
+        a repeated call. The last part of the name is used for the points: ``after:charge``.
         """
-        module, *path = _found(target)
+        module, *path = _import_prefix(target)
         owner = module
         for name in path[:-1]:
             owner = getattr(owner, name)
@@ -499,8 +499,8 @@ class LeaseKit:
     def external(
         self, function: Callable[..., Any], *, by: str | None = None
     ) -> Callable[..., Any]:
-        """*function* as a call to the outside, where it cannot be named for :meth:`watch`; use it
-        as a decorator.
+        """*function*, whose calls count as external calls. A decorator for functions that
+        :meth:`watch` cannot name.
         """
         return watched(
             function, getattr(function, "__name__", type(function).__name__), by, self._crash_points
@@ -516,18 +516,18 @@ class LeaseKit:
         _replace(self._stack, owner, name, call)
 
     def crash(self, task: Any, *args: Any, at: str, **kwargs: Any) -> CrashedCall:
-        """Call *task* and have its process die at the point *at*.
+        """Call *task*, and let its process die at the point *at*.
 
-        :meth:`CrashedCall.resume` of what is returned delivers the call again.
+        :meth:`CrashedCall.resume` of the returned object delivers the call again.
 
-        Points are ``before:NAME`` (the intent is committed), ``after:NAME`` (called, its reply not
-        saved) and ``saved:NAME`` of an effect, ``before:`` and ``after:`` of a watched call, of
-        ``progress``, of the ``commit`` of a SQLAlchemy session or of Django, and of ``return``,
-        where the outcome is written. The first one of the name counts. Raises AssertionError where
-        the call ends without reaching it.
+        An effect has the points ``before:NAME`` (its intent is committed), ``after:NAME`` (the call
+        was made, its reply is not saved) and ``saved:NAME``. There are points ``before:`` and
+        ``after:`` each watched function, ``progress``, the ``commit`` of a SQLAlchemy session or of
+        Django, and ``return``, the write of the outcome. The first point of that name counts.
+        Raises AssertionError if the call ends without reaching the point.
         """
         call_id = str(uuid4())
-        died, plan = self._die(task, args, kwargs, call_id, at)
+        died, plan = self._crash_at(task, args, kwargs, call_id, at)
         if not died:
             passed = ", ".join(dict.fromkeys(plan.points)) or "none"
             raise AssertionError(
@@ -535,7 +535,7 @@ class LeaseKit:
             )
         return CrashedCall(self, task, args, kwargs, call_id, plan.points[-1], tuple(plan.points))
 
-    def _die(
+    def _crash_at(
         self,
         task: Any,
         args: tuple[Any, ...],
@@ -558,9 +558,7 @@ class LeaseKit:
         call_id: str,
         at: int | None,
     ) -> tuple[CrashPlan, EagerResult, LeaseStatus]:
-        """Run a call that dies at its point number *at*, and deliver it again until it has
-        ended.
-        """
+        """Run a call that dies at point number *at*, and deliver it again until it has ended."""
         with self._crash_points.following(CrashPlan(at, file_of(task))) as plan:
             result = self.run_to_its_end(task, args, kwargs, call_id)
         return plan, result, self._status_of_call(task, args, kwargs, call_id)
@@ -568,11 +566,11 @@ class LeaseKit:
     def run_to_its_end(
         self, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: str
     ) -> EagerResult:
-        """Deliver a call again and again until it has ended, moving the clock as far as it waits;
+        """Deliver a call until it has ended, and move the clock by the time that it waits; returns
         its result.
         """
-        clock = self._needs_memory("delivering a call again")
-        for _ in range(ROUNDS):
+        clock = self._require_memory("delivering a call again")
+        for _ in range(MAX_DELIVERIES):
             try:
                 result = task.apply(args, dict(kwargs), task_id=call_id)
             except ProcessDied:
@@ -587,7 +585,7 @@ class LeaseKit:
             if (
                 result is not None
                 and status.state == State.COOLING
-                and not self._comes_back(task, result.result)
+                and not self._is_redelivered(task, result.result)
             ):
                 return result
             wait = (
@@ -599,11 +597,11 @@ class LeaseKit:
                 return result
             clock.sleep((wait or 0.0) + 1.0)
         raise AssertionError(
-            f"{task.name} has not ended after {ROUNDS} deliveries; it is {status.state}: {result}"
+            f"{task.name} has not ended after {MAX_DELIVERIES} deliveries; it is {status.state}: {result}"
         )
 
-    def _comes_back(self, task: Any, error: BaseException) -> bool:
-        """Whether a worker would deliver a call again that has failed with *error*."""
+    def _is_redelivered(self, task: Any, error: BaseException) -> bool:
+        """Whether a worker would run a call again after it failed with *error*."""
         cause = (
             error.__cause__
             if isinstance(error, CoolingDown) and error.__cause__ is not None
@@ -621,17 +619,15 @@ class LeaseKit:
     # -- calls that were published -----------------------------------------------------------------
 
     def run_queued(self) -> list[EagerResult]:
-        """Run the calls that are kept, in the order in which they were published, and those that
-        they publish.
-        """
-        self._needs_memory("run_queued()")
+        """Run the queued calls in order, and the calls that they publish; returns their results."""
+        self._require_memory("run_queued()")
         results = []
-        while self._waiting:
-            call = self._waiting.pop(0)
+        while self._queued:
+            call = self._queued.pop(0)
             canvas = sorted(call.options.keys() & {"chain", "chord"})
             if canvas:
                 raise AssertionError(
-                    f"{call.task} was published with {canvas[0]}=, which only eager calls go on with; write "
+                    f"{call.task} was published with {canvas[0]}=, which run_queued() does not support; write "
                     "leases(eager=True)"
                 )
             given = {
@@ -642,48 +638,48 @@ class LeaseKit:
             task = self.app.tasks.get(call.task)
             if task is None:
                 raise AssertionError(
-                    f"{call.task} is no task of this app, so it cannot be run here"
+                    f"{call.task} is not a task of this app, so it cannot be run here"
                 )
             results.append(task.apply(call.args, dict(call.kwargs), task_id=call.id, **given))
         return results
 
     def assert_queued(self, task: Any, *args: Any, **kwargs: Any) -> QueuedCall:
-        """The last call of *task* with these arguments that was published; AssertionError where
-        there was none.
+        """The last published call of *task* with these arguments; raises AssertionError if there is
+        none.
         """
         name = task if isinstance(task, str) else task.name
-        wanted = _bound(task, args, kwargs)
+        wanted = _bound_arguments(task, args, kwargs)
         for call in reversed(self.published):
-            if call.task == name and _bound(task, call.args, call.kwargs) == wanted:
+            if call.task == name and _bound_arguments(task, call.args, call.kwargs) == wanted:
                 return call
         seen = (
-            "; ".join(_shown(call.task, call.args, call.kwargs) for call in self.published)
+            "; ".join(_call_text(call.task, call.args, call.kwargs) for call in self.published)
             or "nothing"
         )
         raise AssertionError(
-            f"{_shown(name, args, kwargs)} was not published; published was {seen}"
+            f"{_call_text(name, args, kwargs)} was not published; published was {seen}"
         )
 
     def assert_ran_once(self, task: Any, *args: Any, **kwargs: Any) -> None:
         """Raise AssertionError unless the body of that key has begun exactly once."""
-        begun = self._events_of(LeaseAcquired, task, args, kwargs)
+        begun = self._events_of_key(LeaseAcquired, task, args, kwargs)
         if len(begun) != 1:
             calls = ", ".join(event.call_id for event in begun) or "no call"
             raise AssertionError(
-                f"{_shown(task.name, args, kwargs)} has run {len(begun)} times, by {calls}"
+                f"{_call_text(task.name, args, kwargs)} has run {len(begun)} times, by {calls}"
             )
 
     def assert_replayed(self, task: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise AssertionError unless a call of that key was answered with the saved result of an
-        earlier one.
+        """Raise AssertionError unless a call of that key got the saved result of an earlier
+        call.
         """
-        if not self._events_of(ResultReplayed, task, args, kwargs):
+        if not self._events_of_key(ResultReplayed, task, args, kwargs):
             state = self.status(task, *args, **kwargs).state
             raise AssertionError(
-                f"no call of {_shown(task.name, args, kwargs)} was replayed; the key is {state}"
+                f"no call of {_call_text(task.name, args, kwargs)} was replayed; the key is {state}"
             )
 
-    def _events_of(
+    def _events_of_key(
         self, kind: type[Event], task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Event]:
         shown = self._key(task, args, kwargs).shown
@@ -695,7 +691,7 @@ class LeaseKit:
 
     def assert_survives_crashes(self, task: Any, *args: Any, **kwargs: Any) -> list[str]:
         """See :func:`celery_leases.testing.assert_survives_crashes`."""
-        call_id = str(uuid4())  # one for all runs, so that they have the same idempotency keys
+        call_id = str(uuid4())  # the same for all runs, so that idempotency keys are equal
         return check_survival(
             task,
             self.reset,
@@ -703,7 +699,7 @@ class LeaseKit:
         )
 
     def classify(self, error: BaseException, task: Any = None) -> Classification:
-        """What the rules of *task*, by default the default rules, make of *error*."""
+        """How the rules of *task*, by default the default rules, classify *error*."""
         rules = task.lease_options.classifier if task is not None else Rules.default()
         found: Classification = rules.judge(error, self.now)
         return found
@@ -711,24 +707,24 @@ class LeaseKit:
     # -- parts -------------------------------------------------------------------------------------
 
     @property
-    def _here(self) -> app_components.AppParts:
+    def _components(self) -> app_components.AppParts:
         if self._parts is None:
             raise AssertionError(
                 "the kit is not started: use it as a context manager, or call start()"
             )
         return self._parts
 
-    def _needs_memory(self, what: str) -> KitClock:
-        _ = self._here
+    def _require_memory(self, what: str) -> KitClock:
+        _ = self._components
         if self._clock is None:
             raise AssertionError(
-                f"{what} needs stores in memory; with a real worker time passes by itself"
+                f"{what} needs stores in memory; with a real worker the clock is the real one"
             )
         return self._clock
 
 
 class _RecordingObserver:
-    """Remembers what happens, and passes it on."""
+    """Records events, and passes them on."""
 
     def __init__(self, seen: list[Event], crash_points: CrashPoints, then: Announcer) -> None:
         self._seen, self._crash_points, self._then = seen, crash_points, then
@@ -744,7 +740,7 @@ class _RecordingObserver:
 
 
 def current_kit() -> LeaseKit:
-    """The kit that was started last; raises AssertionError where there is none."""
+    """The kit that was started last; raises AssertionError if there is none."""
     if not _started:
         raise AssertionError(
             "no leases in memory here: write `with leases(app):`, or use the fixture `leases`"
@@ -758,21 +754,21 @@ def file_of(task: Any) -> str:
     return str(getattr(function, "__code__", None) and function.__code__.co_filename)
 
 
-def _use_clock(made: Parts, clock: KitClock) -> None:
-    """Have the stores in memory go by *clock*, and nothing by chance."""
-    made.records.database.host_now = clock.microseconds
-    made.records.evidence.grace = 0.0  # no other process writes into this memory
-    _use(made, wall_time=clock.wall_time, rand=lambda: 1.0)
+def _use_clock(parts: Parts, clock: KitClock) -> None:
+    """Use *clock* for the stores in memory, and no random delays."""
+    parts.records.database.host_now = clock.microseconds
+    parts.records.availability.grace = 0.0  # no other process can hold a lease in this memory
+    _use(parts, wall_time=clock.wall_time, rand=lambda: 1.0)
 
 
-def _use(made: Parts, **changes: Any) -> None:
-    """Have the calls of *made* run with another context."""
-    made.context = replace(made.context, **changes)
-    made.execution = Execution(made.context, made.renewer)
+def _use(parts: Parts, **changes: Any) -> None:
+    """Change the context with which *parts* run calls."""
+    parts.context = replace(parts.context, **changes)
+    parts.execution = Execution(parts.context, parts.renewer)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give *owner* another attribute until the end of *stack*."""
+    """Set an attribute of *owner* until the end of *stack*."""
     own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)
@@ -782,8 +778,8 @@ def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
         stack.callback(delattr, owner, name)
 
 
-def _found(target: str) -> list[Any]:
-    """The module of a dotted name, and the names below it."""
+def _import_prefix(target: str) -> list[Any]:
+    """The module in a dotted name, and the names after it."""
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
@@ -798,8 +794,8 @@ def _found(target: str) -> list[Any]:
     )
 
 
-def _bound(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments as the body gets them, however they were written."""
+def _bound_arguments(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments bound to the parameters of the body, so that equal calls compare as equal."""
     signature = getattr(task, "lease_signature", None)
     if signature is None:
         return tuple(args), dict(kwargs)
@@ -811,6 +807,6 @@ def _bound(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return given.arguments
 
 
-def _shown(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _call_text(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     given = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{name}({', '.join(given)})"

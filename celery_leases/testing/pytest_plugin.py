@@ -1,7 +1,7 @@
-"""The pytest plugin: a fixture with leases in memory. Nothing in it is used unless it is asked for.
+"""The pytest plugin: the fixture ``leases``, with leases in memory.
 
 Write ``pytest_plugins = ["celery_leases.testing.pytest_plugin"]`` in the top ``conftest.py``.
-Celery is imported with the first test that uses the fixture.
+Celery is imported by the first test that uses the fixture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def leases_app() -> Celery | None:
-    """The Celery app of the fixture ``leases``; override it, or the current app is taken."""
+    """The Celery app of the fixture ``leases``, by default the current app. Override it."""
     return None
 
 

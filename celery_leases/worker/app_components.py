@@ -103,11 +103,11 @@ class AppParts(Parts):
 
         def detached(given: Any) -> JoinedTransaction | None:
             from celery_leases.stores.eager_transactions import (
-                DetachedTransaction,
-                tells_of_its_commit,
+                EagerTransaction,
+                commit_is_observable,
             )
 
-            return DetachedTransaction(given, self.records) if tells_of_its_commit(given) else None
+            return EagerTransaction(given, self.records) if commit_is_observable(given) else None
 
         # Records in this process's memory cannot commit together with other rows; there they follow
         # the commit.
@@ -171,9 +171,9 @@ def _make(app: Celery, *, eager: bool) -> AppParts:
                 with suppress(StoreUnavailable):  # a delivery that cannot reach it is rescheduled
                     parts.records.check()
                     if eager and settings.database_url == IN_MEMORY:
-                        from celery_leases.stores.eager_eviction import keep_the_latest
+                        from celery_leases.stores.eager_eviction import limit_records
 
-                        keep_the_latest(parts.records)
+                        limit_records(parts.records)
             made[eager] = AppParts(app, parts, Copies(app))
         return made[eager]
 

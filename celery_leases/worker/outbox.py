@@ -111,13 +111,13 @@ def enqueue(
 
     transaction = JoinedTransaction(given, parts.records)
     transaction.join(key.key)
-    transaction.know_layout(key.key)
+    transaction.load_layout(key.key)
     other = _written(_outbox(parts), transaction, call)
     if other is None:
         # Through Django's own connection it works where only that one sees the row: in a test's
         # transaction.
         place = transaction if transaction.is_of_django else None
-        transaction.when_ended(lambda: _publish_own(app, key.stored, place))
+        transaction.call_when_ended(lambda: _publish_own(app, key.stored, place))
     return AsyncResult(other or call_id, app=app)
 
 
@@ -167,15 +167,17 @@ def _written(outbox: Outbox, place: _Place, call: _NewCall) -> str | None:
     """
     key, options = call.key, call.task.lease_options
     named = (call.task.name, key, call.call_id, call.message)
-    if place.write(outbox.enqueuing(*named, ttl=options.ttl, retention=options.retention), key.key):
+    if place.write(
+        outbox.enqueue_writes(*named, ttl=options.ttl, retention=options.retention), key.key
+    ):
         return None
     record = _found(place, key)
     if record.expired:
-        writes = outbox.replacing(record, *named, ttl=options.ttl, retention=options.retention)
+        writes = outbox.replace_writes(record, *named, ttl=options.ttl, retention=options.retention)
     else:
         _check_content(record, key)
         writes = (
-            outbox.adding(record, call.message, call.call_id) if _is_with_nobody(record) else ()
+            outbox.add_writes(record, call.message, call.call_id) if _is_with_nobody(record) else ()
         )
     if place.write(writes, key.key):
         return None
@@ -317,15 +319,15 @@ def _queue(outbox: Outbox, records: SqlRecordStore, call: _NewCall) -> Record | 
     key, options, place = call.key, call.task.lease_options, _Statements(records)
     ttl, retention = options.ttl, options.retention
     named = (call.task.name, key, call.call_id, call.message)
-    if place.write(outbox.enqueuing(*named, ttl=ttl, retention=retention), key.key):
+    if place.write(outbox.enqueue_writes(*named, ttl=ttl, retention=retention), key.key):
         return None
     record = _found(place, key)
     anew = options.rerun and record.state in (State.DONE, State.FAILED)
     if record.expired:
-        writes = outbox.replacing(record, *named, ttl=ttl, retention=retention)
+        writes = outbox.replace_writes(record, *named, ttl=ttl, retention=retention)
     elif anew or (_is_with_nobody(record) and not record.waits):
         anew = options.rerun
-        writes = outbox.reassigning(record, *named, anew=anew, ttl=ttl, retention=retention)
+        writes = outbox.reassign_writes(record, *named, anew=anew, ttl=ttl, retention=retention)
     else:
         if not record.failure_delivered and record.state not in (State.FAILED, State.UNCERTAIN):
             _check_same(record.fingerprint, record.digests, key)
@@ -640,7 +642,7 @@ def _taken(outbox: Outbox, stored_key: str, place: _Place | None) -> Record | No
     record = place.read(stored_key, stored_key)
     if record is None or record.publish_at is None:
         return None
-    writes, taken = outbox.taking(record)
+    writes, taken = outbox.take_writes(record)
     return taken if place.write(writes, stored_key) else None
 
 
@@ -648,7 +650,7 @@ def _note_published(outbox: Outbox, record: Record, place: _Place | None) -> Non
     if place is None:
         outbox.published(record)
     else:
-        place.write(outbox.noting(record), record.stored_key)
+        place.write(outbox.published_writes(record), record.stored_key)
 
 
 def _as_it_stands(record: Record) -> dict[str, Any]:

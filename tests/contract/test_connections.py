@@ -1,5 +1,5 @@
-"""How many connections a process has to its stores, and what becomes of calls that find all of them
-in use.
+"""How many connections a process opens to its stores, and what happens to calls when all of them
+are in use.
 """
 
 import logging
@@ -37,7 +37,7 @@ TTL = 1.0
 
 @contextmanager
 def all_lent(*lenders: ResourcePool[Any]) -> Iterator[None]:
-    """Others have all that there is."""
+    """A context manager during which all connections are in use."""
     before = patience.set(lambda: 10.0)
     things = [
         (resource_pool, resource_pool.lend())
@@ -51,13 +51,13 @@ def all_lent(*lenders: ResourcePool[Any]) -> Iterator[None]:
 
 
 def lender_of(engine: Engine) -> ResourcePool[Any]:
-    """That of the connections of an engine."""
+    """The pool of an engine."""
     resource_pool: ResourcePool[Any] = cast(Any, engine.pool)._resource_pool
     return resource_pool
 
 
 def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
-    """Make a call in so many threads at once; what they have raised."""
+    """Make a call in that many threads at once; returns the exceptions."""
     together, errors = threading.Barrier(number), list[BaseException]()
 
     def run() -> None:
@@ -79,7 +79,7 @@ def in_threads(number: int, call: Callable[[], object]) -> list[BaseException]:
 
 
 def backends(engine: Engine) -> int:
-    """How many connections there are to this database, but for the one that asks."""
+    """The number of connections to this database, without the one that counts them."""
     with engine.connect() as connection:
         if is_mysql(connection.dialect):
             query = "SELECT count(*) - 1 FROM information_schema.processlist WHERE db = database()"
@@ -91,7 +91,7 @@ def backends(engine: Engine) -> int:
 
 @pytest.mark.parametrize("times", [1, 3], ids=["by SQLAlchemy", "on the cursor"])
 def test_many_threads_share_few_connections(server_url: str, times: int) -> None:
-    """Each waits for its turn, and all are served."""
+    """Each thread waits for a connection, and all calls succeed."""
     database, watcher = Database(engine_for(server_url, 3, 30.0)), engine_for(server_url)
     sleep = "SLEEP(0.1)" if is_mysql(watcher.dialect) else "pg_sleep(0.1)"
     one = f"SELECT 1 AS one FROM (SELECT {sleep}) AS slept"  # noqa: S608
@@ -118,7 +118,7 @@ def test_many_threads_share_few_connections(server_url: str, times: int) -> None
 
 
 def test_where_all_connections_are_in_use_nothing_was_executed(server_url: str) -> None:
-    """The call is told for how long it has waited, and which setting to look at."""
+    """The error says for how long the call has waited, and names the setting."""
     database = Database(engine_for(server_url, 2, 0.3))
     statement = text("SELECT 1 AS one").columns(column("one", Integer))
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_where_all_connections_are_in_use_nothing_was_executed(server_url: str) 
 
 
 def test_connections_that_cannot_be_made_take_no_place() -> None:
-    """A server that is away for long leaves a pool that is empty, not one that is full."""
+    """The pool of a server that was unavailable for long is empty, not full."""
     database = Database(engine_for("postgresql+psycopg://127.0.0.1:1/x", 2, 0.0))
     statement = text("SELECT 1 AS one").columns(column("one", Integer))
     for _ in range(6):
@@ -152,8 +152,8 @@ def test_connections_that_cannot_be_made_take_no_place() -> None:
 def test_a_worker_at_debug_has_no_log_lines_of_the_pool(
     caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
-    """As with SQLAlchemy's own: under eventlet a line of the keeper, a real thread, would stop the
-    worker for good.
+    """As with SQLAlchemy's own pools at DEBUG: under eventlet, a log line of the renewer, which
+    is a real thread, would block the worker forever.
     """
     caplog.set_level("DEBUG")
     engine = engine_for(url)
@@ -163,7 +163,7 @@ def test_a_worker_at_debug_has_no_log_lines_of_the_pool(
 
 
 def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(server_url: str) -> None:
-    """As one of a thread that was still busy when the client was closed."""
+    """For example of a thread that is still busy when the client is closed."""
     engine, watcher = engine_for(server_url, 2), engine_for(server_url)
     used, idle = engine.raw_connection(), engine.raw_connection()
     idle.close()
@@ -180,19 +180,19 @@ def test_a_connection_in_use_is_closed_when_it_comes_back_to_a_closed_pool(serve
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server of the test's own, whose clients are the test's."""
+    """A server for this test, so that all its clients belong to the test."""
     with RedisServer() as started:
         yield started
 
 
 def clients(admin: redis.Redis) -> int:
-    """How many clients there are but for the one that asks."""
+    """The number of clients, without the one that counts them."""
     return len(admin.client_list()) - 1
 
 
 def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> None:
-    """Scripts, reads and pipelines are sent on the same ones; a server that is slow does not get
-    more.
+    """Scripts, reads and pipelines share the connections; a slow server does not get more of
+    them.
     """
     store = RedisLeaseStore.from_url(server.url, timeout=20.0, turns=ResourcePool(3, Turn, 30.0))
     claim_requests = [make_claim_request(fresh_key()) for _ in range(4)]
@@ -213,7 +213,7 @@ def test_many_threads_share_few_connections_to_redis(server: RedisServer) -> Non
 
 
 def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer) -> None:
-    """And they come back, whatever the calls have ended in."""
+    """The turns are free again, whatever the calls end with."""
     turns = ResourcePool(2, Turn, 0.2)
     store = RedisLeaseStore.from_url(server.url, timeout=1.0, turns=turns)
     taken = [turns.lend(), turns.lend()]
@@ -246,12 +246,12 @@ def test_where_all_turns_at_redis_are_taken_nothing_was_sent(server: RedisServer
 def parts(
     request: pytest.FixtureRequest, leases_redis_url: str, leases_postgres_url: str
 ) -> Iterator[Parts]:
-    """The parts of a process that may have three connections to each store."""
+    """The parts of a process with at most three connections to each store."""
     leases = leases_redis_url if request.param == "redis" else "database"
     conf = {"leases_url": leases, "leases_database_url": leases_postgres_url, "leases_pool_size": 3}
     made = build(read_settings(conf, None), Seen(), TTL)
     made.records.migrate()
-    made.records.evidence.grace = 0.0
+    made.records.availability.grace = 0.0
     yield made
     made.close()
 
@@ -271,16 +271,14 @@ def begun(parts: Parts, key: str) -> tuple[HeldLease, Any]:
 
 
 def test_a_full_pool_loses_no_lease(parts: Parts) -> None:
-    """Bodies have all connections of theirs for three ttls: the keeper has its own, and the leases
-    are renewed.
-
-    Who wants a connection meanwhile is told in time that there is none; and in the end all outcomes
-    are written.
+    """Bodies use all their connections for three ttls. The renewer has its own connection, so
+    the leases are renewed. A call that needs a connection meanwhile fails in time, and in the
+    end all outcomes are written.
     """
     held = [begun(parts, fresh_key()) for _ in range(3)]
     lenders = [lender_of(parts.records.database.engine)]
     if isinstance(parts.leases, RedisLeaseStore):
-        lenders.append(parts.leases._scripts._turns)
+        lenders.append(parts.leases._commands._turns)
     with all_lent(*lenders):
         until = time.monotonic() + 3 * TTL
         while time.monotonic() < until:
@@ -299,7 +297,7 @@ def test_a_full_pool_loses_no_lease(parts: Parts) -> None:
 def test_a_process_has_at_most_as_many_connections_as_it_may(
     parts: Parts, leases_postgres_url: str
 ) -> None:
-    """Tasks, the keeper, bodies that ask and the thread that purges: all of them together."""
+    """Tasks, the renewer, bodies that call the stores, and the purging thread together."""
     held_lease, record = begun(parts, fresh_key())
     renewer: Renewer = parts.execution.renewer
     watcher = engine_for(leases_postgres_url)
@@ -322,7 +320,7 @@ def test_a_process_has_at_most_as_many_connections_as_it_may(
 
 @pytest.mark.parametrize("size", [0, 2, -1, 10.0, "10", True, [3]])
 def test_a_number_of_connections_that_cannot_be_is_refused(size: object) -> None:
-    """When the worker starts, with what to write."""
+    """When the worker starts, with the line to write."""
     conf = {
         "leases_url": "database",
         "leases_database_url": "sqlite:///x.db",

@@ -1,5 +1,5 @@
-"""Records and effects that cannot be read, texts that a database refuses, and whatever a driver may
-raise.
+"""Unreadable records and effects, texts that a database refuses, and unexpected exceptions of
+drivers.
 """
 
 import errno
@@ -42,7 +42,7 @@ NEEDED = {
     "state": ["bogus"],
 }
 LOOKED_AT = NEEDED | {"ended": ["bogus"], "result": ["{"]}
-"""A claim makes the last two new."""
+"""A claim replaces the last two."""
 SPARED = {
     "error": ["{", "5"],
     "details": [
@@ -54,7 +54,7 @@ SPARED = {
 
 
 def pairs(columns: dict[str, list[str]]) -> Any:
-    """Columns with their values."""
+    """Columns with unreadable values."""
     return pytest.mark.parametrize(
         ("column", "value"),
         [(column, value) for column, values in columns.items() for value in values],
@@ -69,14 +69,14 @@ def change(
     table: str = "celery_leases_records",
     where: str = "1 = 1",
 ) -> None:
-    """Write into the rows of a key by hand."""
+    """Change the rows of a key by hand."""
     with records.database.engine.connect() as connection:
         statement = f"UPDATE {table} SET {column} = :value WHERE stored_key = :key AND {where}"  # noqa: S608
         connection.execute(text(statement), {"value": value, "key": key})
 
 
 def raw(records: SqlRecordStore, key: str) -> Any:
-    """The row as the database has it."""
+    """The row as it is stored."""
     with records.database.engine.connect() as connection:
         query = text("SELECT * FROM celery_leases_records WHERE stored_key = :key")
         return connection.execute(query, {"key": key}).mappings().one()
@@ -98,9 +98,7 @@ def failed_once(records: SqlRecordStore, **claim_request: Any) -> str:
 def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """The error names the key and the column; the row runs under nobody, and no later claim counts
-    a crash.
-    """
+    """The error names key and column. The row is not running, and no later claim counts a crash."""
     key = failed_once(sql_records)
     change(sql_records, key, column, value)
     for _ in range(3):
@@ -119,10 +117,10 @@ def test_a_claim_of_a_row_that_cannot_be_read_changes_nothing_that_counts(
 
 
 @pairs(SPARED)
-def test_what_decides_nothing_is_left_out_with_a_warning(
+def test_an_unreadable_value_without_a_decision_is_ignored_with_a_warning(
     sql_records: SqlRecordStore, caplog: pytest.LogCaptureFixture, column: str, value: str
 ) -> None:
-    """The call runs."""
+    """No decision depends on the value, so the call runs."""
     key = failed_once(sql_records)
     change(sql_records, key, column, value)
     with caplog.at_level(logging.WARNING):
@@ -136,7 +134,9 @@ def test_what_decides_nothing_is_left_out_with_a_warning(
 def test_one_broken_row_does_not_keep_an_operator_from_the_others(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """``list`` names it among the others, ``show`` says what is wrong, ``forget`` mends it."""
+    """``list`` shows the row among the others, ``show`` says what is wrong, and ``forget``
+    repairs it.
+    """
     client = LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
     well, key = failed_once(sql_records), failed_once(sql_records)
     if column == "result":
@@ -156,9 +156,7 @@ def test_one_broken_row_does_not_keep_an_operator_from_the_others(
 
 
 def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record]:
-    """A key that was forgotten twice, with an effect in each of its generations; and its record
-    now.
-    """
+    """A key that was forgotten twice, with an effect in each generation; and its current record."""
     effects = SqlEffectStore(records.database, records.tables)
     key = fresh_key()
     for generation in range(3):
@@ -172,8 +170,8 @@ def of_third_generation(records: SqlRecordStore) -> tuple[SqlEffectStore, Record
 
 
 def lose_the_generation(records: SqlRecordStore, column: str, value: str) -> None:
-    """Of a key with effects in each; it is forgotten, has an effect again, and all that happens
-    once more.
+    """Damage the generation of a key that has effects in each generation; forget the key, let it
+    have an effect, and do the same again.
     """
     effects, record = of_third_generation(records)
     key = record.stored_key
@@ -199,13 +197,13 @@ LOST = pytest.mark.parametrize("value", ["{", "[]", '"text"', '{"generation": "x
 def test_a_generation_that_is_lost_is_followed_by_one_that_never_was(
     sql_records: SqlRecordStore, value: str
 ) -> None:
-    """Its effects, and those of all before it, are not found by the next."""
+    """The next generation finds none of the effects of this generation and of those before it."""
     lose_the_generation(sql_records, "details", value)
 
 
 @LOST
 def test_a_generation_that_is_lost_in_tables_of_version_1_too(tmp_path: Path, value: str) -> None:
-    """SQLite takes text where integers belong."""
+    """SQLite stores text in integer columns."""
     with migrated(f"sqlite:///{tmp_path / 'records.db'}") as records:
         records.migrate(1)
         lose_the_generation(records, "generation", value)
@@ -217,7 +215,7 @@ def test_a_generation_that_is_lost_in_tables_of_version_1_too(tmp_path: Path, va
 def test_a_generation_that_can_be_read_is_followed_by_the_next(
     sql_records: SqlRecordStore, value: str
 ) -> None:
-    """Whatever else of the document is damaged."""
+    """Even if other parts of the document are unreadable."""
     _, record = of_third_generation(sql_records)
     change(sql_records, record.stored_key, "details", value)
     after = sql_records.reset(record.stored_key, keep=False)
@@ -226,7 +224,7 @@ def test_a_generation_that_can_be_read_is_followed_by_the_next(
 
 
 def test_a_generation_made_from_a_fence_survives_a_downgrade(sql_records: SqlRecordStore) -> None:
-    """The column of version 1 holds it."""
+    """The column of version 1 can store it."""
     _, record = of_third_generation(sql_records)
     change(sql_records, record.stored_key, "details", "{")
     after = sql_records.reset(record.stored_key, keep=False)
@@ -239,7 +237,7 @@ def test_a_generation_made_from_a_fence_survives_a_downgrade(sql_records: SqlRec
 def test_a_broken_row_is_skipped_by_those_who_look_for_messages(
     sql_records: SqlRecordStore,
 ) -> None:
-    """The rescue sees it among the others."""
+    """The rescue reports the row among the others."""
     keys = [failed_once(sql_records, message="{}") for _ in range(3)]
     change(sql_records, keys[1], "progress", "{")
     for key in keys:
@@ -251,8 +249,10 @@ def test_a_broken_row_is_skipped_by_those_who_look_for_messages(
     assert [key for key, unreadable in found.items() if unreadable] == [keys[1]]
 
 
-def test_a_group_is_opened_whatever_the_errors_of_its_keys_say(sql_records: SqlRecordStore) -> None:
-    """One of them cannot be read."""
+def test_a_group_is_opened_even_if_an_error_of_its_keys_is_unreadable(
+    sql_records: SqlRecordStore,
+) -> None:
+    """The error of one key is unreadable."""
     keys = []
     for _ in range(2):
         record = won(sql_records, make_claim_request(fresh_key()))
@@ -276,8 +276,8 @@ def test_a_group_is_opened_whatever_the_errors_of_its_keys_say(sql_records: SqlR
 def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happened(
     sql_records: SqlRecordStore, column: str, value: str
 ) -> None:
-    """The error names effect and column, nothing is written, and an operator sees which effect it
-    is.
+    """The error names effect and column, nothing is written, and an operator sees which effect
+    it is.
     """
     effects, record = (
         SqlEffectStore(sql_records.database, sql_records.tables),
@@ -310,7 +310,7 @@ def test_an_effect_that_cannot_be_read_is_not_taken_for_one_that_has_not_happene
 
 
 def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
-    """As SQLite allows it."""
+    """SQLite allows that."""
     with migrated(f"sqlite:///{tmp_path}/leases.db") as records:
         effects, record = (
             SqlEffectStore(records.database, records.tables),
@@ -335,7 +335,7 @@ def test_an_effect_whose_number_is_a_text_is_named(tmp_path: Path) -> None:
     "reason", ["a\x00b", "half \ud83d of it", "x" * 300, "\N{GRINNING FACE}" * 300]
 )
 def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> None:
-    """Without what no database takes, and cut to its column."""
+    """Without characters that no database stores, and truncated to the size of its column."""
     record = won(sql_records, make_claim_request(fresh_key(), holder="h\x00" * 300))
     snoozed = outcome(record, State.PENDING, Ended.SNOOZED, reason=reason, retry_after=5.0)
     assert sql_records.settle(record, snoozed)
@@ -348,7 +348,7 @@ def test_any_reason_can_be_written(sql_records: SqlRecordStore, reason: str) -> 
 
 @pytest.fixture
 def latin(leases_postgres: PostgresServer) -> Any:
-    """A PostgreSQL database that has no letters outside Latin-1."""
+    """A PostgreSQL database whose encoding is Latin-1."""
     url = leases_postgres.new_database()
     name = url.rpartition("/")[2]
     with engine_for(leases_postgres.url).connect() as connection:
@@ -375,7 +375,7 @@ def latin(leases_postgres: PostgresServer) -> Any:
 def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it(
     latin: SqlRecordStore, more: dict[str, Any]
 ) -> None:
-    """State, counts and times survive."""
+    """State, counts and times are written."""
     record = won(latin, make_claim_request(fresh_key()))
     assert latin.settle(record, outcome(record, **({"state": State.DONE} | more)))
     written = row(latin, record.stored_key)
@@ -384,8 +384,8 @@ def test_an_outcome_that_the_database_refuses_for_its_text_is_written_without_it
     assert written.reason == ("result_refused" if "result" in more else None)
 
 
-def test_a_key_that_the_database_refuses_is_the_calls_own_fault(latin: SqlRecordStore) -> None:
-    """It would be refused for ever."""
+def test_a_key_that_the_database_refuses_is_an_error_of_the_call(latin: SqlRecordStore) -> None:
+    """It would be refused each time, so it is an error of the call."""
     for call in (
         lambda: latin.claim(make_claim_request("t:contract|\u5f85"), "database"),
         lambda: latin.read("\u5f85"),
@@ -396,7 +396,7 @@ def test_a_key_that_the_database_refuses_is_the_calls_own_fault(latin: SqlRecord
 
 
 def test_a_reply_that_the_database_refuses_leaves_its_effect_done(latin: SqlRecordStore) -> None:
-    """The effect has happened, which counts more than what the other side calls it."""
+    """The effect has happened, which is more important than the text of its reply."""
     effects, record = (
         SqlEffectStore(latin.database, latin.tables),
         won(latin, make_claim_request(fresh_key())),
@@ -422,10 +422,10 @@ def test_a_reply_that_the_database_refuses_leaves_its_effect_done(latin: SqlReco
     ],
     ids=repr,
 )
-def test_whatever_a_driver_raises_the_store_is_unavailable(
+def test_any_exception_of_a_driver_means_that_the_store_is_unavailable(
     database_url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Also at the first try, when it connects."""
+    """Also at the first connection."""
     with migrated(database_url) as records:
         record = won(records, make_claim_request(fresh_key()))
 
@@ -450,13 +450,13 @@ def test_whatever_a_driver_raises_the_store_is_unavailable(
 def test_a_soft_time_limit_that_strikes_in_a_statement_is_the_tasks(
     sql_records: SqlRecordStore,
 ) -> None:
-    """As in a body that asks where a key stands."""
+    """The limit was raised inside a call of the store, but it belongs to the task."""
     with pytest.raises(SoftTimeLimitExceeded), sql_records.database.errors():
         raise SoftTimeLimitExceeded
 
 
 def test_a_refused_claim_of_a_row_that_runs_is_not_given_back(sql_records: SqlRecordStore) -> None:
-    """It is another's."""
+    """It belongs to another attempt."""
     record = won(sql_records, make_claim_request(fresh_key()), "database")
     change(sql_records, record.stored_key, "progress", "{")
     with pytest.raises(RecordUnreadable):

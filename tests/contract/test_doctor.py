@@ -1,8 +1,8 @@
-"""``leases doctor`` on set-ups that are broken, each named, and on healthy ones, of which it is
-silent.
+"""``leases doctor`` on broken set-ups, each of which it names, and on healthy ones, for which it
+reports nothing.
 """
 
-# ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
+# ruff: noqa: D103 - the names describe the behaviour; a docstring is added where a name is not enough
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ Makes = Callable[..., Celery]
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy answers late, which says nothing about the set-up."""
+    """A busy machine answers late, which must not be reported."""
     monkeypatch.setattr(store_checks, "SLOW", 30.0)
     monkeypatch.setattr(store_checks, "CLOCKS_APART", 30.0)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RedisServer]:
-    """A server that writes to its disk, as one should that is a broker."""
+    """A server that writes to its disk, as a broker should."""
     with RedisServer(options=("--save", "3600 1")) as started:
         yield started
 
 
 @pytest.fixture
 def makes(server: RedisServer, tmp_path: Path) -> Iterator[Makes]:
-    """Makes an app with one leased task, healthy but for what is given."""
+    """Makes an app with one leased task, which is healthy except for the given settings."""
 
     def make(*, task: dict[str, Any] | None = None, **conf: Any) -> Celery:
         base = server.url.removesuffix("/0")
@@ -127,7 +127,7 @@ BESIDES = {"prefetch-beyond-visibility-timeout", "broker-away", "short-visibilit
 def test_a_broken_set_up_is_named_with_what_happens_and_what_to_write(
     makes: Makes, code: str
 ) -> None:
-    """And nothing else is, but for what follows from it; no password is shown."""
+    """Only what is broken, and its consequences, is reported; no password is shown."""
     try:
         app = makes(**BROKEN[code])
     except LeaseConfigurationError:  # a task with wrong settings cannot be registered
@@ -141,7 +141,7 @@ def test_a_broken_set_up_is_named_with_what_happens_and_what_to_write(
 
 
 def test_wrong_settings_are_named_where_they_keep_a_task_from_being_registered() -> None:
-    """Each app registers the shared tasks of other modules when it is first asked for its tasks."""
+    """An app registers the shared tasks of other modules when its tasks are first used."""
     shared = Celery("other", broker="memory://", set_as_current=False)
     shared.conf.leases_database_url = "sqlite://"
 
@@ -157,7 +157,7 @@ def test_wrong_settings_are_named_where_they_keep_a_task_from_being_registered()
 
 @contextmanager
 def forgotten_shared_tasks() -> Iterator[None]:
-    """What becomes a shared task in here does not turn up in the apps of other tests."""
+    """A shared task that is made in this context is not registered in the apps of other tests."""
     before = set(celery._state._on_app_finalizers)
     yield
     celery._state._on_app_finalizers &= before
@@ -167,7 +167,7 @@ def forgotten_shared_tasks() -> Iterator[None]:
 def test_of_a_healthy_set_up_nothing_is_found(
     makes: Makes, request: pytest.FixtureRequest, records: str
 ) -> None:
-    """What was looked at is told: version, latency and clock of each server."""
+    """The examined facts are shown: version, latency and clock of each server."""
     conf: dict[str, Any] = {}
     if records != "sqlite":
         url = request.getfixturevalue(f"leases_{records}_url")
@@ -192,7 +192,7 @@ def test_of_a_healthy_set_up_nothing_is_found(
 def test_a_user_with_few_rights_is_no_finding(
     makes: Makes, server: RedisServer, rights: str
 ) -> None:
-    """What the server does not tell is not known, and not held against it."""
+    """A fact that the server does not show is unknown, and not reported."""
     with redis.Redis.from_url(server.url) as admin:
         admin.execute_command("ACL", "SETUSER", "few", "on", ">pw", "~*", *rights.split())
         try:
@@ -251,7 +251,7 @@ def test_a_redis_that_deletes_or_forgets_is_named(
 
 
 def test_two_environments_on_one_prefix_are_named(makes: Makes, server: RedisServer) -> None:
-    """By a lease whose holder has its records in another database."""
+    """They are found by a lease whose holder has its records in another database."""
     app = makes()
     store = RedisLeaseStore.from_url(app.conf.leases_url, prefix=app.conf.leases_prefix)
     store.acquire(make_claim_request("t:x|k", database="another"))
@@ -313,7 +313,7 @@ def test_a_worker_says_what_it_finds_in_one_line_each_and_no_notes(
 def test_a_worker_of_greenlets_knows_its_own_pool(
     makes: Makes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The setting of the app does not say which one it is."""
+    """The setting of the app does not name the pool of the worker."""
     limits = {"soft_time_limit": None, "time_limit": None}
     for pool, concurrency, said in (
         ("celery.concurrency.gevent:TaskPool", 10, 0),
@@ -324,8 +324,8 @@ def test_a_worker_of_greenlets_knows_its_own_pool(
         assert sum("11 greenlets share 10" in line for line in caplog.messages) == said
 
 
-def test_the_command_tells_and_exits_with_what_it_found(makes: Makes) -> None:
-    """0 where all is well or only a note was found, else 1; JSON is on one line."""
+def test_the_command_prints_its_findings_and_exits_with_their_severity(makes: Makes) -> None:
+    """The exit code is 0 if there are at most notes, otherwise 1. JSON is on one line."""
 
     def types(app: Celery, *words: str) -> Any:
         return CliRunner().invoke(leases, ["doctor", *words], obj=SimpleNamespace(app=app))
@@ -342,8 +342,8 @@ def test_the_command_tells_and_exits_with_what_it_found(makes: Makes) -> None:
     assert "warning: no-visibility-timeout" in ill.stdout
     assert "what happens   broker_transport_options has no visibility_timeout" in ill.stdout
     assert "what to write  write app.conf.broker_transport_options" in ill.stdout
-    told = json.loads(types(makes(broker_transport_options={}), "--json").stdout)
-    assert [finding["code"] for finding in told["findings"]] == ["no-visibility-timeout"]
+    report = json.loads(types(makes(broker_transport_options={}), "--json").stdout)
+    assert [finding["code"] for finding in report["findings"]] == ["no-visibility-timeout"]
 
 
 def test_a_client_examines_the_app_it_is_of(makes: Makes) -> None:

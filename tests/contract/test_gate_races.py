@@ -1,5 +1,5 @@
-"""A gate that changes between the look at it and the write: the decision is made again, on what it
-is by then.
+"""A gate that changes between reading and writing: the new gate is computed again from the
+changed one.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ Step = Callable[[GatedLeaseStore], Any]
 
 @pytest.fixture(params=["redis", "sqlite", *SERVERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLeaseStore]:
-    """One of the technologies."""
+    """One of the stores."""
     if request.param == "redis":
         redis_store = RedisLeaseStore.from_url(request.getfixturevalue("leases_redis_url"))
         yield redis_store
@@ -51,17 +51,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatedLease
 
 
 def opened(store: GatedLeaseStore) -> None:
-    """By an operator."""
+    """An operator opens the gate."""
     assert store.open_gate(GROUP)
 
 
-def for_(told: float, by: str = "late") -> Step:
-    """Somebody fails, and closes the gate for so long."""
-    return lambda store: store.close_gate(GROUP, closing(told), by)
+def closed_for(server_delay: float, by: str = "late") -> Step:
+    """Another attempt fails and closes the gate for that many seconds."""
+    return lambda store: store.close_gate(GROUP, closing(server_delay), by)
 
 
 def probed_by(token: str) -> Step:
-    """Half-open, with its probe."""
+    """The gate is half-open, and another token is its probe."""
 
     def step(store: GatedLeaseStore) -> None:
         if store.gate(GROUP) is None:
@@ -72,7 +72,7 @@ def probed_by(token: str) -> Step:
 
 
 def all_of(*steps: Step) -> Step:
-    """One after the other."""
+    """One step after the other."""
 
     def step(store: GatedLeaseStore) -> None:
         for one in steps:
@@ -82,36 +82,36 @@ def all_of(*steps: Step) -> Step:
 
 
 def given_back(store: GatedLeaseStore) -> None:
-    """Our slot."""
+    """The probe slot of this attempt is given back."""
     assert store.give_back_probe(GROUP, OURS)
 
 
 def over(store: GatedLeaseStore) -> None:
-    """The time it is closed for."""
+    """The time for which the gate is closed ends."""
     until_half_open(store, GROUP)
 
 
 @pytest.mark.parametrize(
     ("before", "meanwhile", "trips", "lasts", "slot"),
     [
-        (all_of(), for_(200), 1, 200, None),
-        (all_of(), for_(50), 1, 100, None),
-        (for_(50), for_(200), 1, 200, None),
-        (for_(50), for_(80), 1, 100, None),
-        (for_(0.1), all_of(over, probed_by(THEIRS), for_(50, THEIRS)), 2, 100, None),
-        (for_(50), opened, 1, 100, None),
-        (for_(50), all_of(opened, for_(60)), 1, 100, None),
+        (all_of(), closed_for(200), 1, 200, None),
+        (all_of(), closed_for(50), 1, 100, None),
+        (closed_for(50), closed_for(200), 1, 200, None),
+        (closed_for(50), closed_for(80), 1, 100, None),
+        (closed_for(0.1), all_of(over, probed_by(THEIRS), closed_for(50, THEIRS)), 2, 100, None),
+        (closed_for(50), opened, 1, 100, None),
+        (closed_for(50), all_of(opened, closed_for(60)), 1, 100, None),
         (probed_by(OURS), all_of(), 2, 100, None),
-        (probed_by(OURS), for_(200), 1, 200, None),
-        (probed_by(OURS), for_(50), 1, 100, None),
+        (probed_by(OURS), closed_for(200), 1, 200, None),
+        (probed_by(OURS), closed_for(50), 1, 100, None),
         (probed_by(OURS), all_of(given_back, probed_by(THEIRS)), 1, 100, THEIRS),
         (probed_by(OURS), given_back, 1, 100, None),
         (probed_by(OURS), opened, 1, 100, None),
-        (probed_by(THEIRS), for_(200, THEIRS), 2, 200, None),
-        (probed_by(THEIRS), for_(50, THEIRS), 2, 100, None),
-        (probed_by(THEIRS), all_of(for_(0.1, THEIRS), over), 2, 100, None),
-        (all_of(probed_by(OURS), for_(0.1)), over, 2, 100, None),
-        (all_of(probed_by(THEIRS), for_(0.1)), over, 1, 100, THEIRS),
+        (probed_by(THEIRS), closed_for(200, THEIRS), 2, 200, None),
+        (probed_by(THEIRS), closed_for(50, THEIRS), 2, 100, None),
+        (probed_by(THEIRS), all_of(closed_for(0.1, THEIRS), over), 2, 100, None),
+        (all_of(probed_by(OURS), closed_for(0.1)), over, 2, 100, None),
+        (all_of(probed_by(THEIRS), closed_for(0.1)), over, 1, 100, THEIRS),
     ],
 )
 def test_a_gate_is_closed_as_if_one_came_after_the_other(
@@ -123,8 +123,8 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
     lasts: float,
     slot: str | None,
 ) -> None:
-    """We fail and are told to wait for 100 s; between our look at the gate and our write something
-    happens.
+    """The failure asks for a delay of 100 s. Between reading the gate and writing it, something
+    else happens.
     """
     before(store)
     happens = [meanwhile]
@@ -143,10 +143,10 @@ def test_a_gate_is_closed_as_if_one_came_after_the_other(
         assert lasts - 10 < gate.closed_for <= lasts
 
 
-def test_a_gate_that_never_stands_still_is_left_alone_in_the_end(
+def test_a_gate_that_changes_each_time_is_given_up(
     store: GatedLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is bounded; nothing has been written by it."""
+    """The number of tries is limited, and nothing was written."""
 
     def decided(group: str, gate: Gate | None, cause: Closing, token: str) -> Gate:
         decision = groups.closed(group, gate, cause, token)

@@ -1,5 +1,5 @@
-"""An operator who opens the gate of a cooldown group also ends the waits of the keys that failed of
-it.
+"""An operator who opens the gate of a cooldown group also ends the cooldowns of the keys that
+failed because of it.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from celery_leases.testing.contracts.claim_requests import make_claim_request
 
 
 def test_only_the_keys_of_the_opened_group_may_run_at_once(tmp_path: Path) -> None:
-    """Another group's keys, and those that cool down for their own sake, wait on."""
+    """Keys of another group, and keys that cool down for another reason, keep waiting."""
     url = f"sqlite:///{tmp_path}/records.db"
     client, records = LeaseClient("database", url), SqlRecordStore(engine_for(url))
     records.check()

@@ -1,5 +1,5 @@
-"""Rows that a transaction of the user's own has locked: how their leases are renewed, what a commit
-does to them.
+"""Rows that are locked by the user's own transaction: how their leases are renewed, and what
+happens at the commit.
 """
 
 import sqlite3
@@ -71,7 +71,7 @@ def leases(records: SqlRecordStore) -> DatabaseLeaseStore:
 
 @pytest.fixture
 def engine(records: SqlRecordStore) -> Iterator[Engine]:
-    """The user's own engine."""
+    """An engine of the user's own."""
     made = create_engine(records.database.engine.url, poolclass=NullPool)
     yield made
     made.dispose()
@@ -79,7 +79,7 @@ def engine(records: SqlRecordStore) -> Iterator[Engine]:
 
 @pytest.fixture
 def driver(records: SqlRecordStore) -> Iterator[Any]:
-    """The user's own connection of psycopg or PyMySQL."""
+    """A connection of the user's own, of psycopg or PyMySQL."""
     url = records.database.engine.url
     where: dict[str, Any] = {"host": url.host, "port": url.port, "user": url.username}
     if is_mysql(records.database.engine.dialect):
@@ -91,25 +91,25 @@ def driver(records: SqlRecordStore) -> Iterator[Any]:
 
 
 def claimed(leases: DatabaseLeaseStore, ttl: float = TTL) -> Record:
-    """A key's record, claimed with its lease."""
+    """The record of a key, claimed with its lease."""
     return won(leases.records, make_claim_request(fresh_key(), ttl=ttl), leases.name)
 
 
-def look(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> RenewalResult:
-    """Renew as the keeper does while a transaction of the body's own may have the row locked."""
-    (kept,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, guarded=True)])
-    return kept
+def renew_guarded(leases: DatabaseLeaseStore, record: Record, ttl: float = TTL) -> RenewalResult:
+    """Renew as the renewer does while a transaction of the body may have locked the row."""
+    (result,) = leases.renew([Renewal(record.stored_key, record.owner, ttl, guarded=True)])
+    return result
 
 
 def remaining(leases: DatabaseLeaseStore, record: Record) -> float:
-    """Seconds that the committed lease still lasts."""
+    """The remaining seconds of the committed lease."""
     holder = leases.holder(record.stored_key)
     return holder.remaining if holder is not None else 0.0
 
 
 def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) -> None:
-    """Ours, another's and missing ones in one call, with one that is not guarded, in the order they
-    were asked for.
+    """Own, other and missing leases in one call, with one that is not guarded. The results are
+    in the order of the renewals.
     """
     free, ours, locked, others = [claimed(leases) for _ in range(4)]
     with leases.database.engine.connect() as connection:
@@ -119,12 +119,12 @@ def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) 
         asked = [(record.stored_key, record.owner) for record in (free, ours, locked)]
         asked += [(others.stored_key, "stranger"), (fresh_key(), "nobody")]
         began = time.monotonic()
-        kept = leases.renew(
+        results = leases.renew(
             [Renewal(key, token, 4 * TTL, guarded=key != free.stored_key) for key, token in asked]
         )
         assert time.monotonic() - began < 1.0
         connection.execute(text("ROLLBACK"))
-    assert kept == [
+    assert results == [
         RenewalResult.OURS,
         RenewalResult.OURS,
         RenewalResult.LOCKED,
@@ -139,7 +139,7 @@ def test_rows_that_may_be_locked_are_not_waited_for(leases: DatabaseLeaseStore) 
 def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
     leases: DatabaseLeaseStore, engine: Engine, guarded: bool
 ) -> None:
-    """Long before the slot ends: the gate must not take the probe for dead."""
+    """It is renewed long before it ends, so that the gate does not consider the probe dead."""
     half_open(leases, GROUP)
     claim_request = make_claim_request(fresh_key(), ttl=TTL, group=GROUP)
     answer = leases.acquire(claim_request)
@@ -164,7 +164,7 @@ def test_the_slot_of_a_probe_is_renewed_though_its_row_is_locked(
 
 @pytest.fixture
 def on_sqlite(tmp_path: Any) -> Iterator[DatabaseLeaseStore]:
-    """Leases in a file of SQLite's."""
+    """Leases in a SQLite file."""
     store = SqlRecordStore(engine_for(f"sqlite:///{tmp_path / 'records.db'}"))
     store.migrate()
     yield DatabaseLeaseStore(store)
@@ -173,7 +173,7 @@ def on_sqlite(tmp_path: Any) -> Iterator[DatabaseLeaseStore]:
 
 @pytest.fixture
 def lite(on_sqlite: DatabaseLeaseStore) -> Iterator[sqlite3.Connection]:
-    """The user's own connection to it."""
+    """A connection of the user's own to the file."""
     connection = sqlite3.connect(str(on_sqlite.database.engine.url.database), isolation_level=None)
     yield connection
     connection.close()
@@ -182,19 +182,19 @@ def lite(on_sqlite: DatabaseLeaseStore) -> Iterator[sqlite3.Connection]:
 def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
     on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
 ) -> None:
-    """Nobody waits for the writer; afterwards a renewal that may wait does so as before."""
+    """The renewal does not wait for the writer. Afterwards a renewal works as before."""
     leases, record = on_sqlite, claimed(on_sqlite)
     lite.execute("BEGIN IMMEDIATE")
     transaction = JoinedTransaction(lite, leases.records)
     transaction.guard(record)
     began = time.monotonic()
-    assert look(leases, record, 4 * TTL) is RenewalResult.LOCKED
+    assert renew_guarded(leases, record, 4 * TTL) is RenewalResult.LOCKED
     assert time.monotonic() - began < 1.0
     lite.execute("COMMIT")
     lite.execute("BEGIN")
     assert lite.execute("SELECT count(*) FROM celery_leases_records").fetchone() == (1,)
     assert transaction.is_open()
-    assert look(leases, record, 4 * TTL) is RenewalResult.OURS
+    assert renew_guarded(leases, record, 4 * TTL) is RenewalResult.OURS
     assert remaining(leases, record) > TTL
     lite.execute("COMMIT")
     with leases.database.engine.connect() as connection:
@@ -202,10 +202,10 @@ def test_on_sqlite_a_writer_locks_the_row_and_a_reader_does_not(
 
 
 @pytest.mark.parametrize("look_at", ["stranger", "nobody"])
-def test_on_sqlite_a_lease_that_is_not_ours_is_told(
+def test_on_sqlite_a_lease_of_another_attempt_is_not_renewed(
     on_sqlite: DatabaseLeaseStore, look_at: str
 ) -> None:
-    """As on any database, without waiting too."""
+    """As on any database, also without waiting."""
     key = claimed(on_sqlite).stored_key if look_at == "stranger" else fresh_key()
     expected = RenewalResult.OTHER if look_at == "stranger" else RenewalResult.MISSING
     assert on_sqlite.renew([Renewal(key, look_at, TTL, guarded=True)]) == [expected]
@@ -214,7 +214,7 @@ def test_on_sqlite_a_lease_that_is_not_ours_is_told(
 def test_a_session_in_the_middle_of_its_commit_is_open(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """However long that takes: the row is locked until the database has said that it is done."""
+    """The row is locked until the database has confirmed the commit."""
     record = claimed(leases)
     seen: list[bool] = []
     with Session(engine) as session:
@@ -231,7 +231,7 @@ def test_a_session_in_the_middle_of_its_commit_is_open(
 def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
     leases: DatabaseLeaseStore, engine: Engine, lock: str
 ) -> None:
-    """Also long after its lease has ended; after the rollback it is renewed."""
+    """Also long after the lease has expired. After the rollback it is renewed."""
     record = claimed(leases, SHORT)
     with Session(engine) as session:
         transaction = JoinedTransaction(session, leases.records)
@@ -240,61 +240,63 @@ def test_a_row_locked_by_its_own_body_is_seen_as_locked_until_the_end(
         else:
             transaction.complete(record, outcome(record, result="1"))
         time.sleep(1.5 * SHORT)
-        assert look(leases, record) is RenewalResult.LOCKED
+        assert renew_guarded(leases, record) is RenewalResult.LOCKED
         session.rollback()
-    assert look(leases, record) is RenewalResult.OURS
+    assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
-def test_a_savepoint_that_is_rolled_back_takes_the_lock_along(
+def test_a_savepoint_that_is_rolled_back_releases_the_lock(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """The transaction says that it is open; the row can be renewed."""
+    """The transaction object is still open, but the row can be renewed."""
     record = claimed(leases)
     with engine.connect() as connection:
         savepoint = connection.begin_nested()
         transaction = JoinedTransaction(connection, leases.records)
         transaction.guard(record)
-        assert look(leases, record) is RenewalResult.LOCKED
+        assert renew_guarded(leases, record) is RenewalResult.LOCKED
         savepoint.rollback()
         assert transaction.is_open()
-        assert look(leases, record) is RenewalResult.OURS
+        assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
 def end_session(connection: Connection, leases: DatabaseLeaseStore) -> None:
-    """Have the server end the session, of which the client notices nothing."""
-    of_mysql = is_mysql(connection.dialect)
+    """Let the server end the session, without the client noticing it."""
+    on_mysql = is_mysql(connection.dialect)
     pid = connection.execute(
-        text("SELECT connection_id()" if of_mysql else "SELECT pg_backend_pid()")
+        text("SELECT connection_id()" if on_mysql else "SELECT pg_backend_pid()")
     ).scalar()
     with leases.database.engine.connect() as other:
         other.execute(
-            text("KILL :pid" if of_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid}
+            text("KILL :pid" if on_mysql else "SELECT pg_terminate_backend(:pid)"), {"pid": pid}
         )
 
 
 @pytest.mark.parametrize("way", ["terminated", "idle for too long"])
-def test_a_session_ended_by_the_server_takes_the_lock_along(
+def test_a_session_ended_by_the_server_releases_the_lock(
     leases: DatabaseLeaseStore, engine: Engine, way: str
 ) -> None:
-    """The client has not noticed: its transaction says that it is open."""
+    """The client has not noticed it: its transaction object is still open."""
     record = claimed(leases)
     with engine.connect() as connection:
-        of_mysql = is_mysql(engine.dialect)
+        on_mysql = is_mysql(engine.dialect)
         transaction = JoinedTransaction(connection, leases.records)
         transaction.guard(record)
-        assert look(leases, record) is RenewalResult.LOCKED
+        assert renew_guarded(leases, record) is RenewalResult.LOCKED
         if way == "terminated":
             end_session(connection, leases)
-        elif of_mysql and not getattr(engine.dialect, "is_mariadb", False):
+        elif on_mysql and not getattr(engine.dialect, "is_mariadb", False):
             pytest.skip("MySQL ends idle connections only, by wait_timeout")
         else:
             pause = (
                 "idle_transaction_timeout = 1"
-                if of_mysql
+                if on_mysql
                 else "idle_in_transaction_session_timeout = '200ms'"
             )
             connection.execute(text(f"SET {pause}"))
-        wait_until(lambda: look(leases, record) is RenewalResult.OURS, PATIENCE, "the lock to go")
+        wait_until(
+            lambda: renew_guarded(leases, record) is RenewalResult.OURS, PATIENCE, "the lock to go"
+        )
         assert transaction.is_open()
         connection.invalidate()
 
@@ -302,21 +304,21 @@ def test_a_session_ended_by_the_server_takes_the_lock_along(
 def test_a_driver_that_is_in_its_next_transaction_holds_no_lock(
     leases: DatabaseLeaseStore, driver: Any
 ) -> None:
-    """It says that it is in a transaction, and is in another one."""
+    """The driver reports a transaction, but it is a later one."""
     record = claimed(leases)
     transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
-    assert look(leases, record) is RenewalResult.LOCKED
+    assert renew_guarded(leases, record) is RenewalResult.LOCKED
     driver.commit()
     driver.cursor().execute("DELETE FROM celery_leases_marks")
     assert transaction.is_open()
-    assert look(leases, record) is RenewalResult.OURS
+    assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
 def test_a_lock_that_another_attempt_has_taken_is_not_ours(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """The row says so as soon as it is committed."""
+    """The row shows that as soon as it is committed."""
     record = claimed(leases, SHORT)
     time.sleep(1.5 * SHORT)
     successor = leases.acquire(make_claim_request(record.stored_key, ttl=TTL))
@@ -324,17 +326,15 @@ def test_a_lock_that_another_attempt_has_taken_is_not_ours(
     assert isinstance(successor.claim, Won)
     with Session(engine) as session:
         JoinedTransaction(session, leases.records).guard(successor.claim.record)
-        assert look(leases, record) is RenewalResult.OTHER
+        assert renew_guarded(leases, record) is RenewalResult.OTHER
 
 
 # -- what check() asks -----------------------------------------------------------------------------
 
 
 class Guarded:
-    """An attempt of a short ttl whose row its body has locked, and whose lease is over: only the
-    lock keeps others out.
-
-    The threads of its renewer do not run.
+    """An attempt with a short ttl whose body has locked the row and whose lease has expired, so
+    that only the lock excludes other attempts. The threads of its renewer do not run.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Guarded:
         assert self.held_lease.outlasted(clock.now())
 
     def lock(self, how: str) -> None:
-        """What the handle does for ``guard()`` and ``complete()``."""
+        """Do what ``guard()`` and ``complete()`` of the handle do."""
         transaction = JoinedTransaction(self.session, self.leases.records)
         with self.held_lease.work.locking(transaction):
             if how == "guard":
@@ -376,7 +376,7 @@ class Guarded:
         self.renewer.locked(self.held_lease, self.held_lease.now())
 
     def taken(self) -> None:
-        """Another call takes the row over."""
+        """Let another call take over the row."""
         answer = self.leases.acquire(make_claim_request(self.record.stored_key))
         assert isinstance(answer, Claimed)
         assert isinstance(answer.claim, Won)
@@ -384,14 +384,14 @@ class Guarded:
 
 @pytest.fixture(params=["guard", "complete"])
 def guarded(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iterator[Guarded]:
-    """One on each database."""
+    """A guarded attempt on each database."""
     made = Guarded(sql_records, request.param)
     yield made
     made.session.close()
 
 
 def test_a_check_passes_while_the_row_is_locked(guarded: Guarded) -> None:
-    """However long the lease has been over; the lock counts from the last check on."""
+    """Even long after the lease has expired; the time of the lock counts from the last check."""
     for _ in range(3):
         guarded.held_lease.check()
         guarded.held_lease._clock.sleep(0.9)
@@ -400,7 +400,7 @@ def test_a_check_passes_while_the_row_is_locked(guarded: Guarded) -> None:
 
 
 def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
-    """Nobody has come in between; the row itself is the lease again."""
+    """No other attempt has taken the row, so the row becomes the lease again."""
     guarded.session.rollback()
     guarded.held_lease.check()
     assert not guarded.held_lease.outlasted(guarded.held_lease.now())
@@ -408,14 +408,14 @@ def test_a_check_after_a_rollback_renews_the_lease(guarded: Guarded) -> None:
 
 
 def test_a_check_after_a_commit_goes_on(guarded: Guarded) -> None:
-    """Renewed, or done for good."""
+    """The lease was renewed, or the record is done."""
     guarded.session.commit()
     guarded.held_lease.check()
     assert not guarded.held_lease.outlasted(guarded.held_lease.now())
 
 
 def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guarded) -> None:
-    """At once, and before the renewer has looked."""
+    """At once, before the renewer has noticed it."""
     guarded.session.rollback()
     guarded.taken()
     assert guarded.held_lease.held
@@ -423,11 +423,11 @@ def test_a_check_after_a_rollback_that_let_another_call_in_raises(guarded: Guard
         guarded.held_lease.check()
 
 
-@pytest.mark.parametrize("comes", [True, False], ids=["taken", "nobody came"])
-def test_a_check_does_not_believe_in_a_session_that_has_died(
+@pytest.mark.parametrize("comes", [True, False], ids=["taken", "not taken"])
+def test_a_check_fails_after_the_session_was_ended(
     server_records: SqlRecordStore, comes: bool
 ) -> None:
-    """Its transaction object says that it is open."""
+    """Its transaction object is still open."""
     guarded = Guarded(server_records, "guard")
     end_session(guarded.session.connection(), guarded.leases)
     wait_until(
@@ -449,8 +449,8 @@ def test_a_check_does_not_believe_in_a_session_that_has_died(
 def test_a_check_does_not_pass_where_the_database_does_not_answer(
     leases_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The row is locked all along; but the server may have ended that session, and somebody else
-    have come.
+    """The row was locked, but the server may have ended the session, and another attempt may
+    have taken the row.
     """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy, migrated(url) as direct:
@@ -487,11 +487,9 @@ GUARDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_a_guard_pushes_the_lease_out_with_its_commit(
-    leases: DatabaseLeaseStore, driver: Any
-) -> None:
-    """By the ttl from the guard on; a rollback takes it back, and what is longer already is not
-    cut.
+def test_a_guard_extends_the_lease_with_its_commit(leases: DatabaseLeaseStore, driver: Any) -> None:
+    """By the ttl, counted from the guard. A rollback undoes it, and a longer lease is not
+    shortened.
     """
     record = claimed(leases)
     JoinedTransaction(driver, leases.records).guard(record)
@@ -505,16 +503,16 @@ def test_a_guard_pushes_the_lease_out_with_its_commit(
     JoinedTransaction(driver, leases.records).guard(record)
     driver.commit()
     assert TTL - 2 < remaining(leases, record) <= TTL
-    assert look(leases, record, 4 * TTL) is RenewalResult.OURS
+    assert renew_guarded(leases, record, 4 * TTL) is RenewalResult.OURS
     JoinedTransaction(driver, leases.records).guard(record)
     driver.commit()
     assert remaining(leases, record) > 3 * TTL
 
 
-def test_a_lease_apart_from_the_row_is_not_made_one_by_a_guard(
+def test_a_guard_does_not_set_the_lease_of_a_row_with_a_separate_lease(
     records: SqlRecordStore, engine: Engine
 ) -> None:
-    """Under Redis leases ``lease_until`` stays empty, and nothing is done at the commit."""
+    """With Redis leases ``lease_until`` stays NULL, and nothing is done at the commit."""
     record = won(records, make_claim_request(fresh_key(), ttl=SHORT), "redis:one")
     with Session(engine) as session:
         JoinedTransaction(session, records).guard(record)
@@ -527,7 +525,7 @@ def test_a_lease_apart_from_the_row_is_not_made_one_by_a_guard(
 def test_a_commit_finds_the_lease_alive_however_long_it_took(
     sql_records: SqlRecordStore, given: str
 ) -> None:
-    """The row is pushed out just before; so a bid that comes then is refused."""
+    """The lease is extended just before the commit, so a later claim is refused."""
     leases = DatabaseLeaseStore(sql_records)
     engine = create_engine(sql_records.database.engine.url, poolclass=NullPool)
     record = claimed(leases, 1.0)
@@ -541,10 +539,10 @@ def test_a_commit_finds_the_lease_alive_however_long_it_took(
     assert isinstance(answer.claim, Refused)
 
 
-def test_who_waits_for_the_row_at_the_commit_is_refused(
+def test_a_claim_that_waits_for_the_row_at_the_commit_is_refused(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """His claim is judged by the row as it was committed."""
+    """The claim is decided by the committed row."""
     record = claimed(leases, 1.0)
     with Session(engine) as session, ThreadPoolExecutor(1) as threads:
         JoinedTransaction(session, leases.records).guard(record)
@@ -559,7 +557,7 @@ def test_who_waits_for_the_row_at_the_commit_is_refused(
 
 
 def updates(connection: Connection) -> list[str]:
-    """The updates of the records that this connection makes from now on."""
+    """Collects the updates of records on this connection from now on."""
     found: list[str] = []
 
     def note(_: Any, __: Any, statement: str, *___: Any) -> None:
@@ -570,7 +568,7 @@ def updates(connection: Connection) -> list[str]:
     return found
 
 
-def test_nothing_is_pushed_out_where_it_is_not_needed(
+def test_nothing_is_extended_where_it_is_not_needed(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
     """After a short transaction, after a rollback, in a later transaction, and for a completion."""
@@ -611,12 +609,12 @@ def test_a_long_lived_connection_gathers_no_listeners(
         assert len(connection.info) <= 1
 
 
-@pytest.mark.only(server="postgresql")  # on others, an error leaves the transaction as it was
+@pytest.mark.only(server="postgresql")  # on other databases, an error leaves the transaction open
 @pytest.mark.parametrize("given", GUARDS)
 def test_an_error_before_the_commit_leaves_nothing_committed(
     leases: DatabaseLeaseStore, engine: Engine, given: str
 ) -> None:
-    """It reaches whoever commits, and the transaction is rolled back."""
+    """The code that commits gets the error, and the transaction is rolled back."""
     record = claimed(leases, SHORT)
     with leases.database.engine.connect() as other:
         other.execute(text("CREATE TABLE books (name text)"))
@@ -629,23 +627,23 @@ def test_an_error_before_the_commit_leaves_nothing_committed(
         time.sleep(SHORT)
         with pytest.raises(
             DBAPIError, match="current transaction is aborted"
-        ):  # a bare COMMIT would pass as ROLLBACK
+        ):  # a plain COMMIT would succeed as a ROLLBACK
             own.commit()
         own.rollback()
     with leases.database.engine.connect() as other:
         assert other.execute(text("SELECT count(*) FROM books")).scalar() == 0
-    assert look(leases, record) is RenewalResult.OURS
+    assert renew_guarded(leases, record) is RenewalResult.OURS
 
 
 # -- which transaction it is, and where ------------------------------------------------------------
 
 
 @pytest.mark.only(server="postgresql")
-def test_a_pooled_connection_that_somebody_else_has_now_is_left_alone(
+def test_a_pooled_connection_in_use_by_another_user_is_left_alone(
     leases: DatabaseLeaseStore, driver: psycopg.Connection[Any]
 ) -> None:
-    """Its next transaction is not the guarded one, though the driver is in one; an open one is
-    ended.
+    """The driver may be in a later transaction of another user, which is not the guarded one. An
+    open guarded one is ended.
     """
     record = claimed(leases)
     first = JoinedTransaction(driver, leases.records)
@@ -663,22 +661,24 @@ def test_a_pooled_connection_that_somebody_else_has_now_is_left_alone(
 
 @pytest.mark.only(server="postgresql")
 @pytest.mark.parametrize("rows", [namedtuple_row, dict_row], ids=["named", "dict"])
-def test_rows_that_are_made_as_the_user_likes_do_not_matter(
+def test_a_row_factory_of_the_user_does_not_matter(
     leases: DatabaseLeaseStore, driver: psycopg.Connection[Any], rows: Any
 ) -> None:
-    """The transaction is locked and known all the same."""
+    """The transaction is locked and identified nevertheless."""
     record = claimed(leases)
     driver.row_factory = rows
     transaction = JoinedTransaction(driver, leases.records)
     transaction.guard(record)
-    assert look(leases, record) is RenewalResult.LOCKED
+    assert renew_guarded(leases, record) is RenewalResult.LOCKED
     assert (transaction.is_over(), transaction.roll_back()) == (False, True)
 
 
 def test_on_sqlite_a_next_transaction_is_left_alone(
     on_sqlite: DatabaseLeaseStore, lite: sqlite3.Connection
 ) -> None:
-    """One that only reads is over at once; one that has written is not ours either."""
+    """A transaction that only reads has no lock; one that has written is not the guarded one
+    either.
+    """
     record = claimed(on_sqlite)
     lite.execute("BEGIN IMMEDIATE")
     first = JoinedTransaction(lite, on_sqlite.records)
@@ -698,7 +698,7 @@ def test_on_sqlite_a_next_transaction_is_left_alone(
 def test_a_closed_connection_is_in_no_transaction(
     leases: DatabaseLeaseStore, engine: Engine
 ) -> None:
-    """SQLAlchemy's wrapper of one says so by having none."""
+    """SQLAlchemy's wrapper has no DB-API connection then."""
     raw = engine.raw_connection()
     transaction = JoinedTransaction(raw, leases.records)
     transaction.guard(claimed(leases))
@@ -717,7 +717,7 @@ def test_a_closed_connection_is_in_no_transaction(
 def test_a_connection_to_another_database_is_refused(
     leases: DatabaseLeaseStore, on_sqlite: DatabaseLeaseStore, tmp_path: Any
 ) -> None:
-    """Whatever tables are there, and whatever was to be written."""
+    """Whichever tables are there, and whatever was to be written."""
     url = make_url(leases.database.engine.url)
     elsewhere = url.set(drivername="postgresql", database="postgres").render_as_string(
         hide_password=False
@@ -730,16 +730,16 @@ def test_a_connection_to_another_database_is_refused(
         transaction = JoinedTransaction(connection, store.records)
         with (
             closing(connection),
-            pytest.raises(WrongDatabase, match="rows of its own database") as told,
+            pytest.raises(WrongDatabase, match="rows of its own database") as caught,
         ):
             transaction.join("invoice:1")
-        assert "done" not in str(told.value)
+        assert "done" not in str(caught.value)
         assert not transaction.is_open()
 
 
 @pytest.mark.parametrize("kind", ["AsyncSession", "AsyncConnection"])
 def test_what_is_asynchronous_is_refused(leases: DatabaseLeaseStore, kind: str) -> None:
-    """There is nothing to wait with; nor is it taken for open."""
+    """Its methods cannot be awaited here, and it does not count as an open connection."""
     given = AsyncSession() if kind == "AsyncSession" else object.__new__(AsyncConnection)
     transaction = JoinedTransaction(given, leases.records)
     with pytest.raises(WrongDatabase, match=f"{kind} is asynchronous"):
@@ -748,8 +748,10 @@ def test_what_is_asynchronous_is_refused(leases: DatabaseLeaseStore, kind: str) 
 
 
 @pytest.mark.only(server="postgresql")
-def test_a_snapshot_older_than_the_attempt_is_told(leases: DatabaseLeaseStore, driver: Any) -> None:
-    """It cannot see the claim."""
+def test_a_snapshot_older_than_the_attempt_is_refused(
+    leases: DatabaseLeaseStore, driver: Any
+) -> None:
+    """The transaction cannot see the claim."""
     driver.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     driver.execute("SELECT 1")
     record = claimed(leases)

@@ -1,4 +1,4 @@
-"""Which sessions and connections of the user's own can be joined, and what the others are told."""
+"""Which sessions and connections of the user can be joined, and the errors for the others."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -35,20 +35,18 @@ __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 
 @pytest.fixture
 def sqlite(tmp_path: Path) -> Iterator[SqlRecordStore]:
-    """Records in a file of SQLite's."""
+    """Records in a SQLite file."""
     with migrated(f"sqlite:///{tmp_path / 'records.db'}") as store:
         yield store
 
 
 ON_DJANGO = pytest.mark.only(server=("sqlite", "postgresql"))
-"""For MySQL and MariaDB, Django asks for mysqlclient."""
+"""Django requires mysqlclient for MySQL and MariaDB."""
 
 
 @pytest.fixture(params=["plain", "debug"])
 def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Django's connection to the records; under ``DEBUG`` its cursors write down what they
-    execute.
-    """
+    """Django's connection to the records. With ``DEBUG`` its cursors record the statements."""
     if not settings.configured:
         settings.configure(LOGGING_CONFIG=None)
         setup()
@@ -67,17 +65,17 @@ def django(sql_records: SqlRecordStore, request: pytest.FixtureRequest) -> Itera
 def test_the_connections_of_django_are_joined_under_debug_too(
     sql_records: SqlRecordStore, django: Any
 ) -> None:
-    """What is guarded, completed and enqueued is Django's to commit."""
+    """Django's commit also commits what was guarded, completed and enqueued."""
     record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
     django.set_autocommit(False)
     transaction = JoinedTransaction(django, sql_records)
     transaction.guard(record)
     transaction.complete(record, outcome(record, result='"50%"'))
     key = CallKey("k", fresh_key(), None)
-    enqueuing = Outbox(sql_records).enqueuing(
+    writes = Outbox(sql_records).enqueue_writes(
         "contract", key, "first", '["50%"]', ttl=15.0, retention=60.0
     )
-    assert transaction.write(enqueuing, "k")
+    assert transaction.write(writes, "k")
     django.commit()
     assert row(sql_records, record.stored_key).result == '"50%"'
     assert row(sql_records, key.stored).message == '["50%"]'
@@ -85,7 +83,7 @@ def test_the_connections_of_django_are_joined_under_debug_too(
 
 @ON_DJANGO
 def test_a_cursor_is_not_taken_for_a_connection(sql_records: SqlRecordStore, django: Any) -> None:
-    """Django's has one of its driver inside, which is not to be called."""
+    """Django's cursor has a cursor of the driver inside, which must not be used."""
     with (
         django.cursor() as cursor,
         pytest.raises(WrongDatabase, match="is not a SQLAlchemy Session"),
@@ -105,14 +103,14 @@ def postgres(leases_postgres_url: str) -> Iterator[SqlRecordStore]:
 
 
 def engine_by(store: SqlRecordStore, driver: str, **options: Any) -> Engine:
-    """The user's own engine for the database of the records."""
+    """An engine of the user's own for the database of the records."""
     url = store.database.engine.url.set(drivername=f"postgresql+{driver}")
     return create_engine(url, poolclass=NullPool, **options)
 
 
 @pytest.mark.parametrize("driver", ENGINES)
 def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, driver: str) -> None:
-    """Whether or not its driver tells that it is in no transaction; SQLAlchemy begins none."""
+    """Whether or not the driver reports a transaction, SQLAlchemy does not begin one."""
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
     for given in (
         engine,
@@ -130,7 +128,7 @@ def test_an_engine_in_autocommit_mode_is_refused(postgres: SqlRecordStore, drive
 def test_a_connection_with_a_level_of_its_own_is_joined(
     postgres: SqlRecordStore, driver: str
 ) -> None:
-    """What its engine was told does not count for it."""
+    """The isolation level of its engine does not matter."""
     record = won(postgres, make_claim_request(fresh_key()), DatabaseLeaseStore(postgres).name)
     engine = engine_by(postgres, driver, isolation_level="AUTOCOMMIT")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
@@ -140,7 +138,7 @@ def test_a_connection_with_a_level_of_its_own_is_joined(
 
 
 def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecordStore) -> None:
-    """There SQLAlchemy may be told to leave beginning to the user, who has begun."""
+    """SQLAlchemy may be configured not to begin transactions; here the user has begun one."""
     record = won(sqlite, make_claim_request(fresh_key()), DatabaseLeaseStore(sqlite).name)
     engine = create_engine(
         sqlite.database.engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT"
@@ -159,17 +157,17 @@ def test_on_sqlite_autocommit_with_a_begin_of_its_own_is_joined(sqlite: SqlRecor
 
 
 def by_query(url: URL) -> URL:
-    """The same database, which the URL names among its options only."""
+    """The same database, named only in the options of the URL."""
     return url.set(database=None).update_query_dict({"dbname": str(url.database)})
 
 
 def plainly(url: URL) -> str:
-    """As the drivers take it."""
+    """With the plain arguments of the driver."""
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 def made(url: URL, where: URL) -> Session:
-    """A session that is where its creator says, whatever its URL is."""
+    """A session that connects by a creator, whatever its URL is."""
     return Session(
         create_engine(url, poolclass=NullPool, creator=lambda: psycopg.connect(plainly(where)))
     )
@@ -188,7 +186,7 @@ GIVEN: dict[str, Callable[[URL, URL], Any]] = {
 def test_the_database_is_the_one_that_the_connections_say(
     leases_postgres_url: str, records: str, given: str
 ) -> None:
-    """An engine may be made with another URL, or without a name in it; so may that of the
+    """An engine may have another URL, or one without a database; so may the engine of the
     records.
     """
     url = make_url(leases_postgres_url)
@@ -207,7 +205,7 @@ def test_the_database_is_the_one_that_the_connections_say(
 @pytest.mark.parametrize("records", ["", "file:"])
 @pytest.mark.parametrize("given", ["", "file:"])
 def test_a_file_is_the_same_however_it_is_named(tmp_path: Path, records: str, given: str) -> None:
-    """By its path or by a URI; and another file, or none, is another one."""
+    """By its path or by a URI. Another file, or an in-memory database, is another one."""
 
     def named(kind: str, name: str) -> str:
         return f"sqlite:///{kind}{tmp_path / name}" + ("?uri=true" if kind else "")
@@ -227,37 +225,37 @@ def test_a_file_is_the_same_however_it_is_named(tmp_path: Path, records: str, gi
 
 
 class Base(DeclarativeBase):
-    """The user's own tables."""
+    """The base class of the user's tables."""
 
 
 class Book(Base):
-    """One that the session knows another engine for."""
+    """A table that is bound to another engine."""
 
     __tablename__ = "books"
     name: Mapped[str] = mapped_column(String(99), primary_key=True)
 
 
 class Routed(Session):
-    """A session that finds its engines in a way of its own, as Flask-SQLAlchemy's does."""
+    """A session with its own ``get_bind``, like that of Flask-SQLAlchemy."""
 
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
-        """Say which."""
+        """Return the engine."""
         return super().get_bind(*args, **kwargs)
 
 
 def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) -> None:
-    """Its rows and the record would be committed one after the other, be it in one database; one of
-    them is taken.
+    """Its rows and the record would be committed one after the other, even in one database. One
+    of the connections can be given.
     """
     record = won(sql_records, make_claim_request(fresh_key()), DatabaseLeaseStore(sql_records).name)
     url = sql_records.database.engine.url
     own, other = create_engine(url, poolclass=NullPool), create_engine(url, poolclass=NullPool)
     Base.metadata.create_all(other)
-    for told, session in {
+    for message, session in {
         "several engines": Session(own, binds={Book: other}),
         "no engine of its own": Session(binds={Book: other}),
     }.items():
-        with session, pytest.raises(WrongDatabase, match=f"{told}.*bind_arguments"):
+        with session, pytest.raises(WrongDatabase, match=f"{message}.*bind_arguments"):
             JoinedTransaction(session, sql_records).join("invoice:1")
     with Session(own, binds={Book: other}) as session:
         session.add(Book(name=record.key))
@@ -270,7 +268,7 @@ def test_a_session_on_several_engines_is_refused(sql_records: SqlRecordStore) ->
 
 
 def test_a_session_that_knows_one_engine_only_is_joined(sql_records: SqlRecordStore) -> None:
-    """However often it is named; and one that has its own way of finding engines is left to it."""
+    """The engine may be bound several times. A session with its own ``get_bind`` is not checked."""
     engine, other = (
         create_engine(sql_records.database.engine.url, poolclass=NullPool) for _ in range(2)
     )
@@ -286,7 +284,7 @@ def test_a_session_that_knows_one_engine_only_is_joined(sql_records: SqlRecordSt
 
 
 def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRecordStore) -> None:
-    """It commits them together; but not a connection that it was given in a transaction already."""
+    """They are committed together. A connection that was given in a transaction is refused."""
     url = server_records.database.engine.url
     engine, other = (create_engine(url, poolclass=NullPool) for _ in range(2))
     with Session(engine, binds={Book: other}, twophase=True) as session:
@@ -300,8 +298,8 @@ def test_a_session_in_two_phases_may_have_several_engines(server_records: SqlRec
 
 
 def test_schemas_that_the_session_translates_are_not_ours(postgres: SqlRecordStore) -> None:
-    """Records stay where they are configured to be, when they are guarded, at the commit, and when
-    they are done.
+    """Records stay in their configured schema: when they are guarded, at the commit, and when
+    they are completed.
     """
     record = won(
         postgres, make_claim_request(fresh_key(), ttl=SHORT), DatabaseLeaseStore(postgres).name

@@ -1,5 +1,5 @@
-"""What is MySQL's and MariaDB's own: keys by their bytes, a claim of several statements, sessions
-of any kind.
+"""What only MySQL and MariaDB do: keys compared as bytes, claims of several statements, sessions
+with any settings.
 """
 
 import multiprocessing
@@ -35,7 +35,7 @@ def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
 
 
 def first_words(sent: list[str]) -> list[str]:
-    """Of each statement."""
+    """The first word of each statement."""
     return [statement.split(maxsplit=1)[0] for statement in sent]
 
 
@@ -48,8 +48,8 @@ def first_words(sent: list[str]) -> list[str]:
 def test_keys_that_differ_in_anything_are_different_keys(
     sql_records: SqlRecordStore, other: str
 ) -> None:
-    """In case, accents, width, and spaces at the end, on any database; so are owners, calls,
-    effects and marks.
+    """In case, accents, width, and trailing spaces, on any database. The same holds for owners,
+    calls, effects and marks.
     """
     base = fresh_key()
     one, two = base + "a", base + other
@@ -73,7 +73,7 @@ def test_keys_that_differ_in_anything_are_different_keys(
 
 
 def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecordStore) -> None:
-    """255 characters of four bytes each, three times over."""
+    """Three names of 255 characters of four bytes."""
     long = "\N{GRINNING FACE}" * 255
     record = won(records, make_claim_request(long))
     assert row(records, long).owner == record.owner
@@ -83,7 +83,9 @@ def test_names_of_full_length_fit_into_the_keys_of_the_tables(records: SqlRecord
 
 
 def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) -> None:
-    """Whatever the server's ``sql_mode`` is: two long keys with one beginning would be one."""
+    """With any ``sql_mode`` of the server: otherwise two long keys with the same beginning would
+    be equal.
+    """
     with pytest.raises(KeyUnusable):
         records.claim(make_claim_request("k" * 256), "database")
 
@@ -92,7 +94,7 @@ def test_a_key_that_is_too_long_is_refused_and_not_cut(records: SqlRecordStore) 
 
 
 def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStore) -> None:
-    """A claim looks and then inserts or updates; one that is refused only looks."""
+    """A claim reads, and then inserts or updates. A refused claim only reads."""
     leases, claim_request = DatabaseLeaseStore(records), make_claim_request(fresh_key())
     with statements_of(records.database) as sent:
         leases.acquire(claim_request)
@@ -117,7 +119,7 @@ def test_a_first_run_is_one_statement_more_than_elsewhere(records: SqlRecordStor
 
 
 def commands(records: SqlRecordStore) -> int:
-    """How many statements the pooled connection has sent in its life, of whatever kind."""
+    """The number of commands that the pooled connection has sent so far."""
     with records.database.engine.connect() as connection:
         return sum(
             int(number)
@@ -126,15 +128,15 @@ def commands(records: SqlRecordStore) -> int:
 
 
 def test_no_statement_is_followed_by_another_round_trip(records: SqlRecordStore) -> None:
-    """Neither COMMIT nor ROLLBACK: each commits by itself."""
+    """Neither COMMIT nor ROLLBACK, because of autocommit."""
     record = won(records, make_claim_request(fresh_key()))
     before = commands(records)
     assert records.settle(record, outcome(record))
-    assert commands(records) - before == 2  # this one too
+    assert commands(records) - before == 2  # this statement too
 
 
 def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) -> None:
-    """Each column is made of the row as it was before."""
+    """Each column depends on the row as it was before."""
     claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
     first = won(records, claim_request)
     second = won(records, make_claim_request(claim_request.stored_key, fingerprint="v1:a"))
@@ -149,7 +151,7 @@ def test_a_claim_writes_all_or_nothing_of_a_takeover(records: SqlRecordStore) ->
 
 
 def race(url: str, seed: int, begin: Any, found: Any) -> None:
-    """Claim often, and give each win back."""
+    """Claim many times, and release after each success."""
     records, rand = SqlRecordStore(engine_for(url)), random.Random(seed)
     wins = []
     begin.wait(30)
@@ -174,7 +176,9 @@ def race(url: str, seed: int, begin: Any, found: Any) -> None:
 def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(
     records: SqlRecordStore,
 ) -> None:
-    """A thousand claims each, on twenty keys: the fences of a key grow with every win."""
+    """A thousand claims in each process, on twenty keys. The fence of a key grows with each
+    success.
+    """
     spawn = multiprocessing.get_context("spawn")
     together, found = spawn.Barrier(2), spawn.Queue()
     url = records.database.engine.url.render_as_string(hide_password=False)
@@ -197,7 +201,7 @@ def test_of_two_processes_that_race_for_claims_each_fence_has_one_winner(
 
 
 def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRecordStore) -> None:
-    """Nor on an hour that is there twice when summer time ends."""
+    """Nor on the hour that is repeated when summer time ends."""
     with records.database.engine.connect() as connection:
         for zone in ("+00:00", "-11:00", "+13:00"):
             connection.execute(text(f"SET time_zone = '{zone}'"))
@@ -208,9 +212,9 @@ def test_the_clock_does_not_depend_on_the_time_zone_of_a_session(records: SqlRec
             connection.execute(text("SET timestamp = DEFAULT"))
 
 
-def test_a_server_of_other_modes_serves_as_well(leases_mariadb: MariaServer) -> None:
-    """Quotes that mean names, all columns at once, long values cut, a short wait, case in names of
-    tables.
+def test_a_server_with_other_sql_modes_can_be_used(leases_mariadb: MariaServer) -> None:
+    """Quotes for names, full GROUP BY, truncated values, short lock timeouts, case-sensitive
+    table names.
     """
     modes = "ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
     if leases_mariadb.name == "MariaDB":
@@ -235,7 +239,7 @@ def test_a_server_of_other_modes_serves_as_well(leases_mariadb: MariaServer) -> 
 
 
 def test_tables_may_lie_in_another_database_of_the_server(leases_mariadb: MariaServer) -> None:
-    """``leases_database_schema`` names it."""
+    """The setting is ``leases_database_schema``."""
     records = SqlRecordStore(engine_for(leases_mariadb.new_database()), Tables("jobs"))
     with records.database.engine.connect() as connection:
         connection.execute(text("CREATE DATABASE jobs"))

@@ -1,5 +1,5 @@
-"""What MySQL and MariaDB do with locks: waits, deadlocks, servers that are away, and transactions
-of the user's own.
+"""Locks on MySQL and MariaDB: lock waits, deadlocks, servers that do not answer, and the user's
+own transactions.
 """
 
 import threading
@@ -41,15 +41,15 @@ def records(mariadb_records: SqlRecordStore) -> SqlRecordStore:
 
 
 def locked(connection: Connection) -> None:
-    """Lock all rows in a transaction of somebody else's."""
+    """A context manager during which another transaction locks all rows."""
     connection.execute(text("BEGIN"))
     connection.execute(text("SELECT 1 FROM celery_leases_records FOR UPDATE"))
 
 
-def test_who_waits_too_long_for_a_row_is_told_that_nothing_was_written(
+def test_after_a_lock_timeout_nothing_was_written(
     records: SqlRecordStore,
 ) -> None:
-    """Waits are whole seconds here; the statement is taken back."""
+    """Lock timeouts are whole seconds here. The statement is rolled back."""
     record = won(records, make_claim_request(fresh_key()))
     with records.database.engine.connect() as other:
         locked(other)
@@ -64,14 +64,14 @@ def test_who_waits_too_long_for_a_row_is_told_that_nothing_was_written(
     assert records.settle(record, outcome(record))
 
 
-def test_a_statement_taken_back_for_a_deadlock_is_repeated(records: SqlRecordStore) -> None:
-    """The other transaction goes on, and then it is our turn."""
+def test_a_statement_rolled_back_by_a_deadlock_is_repeated(records: SqlRecordStore) -> None:
+    """The other transaction continues, and then the statement succeeds."""
     leases = DatabaseLeaseStore(records)
     record = won(records, make_claim_request(fresh_key()))
     effects = SqlEffectStore(records.database, records.tables)
     with records.database.engine.connect() as other:
         other.execute(text("BEGIN"))
-        # Whoever has changed more is kept: the deadlock takes ours back.
+        # The server rolls back the transaction with fewer changes, which is ours.
         for number in range(20):
             other.execute(
                 text("INSERT INTO celery_leases_marks VALUES (:name, 'x', '', 0)"), {"name": number}
@@ -84,8 +84,8 @@ def test_a_statement_taken_back_for_a_deadlock_is_repeated(records: SqlRecordSto
             ),
             {"key": record.stored_key},
         )
-        told: list[Any] = []
-        ours = threading.Thread(target=lambda: told.append(begin(effects, record)))
+        begun: list[Any] = []
+        ours = threading.Thread(target=lambda: begun.append(begin(effects, record)))
         ours.start()
         wait_for_locks(records)
         before = deadlocks(other)
@@ -93,19 +93,19 @@ def test_a_statement_taken_back_for_a_deadlock_is_repeated(records: SqlRecordSto
         assert deadlocks(other) == before + 1
         other.execute(text("ROLLBACK"))
         ours.join(10)
-    assert told
-    assert told[0] is not None
+    assert begun
+    assert begun[0] is not None
     assert leases.holder(record.stored_key) is None
 
 
 def deadlocks(connection: Connection) -> int:
-    """How many the server has seen."""
+    """The number of deadlocks that the server has counted."""
     asked = "SELECT count FROM information_schema.innodb_metrics WHERE name = 'lock_deadlocks'"
     return int(connection.execute(text(asked)).scalar_one())
 
 
-def test_a_silent_server_holds_nobody_for_ever(leases_mariadb: MariaServer) -> None:
-    """Nor is anything said of what it has done."""
+def test_a_silent_server_does_not_block_a_call_for_ever(leases_mariadb: MariaServer) -> None:
+    """Whether the statement was executed is not known."""
     with type(leases_mariadb)() as server:
         records = SqlRecordStore(
             engine_for(f"{server.new_database()}?read_timeout=1&connect_timeout=1")
@@ -124,7 +124,9 @@ def test_a_silent_server_holds_nobody_for_ever(leases_mariadb: MariaServer) -> N
 
 
 def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer) -> None:
-    """Killed, not shut down: what was settled is there, and no task notices the lost connection."""
+    """The server was killed, not shut down. Settled outcomes are there, and no task notices the
+    lost connection.
+    """
     with type(leases_mariadb)() as server:
         records = SqlRecordStore(engine_for(server.new_database()))
         records.migrate()
@@ -143,8 +145,8 @@ def test_a_restarted_server_finds_its_records_again(leases_mariadb: MariaServer)
 
 @pytest.fixture
 def driver(records: SqlRecordStore) -> Iterator[Any]:
-    """A connection of PyMySQL as it comes: no autocommit, REPEATABLE READ, counting what has
-    changed.
+    """A connection of PyMySQL with its defaults: no autocommit, REPEATABLE READ, row counts of
+    changed rows.
     """
     url = records.database.engine.url
     connection = pymysql.connect(
@@ -171,10 +173,10 @@ def test_a_guard_by_a_plain_connection_needs_no_change_to_be_seen(
     assert records.settle(record, outcome(record))
 
 
-def test_an_old_snapshot_does_not_keep_a_guard_from_seeing_the_successor(
+def test_a_guard_sees_the_successor_despite_an_old_snapshot(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    """At REPEATABLE READ the transaction still reads the old row, and locks the new one."""
+    """At REPEATABLE READ the transaction reads the old row, but locks the new one."""
     claim_request = make_claim_request(fresh_key())
     record = won(records, claim_request)
     transaction = JoinedTransaction(driver, records)
@@ -190,7 +192,7 @@ def test_an_old_snapshot_does_not_keep_a_guard_from_seeing_the_successor(
 
 
 class Mute:
-    """A connection that does not pass on what the server says of its transaction, as MySQLdb's."""
+    """A connection without the server's status flags, like one of MySQLdb."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -202,7 +204,7 @@ class Mute:
 
 
 class DjangoLike:
-    """As far as anybody looks at it, Django's ``connections["default"]``."""
+    """Has the attributes of Django's ``connections["default"]`` that are used."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
@@ -212,10 +214,10 @@ class DjangoLike:
         return self.connection.cursor()
 
 
-def test_a_plain_connection_that_does_not_tell_of_its_transaction_is_refused(
+def test_a_plain_connection_that_does_not_report_its_transaction_is_refused(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    """Django's tells by its autocommit mode, which it leaves for a transaction."""
+    """Django's connection shows a transaction by switching off autocommit."""
     record, mute = won(records, make_claim_request(fresh_key())), Mute(driver)
     with pytest.raises(WrongDatabase, match="does not show whether its transaction is open"):
         JoinedTransaction(mute, records).guard(record)
@@ -231,16 +233,18 @@ def test_a_plain_connection_that_does_not_tell_of_its_transaction_is_refused(
     assert not transaction.is_open()
 
 
-def test_a_call_enqueued_behind_an_old_snapshot_is_found_all_the_same(
+def test_a_call_enqueued_after_an_old_snapshot_is_found(
     records: SqlRecordStore, driver: Any
 ) -> None:
-    """The insert meets a row that the transaction cannot see, and may look at the newest."""
+    """The insert finds a row that the transaction cannot see. A locking read shows the newest
+    one.
+    """
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
-    enqueuing = outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0)
+    enqueuing = outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0)
     transaction = JoinedTransaction(driver, records)
     assert transaction.read(key.stored, "k") is None
     assert records.database.touch(enqueuing, {})
-    again = outbox.enqueuing("contract", key, "second", "{}", ttl=15.0, retention=60.0)
+    again = outbox.enqueue_writes("contract", key, "second", "{}", ttl=15.0, retention=60.0)
     assert not transaction.write(again, "k")
     assert transaction.read(key.stored, "k") is None
     found = transaction.read(key.stored, "k", newest=True)
@@ -256,10 +260,10 @@ def test_a_call_enqueued_behind_an_old_snapshot_is_found_all_the_same(
 
 
 def test_an_enqueued_call_is_taken_by_one_of_many(records: SqlRecordStore) -> None:
-    """All look at once; who takes it has seen it as it is."""
+    """All read at the same time. One of them takes the unchanged row."""
     key, outbox = CallKey("k", fresh_key(), None, None), Outbox(records)
     assert records.database.touch(
-        outbox.enqueuing("contract", key, "first", "{}", ttl=15.0, retention=60.0), {}
+        outbox.enqueue_writes("contract", key, "first", "{}", ttl=15.0, retention=60.0), {}
     )
     with records.database.engine.connect() as connection:
         connection.execute(text("UPDATE celery_leases_records SET publish_at = 1"))

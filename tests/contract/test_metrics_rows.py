@@ -1,4 +1,4 @@
-"""The counts of all processes in each database: written, folded, and told from the records."""
+"""The counts of all processes in each database: written, folded, and computed from the records."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SUBJECT = {"task": "t", "key": "k", "call_id": "c"}
 
 
 class Deaf:
-    """An observer that nobody listens to."""
+    """An observer that ignores events."""
 
     def observe(self, event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def hears(self, kind: type[Event]) -> bool:
-        """Never."""
+        """Return ``False``."""
         return False
 
 
@@ -44,13 +44,13 @@ def store(sql_records: SqlRecordStore) -> SqlMetrics:
 
 @pytest.fixture
 def counting(store: SqlMetrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Counting]:
-    """Makes what a process counts with, without its thread."""
+    """Makes the counting of a process, without its thread."""
     monkeypatch.setattr(Counting, "_start", lambda _: None)
     return lambda: Counting(Deaf(), store, tag)
 
 
 def some(**attempts: int) -> Written:
-    """That many attempts by outcome, each of a second."""
+    """That many attempts for each outcome, each of one second."""
     tally = Tally()
     for outcome, number in attempts.items():
         for _ in range(number):
@@ -59,13 +59,13 @@ def some(**attempts: int) -> Written:
 
 
 def attempts(store: SqlMetrics) -> dict[str, int]:
-    """How many attempts all processes have counted, by outcome."""
+    """The attempts that all processes have counted, by outcome."""
     found = store.read().tally.counts
     return {series[2]: count for series, count in found.items() if series[0] == "attempts"}
 
 
 def run(records: SqlRecordStore, counting: Counting, key: str, outcome: Outcome = DONE) -> Record:
-    """A whole attempt, of which *counting* is not told yet."""
+    """Run an attempt whose outcome *counting* has not yet counted."""
     records.tag = counting.tag
     request = replace(make_claim_request(f"t:t|{key}", task="t", key=key), call_id=key)
     record = won(records, request)
@@ -73,7 +73,7 @@ def run(records: SqlRecordStore, counting: Counting, key: str, outcome: Outcome 
     return record
 
 
-def told(counting: Counting, record: Record, outcome: Outcome = DONE) -> None:
+def count_outcome(counting: Counting, record: Record, outcome: Outcome = DONE) -> None:
     subject: Subject = {"task": record.task, "key": record.key, "call_id": record.call_id}
     counting.observe(AttemptSettled.by(subject, record, outcome, 0.5, 0.6))
 
@@ -81,7 +81,7 @@ def told(counting: Counting, record: Record, outcome: Outcome = DONE) -> None:
 def test_folding_changes_no_count_and_leaves_one_row(
     store: SqlMetrics, sql_records: SqlRecordStore
 ) -> None:
-    """Also when a row is written twice, as after a lost reply."""
+    """Also if a row is written twice, as after a lost reply."""
     assert store.write("a" * 12, some(returned=2), first=True, closed=False)
     for _ in range(2):
         assert store.write("a" * 12, some(returned=3), first=False, closed=True)
@@ -105,21 +105,21 @@ def test_folding_changes_no_count_and_leaves_one_row(
 def test_a_fold_that_is_interrupted_is_done_by_the_next(
     store: SqlMetrics, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the total is written, and before the rows are deleted."""
+    """Interrupted before the total is written, and before the rows are deleted."""
     for process in ("a" * 12, "b" * 12):
         store.write(process, some(returned=2), first=True, closed=False)
 
     class Killed(Exception):
         pass
 
-    added = store._added
+    added = store._add_to_total
 
     def dies(*given: object) -> bool:
         if step == "after it":
             assert added(*given)  # type: ignore[arg-type]
         raise Killed
 
-    monkeypatch.setattr(store, "_added", dies)
+    monkeypatch.setattr(store, "_add_to_total", dies)
     with pytest.raises(Killed):
         store.fold(silent=0.0)
     monkeypatch.undo()
@@ -131,7 +131,7 @@ def test_a_fold_that_is_interrupted_is_done_by_the_next(
 
 def test_many_rows_are_folded_in_one_go(store: SqlMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches, so that no statement is too long."""
-    monkeypatch.setattr(rows, "AT_ONCE", 2)
+    monkeypatch.setattr(rows, "BATCH_SIZE", 2)
     for number in range(5):
         store.write(f"{number:012}", some(returned=1), first=True, closed=True)
     assert store.fold() == 5
@@ -143,24 +143,24 @@ def test_two_that_fold_at_once_count_once(
 ) -> None:
     store.write("a" * 12, some(returned=2), first=True, closed=True)
     store.write("b" * 12, some(returned=1), first=True, closed=False)
-    total = store._total
+    total = store._read_total
 
     def beaten() -> object:
         found = total()
-        monkeypatch.setattr(store, "_total", total)
+        monkeypatch.setattr(store, "_read_total", total)
         assert store.fold(silent=0.0) == 2
         return found
 
-    monkeypatch.setattr(store, "_total", beaten)
+    monkeypatch.setattr(store, "_read_total", beaten)
     assert store.fold(silent=0.0) == 0
     assert attempts(store) == {"returned": 3}
 
 
-def test_what_a_killed_process_had_not_written_is_told_from_the_records(
+def test_what_a_killed_process_had_not_written_is_counted_from_the_records(
     store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
 ) -> None:
-    """Each outcome once: those that it has written, those that it has not, and one that it began
-    before the last write and was told of after it.
+    """Each outcome is counted once: those that the process has written, those that it has not,
+    and one that it began before its last write and counted afterwards.
     """
     mine, other = counting(), counting()
     failed = Outcome(
@@ -173,13 +173,13 @@ def test_what_a_killed_process_had_not_written_is_told_from_the_records(
         retry_after=40.0,
         failure=Failure("E", "no", "a-rule", "why"),
     )
-    told(mine, run(sql_records, mine, "written"))
+    count_outcome(mine, run(sql_records, mine, "written"))
     run(sql_records, mine, "begun")
     mine.observe(CrashSeen(**SUBJECT, crashes=1, host=None))
     mine.flush()
     run(sql_records, mine, "later")
     run(sql_records, mine, "failed", failed)
-    told(other, run(sql_records, other, "of another"))
+    count_outcome(other, run(sql_records, other, "of another"))
     other.flush()
     assert attempts(store) == {"returned": 2}
     store.fold(silent=0.0)
@@ -191,23 +191,23 @@ def test_what_a_killed_process_had_not_written_is_told_from_the_records(
     assert found.spans["cooldown", "t"][-1] == 40 * counted.MICROSECONDS
 
 
-def test_a_process_that_was_taken_for_dead_counts_nothing_twice(
+def test_a_process_that_counted_as_dead_counts_nothing_twice(
     store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
 ) -> None:
-    """It stood still, another has folded its row, and it goes on."""
+    """It was stopped, another process has folded its row, and it continues."""
     mine = counting()
-    told(mine, run(sql_records, mine, "one"))
+    count_outcome(mine, run(sql_records, mine, "one"))
     mine.flush()
     two = run(sql_records, mine, "two")
-    told(mine, two)
+    count_outcome(mine, two)
     mine.observe(CrashSeen(**SUBJECT, crashes=1, host=None))
     store.fold(silent=0.0)
     assert attempts(store) == {"returned": 2}
     mine.flush()
     mine.flush()
-    told(mine, run(sql_records, mine, "three"))
+    count_outcome(mine, run(sql_records, mine, "three"))
     mine.flush(closing=True)
-    told(mine, run(sql_records, mine, "four"))
+    count_outcome(mine, run(sql_records, mine, "four"))
     mine.flush()
     assert attempts(store) == {"returned": 4}
     assert store.read().tally.counts["abandonments", "t"] == 1
@@ -230,10 +230,10 @@ def test_a_claim_and_its_refusal_do_not_see_the_tag(
 def test_tables_of_version_1_keep_the_counts_too(
     store: SqlMetrics, sql_records: SqlRecordStore, counting: Callable[[], Counting]
 ) -> None:
-    """There an outcome leaves no tag, so the last seconds of a killed process are not told."""
+    """Without tags in version 1, the last seconds of a killed process are not counted."""
     sql_records.migrate(1)
     mine = counting()
-    told(mine, run(sql_records, mine, "written"))
+    count_outcome(mine, run(sql_records, mine, "written"))
     mine.flush()
     killed = run(sql_records, mine, "later")
     row = sql_records.read(killed.stored_key)

@@ -1,5 +1,5 @@
-"""Tables of version 1, made as release 0.1.0 made them: workers run on them, and migrations convert
-them.
+"""Tables of version 1, as release 0.1.0 created them: workers run on them, and migrations
+convert them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DAMAGED = {
     "previous_error": "[]",
     "digests": "{",
 }
-"""By column: what cannot be read of a row."""
+"""Unreadable values, by column."""
 UNREADABLE = {"finished_results", "progress", "state", "ended"}
 FAILURE = Failure(
     "builtins.ValueError", "bad \N{SNOWMAN}", "rule", "busy", group="g", ambiguous=True
@@ -56,7 +56,7 @@ FAILURE = Failure(
 
 
 def make_old(url: str) -> None:
-    """Make the tables of version 1."""
+    """Create the tables of version 1."""
     engine = engine_for(url)
     dialect = "mysql" if engine.dialect.name == "mariadb" else engine.dialect.name
     written = (Path(__file__).parent / "version_1" / f"{dialect}.sql").read_text()
@@ -67,9 +67,9 @@ def make_old(url: str) -> None:
 
 
 def opened(url: str) -> SqlRecordStore:
-    """A store that has looked at its tables."""
+    """A store that has read the layout of its tables."""
     store = SqlRecordStore(engine_for(url))
-    store.evidence.grace = 0.0
+    store.availability.grace = 0.0
     store.check()
     return store
 
@@ -80,14 +80,14 @@ def old(database_url: str) -> Iterator[SqlRecordStore]:
     make_old(database_url)
     with closing(opened(database_url).database) as database:
         store = SqlRecordStore(database.engine)
-        store.evidence.grace = 0.0
+        store.availability.grace = 0.0
         store.check()
-        assert store.by.layout is WIDE
+        assert store.statements.layout is WIDE
         yield store
 
 
 def migrated(store: SqlRecordStore, to: int = NARROW.version) -> Migrated:
-    """What an operator does, in a process of his own."""
+    """Migrate as an operator does, in another process."""
     other = SqlRecordStore(engine_for(store.database.engine.url.render_as_string(False)))
     try:
         return other.migrate(to)
@@ -97,11 +97,11 @@ def migrated(store: SqlRecordStore, to: int = NARROW.version) -> Migrated:
 
 @pytest.mark.nightly
 class TestOldRecords(RecordStoreContract):
-    """The published suite, on tables of version 1."""
+    """The published suite on tables of version 1."""
 
     @pytest.fixture
     def records(self, old: SqlRecordStore) -> SqlRecordStore:
-        """One of the databases."""
+        """Each of the databases."""
         return old
 
 
@@ -111,17 +111,17 @@ class TestOldEffects(EffectStoreContract):
 
     @pytest.fixture
     def records(self, old: SqlRecordStore) -> SqlRecordStore:
-        """One of the databases."""
+        """Each of the databases."""
         return old
 
     @pytest.fixture
     def effects(self, old: SqlRecordStore) -> SqlEffectStore:
-        """Beside the records."""
+        """Effects in the same database."""
         return SqlEffectStore(old.database, old.tables)
 
 
 def fill(records: SqlRecordStore) -> list[str]:
-    """Rows in every state, with all that a row may have; their keys."""
+    """Create rows in every state, with all possible values; returns their keys."""
     keys: list[str] = []
 
     def begun(lease_store: str = "database", **claim_request: Any) -> Record:
@@ -169,7 +169,7 @@ def fill(records: SqlRecordStore) -> list[str]:
     closed(records, begun(), State.PENDING, **failed)
     again = won(
         records, make_claim_request(keys[-1], rerun=True), "database"
-    )  # with a previous attempt, and counts of old
+    )  # with a previous attempt, and counts of an earlier generation
     closed(records, again, State.PENDING, ended=Ended.RETRIED)
     won(records, make_claim_request(keys[-1], rerun=True), "database")
     begun("redis:one")
@@ -192,13 +192,13 @@ def fill(records: SqlRecordStore) -> list[str]:
     key = CallKey("enqueued", fresh_key(), f"v1:{'cd' * 32}", {"x": "y"})
     keys.append(key.stored)
     assert records.database.touch(
-        Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), {}
+        Outbox(records).enqueue_writes("t", key, "first", "{}", ttl=7.0, retention=60.0), {}
     )
     return keys
 
 
 def damage(records: SqlRecordStore) -> dict[str, str]:
-    """A row for each column that cannot be read; their keys by column."""
+    """Create a row for each unreadable column; returns their keys by column."""
     broken = {}
     for column, value in DAMAGED.items():
         record = won(records, make_claim_request(fresh_key(), retention=None), "database")
@@ -216,31 +216,31 @@ def damage(records: SqlRecordStore) -> dict[str, str]:
 
 
 def reads(records: SqlRecordStore, keys: list[str]) -> dict[str, Record | None]:
-    """The rows of keys, without the moment of the look."""
+    """The rows of keys, without the time at which they were read."""
     found = {key: records.read(key) for key in keys}
     return {key: timeless(record) if record is not None else None for key, record in found.items()}
 
 
 def columns(records: SqlRecordStore) -> set[str]:
-    """The columns that the table has."""
+    """The columns of the table."""
     with records.database.engine.connect() as connection:
         return set(connection.execute(records.tables.any_column()).keys())
 
 
 def test_each_record_reads_the_same_after_a_migration_and_back(old: SqlRecordStore) -> None:
-    """In every state; and again after the next one."""
+    """In every state; and again after the next migration."""
     keys = fill(old)
     before = reads(old, keys)
     done = migrated(old)
     assert (done.before, done.after, done.rows >= len(keys)) == (1, 2, True)
     assert reads(old, keys) == before
-    assert old.by.layout.version == 2
+    assert old.statements.layout.version == 2
     assert columns(old) == set(old.tables.records.c.keys())
     assert indexes(old) == wanted_indexes(2)
     assert migrated(old) == Migrated(2, 2)
     assert migrated(old, 1).rows == len(keys)
     assert reads(old, keys) == before
-    assert old.by.layout.version == 1
+    assert old.statements.layout.version == 1
     assert migrated(old, 1) == Migrated(1, 1)
     assert migrated(old).before == 1
     assert reads(old, keys) == before
@@ -250,7 +250,7 @@ def test_each_record_reads_the_same_after_a_migration_and_back(old: SqlRecordSto
 def test_work_that_was_done_before_a_migration_may_be_run_again(
     old: SqlRecordStore, to: int
 ) -> None:
-    """By another call, where each call is work of its own, or once the retention is over."""
+    """By another call of a ``rerun`` task, or after the retention."""
     if to == 1:
         migrated(old)
     rerun, expired = (won(old, make_claim_request(fresh_key()), "database") for _ in range(2))
@@ -262,7 +262,7 @@ def test_work_that_was_done_before_a_migration_may_be_run_again(
 
 
 def test_a_migration_that_has_nothing_to_do_waits_for_no_transaction(old: SqlRecordStore) -> None:
-    """Run again while a transaction of the user's has written a row."""
+    """It is run again while a transaction of the user's has written a row."""
     migrated(old)
     won(old, make_claim_request(fresh_key()), "database")
     with old.database.engine.connect() as connection:
@@ -275,7 +275,7 @@ def test_a_migration_that_has_nothing_to_do_waits_for_no_transaction(old: SqlRec
 
 
 def test_what_cannot_be_read_cannot_be_read_afterwards_either(old: SqlRecordStore) -> None:
-    """Nobody takes it for absent; it survives the way back."""
+    """It does not become an absent value, also on the way back."""
     broken = damage(old)
     for version in (2, 1, 2):
         migrated(old, version)
@@ -292,7 +292,7 @@ def test_what_cannot_be_read_cannot_be_read_afterwards_either(old: SqlRecordStor
 
 
 def test_a_downgrade_that_would_lose_something_is_refused(old: SqlRecordStore) -> None:
-    """With the key; nothing has changed then."""
+    """The error has the key, and nothing was changed."""
     keys = fill(old)
     migrated(old)
     before = reads(old, keys)
@@ -307,7 +307,7 @@ def test_a_downgrade_that_would_lose_something_is_refused(old: SqlRecordStore) -
 
 
 def indexes(records: SqlRecordStore) -> set[str | None]:
-    """The names of the indexes that the table has, those that are not ready too."""
+    """The names of the table's indexes, including invalid ones."""
     engine = records.database.engine
     if engine.dialect.name != "postgresql":
         return {index["name"] for index in inspect(engine).get_indexes(records.tables.records.name)}
@@ -319,13 +319,13 @@ def indexes(records: SqlRecordStore) -> set[str | None]:
 
 
 def wanted_indexes(version: int) -> set[str | None]:
-    """The names of those of a version."""
+    """The names of the indexes of a version."""
     names: set[str | None] = {str(index.name) for index in Tables().records.indexes}
     return names | {migrations.BY_STATE} if version == 1 else names
 
 
 def ready_indexes(records: SqlRecordStore) -> set[str]:
-    """Those of PostgreSQL's that are partial and in use."""
+    """The valid partial indexes on PostgreSQL."""
     with records.database.engine.connect() as connection:
         names = (
             "SELECT c.relname FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid "
@@ -338,9 +338,8 @@ def ready_indexes(records: SqlRecordStore) -> set[str]:
 def held_up(
     old: SqlRecordStore, migrating: Callable[[], Any]
 ) -> Iterator[tuple[Connection, Future[Any]]]:
-    """A migration in a thread, while PostgreSQL makes an index and waits for an older transaction.
-
-    Gives the connection of that transaction.
+    """A migration in a thread, while PostgreSQL creates an index and waits for an older
+    transaction. Yields the connection of that transaction.
     """
     waits = text(
         "SELECT 1 FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE NOT granted AND query LIKE :query"
@@ -366,7 +365,7 @@ def held_up(
 
 @pytest.mark.only(server="postgresql")
 def test_work_goes_on_while_indexes_are_made(old: SqlRecordStore) -> None:
-    """They are made beside the old ones. Under the lock they only get their names."""
+    """They are created beside the old ones. Under the table lock they are only renamed."""
     with held_up(old, lambda: migrated(old)) as (older, running):
         record = won(old, make_claim_request(fresh_key()), "database")
         assert closed(old, record).state is State.DONE
@@ -377,8 +376,8 @@ def test_work_goes_on_while_indexes_are_made(old: SqlRecordStore) -> None:
 
 
 @pytest.mark.only(server="postgresql")
-def test_an_index_that_nobody_has_finished_is_made_anew(old: SqlRecordStore) -> None:
-    """It would be none for the server's plans, and would be written to all the same."""
+def test_an_invalid_index_is_created_again(old: SqlRecordStore) -> None:
+    """The server does not use an invalid index for queries, but maintains it at each write."""
     end = text(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'CREATE INDEX CONCURRENTLY%'"
     )
@@ -403,7 +402,7 @@ def test_an_index_that_nobody_has_finished_is_made_anew(old: SqlRecordStore) -> 
 def test_an_index_that_waits_for_too_long_is_given_up(
     old: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost; a downgrade takes away what is left of it."""
+    """Nothing is lost. A downgrade drops what is left of it."""
     monkeypatch.setattr(postgresql, "LOCK_TIMEOUT_OF_MIGRATIONS", 300)
     with held_up(old, lambda: migrated(old)) as (older, running):
         failed = running.exception(60)
@@ -418,7 +417,7 @@ def test_an_index_that_waits_for_too_long_is_given_up(
 
 @pytest.mark.only(server="mariadb")
 def test_columns_and_indexes_are_dropped_by_statements_of_their_own(old: SqlRecordStore) -> None:
-    """MySQL copies the whole table for both in one."""
+    """MySQL copies the whole table if one statement does both."""
     sent: list[str] = []
 
     def note(_1: Any, _2: Any, statement: str, *_: Any) -> None:
@@ -436,23 +435,23 @@ def test_columns_and_indexes_are_dropped_by_statements_of_their_own(old: SqlReco
     ]
 
 
-def test_no_statement_of_a_migration_is_given_up(
+def test_no_statement_of_a_migration_times_out(
     server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the server says nothing for longer than any other statement may take."""
+    """Even if the server does not answer for longer than other statements may take."""
     make_old(server_url)
     url = make_url(server_url)
-    of_mysql = url.get_backend_name() in FAMILY
+    on_mysql = url.get_backend_name() in FAMILY
     made = (
         ["CREATE TRIGGER slow BEFORE UPDATE ON celery_leases_version FOR EACH ROW DO SLEEP(2)"]
-        if of_mysql
+        if on_mysql
         else [
             "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NEW; END'",
             "CREATE TRIGGER slow BEFORE UPDATE ON celery_leases_version FOR EACH ROW EXECUTE FUNCTION slow()",
         ]
     )
     monkeypatch.setattr(postgresql, "SILENCE", 0.3)
-    stopping = url.update_query_dict({"read_timeout": "1"} if of_mysql else {})
+    stopping = url.update_query_dict({"read_timeout": "1"} if on_mysql else {})
     records = SqlRecordStore(engine_for(stopping.render_as_string(hide_password=False)))
     with closing(records.database):
         with records.database.engine.connect() as connection:
@@ -492,12 +491,12 @@ STEPS: dict[str, Callable[[SqlRecordStore, Record], object]] = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_worker_finds_out_that_its_tables_were_migrated(old: SqlRecordStore, step: str) -> None:
-    """At whatever it does next, in either direction; nothing fails."""
+    """With its next statement, in both directions; no call fails."""
     for version in (2, 1):
         record = won(
             old, make_claim_request(fresh_key()), "redis:one" if step == "take over" else "database"
         )
-        for _ in range(8):  # psycopg prepares what comes often
+        for _ in range(8):  # psycopg prepares a statement that is executed often
             STEPS["read"](old, record)
         migrated(old, version)
         assert STEPS[step](old, record) is not None
@@ -506,7 +505,7 @@ def test_a_worker_finds_out_that_its_tables_were_migrated(old: SqlRecordStore, s
 
 
 def test_an_attempt_that_was_claimed_before_ends_after_the_migration(old: SqlRecordStore) -> None:
-    """With what its row had: counts, calls that have finished, how the attempt before ended."""
+    """With the values of its row: counts, finished calls, and the end of the previous attempt."""
     first = won(old, make_claim_request(fresh_key(), rerun=True), "database")
     closed(
         old,
@@ -531,7 +530,7 @@ def test_an_attempt_that_was_claimed_before_ends_after_the_migration(old: SqlRec
 
 
 def test_many_claims_and_outcomes_go_on_during_migrations(old: SqlRecordStore) -> None:
-    """Each key is claimed once and done once, up and down and up again."""
+    """Each key is claimed once and done once, during several migrations in both directions."""
     url = old.database.engine.url.render_as_string(False)
     stop, ran, lock = threading.Event(), [], threading.Lock()
 
@@ -577,12 +576,12 @@ def test_many_claims_and_outcomes_go_on_during_migrations(old: SqlRecordStore) -
 
 
 class KilledError(BaseException):
-    """As if the process had ended there."""
+    """Ends a migration as the death of its process would."""
 
 
 KILLED_AT = [
     (name, number)
-    for name, times in (("_alter", 2), ("_batch", 2), ("_note", 1))
+    for name, times in (("_alter", 2), ("_batch", 2), ("_write_version", 1))
     for number in range(times)
 ]
 
@@ -598,7 +597,7 @@ def test_a_migration_that_was_killed_is_run_again(
     number: int,
     after: bool,
 ) -> None:
-    """Wherever that was, workers go on with the tables as they are, and the next one ends it, or
+    """Wherever it was killed, workers can use the tables. The next migration finishes it, or
     goes back.
     """
     keys = fill(old)
@@ -639,7 +638,7 @@ def test_a_migration_that_was_killed_is_run_again(
 
 
 def test_two_migrations_at_once_do_it_once(old: SqlRecordStore) -> None:
-    """The other finds that it is done."""
+    """The second one finds nothing to do."""
     keys = fill(old)
     before = reads(old, keys)
     with ThreadPoolExecutor(4) as threads:
@@ -650,7 +649,7 @@ def test_two_migrations_at_once_do_it_once(old: SqlRecordStore) -> None:
 
 
 def test_a_migration_waits_for_a_transaction_that_guards_a_row(old: SqlRecordStore) -> None:
-    """It gives others way meanwhile, and goes on once the transaction has ended."""
+    """It lets other transactions pass meanwhile, and continues when that transaction has ended."""
     if old.database.host_clock:
         pytest.skip("SQLite allows one writer")
     record = won(old, make_claim_request(fresh_key()), "database")
@@ -672,7 +671,7 @@ def test_a_migration_waits_for_a_transaction_that_guards_a_row(old: SqlRecordSto
 def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(
     old: SqlRecordStore,
 ) -> None:
-    """An error would end the transaction, so the columns are looked at first."""
+    """An error would end the transaction, so the columns are read first."""
     record = won(old, make_claim_request(fresh_key()), "database")
     migrated(old)
     user = engine_for(old.database.engine.url.render_as_string(False)).execution_options(
@@ -681,8 +680,8 @@ def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(
     key = CallKey("enqueued", fresh_key(), None, None)
     with user.connect() as connection:
         transaction = JoinedTransaction(connection, old)
-        transaction.know_layout("k")
-        writes = Outbox(old).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0)
+        transaction.load_layout("k")
+        writes = Outbox(old).enqueue_writes("t", key, "first", "{}", ttl=7.0, retention=60.0)
         assert transaction.write(writes, "k")
         transaction.complete(record, outcome(record, result="1"))
         connection.commit()
@@ -692,8 +691,8 @@ def test_a_call_is_completed_and_enqueued_in_a_transaction_after_a_migration(
 
 @pytest.mark.parametrize("by", ["sqlalchemy", "driver"])
 def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str) -> None:
-    """Who knows that the tables are the newest does not look before; the error of the first says
-    so.
+    """If the tables are known to be the newest, the columns are not read. The first statement
+    fails with an error that says so.
     """
     migrated(old)
     migrated(old, 1)
@@ -712,8 +711,8 @@ def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str
             transaction = JoinedTransaction(given, old)
             key = CallKey("enqueued", fresh_key(), None, None)
             try:
-                transaction.know_layout("k")
-                writes = Outbox(old).enqueuing("t", key, "", "{}", ttl=7.0, retention=60.0)
+                transaction.load_layout("k")
+                writes = Outbox(old).enqueue_writes("t", key, "", "{}", ttl=7.0, retention=60.0)
                 written.append(transaction.write(writes, "k"))
             except Exception as error:  # noqa: BLE001 - that of the driver
                 assert DOCUMENT in str(error)  # noqa: PT017
@@ -723,7 +722,7 @@ def test_a_transaction_fails_once_after_a_downgrade(old: SqlRecordStore, by: str
 
 
 def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> None:
-    """Also when it is run twice; they are converted afterwards."""
+    """Also when it is run twice. The tables are migrated afterwards."""
     keys = fill(old)
     before = reads(old, keys)
     with old.database.engine.connect() as connection:
@@ -740,14 +739,14 @@ def test_the_printed_sql_leaves_old_tables_as_they_are(old: SqlRecordStore) -> N
 def test_a_worker_on_old_tables_says_so(
     old: SqlRecordStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And runs."""
+    """It runs nevertheless."""
     old.check()
     assert "have version 1" in caplog.text
     assert "leases migrate" in caplog.text
 
 
-def test_a_lease_is_kept_through_a_migration(old: SqlRecordStore) -> None:
-    """By the row that is the lease."""
+def test_a_lease_survives_a_migration(old: SqlRecordStore) -> None:
+    """The row is the lease."""
     leases = DatabaseLeaseStore(old)
     claim_request = make_claim_request(fresh_key(), ttl=60.0)
     assert acquired(leases.acquire(claim_request))

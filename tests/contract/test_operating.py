@@ -1,5 +1,5 @@
-"""What an operator asks of many records: pages, filters, counts; and what he changes of many, in
-each database.
+"""What an operator reads and changes in many records, in each database: pages, filters, counts
+and bulk changes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LIMIT = Failure("openai.RateLimitError", "too many", "rate-limited", "rate_limit
 
 @pytest.fixture
 def client(sql_records: SqlRecordStore) -> LeaseClient:
-    """An operator's, on the same database as the workers."""
+    """An operator's client, on the same database as the workers."""
     return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
 
 
 @pytest.fixture
 def put(sql_records: SqlRecordStore) -> Callable[..., None]:
-    """Makes a record that has started so many seconds ago, and ended as it is told."""
+    """Creates a record that started that many seconds ago, and ended as given."""
 
     def make(
         key: str, state: State = State.DONE, *, task: str = "t", ago: float = 0, **more: Any
@@ -75,7 +75,7 @@ def sql(records: SqlRecordStore, statement: str) -> None:
 def test_pages_have_each_record_once_in_their_order(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    """Also those that started at the same moment."""
+    """Also records that started at the same time."""
     for number in range(7):
         put(f"k{number}")
     sql(
@@ -196,9 +196,7 @@ def test_statistics_count_by_task_and_state_and_by_rule(
 def test_many_keys_are_changed_if_they_are_as_they_were_found(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    """A key that was claimed, closed or released meanwhile is left alone, and the answer says
-    so.
-    """
+    """A key that was claimed, settled or released since is not changed, and the answer says so."""
     for key in ("a", "b", "c", "d"):
         put(key, State.FAILED)
     found = [*client.matching(client.where(states=["failed"]))]
@@ -261,8 +259,8 @@ def test_what_changes_after_a_filter_was_made_is_not_in_it(
 def test_old_records_are_purged_in_batches_and_nothing_else(
     client: LeaseClient, put: Callable[..., None]
 ) -> None:
-    """Never one that runs, or whose message is to be published; an uncertain one only where it is
-    asked for.
+    """Never a running row, or one whose message must be published; an uncertain one only if it
+    is asked for.
     """
     for number in range(5):
         put(f"old{number}", ago=40 * 86_400)
@@ -315,19 +313,21 @@ def test_the_effects_of_a_purged_record_go_with_it(
     assert left == ["t:t|new"]
 
 
-def test_a_page_stays_readable_when_the_lease_store_is_away(
+def test_a_page_stays_readable_when_the_lease_store_does_not_answer(
     client: LeaseClient, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked once, and not for each record: each answer would take its timeout."""
+    """The lease store is asked once, and not for each record, because each call would wait for
+    its timeout.
+    """
     for key in ("a", "b", "c"):
         put(key, State.RUNNING)
     asked: list[str] = []
 
-    def away(stored_key: str) -> None:
+    def fails(stored_key: str) -> None:
         asked.append(stored_key)
         raise StoreUnavailable("no answer", False)
 
-    monkeypatch.setattr(client._leases, "holder", away)
+    monkeypatch.setattr(client._leases, "holder", fails)
     statuses = client.page().statuses
     assert [status.state for status in statuses] == ["running"] * 3
     assert {status.reason for status in statuses} == {"lease_store_unavailable"}
@@ -337,7 +337,7 @@ def test_a_page_stays_readable_when_the_lease_store_is_away(
 def test_a_page_of_many_records_reads_no_more_than_it_shows(
     client: LeaseClient, sql_records: SqlRecordStore
 ) -> None:
-    """The statement carries the keys through the sort, and reads the rows of one page."""
+    """The statement sorts only the keys, and reads the rows of one page."""
     row = sql_records.tables.records
     columns = {
         "task": "t",
@@ -356,14 +356,14 @@ def test_a_page_of_many_records_reads_no_more_than_it_shows(
     with sql_records.database.engine.connect() as connection:
         connection.execute(insert(row), many)
     read: list[int] = []
-    listed = sql_records._listed
+    listed = sql_records._list
 
     def noted(query: Any) -> Any:
         found = listed(query)
         read.append(len(found))
         return found
 
-    sql_records._listed = noted
+    sql_records._list = noted
     page = client.page(limit=20)
     assert keys(page.statuses) == [f"{number:05}" for number in range(2999, 2979, -1)]
     assert read == [20]

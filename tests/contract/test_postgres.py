@@ -1,4 +1,4 @@
-"""What is PostgreSQL's own: a server that is silent, and how it is connected to."""
+"""What only PostgreSQL does: a server that does not answer, and the parameters of connections."""
 
 import time
 from collections.abc import Iterator
@@ -31,16 +31,18 @@ SLACK = 2.0
 
 @pytest.fixture
 def server(leases_postgres: PostgresServer) -> Iterator[PostgresServer]:
-    """A server of the test's own."""
+    """A server for this test."""
     with PostgresServer() as started:
         yield started
 
 
 @needs_told
-def test_a_silent_server_holds_nobody_for_ever(
+def test_a_silent_server_does_not_block_a_call_for_ever(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is frozen: TCP goes on acknowledging. Nothing is said of what it has done."""
+    """It is frozen, while TCP acknowledges packets. Whether the statement was executed is not
+    known.
+    """
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
     record = won(records, make_claim_request(fresh_key()))
@@ -65,10 +67,10 @@ def test_a_silent_server_holds_nobody_for_ever(
 
 
 @needs_told
-def test_a_statement_that_waits_is_told_of_its_connection(
+def test_a_statement_without_an_answer_closes_its_connection(
     leases_postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection is closed: a late answer must not be taken for that of the next statement."""
+    """The connection is closed, so that a late reply is not read as that to the next statement."""
     engine = engine_for(leases_postgres_url)
     monkeypatch.setattr(postgresql, "SILENCE", SILENCE)
     with engine.connect() as connection:
@@ -86,8 +88,8 @@ def test_a_statement_that_waits_is_told_of_its_connection(
 def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_id(
     server: PostgresServer,
 ) -> None:
-    """Behind the gate of a group too. The server says so: by its WAL, its transaction ids, and the
-    rows' own marks.
+    """Also with the gate of a cooldown group. The server shows it by its WAL position, its
+    transaction ids, and the system columns of the rows.
     """
     records = SqlRecordStore(engine_for(server.new_database()))
     records.migrate()
@@ -110,7 +112,7 @@ def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_i
         with records.database.engine.connect() as connection:
             return dict(connection.execute(text(asked)).mappings().one())
 
-    refusals()  # hints are set, statements prepared
+    refusals()  # now hint bits are set and statements are prepared
 
     def nothing_written() -> bool:
         before = seen()
@@ -128,10 +130,10 @@ def test_a_refused_claim_writes_nothing_locks_nothing_and_takes_no_transaction_i
 
 
 @pytest.mark.parametrize("asked", ["", "?options=-c%20lock_timeout%3D700"])
-def test_rows_are_waited_for_as_the_url_says_or_for_a_moment(
+def test_the_lock_timeout_is_that_of_the_url_or_the_default(
     leases_postgres_url: str, asked: str
 ) -> None:
-    """``options`` in the URL are the user's own."""
+    """``options`` in the URL have precedence."""
     engine = engine_for(leases_postgres_url + asked)
     with engine.connect() as connection:
         assert connection.execute(text("SHOW lock_timeout")).scalar_one() == (
@@ -140,9 +142,9 @@ def test_rows_are_waited_for_as_the_url_says_or_for_a_moment(
     engine.dispose()
 
 
-def test_a_list_carries_nothing_but_keys_through_the_sort(leases_postgres_url: str) -> None:
-    """It shows few of the rows that it looks at; the clock alone, asked for each, would take most
-    of the time.
+def test_a_list_sorts_nothing_but_keys(leases_postgres_url: str) -> None:
+    """The page is small compared with the rows that are read; computing the time for each row
+    would take most of the time.
     """
     records = SqlRecordStore(engine_for(leases_postgres_url))
     records.migrate()

@@ -1,6 +1,4 @@
-"""Whose turn it is to delete what is over: one process of a database at a time, and only as often
-as it is due.
-"""
+"""Which process deletes expired rows: one process of a database at a time, and not too often."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ __all__ = ["database_url", "sql_records"]
 
 
 def expire(records: SqlRecordStore, number: int) -> None:
-    """Rows whose retention is over."""
+    """Create rows whose retention is over."""
     for _ in range(number):
         closed(records, won(records, make_claim_request(fresh_key())))
     with records.database.engine.connect() as connection:
@@ -27,7 +25,7 @@ def expire(records: SqlRecordStore, number: int) -> None:
 
 
 def left(records: SqlRecordStore) -> int:
-    """How many rows there are."""
+    """The number of rows."""
     with records.database.engine.connect() as connection:
         return int(
             connection.execute(text("SELECT count(*) FROM celery_leases_records")).scalar_one()
@@ -37,7 +35,7 @@ def left(records: SqlRecordStore) -> int:
 def test_a_turn_goes_on_while_batches_are_full_and_ends_for_a_while(
     sql_records: SqlRecordStore,
 ) -> None:
-    """Whoever asks meanwhile is told that there is nothing to do."""
+    """Another process that asks meanwhile gets ``False``."""
     expire(sql_records, 5)
     assert [sql_records.purge_in_turn(2, 60.0) for _ in range(3)] == [True, True, False]
     assert left(sql_records) == 0
@@ -49,7 +47,7 @@ def test_a_turn_goes_on_while_batches_are_full_and_ends_for_a_while(
 def test_of_many_that_ask_at_once_one_has_the_turn(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others leave the rows alone."""
+    """The others delete no row."""
     expire(sql_records, 2)
     asked: list[int] = []
     purge = sql_records.purge
@@ -62,7 +60,7 @@ def test_of_many_that_ask_at_once_one_has_the_turn(
 def test_a_process_that_dies_in_its_turn_is_followed_soon(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a pool child may that lives for one task."""
+    """For example a pool child that runs only one task."""
     monkeypatch.setattr(records, "PURGE_PATIENCE", 0.5)
     expire(sql_records, 2)
 
@@ -82,7 +80,7 @@ def test_a_process_that_dies_in_its_turn_is_followed_soon(
 
 
 def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) -> None:
-    """No write, and so no writer to wait for on SQLite."""
+    """There is no write, so nothing waits for a writer on SQLite."""
     expire(sql_records, 1)
     assert not sql_records.purge_in_turn(10, 60.0)
     with sql_records.database.engine.connect() as writer:
@@ -93,9 +91,7 @@ def test_a_turn_costs_one_look_where_it_is_not_due(sql_records: SqlRecordStore) 
 
 
 def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -> None:
-    """A process that is frozen in the middle of it would hold up every other writer of a SQLite
-    file.
-    """
+    """A process that is frozen in a write would block every other writer of a SQLite file."""
     closed(sql_records, won(sql_records, make_claim_request(fresh_key())))
     with sql_records.database.engine.connect() as writer:
         writer.execute(text("BEGIN"))
@@ -108,7 +104,7 @@ def test_where_nothing_is_over_nothing_is_written(sql_records: SqlRecordStore) -
 
 
 def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRecordStore) -> None:
-    """Its moment counts from its outcome; the claim has written it, as most outcomes come soon."""
+    """The retention counts from the outcome. The claim has only written an estimate."""
     record = won(sql_records, make_claim_request(fresh_key(), retention=0.001), "database")
     assert record.expires_at is None
     time.sleep(0.01)
@@ -125,18 +121,18 @@ def test_a_row_that_runs_for_longer_than_its_retention_stays(sql_records: SqlRec
     assert sql_records.purge(10) == 1
 
 
-@pytest.mark.parametrize(("early", "kept"), [(0, True), (30, True), (40, False)])
+@pytest.mark.parametrize(("early", "unchanged"), [(0, True), (30, True), (40, False)])
 def test_an_outcome_that_comes_soon_leaves_the_moment_of_expiry(
-    sql_records: SqlRecordStore, early: int, kept: bool
+    sql_records: SqlRecordStore, early: int, unchanged: bool
 ) -> None:
-    """It is at most a hundredth too early, and no index changes."""
+    """The row expires at most a hundredth of its retention earlier, and no index changes."""
     record = won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database")
     ended = record.started_at + (3600 - early) * 1_000_000
     with sql_records.database.engine.connect() as connection:
         connection.execute(text(f"UPDATE celery_leases_records SET expires_at = {ended}"))  # noqa: S608
     after = closed(sql_records, record, retention=3600.0)
     assert after.expires_at is not None
-    assert (after.expires_at == ended) is kept
+    assert (after.expires_at == ended) is unchanged
     again = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key(), retention=3600.0), "database"),

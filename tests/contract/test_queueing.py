@@ -23,26 +23,26 @@ SPANS: dict[str, Any] = {"ttl": 15.0, "retention": 3600.0}
 
 @pytest.fixture
 def outbox(sql_records: SqlRecordStore) -> Outbox:
-    """The messages of these records."""
+    """The outbox of these records."""
     return Outbox(sql_records)
 
 
 def queue(outbox: Outbox, key: str, call_id: str) -> bool:
-    """Write the record of a call that is being published; whether the key had none."""
+    """Write the record of a call that is being published; returns whether the key had none."""
     named = ("task", CallKey(key, key), call_id, '{"task": "task"}')
-    return outbox.database.touch(outbox.enqueuing(*named, **SPANS), {})
+    return outbox.database.touch(outbox.enqueue_writes(*named, **SPANS), {})
 
 
 def reassign(outbox: Outbox, old: Record, call_id: str, *, anew: bool = False) -> bool:
-    """Make *old* that of a call; whether it was as it had been read."""
+    """Assign *old* to a call; returns whether it was unchanged."""
     named = ("task", CallKey(old.key, old.stored_key), call_id, '{"task": "task"}')
-    return outbox.database.touch(outbox.reassigning(old, *named, anew=anew, **SPANS), {})
+    return outbox.database.touch(outbox.reassign_writes(old, *named, anew=anew, **SPANS), {})
 
 
 def test_a_queued_record_is_one_statement_and_counts_once(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
-    """It says since when, and keeps its message until the broker has it."""
+    """The record shows since when it waits, and keeps its message until the broker has it."""
     key = fresh_key()
     with statements_of(outbox.database) as statements:
         assert queue(outbox, key, "call-1")
@@ -64,7 +64,7 @@ def test_a_queued_record_is_one_statement_and_counts_once(
 def test_a_call_that_was_not_published_leaves_its_key_free(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
-    """Unless a worker has it already: then the broker had taken it after all."""
+    """Unless a worker has started the call: then the broker had accepted the message."""
     key, other = fresh_key(), fresh_key()
     queue(outbox, key, "call-1")
     outbox.withdraw(key, "call-1", 3600.0)
@@ -79,10 +79,12 @@ def test_a_call_that_was_not_published_leaves_its_key_free(
     assert row(sql_records, other).state is State.RUNNING
 
 
-def test_a_key_that_is_with_nobody_is_taken_as_it_was_read(
+def test_a_key_without_a_call_is_taken_if_it_is_unchanged(
     outbox: Outbox, sql_records: SqlRecordStore
 ) -> None:
-    """Of two who publish at once, one does; its counts stay unless it begins anew."""
+    """Of two calls that are published at the same time, one gets the key. Its counts stay unless
+    it starts anew.
+    """
     key = fresh_key()
     record = won(sql_records, make_claim_request(key, call_id="call-1"), DATABASE)
     done = closed(
@@ -107,7 +109,7 @@ def test_a_key_that_is_with_nobody_is_taken_as_it_was_read(
 
     cooling = fresh_key()
     record = won(sql_records, make_claim_request(cooling, call_id="call-1"), DATABASE)
-    told = closed(sql_records, record, State.COOLING, ended=Ended.FAILED, failures=2)
-    assert reassign(outbox, replace(told, resumes=False), "call-2")
+    failed = closed(sql_records, record, State.COOLING, ended=Ended.FAILED, failures=2)
+    assert reassign(outbox, replace(failed, resumes=False), "call-2")
     found = row(sql_records, cooling)
     assert (found.failures, found.attempt, found.queued) == (2, 1, True)

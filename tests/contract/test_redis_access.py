@@ -1,4 +1,6 @@
-"""Who may use a Redis lease store: certificates, users of few rights, passwords that change."""
+"""Who may use a Redis lease store: client certificates, users with few rights, and passwords
+that change.
+"""
 
 import re
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ __all__ = ["acl_store", "certificates", "tls_store"]
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server of the test's own, to change users on."""
+    """A server for this test, on which it changes users."""
     with RedisServer() as started:
         yield started
 
@@ -53,10 +55,10 @@ def refusals(store: RedisLeaseStore) -> dict[str, StoreUnavailable]:
 # -- TLS -------------------------------------------------------------------------------------------
 
 
-def test_a_certificate_of_another_authority_is_told_in_openssls_words(
+def test_a_certificate_of_another_authority_is_reported_as_by_openssl(
     tls_store: Reached, tmp_path: Path
 ) -> None:
-    """And nothing was sent."""
+    """And no command was sent."""
     stranger = Certificates(tmp_path)
     store = RedisLeaseStore.from_url(tls_store.url, options={"ssl": stranger.client_options})
     with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED") as caught:
@@ -64,11 +66,11 @@ def test_a_certificate_of_another_authority_is_told_in_openssls_words(
     assert caught.value.executed is False
 
 
-def test_a_server_that_wants_a_certificate_of_ours_lets_nobody_in_without(
+def test_a_server_that_requires_a_client_certificate_refuses_a_client_without(
     tls_store: Reached,
 ) -> None:
-    """Where the URL has only the authority; whether its alert or its goodbye is seen first is a
-    matter of luck.
+    """The URL has only the certificate authority. Whether the alert or the end of the connection
+    is read first, is random.
     """
     authority = tls_store.options["ssl"]["ssl_ca_certs"]
     store = RedisLeaseStore.from_url(f"{tls_store.url}?ssl_ca_certs={authority}")
@@ -77,7 +79,7 @@ def test_a_server_that_wants_a_certificate_of_ours_lets_nobody_in_without(
 
 
 def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
-    """It waits for the end of the line; nothing was sent."""
+    """The server waits for the end of a line, and no command was sent."""
     store = RedisLeaseStore.from_url(server.url.replace("redis://", "rediss://"), timeout=0.4)
     with pytest.raises(StoreUnavailable, match="Timeout connecting") as caught:
         store.holder("x")
@@ -88,7 +90,7 @@ def test_a_server_without_tls_never_answers(server: RedisServer) -> None:
 
 
 def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store: Reached) -> None:
-    """INFO is among the rights, and foreign prefixes are not."""
+    """INFO is one of the rights; keys with other prefixes cannot be read."""
     store = RedisLeaseStore.from_url(acl_store.url, prefix="celery_leases:own")
     assert store.age(fresh_key()) == 0.0
     _, history = store._client.get("celery_leases:own:epoch").split()
@@ -100,7 +102,7 @@ def test_the_documented_user_notices_a_failover_and_sees_no_other_keys(acl_store
 
 @pytest.mark.parametrize("missing", ACL_COMMANDS.split())
 def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> None:
-    """No step takes the refusal for an answer, and the error says what a user needs."""
+    """No step treats the refusal as a result, and the error names the rights that a user needs."""
     words = documented_user()
     assert {word for word in words if word.startswith("+")} == set(ACL_COMMANDS.split())
     with redis.Redis.from_url(server.url) as admin:
@@ -110,13 +112,13 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
         admin.script_flush()
         whole = RedisLeaseStore.from_url(server.url)
         half_open(whole, "g")
-        if missing == "+pexpire":  # is only needed for a lease that is there
+        if missing == "+pexpire":  # only needed to renew an existing lease
             assert refusal_of_a_renewal(whole, server)
             return
         store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
         errors = refusals(store)
     assert bool(errors) is (missing != "+info")
-    if missing == "+get":  # with which every script begins
+    if missing == "+get":  # used at the beginning of each script
         assert set(STEPS) - set(errors) == {"open_gate"}
     for error in errors.values():
         assert error.executed is False
@@ -127,7 +129,7 @@ def test_a_right_that_is_missing_is_named(server: RedisServer, missing: str) -> 
 
 
 def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
-    """Whether the user cannot make a lease longer, and is told what is missing."""
+    """Whether the user cannot extend a lease, and the error names the missing right."""
     store = RedisLeaseStore.from_url(f"redis://leases:{PASSWORD}@127.0.0.1:{server.port}/0")
     claim_request = make_claim_request(fresh_key())
     assert whole.acquire(claim_request) == Acquired()
@@ -137,7 +139,7 @@ def refusal_of_a_renewal(whole: RedisLeaseStore, server: RedisServer) -> bool:
 
 
 def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> None:
-    """Users who may call it and users who may not share one epoch."""
+    """Users with and without the right to call INFO share one epoch."""
     with redis.Redis.from_url(server.url) as admin:
         admin.execute_command(
             "ACL", "SETUSER", "leases", *(word for word in documented_user() if word != "+info")
@@ -156,7 +158,7 @@ def test_without_info_only_an_emptied_store_is_noticed(server: RedisServer) -> N
 
 
 class Rotating(redis.CredentialProvider):
-    """Says what the password is now, and how often it was asked."""
+    """A credential provider that counts its calls, and whose password can be changed."""
 
     def __init__(self, password: str) -> None:
         self.password = password
@@ -169,8 +171,8 @@ class Rotating(redis.CredentialProvider):
 
 
 def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
-    """Open connections live on; a new one asks the provider, and a store that is behind says so
-    until it is told.
+    """Open connections keep working. A new connection asks the provider; with the old password
+    the store is unavailable.
     """
     provider = Rotating("first")
     with redis.Redis.from_url(server.url) as admin:
@@ -199,7 +201,7 @@ def test_a_password_may_change_under_a_store(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])
 def test_a_provider_is_asked_by_every_kind_of_store(kind: str) -> None:
-    """It stands in the place of user and password."""
+    """It replaces user and password."""
     provider = Rotating("x")
     urls = {"sentinel": "sentinel://a?master_name=m", "cluster": "redis+cluster://a"}
     store = RedisLeaseStore.from_url(urls[kind], options={"credential_provider": provider})
@@ -208,13 +210,13 @@ def test_a_provider_is_asked_by_every_kind_of_store(kind: str) -> None:
 
 
 def documented_extras() -> dict[str, list[str]]:
-    """What docs/stores.md wants in addition, by what it is for."""
+    """The additional rights in docs/stores.md, by their purpose."""
     rows = [row for row in markdown_rows(page("stores")) if row[0].count("+")]
     return {row[1]: re.findall(r"\+[\w|]+", row[0].replace("\\", "")) for row in rows}
 
 
 def test_a_cluster_needs_the_documented_rights_and_no_more(leases_redis: RedisServer) -> None:
-    """To find its nodes and to follow slots that move."""
+    """The rights to find the nodes, and to follow slots that move."""
     rights = [*documented_user(), *documented_extras()["a cluster"]]
     with RedisCluster() as cluster:
         for node in cluster.nodes:
@@ -231,7 +233,9 @@ def test_a_cluster_needs_the_documented_rights_and_no_more(leases_redis: RedisSe
 
 
 def test_sentinel_needs_the_documented_rights_and_no_more(leases_redis: RedisServer) -> None:
-    """One on the Sentinels, whose users are others; a wrong password for them is told as such."""
+    """One user on the Sentinels, whose users are separate; a wrong password for them is reported
+    as such.
+    """
     extras = documented_extras()
     with RedisSentinels() as sentinels:
         for server in sentinels.servers:

@@ -1,5 +1,5 @@
-"""What is a cluster's own: a gate on another node, epochs for each slot, slots that move, nodes
-that are away.
+"""What only a cluster does: gates on another node, an epoch for each slot, slots that move, and
+nodes that are down.
 """
 
 import time
@@ -30,14 +30,14 @@ GROUP = "openai:gpt"
 
 @pytest.fixture(scope="module")
 def shared(leases_redis: RedisServer) -> Iterator[RedisCluster]:
-    """A cluster of this module's own, whose nodes may be stopped."""
+    """A cluster for this module, whose nodes may be stopped."""
     with RedisCluster() as started:
         yield started
 
 
 @pytest.fixture
 def cluster(shared: RedisCluster) -> Iterator[RedisCluster]:
-    """The same, whole and empty again after the test."""
+    """The same cluster, which is repaired and emptied after the test."""
     yield shared
     for node in shared.nodes:
         if node.alive:
@@ -51,7 +51,7 @@ def cluster(shared: RedisCluster) -> Iterator[RedisCluster]:
 
 @pytest.fixture
 def store(cluster: RedisCluster) -> Iterator[RedisLeaseStore]:
-    """A store on it."""
+    """A store on this cluster."""
     opened = RedisLeaseStore.from_url(cluster.url, timeout=TIMEOUT)
     yield opened
     opened.close()
@@ -71,7 +71,7 @@ def leases_on(cluster: RedisCluster, store: RedisLeaseStore) -> dict[RedisServer
 
 
 def renewal(claim_request: ClaimRequest) -> Renewal:
-    """For as long as the lease had at first."""
+    """A renewal with the original ttl of the lease."""
     return Renewal(claim_request.stored_key, claim_request.token, claim_request.ttl)
 
 
@@ -91,21 +91,23 @@ def group_apart(cluster: RedisCluster, store: RedisLeaseStore, claim_request: Cl
 @pytest.mark.parametrize("prefix", ["celery_leases", "team:{x}", "a}b", "ü"])
 @pytest.mark.parametrize("stored_key", ["t:task|key", "g:{", "g:}{a}", "", "}", "{}x"])
 def test_a_lease_shares_its_slot_with_its_epoch(prefix: str, stored_key: str) -> None:
-    """Whatever braces there are: one script touches both."""
+    """With any braces in the names, because one script uses both keys."""
     keys = Keys(prefix, clustered=True)
     assert key_slot(keys.epoch(stored_key).encode()) == key_slot(keys.lease(stored_key).encode())
     assert len({key_slot(name.encode()) for name in keys.gate("a{b}c")}) == 1
 
 
 @pytest.mark.parametrize("prefix", ["{}", "a{b", "{}{x}"])
-def test_a_prefix_that_would_tear_keys_apart_is_refused(prefix: str) -> None:
-    """Its brace would begin the hash tag of every key, and no two keys would have the same."""
+def test_a_prefix_that_would_separate_the_keys_of_a_lease_is_refused(prefix: str) -> None:
+    """Its brace would begin the hash tag of every key, so that the keys of a lease have
+    different ones.
+    """
     with pytest.raises(LeaseConfigurationError, match="leases_prefix"):
         RedisLeaseStore.from_url("redis+cluster://h", prefix=prefix)
 
 
-def test_every_slot_comes_up_empty_by_itself(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """A bid in one slot does not make another one known."""
+def test_every_slot_has_an_epoch_of_its_own(cluster: RedisCluster, store: RedisLeaseStore) -> None:
+    """A request in one slot does not set the epoch of another slot."""
     first, second = make_claim_request("g:{a"), make_claim_request("g:{b")
     assert store.acquire(first) == Acquired()
     wait_until(lambda: store.age(first.stored_key) > 0.05, 10, "the slot to age")
@@ -116,10 +118,12 @@ def test_every_slot_comes_up_empty_by_itself(cluster: RedisCluster, store: Redis
 # -- a gate on another node ------------------------------------------------------------------------
 
 
-def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
+def test_a_request_in_a_group_takes_two_round_trips_and_three_at_a_closed_gate(
     cluster: RedisCluster, store: RedisLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who finds the key held asks no gate; without a group it is one trip as everywhere."""
+    """A request for a held key reads no gate. Without a group there is one round trip, as on a
+    single server.
+    """
     half_open(store, "half-open")
     closed(store, "closed", 60.0)
     for node in cluster.nodes:
@@ -151,9 +155,11 @@ def test_a_bid_in_a_group_takes_two_trips_and_three_at_a_shut_gate(
         assert len(sent) == trips
 
 
-def test_a_shut_gate_leaves_no_lease_behind(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """Whether it is closed, or another one probes; the next bid without the group gets the key at
-    once.
+def test_a_request_that_a_gate_refuses_leaves_no_lease(
+    cluster: RedisCluster, store: RedisLeaseStore
+) -> None:
+    """Whether the gate is closed or another token probes. The next request without the group
+    gets the key at once.
     """
     claim_request = make_claim_request(fresh_key())
     group = group_apart(cluster, store, claim_request)
@@ -169,11 +175,11 @@ def test_a_shut_gate_leaves_no_lease_behind(cluster: RedisCluster, store: RedisL
     assert store.acquire(claim_request) == Acquired()
 
 
-def test_a_gate_that_does_not_answer_lets_nobody_in(
+def test_a_gate_that_does_not_answer_refuses_every_request(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    """The bidder is told, and can give back what it took; a probe's slot is never without its
-    lease.
+    """The request fails, and the caller can release the lease. A probe slot is never taken
+    without its lease.
     """
     claim_request = make_claim_request(fresh_key())
     group = group_apart(cluster, store, claim_request)
@@ -197,17 +203,17 @@ def test_a_gate_that_does_not_answer_lets_nobody_in(
     assert found(store, group).probe is None
 
 
-# -- nodes that are away ---------------------------------------------------------------------------
+# -- nodes that are down ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("away", ["killed", "frozen"])
-def test_a_node_that_is_away_fails_its_own_leases_only(
-    cluster: RedisCluster, store: RedisLeaseStore, away: str
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_a_node_that_is_down_fails_its_own_leases_only(
+    cluster: RedisCluster, store: RedisLeaseStore, how: str
 ) -> None:
-    """Each renewal has its answer, in about the time of one timeout, again and again."""
+    """Each renewal gets its result, in about the time of one timeout, repeatedly."""
     claim_requests = leases_on(cluster, store)
     gone = cluster.nodes[1]
-    gone.kill() if away == "killed" else gone.pause()
+    gone.kill() if how == "killed" else gone.pause()
     for _ in range(3):
         began = time.monotonic()
         answers = store.renew([renewal(claim_request) for claim_request in claim_requests.values()])
@@ -221,7 +227,7 @@ def test_a_node_that_is_away_fails_its_own_leases_only(
         if node is gone:
             with pytest.raises(StoreUnavailable) as caught:
                 store.acquire(claim_request)
-            assert caught.value.executed is (False if away == "killed" else None)
+            assert caught.value.executed is (False if how == "killed" else None)
             with pytest.raises(StoreUnavailable):
                 store.renew([renewal(claim_request)])
         else:
@@ -231,7 +237,9 @@ def test_a_node_that_is_away_fails_its_own_leases_only(
 
 
 class FakeNode:
-    """A node as redis-py gives it: it serves a third of the slots, or lets its caller wait."""
+    """A redis-py client of a node that serves a third of the slots, or does not answer until a
+    timeout.
+    """
 
     frozen = False
 
@@ -240,12 +248,12 @@ class FakeNode:
         self._port = port
 
     def execute_command(self, *command: str) -> list[list[Any]]:
-        """``CLUSTER SLOTS``."""
+        """The reply to ``CLUSTER SLOTS``."""
         self._wait()
         return [[0, 5000, [b"h", 1]], [5001, 10_000, [b"h", 2]], [10_001, 16_383, [b"h", 3]]]
 
     def pipeline(self, *, transaction: bool) -> Any:
-        """One that answers each command with the port."""
+        """A pipeline that answers each command with the port."""
         node = self
 
         class Pipeline(list[Any]):
@@ -271,8 +279,8 @@ class FakeNode:
 
 
 def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
-    """Once they are known to be frozen; the others are asked first, and each is believed again when
-    it answers.
+    """Once the nodes are known to be frozen, the others are asked first. A node that answers
+    again is trusted again.
     """
     asked: list[int] = []
     nodes = {port: FakeNode(asked, port) for port in (1, 2, 3)}
@@ -295,10 +303,10 @@ def test_a_call_waits_for_one_frozen_node_and_asks_them_in_turn() -> None:
     assert nodes_of_a_cluster.send(commands) == [1, 2, 3]
 
 
-def test_a_node_that_comes_back_empty_is_noticed(
+def test_a_node_that_restarts_empty_is_noticed(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    """A newcomer learns it, and makes way for the holder, which asserts its lease again."""
+    """A new request learns it, and leaves the key to its holder, which writes its lease again."""
     claim_requests = leases_on(cluster, store)
     gone = cluster.nodes[2]
     gone.kill()
@@ -322,7 +330,7 @@ def test_a_node_that_comes_back_empty_is_noticed(
 
 
 def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
-    """One that is not there is passed over, and all of them are found."""
+    """A node that is down is skipped, and all nodes are found."""
     host, port = "127.0.0.1", cluster.nodes[1].port
     store = RedisLeaseStore.from_url(
         f"redis+cluster://{host}:{free_port()},{host}:{port}", timeout=TIMEOUT
@@ -331,8 +339,8 @@ def test_any_node_of_the_url_will_do(cluster: RedisCluster) -> None:
     store.close()
 
 
-def test_no_node_at_all_has_executed_nothing(leases_redis_url: str) -> None:
-    """Nor has a server that is no cluster; both say so."""
+def test_without_a_node_nothing_was_executed(leases_redis_url: str) -> None:
+    """Neither has a server that is not a cluster. Both errors say so."""
     hosts = {
         f"127.0.0.1:{free_port()}": "connecting to",
         leases_redis_url.split("/")[2]: "cluster support disabled",
@@ -344,10 +352,10 @@ def test_no_node_at_all_has_executed_nothing(leases_redis_url: str) -> None:
         assert caught.value.executed is False
 
 
-def test_a_slot_that_nobody_serves_has_executed_nothing(
+def test_a_command_for_an_unserved_slot_was_not_executed(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    """Until somebody does."""
+    """Until a node serves it."""
     claim_request = make_claim_request(fresh_key())
     node = cluster.node_of(store._keys.lease(claim_request.stored_key))
     slot = key_slot(store._keys.lease(claim_request.stored_key).encode())
@@ -362,7 +370,7 @@ def test_a_slot_that_nobody_serves_has_executed_nothing(
 
 
 def acquires(store: RedisLeaseStore, claim_request: ClaimRequest) -> bool:
-    """Whether the lease is taken now."""
+    """Whether the lease can be taken now."""
     try:
         return store.acquire(claim_request) == Acquired()
     except StoreUnavailable:
@@ -373,8 +381,8 @@ def acquires(store: RedisLeaseStore, claim_request: ClaimRequest) -> bool:
 
 
 def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseStore) -> None:
-    """On its way and afterwards, for a store that knew the old place, it is renewed and keeps
-    others out.
+    """A store that knows the old node can renew the lease during and after the migration, and
+    other requests are refused.
     """
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
@@ -406,7 +414,7 @@ def test_a_lease_moves_with_its_slot(cluster: RedisCluster, store: RedisLeaseSto
 def test_scripts_that_nodes_have_lost_are_sent_again(
     cluster: RedisCluster, store: RedisLeaseStore
 ) -> None:
-    """Each node has its own."""
+    """Each node caches its own scripts."""
     claim_requests = leases_on(cluster, store)
     for node in cluster.nodes:
         with redis.Redis(port=node.port) as admin:

@@ -1,5 +1,5 @@
-"""Commands that go past redis-py's pool: each reply belongs to its command, whatever became of the
-one before.
+"""Commands that bypass redis-py's pool: each reply belongs to its command, whatever happened to
+the previous one.
 """
 
 import os
@@ -24,28 +24,28 @@ PATIENCE = 10.0
 
 
 class Interruption(BaseException):
-    """What a signal handler raises: a soft time limit, or the loss of a lease."""
+    """An exception of a signal handler: a soft time limit, or the loss of a lease."""
 
 
 @pytest.fixture(scope="module")
 def leases_redis_url() -> Iterator[str]:
-    """A server that has no other clients."""
+    """The URL of a server without other clients."""
     with RedisServer() as server:
         yield server.url
 
 
 @pytest.fixture
 def client(leases_redis_url: str) -> Iterator[DirectClient]:
-    """A client that has asked once."""
+    """A client that has sent one command."""
     made = redis_address(leases_redis_url).client(2.0)
     assert isinstance(made, DirectClient)
-    assert made.ask(packed(["ECHO", "first"])) == b"first"
+    assert made.send(packed(["ECHO", "first"])) == b"first"
     yield made
     made.disconnect()
 
 
 def connections(url: str) -> int:
-    """How many clients the server has, without the one that asks."""
+    """The number of clients of the server, without the one that counts them."""
     with redis.Redis.from_url(url) as admin:
         return len(admin.client_list(_type="normal")) - 1
 
@@ -54,9 +54,7 @@ def connections(url: str) -> int:
 def test_an_interruption_leaves_no_reply_for_the_next_command(
     client: DirectClient, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """It comes once the command was sent, whose reply is late, and goes on to whom it is meant
-    for.
-    """
+    """It is raised after the command was sent, while the reply is late, and the caller gets it."""
     usual: Any = getattr(redis.connection.AbstractConnection, where)
 
     def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,18 +65,18 @@ def test_an_interruption_leaves_no_reply_for_the_next_command(
 
     monkeypatch.setattr(redis.connection.AbstractConnection, where, interrupted)
     with pytest.raises(Interruption):
-        client.ask(packed(["BLPOP", "nobody-pushes", 0]))
-    assert client.ask(packed(["ECHO", "ours"])) == b"ours"
+        client.send(packed(["BLPOP", "nobody-pushes", 0]))
+    assert client.send(packed(["ECHO", "ours"])) == b"ours"
 
 
 def test_a_refused_command_leaves_its_connection_open(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """An error of the server's is a reply like any other."""
-    before = client.ask(packed(["CLIENT", "ID"]))
+    """An error of the server is a complete reply."""
+    before = client.send(packed(["CLIENT", "ID"]))
     with pytest.raises(redis.ResponseError):
-        client.ask(packed(["NO-SUCH-COMMAND"]))
-    assert client.ask(packed(["CLIENT", "ID"])) == before
+        client.send(packed(["NO-SUCH-COMMAND"]))
+    assert client.send(packed(["CLIENT", "ID"])) == before
     # The server may not have noticed yet that the connections of the test before are closed.
     wait_until(
         lambda: connections(leases_redis_url) == 1, PATIENCE, "the server to have one client"
@@ -88,15 +86,15 @@ def test_a_refused_command_leaves_its_connection_open(
 def test_a_connection_that_died_while_idle_is_replaced(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """No command fails for it, and none is sent twice."""
+    """No command fails because of it, and no command is sent twice."""
     for time in range(3):
         with redis.Redis.from_url(leases_redis_url) as admin:
             admin.client_kill_filter(_type="normal")
-        assert client.ask(packed(["INCR", "counted"])) == time + 1
+        assert client.send(packed(["INCR", "counted"])) == time + 1
 
 
 def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer) -> None:
-    """The scripts it has lost are sent again."""
+    """Lost scripts are sent again."""
     with RedisServer() as server:
         store = RedisLeaseStore.from_url(server.url)
         claim_request = make_claim_request(fresh_key())
@@ -110,17 +108,17 @@ def test_a_server_that_restarted_is_connected_to_again(leases_redis: RedisServer
 def test_threads_share_connections_and_no_replies(
     client: DirectClient, leases_redis_url: str
 ) -> None:
-    """As many are open as commands were in flight at once, and they are kept."""
+    """There are as many connections as commands were in flight at once, and they stay open."""
     wrong: list[object] = []
 
-    def ask(name: str) -> None:
+    def send(name: str) -> None:
         wrong.extend(
             reply
             for _ in range(300)
-            if (reply := client.ask(packed(["ECHO", name]))) != name.encode()
+            if (reply := client.send(packed(["ECHO", name]))) != name.encode()
         )
 
-    threads = [threading.Thread(target=ask, args=(f"thread {number}",)) for number in range(8)]
+    threads = [threading.Thread(target=send, args=(f"thread {number}",)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,24 +126,24 @@ def test_threads_share_connections_and_no_replies(
     assert not wrong
     assert 1 <= connections(leases_redis_url) <= 8
     client.disconnect()
-    assert client.ask(packed(["ECHO", "again"])) == b"again"
+    assert client.send(packed(["ECHO", "again"])) == b"again"
     assert connections(leases_redis_url) == 1
 
 
 def test_a_forked_process_opens_connections_of_its_own(client: DirectClient) -> None:
-    """What it asks does not mix with what its parent asks, and its end closes nothing of the
-    parent's.
+    """Its commands and those of its parent do not mix, and its end closes no connection of the
+    parent.
     """
-    before = client.ask(packed(["CLIENT", "ID"]))
+    before = client.send(packed(["CLIENT", "ID"]))
     child = os.fork()
     if not child:
-        os._exit(0 if client.ask(packed(["CLIENT", "ID"])) != before else 1)
+        os._exit(0 if client.send(packed(["CLIENT", "ID"])) != before else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert client.ask(packed(["CLIENT", "ID"])) == before
+    assert client.send(packed(["CLIENT", "ID"])) == before
 
 
 def test_commands_are_packed_as_redis_py_packs_them() -> None:
-    """Texts in UTF-8, and whole numbers."""
+    """Texts in UTF-8, and integers."""
     arguments: list[str | int] = ["EVALSHA", "ä😀", 0, 12, -3, "", "two words"]
     theirs = b"".join(redis.Connection().pack_command(*arguments))
     assert packed(arguments) == theirs
@@ -153,7 +151,7 @@ def test_commands_are_packed_as_redis_py_packs_them() -> None:
 
 
 def test_a_look_at_a_connection_reads_nothing() -> None:
-    """It says whether there is something to be read, the end of the connection included."""
+    """It only shows whether there is data to read, or the end of the connection."""
     reading, writing = os.pipe()
     look = os_threads.look_at(reading)
     assert not look(0)
@@ -169,7 +167,7 @@ def test_a_look_at_a_connection_reads_nothing() -> None:
 def test_a_client_with_a_credential_provider_keeps_the_connections_of_redis_py(
     leases_redis_url: str,
 ) -> None:
-    """A provider may log in anew on open connections, of which only the pool knows."""
+    """Only redis-py's pool can authenticate again on open connections."""
     provider = redis.UsernamePasswordCredentialProvider("default", "")
     made = redis_address(leases_redis_url, {"credential_provider": provider}).client(2.0)
     assert not isinstance(made, DirectClient)

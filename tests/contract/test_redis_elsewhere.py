@@ -1,5 +1,5 @@
-"""The published suites on Redis over TLS and unix sockets, for a user of few rights, behind
-Sentinel, in a cluster.
+"""The published suites on Redis over TLS, at unix sockets, for a user with few rights, behind
+Sentinel, and in a cluster.
 """
 
 import pytest
@@ -42,7 +42,7 @@ class TestLeases(SeparateLeaseStoreContract):
 
     @pytest.fixture
     def store(self, store_elsewhere: RedisLeaseStore) -> LeaseStore:
-        """One after the other."""
+        """Each of the stores."""
         return store_elsewhere
 
 
@@ -51,14 +51,14 @@ class TestMarks(MarkStoreContract):
 
     @pytest.fixture
     def marks(self, store_elsewhere: RedisLeaseStore) -> MarkStore:
-        """One after the other."""
+        """Each of the stores."""
         return store_elsewhere
 
 
 class TestGates(GateStoreContract, GateHistoryContract):
-    """The published suite for gates, where a cluster asks them apart from the lease."""
+    """The published suite for gates. In a cluster the gate is read separately from the lease."""
 
     @pytest.fixture
     def store(self, store_elsewhere: RedisLeaseStore) -> RedisLeaseStore:
-        """One after the other."""
+        """Each of the stores."""
         return store_elsewhere

@@ -1,4 +1,6 @@
-"""What errors of a Redis client become: what they say about the command, and no secrets."""
+"""How errors of a Redis client are converted: whether the command may have been executed, and no
+secrets.
+"""
 
 import pytest
 import redis
@@ -9,16 +11,16 @@ from celery_leases.stores.redis.errors import executed, unavailable
 SECRET = "s3cret-w0rd"
 
 
-def test_a_server_that_repeats_our_login_in_its_error_tells_no_secret() -> None:
-    """Redis lists the arguments of an unknown command, AUTH and HELLO among them."""
-    told = redis.ResponseError(
+def test_an_error_that_repeats_the_login_shows_no_secret() -> None:
+    """For an unknown command, also for AUTH and HELLO, Redis repeats the arguments."""
+    error = redis.ResponseError(
         f"unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' '{SECRET}'"
     )
-    assert SECRET not in str(unavailable("redis:h:1/0", told, SECRET))
+    assert SECRET not in str(unavailable("redis:h:1/0", error, SECRET))
 
 
-def test_sentinels_that_know_no_primary_are_told_in_one_line() -> None:
-    """redis-py writes down every client with all its parameters."""
+def test_sentinels_without_a_primary_are_reported_in_one_line() -> None:
+    """redis-py lists each Sentinel client with all its parameters."""
     asked = (
         f"<Redis(<Pool(password={SECRET})>)>",
         f"Redis<Pool<password={SECRET}>>",
@@ -60,5 +62,5 @@ def test_sentinels_that_know_no_primary_are_told_in_one_line() -> None:
     ],
 )
 def test_what_an_error_says_about_the_command(error: Exception, fate: bool | None) -> None:
-    """Where it cannot be known, the answer is that nobody knows."""
+    """``None`` if it is not known whether the command was executed."""
     assert executed(error) is fate

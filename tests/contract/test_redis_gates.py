@@ -1,5 +1,5 @@
-"""Gates in Redis against the published suite, and what is their own: one trip, young stores,
-foreign values, names.
+"""Gates in Redis with the published suite, and what only Redis does: round trips, new servers,
+values of other programs, names of keys.
 """
 
 from typing import Any
@@ -30,16 +30,16 @@ def store(open_store: OpenStore) -> RedisLeaseStore:
 
 
 class TestGates(GateStoreContract, GateHistoryContract):
-    """The published suite for gates, where the script that grants leases asks at them."""
+    """The published suite for gates, which the script that takes a lease reads."""
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RedisLeaseStore:
-        """One of the three servers."""
+        """Each of the three servers."""
         return open_store()
 
 
-def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore) -> None:
-    """Whoever gives a client of their own may have one of either kind."""
+def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) -> None:
+    """The client that a user gives may decode replies or not."""
     store = open_store(decode_responses=True)
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
@@ -53,8 +53,10 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore) -> Non
 # -- what comes before the gate --------------------------------------------------------------------
 
 
-def test_a_store_that_came_up_empty_says_so_at_a_gate_too(store: RedisLeaseStore) -> None:
-    """With the slot, which the bidder gives back with the lease if the row is running."""
+def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
+    """The request gets the probe slot, and the caller gives it back with the lease if the row is
+    running.
+    """
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.acquire(claim_request) == Acquired(probe=True)
@@ -64,8 +66,8 @@ def test_a_store_that_came_up_empty_says_so_at_a_gate_too(store: RedisLeaseStore
     assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
 
 
-def test_a_key_that_is_held_or_cools_says_so_at_any_gate(store: RedisLeaseStore) -> None:
-    """And takes no slot; the holder itself is let in again, as its body may have begun."""
+def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
+    """No slot is taken. The holder itself gets the lease again, because its body may have begun."""
     held, cooling = (
         make_claim_request(fresh_key(), group=GROUP),
         make_claim_request(fresh_key(), group=GROUP),
@@ -87,11 +89,11 @@ def test_a_key_that_is_held_or_cools_says_so_at_any_gate(store: RedisLeaseStore)
 # -- trips -----------------------------------------------------------------------------------------
 
 
-def test_every_step_is_one_trip_and_closing_two(
+def test_every_step_is_one_round_trip_and_closing_two(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acquiring asks at the gate in the same trip, renewals take the slots along; without a group
-    nothing is sent.
+    """Acquiring reads the gate in the same round trip, and renewals include probe slots. Without
+    a group nothing more is sent.
     """
     store = RedisLeaseStore.from_url(leases_redis_url)
     closed(store, "closed", 60.0)
@@ -144,7 +146,7 @@ def test_every_step_is_one_trip_and_closing_two(
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
-    """SCRIPT FLUSH, or a failover, between any two steps."""
+    """After SCRIPT FLUSH, or a failover, between any two steps."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     store._client.script_flush()
@@ -166,13 +168,15 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
 
 
 def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
-    """Counted from the end of the cooldown; a closing with a shorter memory cuts neither."""
+    """The time counts from the end of the cooldown. A closing with a shorter time shortens
+    neither.
+    """
     closed(store, GROUP, 3600.0)
     assert 3600 + POLICY.quiet - 60 < store._client.pttl(TRIPS) / 1000 <= 3600 + POLICY.quiet
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
     closed(store, GROUP, 7200.0, policy=long)
-    for told in (7300.0, 7200.0):
-        closed(store, GROUP, told)
+    for server_delay in (7300.0, 7200.0):
+        closed(store, GROUP, server_delay)
         assert store._client.pttl(TRIPS) / 1000 > long.quiet
     store._client.delete(CLOSED)
     assert found(store, GROUP).half_open
@@ -184,8 +188,8 @@ def test_trips_are_forgotten_after_a_quiet_time(store: RedisLeaseStore) -> None:
     assert closed(store, GROUP, 60.0).trips == 1
 
 
-def test_a_past_that_another_program_wrote_is_none(store: RedisLeaseStore) -> None:
-    """And no gate stays open for it, or closed."""
+def test_a_history_that_another_program_wrote_is_ignored(store: RedisLeaseStore) -> None:
+    """It does not keep a gate from being closed or opened."""
     for write in (
         lambda: store._client.set(PAST, b"\xff garbage", px=60_000),
         lambda: store._client.lpush(PAST, "x"),
@@ -199,7 +203,7 @@ def test_a_past_that_another_program_wrote_is_none(store: RedisLeaseStore) -> No
 
 
 def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
-    """Accepted: the next failure closes them again."""
+    """This is accepted: the next failure closes the gate again."""
     closed(store, GROUP, 60.0)
     store._client.flushall()
     assert store.gate(GROUP) is None
@@ -210,7 +214,7 @@ def test_an_emptied_server_has_open_gates(store: RedisLeaseStore) -> None:
 
 
 def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> None:
-    """Cluster keeps them on one node, and none of them is kept for ever."""
+    """A cluster stores them on one node, and each of them expires."""
     half_open(store, GROUP)
     store.acquire(make_claim_request("t:x|y", group=GROUP))
     closed(store, GROUP, 60.0)
@@ -230,7 +234,7 @@ def test_the_keys_of_a_gate_share_a_hash_tag_and_end(store: RedisLeaseStore) -> 
     "value", [b"garbage", b"", b"7 {not json", b"7 [1, 2]", b"\xff\xfe \x00", b'-3 {"reason":5}']
 )
 def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> None:
-    """Of which little is known; it is closed, probed and opened like any other."""
+    """It has no known reason. It is closed, probed and opened like any other gate."""
     store._client.set(TRIPS, value, px=60_000)
     store._client.set(PROBE, b"stranger", px=60_000)
     gate = found(store, GROUP)
@@ -244,7 +248,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
 
 
 def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
-    """Nothing breaks, and a failure replaces it."""
+    """It causes no error, and a failure replaces it."""
     for name in (TRIPS, PROBE):
         store._client.hset(name, "a", "b")
     assert store.gate(GROUP) is None
@@ -255,9 +259,7 @@ def test_a_foreign_type_is_no_gate(store: RedisLeaseStore) -> None:
 
 @pytest.mark.parametrize("prefix", ["a*b", "[ab]", "team:{x}", "ü"])
 def test_any_prefix_finds_its_own_gates_only(open_store: OpenStore, prefix: str) -> None:
-    """Characters that mean something to SCAN stand for themselves; other prefixes are other
-    stores.
-    """
+    """Special characters of SCAN patterns are escaped, and other prefixes are other stores."""
     store, other = open_store(prefix), open_store("aab")
     closed(store, "mine", 60.0)
     closed(other, "theirs", 60.0)

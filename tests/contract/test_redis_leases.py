@@ -1,5 +1,5 @@
-"""Redis leases against the published suites, and what is their own: epochs, foreign values, lost
-scripts.
+"""Redis leases with the published suites, and what only Redis does: epochs, values of other
+programs, lost scripts.
 """
 
 import multiprocessing
@@ -40,7 +40,7 @@ def store(open_store: OpenStore) -> RedisLeaseStore:
 
 @pytest.fixture
 def key() -> str:
-    """A stored key of the test's own."""
+    """A stored key for this test."""
     return fresh_key()
 
 
@@ -49,7 +49,7 @@ class TestLeases(SeparateLeaseStoreContract):
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> LeaseStore:
-        """One of the three servers."""
+        """Each of the three servers."""
         return open_store()
 
 
@@ -58,12 +58,12 @@ class TestMarks(MarkStoreContract):
 
     @pytest.fixture
     def marks(self, open_store: OpenStore) -> MarkStore:
-        """One of the three servers."""
+        """Each of the three servers."""
         return open_store()
 
 
-def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore, key: str) -> None:
-    """Whoever gives a client of their own may have one of either kind."""
+def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore, key: str) -> None:
+    """The client that a user gives may decode replies or not."""
     store = open_store(decode_responses=True)
     claim_request = make_claim_request(key)
     assert store.acquire(claim_request) == Acquired()
@@ -82,11 +82,11 @@ def test_a_client_that_decodes_its_replies_will_do(open_store: OpenStore, key: s
 
 
 @pytest.mark.parametrize("first", ["acquired", "asked"])
-def test_a_store_that_came_up_empty_says_how_long_ago(
+def test_a_store_shows_for_how_long_its_server_has_had_its_data(
     store: RedisLeaseStore, key: str, first: str
 ) -> None:
-    """Counted from the first lease that it gives, or from the first question; it forgets that a
-    month later.
+    """Since the first lease, or the first call of ``age()``. After a month the server counts as
+    new again.
     """
     if first == "acquired":
         store.acquire(make_claim_request(key))
@@ -98,14 +98,14 @@ def test_a_store_that_came_up_empty_says_how_long_ago(
 
 
 def test_a_held_key_is_held_in_a_young_store_too(store: RedisLeaseStore, key: str) -> None:
-    """The age only matters where the key is free."""
+    """The age only matters for a free key."""
     claim_request = make_claim_request(key)
     assert store.acquire(claim_request) == Acquired()
     assert isinstance(store.acquire(make_claim_request(key)), Held)
 
 
-def test_emptying_the_store_makes_it_young_again(store: RedisLeaseStore, key: str) -> None:
-    """FLUSHALL takes the epoch with the leases, and keeps the replication id."""
+def test_an_emptied_server_counts_as_new(store: RedisLeaseStore, key: str) -> None:
+    """FLUSHALL deletes the epoch with the leases, but does not change the replication id."""
     store.acquire(make_claim_request(key))
     wait_until(lambda: store.age(key) > 0.05, 10, "the store to age")
     store._client.flushall()
@@ -113,10 +113,10 @@ def test_emptying_the_store_makes_it_young_again(store: RedisLeaseStore, key: st
 
 
 @pytest.mark.parametrize("value", ["", "garbage", "a" * 40, "up", "up 1 name", {"up": "1"}])
-def test_a_foreign_value_for_the_epoch_is_none(
+def test_a_foreign_value_for_the_epoch_is_ignored(
     store: RedisLeaseStore, key: str, value: str | dict[str, str]
 ) -> None:
-    """The store counts as newly come up."""
+    """The server counts as new."""
     if isinstance(value, dict):
         store._client.hset("celery_leases:epoch", mapping=value)
     else:
@@ -135,8 +135,8 @@ def test_a_foreign_value_for_the_epoch_is_none(
 def test_a_foreign_value_is_named_as_one(
     store: RedisLeaseStore, key: str, value: bytes | dict[str, str]
 ) -> None:
-    """With its key and what to do: no call holds the key, so waiting for one would never end.
-    Nothing changes it.
+    """The error has the key and the advice. No call holds the key, so waiting would never end.
+    Nothing changes the value.
     """
     lease = store._keys.lease(key)
     if isinstance(value, dict):
@@ -170,7 +170,7 @@ def test_a_foreign_value_is_named_as_one(
 def test_a_value_of_a_later_version_is_held_for_its_ttl(
     store: RedisLeaseStore, key: str, value: bytes, call_id: str, host: str
 ) -> None:
-    """By a holder we may know little of; nothing of ours changes it."""
+    """Little is known of its holder. No step of this version changes it."""
     lease = store._keys.lease(key)
     store._client.set(lease, value, px=60_000)
     claim_request = make_claim_request(key)
@@ -187,8 +187,8 @@ def test_a_value_of_a_later_version_is_held_for_its_ttl(
 def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(
     store: RedisLeaseStore, key: str, cools: bool
 ) -> None:
-    """Two environments on one prefix: neither waits for the other's calls, nor ends its cooldown.
-    Both are named.
+    """Two environments with the same prefix do not wait for each other's calls, and do not end
+    each other's cooldowns. The error names both.
     """
     claim_request = make_claim_request(key, database="aa")
     assert isinstance(store.acquire(claim_request), Acquired)
@@ -204,7 +204,7 @@ def test_a_lease_of_a_worker_with_other_records_is_a_mismatch(
 
 
 def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str) -> None:
-    """Somebody persisted the key by hand."""
+    """For example after PERSIST by hand."""
     claim_request = make_claim_request(key, ttl=15.0)
     assert store.acquire(claim_request) == Acquired()
     repairs: tuple[Callable[[], bool], ...] = (
@@ -218,8 +218,10 @@ def test_our_own_lease_without_an_end_gets_one(store: RedisLeaseStore, key: str)
         assert 0 < store._client.pttl(store._keys.lease(key)) <= 15_000
 
 
-def test_acquiring_again_never_cuts_a_longer_lease(store: RedisLeaseStore, key: str) -> None:
-    """A repeat whose first try was answered, and extended, long ago."""
+def test_acquiring_again_never_shortens_a_longer_lease(store: RedisLeaseStore, key: str) -> None:
+    """For example a repeated request whose first try was executed, and its lease extended, long
+    ago.
+    """
     claim_request = make_claim_request(key, ttl=1.0)
     assert store.acquire(claim_request) == Acquired()
     assert store.renew([Renewal(key, claim_request.token, 600)]) == [RenewalResult.OURS]
@@ -231,7 +233,7 @@ def test_acquiring_again_never_cuts_a_longer_lease(store: RedisLeaseStore, key: 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "cooling:x"])
 def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) -> None:
-    """A blank ends the token inside the value; a cooldown is no owner."""
+    """The token ends at the first space of the value, and must not look like a cooldown."""
     with pytest.raises(ValueError, match="owner token"):
         store.acquire(replace(make_claim_request(key), token=token))
 
@@ -243,9 +245,7 @@ def test_a_token_must_be_one_word(store: RedisLeaseStore, key: str, token: str) 
 def test_any_prefix_has_leases_and_gates_of_its_own(
     open_store: OpenStore, prefix: str, key: str
 ) -> None:
-    """Characters that mean something to SCAN stand for themselves; other prefixes are other
-    stores.
-    """
+    """Special characters of SCAN patterns are escaped, and other prefixes are other stores."""
     store, other = open_store(prefix), open_store("aab")
     assert store.acquire(make_claim_request(key)) == Acquired()
     assert other.acquire(make_claim_request(key)) == Acquired()
@@ -258,7 +258,7 @@ def test_any_prefix_has_leases_and_gates_of_its_own(
 
 
 def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: str) -> None:
-    """Cluster keeps them on one node."""
+    """A cluster stores them on one node."""
     assert store.acquire(make_claim_request(key)) == Acquired()
     assert store.swap_mark(key, "waiter", None, "x", 5)
     found = {name.decode() for name in store._client.keys("*")}
@@ -273,7 +273,7 @@ def test_all_keys_of_a_task_key_share_a_hash_tag(store: RedisLeaseStore, key: st
 
 
 def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
-    """SCRIPT FLUSH, or a failover, between any two steps."""
+    """After SCRIPT FLUSH, or a failover, between any two steps."""
     claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
     for claim_request in claim_requests:
         assert store.acquire(claim_request) == Acquired()
@@ -298,7 +298,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
 def test_every_step_is_one_round_trip(
     leases_redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fifty renewals too."""
+    """Also fifty renewals."""
     store = RedisLeaseStore.from_url(leases_redis_url)
     claim_requests = [make_claim_request(fresh_key()) for _ in range(50)]
     for claim_request in claim_requests:
@@ -331,7 +331,7 @@ def test_every_step_is_one_round_trip(
 
 
 def fork_and_read(url: str, key: str) -> None:
-    """Read marks in this process and in three forked from it, all at once."""
+    """Read marks in this process and in three forked ones, at the same time."""
     store = RedisLeaseStore.from_url(url)
     names = [f"process-{number}" for number in range(4)]
     for name in names:
@@ -353,9 +353,9 @@ def fork_and_read(url: str, key: str) -> None:
 
 
 def test_a_forked_child_uses_the_store_it_inherited(leases_redis_url: str, key: str) -> None:
-    """Over connections of its own: no process reads another one's reply.
+    """Each process has its own connections, so no process reads the reply of another one.
 
-    A new process forks: in this one, apps of other tests have left Celery's hooks of a fork, and
+    A new process forks: in this one, apps of other tests have left Celery's fork hooks, and
     Celery's Redis backend waits in such a hook for a reply that the parent may read.
     """
     spawn = multiprocessing.get_context("spawn")

@@ -1,4 +1,6 @@
-"""What a Redis lease store says when Redis refuses, vanishes, freezes, or comes back empty."""
+"""What a Redis lease store reports when Redis refuses commands, stops, freezes, or restarts
+empty.
+"""
 
 import threading
 import time
@@ -24,8 +26,8 @@ SECRET = "s3cret-w0rd"
 
 @pytest.fixture
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server of the test's own, to be stopped, frozen and misconfigured; *leases_redis* skips
-    without one.
+    """A server for this test, which stops, freezes and misconfigures it. Without *leases_redis*
+    the test is skipped.
     """
     with RedisServer(options=("--lua-time-limit", "100")) as started:
         yield started
@@ -33,7 +35,7 @@ def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def store(server: RedisServer) -> Iterator[RedisLeaseStore]:
-    """A store on it that has a connection open and its scripts loaded."""
+    """A store on it with an open connection, whose scripts are cached."""
     opened = RedisLeaseStore.from_url(server.url, timeout=TIMEOUT)
     for step in steps(opened).values():
         step()
@@ -42,7 +44,7 @@ def store(server: RedisServer) -> Iterator[RedisLeaseStore]:
 
 
 def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]:
-    """Every way to talk to the server."""
+    """All methods that call the server."""
     claim_request = make_claim_request(key or fresh_key())
     return {
         "acquire": lambda: store.acquire(claim_request),
@@ -73,7 +75,7 @@ STEPS = tuple(steps(RedisLeaseStore(None, "", "")))
 
 
 def refusal(step: Callable[[], Any]) -> StoreUnavailable:
-    """The error of a step, which must come in time and tell no secret."""
+    """The error of a step, which must come in time and show no secret."""
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         step()
@@ -85,8 +87,8 @@ def refusal(step: Callable[[], Any]) -> StoreUnavailable:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_server_that_is_not_there_has_executed_nothing(step: str) -> None:
-    """A refused connection is told at once, without a retry, and names the store."""
+def test_an_unreachable_server_has_executed_nothing(step: str) -> None:
+    """A refused connection is reported at once, without a retry, with the name of the store."""
     port = free_port()
     store = RedisLeaseStore.from_url(f"redis://:{SECRET}@127.0.0.1:{port}/3", timeout=TIMEOUT)
     error = refusal(steps(store)[step])
@@ -95,7 +97,7 @@ def test_a_server_that_is_not_there_has_executed_nothing(step: str) -> None:
 
 
 def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusals() -> None:
-    """Nothing was sent to anybody."""
+    """No command was sent."""
     for url in ("redis://no-such-host.invalid/0", "unix:///no/such.sock"):
         assert (
             refusal(steps(RedisLeaseStore.from_url(url, timeout=TIMEOUT))["acquire"]).executed
@@ -107,8 +109,8 @@ def test_a_name_that_does_not_resolve_and_a_socket_that_is_not_there_are_refusal
 def test_a_frozen_server_may_have_executed_the_command(
     server: RedisServer, store: RedisLeaseStore, step: str
 ) -> None:
-    """It is asked once and waited for no longer than the timeout, over an open connection and over
-    a new one.
+    """It is asked once, and the call waits no longer than the timeout, on an open connection and
+    on a new one.
     """
     fresh = store.bounded(TIMEOUT)
     server.pause()
@@ -119,9 +121,11 @@ def test_a_frozen_server_may_have_executed_the_command(
         server.resume()
 
 
-def test_the_ghost_of_a_frozen_acquire_is_ours(server: RedisServer, store: RedisLeaseStore) -> None:
-    """The server executes the command when it thaws; the same token finds its own lease, nobody
-    else gets it.
+def test_a_lease_acquired_by_a_frozen_server_belongs_to_its_token(
+    server: RedisServer, store: RedisLeaseStore
+) -> None:
+    """The server executes the command when it continues. The same token has the lease then, and
+    no other token gets it.
     """
     claim_request = make_claim_request(fresh_key())
     server.pause()
@@ -181,9 +185,11 @@ def test_killed_connections_are_replaced(server: RedisServer, store: RedisLeaseS
         assert store.renew([Renewal(key, claim_request.token, 15.0)]) == [RenewalResult.OURS]
 
 
-def test_a_restart_comes_back_empty_and_young(server: RedisServer, store: RedisLeaseStore) -> None:
-    """A newcomer learns that a holder may be about to assert its lease again, and makes way for
-    it.
+def test_a_restarted_server_is_empty_and_counts_as_new(
+    server: RedisServer, store: RedisLeaseStore
+) -> None:
+    """A new request learns that a holder may be about to write its lease again, and leaves the
+    key to it.
     """
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
@@ -208,7 +214,7 @@ def test_a_restart_comes_back_empty_and_young(server: RedisServer, store: RedisL
 def test_a_server_that_accepts_no_writes_has_executed_nothing(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """Out of memory, a replica, or too few replicas."""
+    """The memory is full, the server is a replica, or it has too few replicas."""
     with redis.Redis.from_url(server.url) as admin:
         for option, wrong, right in (("maxmemory", 1, 0), ("min-replicas-to-write", 1, 0)):
             admin.config_set(option, wrong)
@@ -226,7 +232,7 @@ def test_a_server_that_accepts_no_writes_has_executed_nothing(
 def test_a_server_busy_with_a_script_has_executed_nothing(
     server: RedisServer, store: RedisLeaseStore, step: str
 ) -> None:
-    """Somebody's script runs for ever."""
+    """Another client's script runs endlessly."""
 
     def run_for_ever() -> None:
         with (
@@ -259,7 +265,9 @@ def test_a_server_busy_with_a_script_has_executed_nothing(
 
 
 def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: RedisServer) -> None:
-    """No password, another password, a user without scripts; none of them is ever told."""
+    """No password, a wrong password, or a user without the right to run scripts. No password is
+    shown.
+    """
     port = server.port
     with redis.Redis.from_url(server.url) as admin:
         admin.acl_setuser(
@@ -286,7 +294,7 @@ def test_a_login_that_is_wrong_missing_or_not_allowed_is_a_refusal(server: Redis
 def test_one_lease_that_is_refused_does_not_fail_the_others(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """Its own result is the error; a store that refuses all of them raises it."""
+    """The result of that lease is the error. If all leases are refused, the error is raised."""
     ours, theirs = make_claim_request(f"g:ours-{fresh_key()}"), make_claim_request(fresh_key())
     for claim_request in (ours, theirs):
         assert store.acquire(claim_request) == Acquired()
@@ -305,8 +313,8 @@ def test_one_lease_that_is_refused_does_not_fail_the_others(
         Renewal(claim_request.stored_key, claim_request.token, 60.0)
         for claim_request in (theirs, ours, theirs)
     ]
-    refused, kept, refused_too = half.renew(renewals)
-    assert kept is RenewalResult.OURS
+    refused, renewed, refused_too = half.renew(renewals)
+    assert renewed is RenewalResult.OURS
     for answer in (refused, refused_too):
         assert isinstance(answer, StoreUnavailable)
         assert answer.executed is False
@@ -320,7 +328,9 @@ def test_one_lease_that_is_refused_does_not_fail_the_others(
 def test_a_bounded_store_has_connections_of_its_own(
     server: RedisServer, store: RedisLeaseStore
 ) -> None:
-    """It is the same store, with another patience, and closing it closes nothing of the first."""
+    """It is the same store with other timeouts, and closing it closes no connection of the first
+    one.
+    """
     patient = RedisLeaseStore.from_url(server.url, timeout=30.0)
     hasty = patient.bounded(0.2)
     assert (hasty.name, hasty.prefix) == (patient.name, patient.prefix)

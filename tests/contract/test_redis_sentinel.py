@@ -1,4 +1,4 @@
-"""What is Sentinel's own: a primary that dies, freezes or steps down, Sentinels that do not
+"""What only Sentinel does: a primary that dies, freezes or steps down, and Sentinels that do not
 answer.
 """
 
@@ -23,14 +23,14 @@ SLACK = 1.5
 
 @pytest.fixture
 def sentinels(leases_redis: RedisServer) -> Iterator[RedisSentinels]:
-    """A group of the test's own."""
+    """A group for this test."""
     with RedisSentinels() as started:
         yield started
 
 
 @pytest.fixture
 def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
-    """A store that has settled, with a connection to the primary."""
+    """A store whose server has had its data for long enough, with a connection to the primary."""
     opened = RedisLeaseStore.from_url(sentinels.url, timeout=TIMEOUT)
     assert opened.acquire(make_claim_request(fresh_key())) == Acquired()
     yield opened
@@ -38,13 +38,13 @@ def store(sentinels: RedisSentinels) -> Iterator[RedisLeaseStore]:
 
 
 def short() -> ClaimRequest:
-    """A bid that wants little."""
+    """A request with a short ttl."""
     return make_claim_request(fresh_key(), ttl=0.01)
 
 
 def renewed(store: RedisLeaseStore, claim_request: ClaimRequest) -> RenewalResult | None:
-    """What becomes of a lease; ``None`` while the store is away, which takes it no longer than it
-    may.
+    """The result of a renewal; ``None`` if the store does not answer, which must be reported in
+    time.
     """
     began = time.monotonic()
     try:
@@ -52,7 +52,7 @@ def renewed(store: RedisLeaseStore, claim_request: ClaimRequest) -> RenewalResul
             [Renewal(claim_request.stored_key, claim_request.token, claim_request.ttl)]
         )
     except StoreUnavailable:
-        # The call itself, the Sentinels, and connecting to what they name.
+        # The call itself, the Sentinels, and connecting to the primary.
         assert time.monotonic() - began < 3 * TIMEOUT + SLACK
         return None
     assert isinstance(answer, RenewalResult)
@@ -60,20 +60,20 @@ def renewed(store: RedisLeaseStore, claim_request: ClaimRequest) -> RenewalResul
 
 
 def replicated(sentinels: RedisSentinels) -> bool:
-    """Whether the replica has all that the primary has."""
+    """Whether the replica has all data of the primary."""
     offsets = set()
     for server in sentinels.servers:
         with redis.Redis(port=server.port) as client:
-            told = client.info("replication")
-            offsets.add(told.get("slave_repl_offset", told["master_repl_offset"]))
+            info = client.info("replication")
+            offsets.add(info.get("slave_repl_offset", info["master_repl_offset"]))
     return len(offsets) == 1
 
 
 @pytest.mark.parametrize("end", ["killed", "frozen"])
-def test_a_lease_goes_on_at_the_promoted_replica(
+def test_a_lease_survives_a_failover(
     sentinels: RedisSentinels, store: RedisLeaseStore, end: str
 ) -> None:
-    """Calls in between are refusals in time; newcomers learn that the store is young."""
+    """Calls in between fail in time, and new requests learn that the server counts as new."""
     claim_request, other = make_claim_request(fresh_key()), make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
@@ -91,11 +91,11 @@ def test_a_lease_goes_on_at_the_promoted_replica(
         old.resume()
 
 
-def test_a_lease_that_the_replica_never_got_is_missing_there(
+def test_a_lease_that_was_not_replicated_is_missing(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:
-    """The replica is cut off, a lease is given, the primary dies: who asks learns that the holder
-    may need time.
+    """The replica is disconnected, a lease is taken, and the primary dies. A new request learns
+    that the holder may need time.
     """
     wait_until(lambda: replicated(sentinels), 10, "the replica")
     (replica,) = (server for server in sentinels.servers if server is not sentinels.primary)
@@ -116,7 +116,7 @@ def test_a_lease_that_the_replica_never_got_is_missing_there(
 def test_a_primary_that_steps_down_executes_nothing_more(
     sentinels: RedisSentinels, store: RedisLeaseStore
 ) -> None:
-    """What it refuses is told as such, and the next call finds the new one."""
+    """Refused commands are reported as such, and the next call finds the new primary."""
     claim_request = make_claim_request(fresh_key())
     assert store.acquire(claim_request) == Acquired()
     wait_until(lambda: replicated(sentinels), 10, "the replica")
@@ -124,7 +124,7 @@ def test_a_primary_that_steps_down_executes_nothing_more(
     with redis.Redis(port=old.port) as admin:
         admin.replicaof(
             "127.0.0.1", str(free_port())
-        )  # a call that is on its way meets it before Sentinel repairs it
+        )  # a call that reaches the server before Sentinel reconfigures it
         with pytest.raises(StoreUnavailable) as caught:
             store.acquire(make_claim_request(fresh_key()))
         assert caught.value.executed is False
@@ -137,9 +137,9 @@ def test_a_primary_that_steps_down_executes_nothing_more(
     assert store.age(claim_request.stored_key) == 0.0
 
 
-def test_sentinels_that_do_not_answer_are_passed_over_in_time(sentinels: RedisSentinels) -> None:
-    """Two are frozen, of which one is asked first; without any nothing was executed, and the error
-    says so.
+def test_sentinels_that_do_not_answer_are_skipped_in_time(sentinels: RedisSentinels) -> None:
+    """Two are frozen, one of which is asked first. Without any Sentinel nothing was executed,
+    and the error says so.
     """
     for sentinel in sentinels.sentinels[:2]:
         sentinel.pause()
@@ -152,11 +152,11 @@ def test_sentinels_that_do_not_answer_are_passed_over_in_time(sentinels: RedisSe
     with pytest.raises(StoreUnavailable, match="No master found for 'leases'") as caught:
         alone.acquire(make_claim_request(fresh_key()))
     assert caught.value.executed is False
-    assert store.holder("x") is None  # whoever is connected asks no Sentinel
+    assert store.holder("x") is None  # an open connection needs no Sentinel
 
 
-def test_a_primary_nobody_knows_is_told_by_its_name(sentinels: RedisSentinels) -> None:
-    """And so is one that too few Sentinels watch."""
+def test_an_unknown_primary_is_reported_by_its_name(sentinels: RedisSentinels) -> None:
+    """The same holds for one that too few Sentinels monitor."""
     for wrong in (
         ("master_name=leases", "master_name=other"),
         ("/0?", "/0?min_other_sentinels=3&"),

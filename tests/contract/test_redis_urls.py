@@ -1,4 +1,6 @@
-"""Which URLs a Redis lease store takes, what it makes of them, and what it says of others."""
+"""Which URLs a Redis lease store accepts, how it reads them, and which errors it raises for
+others.
+"""
 
 import ssl
 from typing import Any
@@ -13,13 +15,13 @@ SECRET = "s3cret-w0rd"
 
 
 def made_of(url: str, **options: Any) -> dict[str, Any]:
-    """The parameters of a connection, without what is the same for all."""
+    """The parameters of a connection, without those that are the same for all."""
     pool = RedisLeaseStore.from_url(url, timeout=1.5, options=options)._client.connection_pool
     given = dict(pool.connection_kwargs)
     assert given.pop("socket_timeout") == 1.5
     assert given.pop("socket_connect_timeout", 1.5) == 1.5
     assert given.pop("retry")._retries == 0
-    kept = (
+    compared = (
         "host",
         "port",
         "db",
@@ -30,7 +32,9 @@ def made_of(url: str, **options: Any) -> dict[str, Any]:
         "client_name",
     )
     found = {
-        name: given[name] for name in given if name in kept or name.startswith(("ssl_", "socket_"))
+        name: given[name]
+        for name in given
+        if name in compared or name.startswith(("ssl_", "socket_"))
     }
     found["tls"] = pool.connection_class is redis.SSLConnection
     assert (pool.connection_class is redis.UnixDomainSocketConnection) is ("path" in found)
@@ -39,7 +43,7 @@ def made_of(url: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme", ["redis", "valkey", "rediss", "valkeys"])
 def test_servers_are_found_over_tcp(scheme: str) -> None:
-    """With and without TLS, with every part of the URL or none."""
+    """With and without TLS, with all parts of a URL or only some."""
     tls = scheme.endswith("ss") or scheme == "valkeys"
     assert made_of(f"{scheme}://") == {"host": "127.0.0.1", "port": 6379, "db": 0, "tls": tls}
     url = f"{scheme}://me:{SECRET}%40@Example.org:7000/3"
@@ -57,7 +61,7 @@ def test_servers_are_found_over_tcp(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["unix", "socket", "redis+socket", "valkey+socket"])
 @pytest.mark.parametrize("query", ["db", "virtual_host"])
 def test_servers_are_found_over_sockets(scheme: str, query: str) -> None:
-    """In redis-py's form and kombu's."""
+    """In the forms of redis-py and of kombu."""
     expected = {"path": "/run/redis.sock", "db": 3, "password": SECRET, "tls": False}
     assert (
         made_of(f"{scheme}://:{SECRET}@/run/redis.sock?{query}=3", socket_keepalive=True)
@@ -71,14 +75,14 @@ def test_servers_are_found_over_sockets(scheme: str, query: str) -> None:
 
 
 def test_the_query_may_name_the_database_and_the_login() -> None:
-    """As redis-py allows."""
+    """As for redis-py."""
     found = made_of(f"redis://h/0?db=5&username=me&password={SECRET}")
     assert (found["db"], found["username"], found["password"]) == (5, "me", SECRET)
     assert made_of("redis://h?virtual_host=4")["db"] == 4
 
 
 def test_tls_is_configured_by_url_or_options() -> None:
-    """In the words of kombu and of broker_use_ssl."""
+    """In the terms of kombu and of ``broker_use_ssl``."""
     found = made_of(
         "rediss://h?ssl_cert_reqs=CERT_NONE&ssl_ca_certs=/ca.pem&ssl_check_hostname=false"
     )
@@ -93,7 +97,7 @@ def test_tls_is_configured_by_url_or_options() -> None:
 
 
 def test_transport_options_are_followed_where_they_matter() -> None:
-    """Never those that would make a lease call slower, or repeat it."""
+    """But none that delays a call or retries it."""
     given = {
         "global_keyprefix": "app:",
         "socket_keepalive": True,
@@ -131,8 +135,8 @@ def test_a_credential_provider_replaces_the_password() -> None:
 
 
 def test_all_spellings_of_one_server_have_one_name() -> None:
-    """And different databases, prefixes, ports and hosts have different ones; no login is part of
-    it.
+    """Different databases, prefixes, ports and hosts have different names. The name contains no
+    login.
     """
 
     def name(url: str, prefix: str = "p", **options: Any) -> str:
@@ -179,7 +183,7 @@ def test_all_spellings_of_one_server_have_one_name() -> None:
     ],
 )
 def test_any_other_url_is_refused_without_its_password(url: str) -> None:
-    """With the line to write instead."""
+    """With what to write instead."""
     with pytest.raises(LeaseConfigurationError) as caught:
         RedisLeaseStore.from_url(url)
     assert SECRET not in str(caught.value)
@@ -188,9 +192,7 @@ def test_any_other_url_is_refused_without_its_password(url: str) -> None:
 
 
 def test_sentinels_are_listed_as_for_kombu() -> None:
-    """The name of the primary is in the options or the URL; user, password and TLS are for Redis
-    itself.
-    """
+    """The options or the URL name the primary. User, password and TLS are for Redis itself."""
     url = f"sentinel://me:{SECRET}@A;sentinel://b:7000/2"
     kwargs = {"password": "other", "ssl": True, "socket_timeout": 99, "retry_on_timeout": True}
     options = {
@@ -241,7 +243,7 @@ def test_sentinels_are_listed_as_for_kombu() -> None:
 
 
 def test_a_store_behind_sentinels_has_the_name_of_its_primary() -> None:
-    """Sentinels may come and go."""
+    """The list of Sentinels may change."""
     spellings = [
         "sentinel://a;sentinel://b/2?master_name=m",
         f"sentinel://:{SECRET}@c:7/2?master_name=m",
@@ -254,7 +256,7 @@ def test_a_store_behind_sentinels_has_the_name_of_its_primary() -> None:
     "scheme", ["redis+cluster", "valkey+cluster", "rediss+cluster", "valkeys+cluster"]
 )
 def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
-    """In any order, with commas or in kombu's form; each node is reached in the same way."""
+    """In any order, with commas or in kombu's form. All nodes are connected to in the same way."""
     spelled = (f"me:{SECRET}@b:7000,a", f"me:{SECRET}@a;{scheme}://me:{SECRET}@b:7000")
     for rest in spelled:
         store = RedisLeaseStore.from_url(f"{scheme}://{rest}", prefix="p", timeout=1.5)
@@ -275,6 +277,6 @@ def test_a_cluster_is_named_by_some_of_its_nodes(scheme: str) -> None:
 
 
 def test_no_password_shows_in_a_representation() -> None:
-    """Of the store, or of anything it is made of."""
+    """Neither in that of the store, nor of its parts."""
     store = RedisLeaseStore.from_url(f"redis://me:{SECRET}@h:1/2")
     assert SECRET not in repr(store) + repr(vars(store)["_reopen"]) + store.name

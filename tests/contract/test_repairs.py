@@ -1,5 +1,5 @@
-"""An operator's commands against claims that come while he looks, and how long a record counts that
-he has touched.
+"""An operator's commands while other processes claim the key, and the retention of a record that
+an operator has changed.
 """
 
 from collections.abc import Callable
@@ -32,20 +32,20 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def client(sql_records: SqlRecordStore) -> LeaseClient:
-    """An operator's, on the same database as the workers."""
+    """An operator's client, on the same database as the workers."""
     return LeaseClient.on(DatabaseLeaseStore(sql_records), sql_records)
 
 
 def uncertain(records: SqlRecordStore, **claim_request: Any) -> Record:
-    """A row that waits for an operator."""
+    """A row in the state ``uncertain``."""
     record = won(records, make_claim_request(fresh_key(), **claim_request), DATABASE)
     return closed(records, record, State.UNCERTAIN, ended=Ended.FAILED, retention=None)
 
 
-def let_come_after(
+def call_after_first(
     monkeypatch: pytest.MonkeyPatch, store: Any, look: str, come: Callable[[], Any]
 ) -> None:
-    """Somebody comes just after the first *look* into *store*."""
+    """Let *come* be called just after the first *look* into *store*."""
     looks, came = getattr(store, look), []
 
     def looked(*given: Any, **options: Any) -> Any:
@@ -60,14 +60,14 @@ def let_come_after(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("after", ["record", "lease"])
-def test_an_attempt_that_begins_while_an_operator_looks_is_left_alone(
+def test_an_attempt_that_begins_while_an_operator_reads_is_not_changed(
     client: LeaseClient,
     sql_records: SqlRecordStore,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     after: str,
 ) -> None:
-    """Its lease is seen, or else its fence; he is told, and what it says counts."""
+    """Its lease or its fence is noticed, the operator gets an error, and its outcome is written."""
     old = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key()), DATABASE),
@@ -80,7 +80,7 @@ def test_an_attempt_that_begins_while_an_operator_looks_is_left_alone(
         begun.append(won(sql_records, make_claim_request(old.stored_key), DATABASE))
 
     store, look = (client._records, "read") if after == "record" else (client._leases, "holder")
-    let_come_after(monkeypatch, store, look, begin)
+    call_after_first(monkeypatch, store, look, begin)
     with pytest.raises(LeaseIsLive) as caught:
         COMMANDS[command](client, old.stored_key)
     assert caught.value.remaining > 0
@@ -90,17 +90,17 @@ def test_an_attempt_that_begins_while_an_operator_looks_is_left_alone(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_by_force_it_is_ended_all_the_same(
+def test_with_force_such_an_attempt_is_ended(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Whoever has come meanwhile."""
+    """Also if another attempt has begun meanwhile."""
     old = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key()), DATABASE),
         State.PENDING,
         ended=Ended.FAILED,
     )
-    let_come_after(
+    call_after_first(
         monkeypatch,
         client._leases,
         "holder",
@@ -117,7 +117,9 @@ def test_by_force_it_is_ended_all_the_same(
 def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
     client: LeaseClient, sql_records: SqlRecordStore, command: str, *, force: bool
 ) -> None:
-    """The key is in doubt again, but by another attempt than the one he has looked into."""
+    """The row is uncertain again, but because of another attempt than the one that the operator
+    has read.
+    """
     old = uncertain(sql_records)
     found = client.status(old.stored_key)
     client.resolve(old.stored_key, "retry")
@@ -132,10 +134,10 @@ def test_what_an_operator_found_is_resolved_and_nothing_that_came_later(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
+def test_a_key_that_ends_while_an_operator_reads_must_be_read_again(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """The message says how it stands now; he has seen something else."""
+    """The message shows the current state, because the operator has read another one."""
     old = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key()), DATABASE),
@@ -146,7 +148,7 @@ def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
     def run() -> None:
         closed(sql_records, won(sql_records, make_claim_request(old.stored_key), DATABASE))
 
-    let_come_after(monkeypatch, client._leases, "holder", run)
+    call_after_first(monkeypatch, client._leases, "holder", run)
     with pytest.raises(LeaseIsLive, match="has moved on meanwhile, and is done now"):
         COMMANDS[command](client, old.stored_key)
     assert row(sql_records, old.stored_key).state is State.DONE
@@ -156,7 +158,7 @@ def test_what_has_ended_while_an_operator_looks_is_looked_at_again(
     ("own", "given", "days"), [(30.0, None, 30), (30.0, "2d", 2), (None, None, 7)]
 )
 @pytest.mark.parametrize("command", [*COMMANDS, "release"])
-def test_a_touched_record_counts_for_the_retention_of_its_task(
+def test_a_changed_record_has_the_retention_of_its_task(
     client: LeaseClient,
     sql_records: SqlRecordStore,
     command: str,
@@ -164,7 +166,9 @@ def test_a_touched_record_counts_for_the_retention_of_its_task(
     given: str | None,
     days: int,
 ) -> None:
-    """As the last claim wrote it down; unless the operator says otherwise, or nothing is known."""
+    """The last claim has stored the retention. The operator may give another one; without both
+    it is 7 days.
+    """
     retention = own * DAY if own else None
     if command == "release":
         record = won(sql_records, make_claim_request(fresh_key(), retention=retention), DATABASE)
@@ -182,7 +186,7 @@ def test_a_touched_record_counts_for_the_retention_of_its_task(
 def test_a_list_reads_no_more_rows_than_it_shows(
     client: LeaseClient, sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those in a state; but for such as the row does not say of itself that it is in it."""
+    """Only rows in the stored state are read, unless the state is not stored as such."""
     limits: list[int] = []
     find = sql_records.find
 

@@ -1,4 +1,4 @@
-"""Names of schemas that a statement written as text must quote."""
+"""Names of schemas that must be quoted in textual statements."""
 
 from uuid import uuid4
 
@@ -23,13 +23,13 @@ __all__ = ["server_url"]
 
 @pytest.mark.parametrize("schema", ["50%", "a  b", "a:b", "%(x)s", "now = 1", "{records}", "Ä`\"'"])
 def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> None:
-    """A claim with a group and without, an effect, a renewal and an outcome; and a migration."""
+    """With a claim with and without a group, an effect, a renewal, an outcome, and a migration."""
     engine = engine_for(server_url)
     quoted = engine.dialect.identifier_preparer.quote_identifier(schema)
     with engine.connect() as connection:
         connection.exec_driver_sql(f"DROP SCHEMA IF EXISTS {quoted}")
     records = SqlRecordStore(engine, Tables(schema))
-    records.migrate()  # makes the schema too
+    records.migrate()  # also creates the schema
     records.check()
     leases, effects = DatabaseLeaseStore(records), SqlEffectStore(records.database, records.tables)
     for group in (None, "group"):
@@ -62,7 +62,7 @@ def test_a_schema_of_any_name_keeps_records(server_url: str, schema: str) -> Non
 
 
 def test_the_printed_sql_makes_the_schema_and_may_be_run_again(server_url: str) -> None:
-    """By hand, by a user who may make one; migrations find it then."""
+    """By hand, by a user who may create schemas. Migrations find it then."""
     schema = "50% of leases"
     engine = engine_for(server_url)
     quoted = engine.dialect.identifier_preparer.quote_identifier(schema)
@@ -82,7 +82,7 @@ def test_the_printed_sql_makes_the_schema_and_may_be_run_again(server_url: str) 
 
 
 def test_a_schema_that_is_there_needs_no_right_to_make_one(leases_postgres_url: str) -> None:
-    """An administrator has made it, and a user who may not make any owns it."""
+    """An administrator has created it; the user owns it, but may not create one."""
     admin = engine_for(leases_postgres_url)
     name = f"mover_{uuid4().hex[:8]}"
     with admin.connect() as connection:
@@ -105,6 +105,6 @@ def test_a_schema_that_is_there_needs_no_right_to_make_one(leases_postgres_url: 
 
 @pytest.mark.parametrize("schema", ["", "a\\b", "a\nb", "x" * 64, 7])
 def test_what_no_database_calls_a_schema_is_refused(schema: str) -> None:
-    """When the stores are opened, with the setting's name."""
+    """When the stores are opened. The error names the setting."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_schema="):
         Tables(schema)

@@ -1,6 +1,4 @@
-"""Effects and progress in the databases against the published suite, and what is a database's own:
-locks.
-"""
+"""Effects and progress in the databases with the published suite, and their row locks."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -42,7 +40,7 @@ __all__ = ["database_url", "server_records", "server_url", "sql_records"]
 def one_database(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SqlRecordStore]:
-    """Records in each of the databases, for all tests of the suite."""
+    """Records in each of the databases, shared by all tests of the suite."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path_factory.mktemp('effects') / 'records.db'}"
     else:
@@ -52,16 +50,16 @@ def one_database(
 
 
 class TestEffects(EffectStoreContract):
-    """The published suite for stores of effects."""
+    """The published suite for effect stores."""
 
     @pytest.fixture
     def records(self, one_database: SqlRecordStore) -> SqlRecordStore:
-        """One of the databases."""
+        """Each of the databases."""
         return one_database
 
     @pytest.fixture
     def effects(self, records: SqlRecordStore) -> SqlEffectStore:
-        """On the same database."""
+        """Effects in the same database."""
         return effects_of(records)
 
 
@@ -73,7 +71,7 @@ def postgres(leases_postgres_url: str) -> Iterator[SqlRecordStore]:
 
 
 def effects_of(records: SqlRecordStore) -> SqlEffectStore:
-    """The effects beside *records*."""
+    """The effects of *records*."""
     return SqlEffectStore(records.database, records.tables)
 
 
@@ -81,9 +79,7 @@ def effects_of(records: SqlRecordStore) -> SqlEffectStore:
 def waiting_for(
     records: SqlRecordStore, *statements: str
 ) -> Iterator[tuple[ThreadPoolExecutor, Connection]]:
-    """Threads, and a transaction of somebody else's that has executed *statements* and is still
-    open.
-    """
+    """Threads, and another transaction that has executed *statements* and is still open."""
     engine = records.database.engine
     with ThreadPoolExecutor(2) as threads, engine.connect() as other:
         for statement in ("BEGIN", *statements):
@@ -94,8 +90,8 @@ def waiting_for(
 def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(
     server_records: SqlRecordStore,
 ) -> None:
-    """Without a lock the statement would be shown the row as it was: it is locked, and looked at as
-    it is.
+    """The statement locks the row and reads the committed one. Without the lock it would read
+    the old row.
     """
     effects, key = effects_of(server_records), fresh_key()
     zombie = won(server_records, make_claim_request(key))
@@ -109,7 +105,7 @@ def test_an_intent_waits_for_a_claim_that_is_being_committed_and_is_refused(
 
 
 def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecordStore) -> None:
-    """Where the row is the lease, its own renewal must not be taken for a claim."""
+    """If the row is the lease, its own renewal must not count as a claim."""
     effects, record = (
         effects_of(server_records),
         won(server_records, make_claim_request(fresh_key())),
@@ -127,14 +123,14 @@ def test_an_intent_waits_for_a_renewal_and_is_accepted(server_records: SqlRecord
 def test_a_claim_waits_for_an_intent_that_is_being_committed(
     server_records: SqlRecordStore,
 ) -> None:
-    """Between the fence's check and the intent there is no moment for it: the successor finds the
-    intent.
+    """No claim can happen between the check of the fence and the intent, so the successor finds
+    the intent.
     """
     effects, key = effects_of(server_records), fresh_key()
     zombie = won(server_records, make_claim_request(key))
     theirs: list[Effect] = []
-    # What the statement of the intent does at its end is held back by somebody who holds the same
-    # intent's place.
+    # Another transaction has inserted the same intent, which delays the end of the statement that
+    # inserts it.
     place = (
         "INSERT INTO celery_leases_effects (stored_key, name, scope, state, fence, idempotency_key, sent_at) "
         "SELECT stored_key, 'charge', '#0', 'sent', 1, 'x', 1 FROM celery_leases_records"
@@ -154,10 +150,10 @@ def test_a_claim_waits_for_an_intent_that_is_being_committed(
     assert [effect.fence for effect in theirs] == [zombie.fence]
 
 
-def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(
+def test_an_intent_does_not_wait_for_a_locked_row_for_ever(
     server_records: SqlRecordStore,
 ) -> None:
-    """Somebody's open transaction, or a frozen process in one: the attempt is told that nothing was
+    """A transaction is open, or a process is frozen in one. The error says that nothing was
     written.
     """
     effects, record = (
@@ -177,7 +173,7 @@ def test_an_intent_does_not_wait_for_ever_for_a_row_that_is_locked(
 def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(
     sql_records: SqlRecordStore,
 ) -> None:
-    """The statement is repeated on a new connection, and meets its own row."""
+    """The statement is repeated on a new connection, and finds its own row."""
     effects, record = effects_of(sql_records), won(sql_records, make_claim_request(fresh_key()))
     with reply_lost(effects):
         begun = sent(effects, record)
@@ -191,7 +187,7 @@ def test_an_intent_whose_reply_is_lost_with_its_connection_is_begun(
 
 @contextmanager
 def reply_lost(effects: SqlEffectStore) -> Iterator[None]:
-    """The next statement is carried out, and its connection lost."""
+    """Let the next statement be executed, and its connection be lost."""
     once, lost = effects.database._once, []
 
     def lose(*given: Any) -> Any:
@@ -210,7 +206,9 @@ def reply_lost(effects: SqlEffectStore) -> Iterator[None]:
 def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(
     sql_records: SqlRecordStore,
 ) -> None:
-    """A zombie's withdrawal between our two statements is no loss of the lease."""
+    """An old attempt withdraws the intent between the two statements, which does not lose the
+    lease.
+    """
     effects, key = effects_of(sql_records), fresh_key()
     old = sent(effects, won(sql_records, make_claim_request(key)))
     record = won(sql_records, make_claim_request(key))
@@ -226,10 +224,10 @@ def test_an_intent_that_was_withdrawn_before_it_could_be_read_is_begun(
     assert begun.effect.fence == record.fence
 
 
-def test_a_reference_no_database_takes_is_left_out_and_not_taken_for_an_outage(
+def test_a_reference_that_no_database_stores_is_left_out_and_is_no_outage(
     postgres: SqlRecordStore,
 ) -> None:
-    """PostgreSQL takes no NUL; the effect has happened all the same."""
+    """PostgreSQL does not store NUL. The effect has happened nevertheless."""
     effects, record = effects_of(postgres), won(postgres, make_claim_request(fresh_key()))
     assert effects.finish(sent(effects, record), '"kept"', "a\x00b")
     (found,) = effects.of_key(record)
@@ -237,7 +235,7 @@ def test_a_reference_no_database_takes_is_left_out_and_not_taken_for_an_outage(
 
 
 def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str) -> None:
-    """As ``leases_database_schema`` says."""
+    """The setting is ``leases_database_schema``."""
     from celery_leases.stores.sql.schema import Tables
 
     engine = engine_for(leases_postgres_url)
@@ -256,8 +254,8 @@ def test_effects_are_kept_in_the_schema_of_the_records(leases_postgres_url: str)
 def test_a_transaction_that_has_written_to_sqlite_is_suspected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the body's own, which would wait for itself: nothing was written, and the error
-    says what to do.
+    """It may be the body's own, so waiting for it would never end. Nothing was written, and the
+    error says what to do.
     """
     monkeypatch.setattr(database, "BUSY_TIMEOUT", 0.1)
     records = SqlRecordStore(engine_for(f"sqlite:///{tmp_path}/records.db"))

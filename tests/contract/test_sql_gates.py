@@ -1,5 +1,5 @@
-"""Gates in SQL databases against the published suite, and what is their own: statements, and what
-the record says.
+"""Gates in SQL databases with the published suite, and what only the database does: statements,
+and records with gates.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,22 +33,24 @@ Shutting = Callable[[DatabaseLeaseStore, str], Any]
 
 @pytest.fixture
 def store(sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-    """Leases and gates in one of the databases."""
+    """Leases and gates in each of the databases."""
     return DatabaseLeaseStore(sql_records)
 
 
 class TestGates(GateStoreContract, GateHistoryContract):
-    """The published suite for gates, where the claim asks at them."""
+    """The published suite for gates, which the claim reads."""
 
     @pytest.fixture
     def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """One of the databases."""
+        """Each of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
 @contextmanager
 def counted(store: DatabaseLeaseStore) -> Iterator[list[str]]:
-    """The first words of the statements that are sent meanwhile; known when they have been sent."""
+    """A context manager that collects the first words of the statements that are executed
+    meanwhile.
+    """
     sent: list[str] = []
     with statements_of(store.database) as statements:
         yield sent
@@ -66,8 +68,8 @@ def finished(store: DatabaseLeaseStore, key: str, state: State = State.DONE, **m
 
 
 def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
-    """The statement that looks at the row looks at the gate too; a probe takes its slot, and claims
-    then.
+    """The statement that reads the row also reads the gate. A probe takes its slot before it
+    claims.
     """
     closed(store, "closed", 60.0)
     half_open(store, GROUP)
@@ -102,28 +104,28 @@ def test_an_open_gate_costs_no_statement(store: DatabaseLeaseStore) -> None:
     assert statements == ["SELECT", "UPDATE", *noted[0], "SELECT", "SELECT", "INSERT", *noted[1]]
 
 
-def test_a_closing_that_cannot_be_noted_closes_the_gate_all_the_same(
+def test_a_gate_is_closed_even_if_its_history_cannot_be_written(
     store: DatabaseLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note is for operators. A gate that was closed without one has no past."""
+    """The history is only for operators. Without it the closing is not shown."""
 
-    def away(*_: Any) -> Any:
-        raise StoreUnavailable("away")
+    def fails(*_: Any) -> Any:
+        raise StoreUnavailable("no answer")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_swap_text", away)
+        patched.setattr(store, "_swap_history", fails)
         assert closed(store, GROUP, 60.0).trips == 1
     assert store.past_closings() == {}
     client = LeaseClient.on(store, store.records)
     assert [(each.group, each.closings) for each in client.groups()] == [(GROUP, ())]
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_texts", away)
+        patched.setattr(store, "_read_histories", fails)
         assert store.open_gate(GROUP)
     assert client.groups(opened=True) == []
 
 
-def test_closings_are_kept_for_a_month_after_the_last(store: DatabaseLeaseStore) -> None:
-    """No purge takes them before, and one does then."""
+def test_closings_are_remembered_for_a_month_after_the_last(store: DatabaseLeaseStore) -> None:
+    """It is not purged earlier, and is purged then."""
     closed(store, GROUP, 60.0)
     store.open_gate(GROUP)
     store.records.purge(100)
@@ -140,22 +142,22 @@ def test_closings_are_kept_for_a_month_after_the_last(store: DatabaseLeaseStore)
 
 
 def shut_by_time(store: DatabaseLeaseStore, group: str) -> None:
-    """Closed."""
+    """The gate is closed."""
     closed(store, group, 60.0)
 
 
 def shut_by_probe(store: DatabaseLeaseStore, group: str) -> None:
-    """Half-open, and another probes."""
+    """The gate is half-open, and another token is its probe."""
     half_open(store, group)
     assert probing(store.acquire(make_claim_request(fresh_key(), group=group)))
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED, State.PENDING, State.COOLING])
-def test_who_is_shut_out_is_shown_the_record(
+def test_a_refusal_by_the_gate_contains_the_record(
     store: DatabaseLeaseStore, shutting: Shutting, state: State
 ) -> None:
-    """Whatever it says: finished work is replayed at a closed gate too, and nothing has been
+    """In every state: the result of a done record is returned at a closed gate too. Nothing is
     written.
     """
     key = fresh_key()
@@ -172,10 +174,10 @@ def test_who_is_shut_out_is_shown_the_record(
 
 
 @pytest.mark.parametrize("shutting", [shut_by_time, shut_by_probe])
-def test_who_holds_the_key_is_shown_at_a_closed_gate_too(
+def test_the_holder_is_shown_at_a_closed_gate_too(
     store: DatabaseLeaseStore, shutting: Shutting
 ) -> None:
-    """In the record that comes with the answer."""
+    """In the record of the answer."""
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert isinstance(store.acquire(claim_request), Claimed)
     shutting(store, GROUP)
@@ -202,9 +204,7 @@ def test_who_holds_the_key_is_shown_at_a_closed_gate_too(
 def test_a_record_that_refuses_takes_no_slot(
     store: DatabaseLeaseStore, state: State, more: dict[str, Any]
 ) -> None:
-    """At a half-open gate the record is what stands in the way, and nothing is written to find that
-    out.
-    """
+    """At a half-open gate the record refuses the claim, and nothing is written to find that out."""
     key = fresh_key()
     if state is State.RUNNING:
         store.acquire(make_claim_request(key))
@@ -222,7 +222,7 @@ def test_a_record_that_refuses_takes_no_slot(
 
 
 def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) -> None:
-    """Every reason of the record to refuse is known before the slot is taken."""
+    """All reasons of the record to refuse are checked before the slot is taken."""
     claim_request = make_claim_request(fresh_key(), fingerprint="v1:a")
     settled(
         store.records, won(store.records, claim_request, DATABASE), State.PENDING, ended=Ended.LOST
@@ -238,10 +238,10 @@ def test_a_record_with_other_arguments_takes_no_slot(store: DatabaseLeaseStore) 
     assert found(store, GROUP).probe is None
 
 
-def test_a_slot_that_was_taken_in_vain_is_given_back(
+def test_a_slot_is_given_back_if_the_claim_fails(
     store: DatabaseLeaseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row changes between each look and the write after it."""
+    """The row changes between each read and the following write."""
     key = fresh_key()
     finished(store, key, State.PENDING)
     half_open(store, GROUP)
@@ -260,9 +260,7 @@ def test_a_slot_that_was_taken_in_vain_is_given_back(
 def test_a_record_that_may_be_taken_over_is_probed(
     store: DatabaseLeaseStore, rerun: bool, state: State
 ) -> None:
-    """Another call of a ``rerun`` task, the next attempt after a crash that was told of, and any
-    that is due.
-    """
+    """Another call of a ``rerun`` task, the next attempt after a crash, and a retry that is due."""
     key = fresh_key()
     claim_request = make_claim_request(key)
     if state is State.RUNNING:
@@ -288,7 +286,7 @@ def test_an_expired_row_is_probed(store: DatabaseLeaseStore) -> None:
 def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(
     store: DatabaseLeaseStore,
 ) -> None:
-    """The database went away between slot and claim."""
+    """The database became unavailable between slot and claim."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, claim_request.token, 15.0)
@@ -298,8 +296,10 @@ def test_a_probe_whose_claim_was_never_made_is_the_probe_when_it_asks_again(
     assert probing(store.acquire(claim_request))
 
 
-def test_a_slot_that_has_ended_lets_nobody_in(store: DatabaseLeaseStore) -> None:
-    """Not even who had it: it is taken anew, as another may have it by now."""
+def test_an_expired_slot_admits_no_request(store: DatabaseLeaseStore) -> None:
+    """Not even its former holder, which must take the slot again, because another token may have
+    it.
+    """
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, claim_request.token, 0.01)
@@ -311,7 +311,7 @@ def test_a_slot_that_has_ended_lets_nobody_in(store: DatabaseLeaseStore) -> None
 def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(
     store: DatabaseLeaseStore,
 ) -> None:
-    """A late failure came between slot and claim."""
+    """A late failure closed the gate between slot and claim."""
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.take_probe(GROUP, claim_request.token, 15.0)
@@ -322,8 +322,8 @@ def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(
     assert not store.take_probe(GROUP, claim_request.token, 15.0)
 
 
-def test_leases_are_renewed_whatever_becomes_of_their_slots(store: DatabaseLeaseStore) -> None:
-    """Even if there is no table of gates any more."""
+def test_leases_are_renewed_even_if_their_slots_cannot_be(store: DatabaseLeaseStore) -> None:
+    """Even if the table of gates does not exist."""
     claim_request = make_claim_request(fresh_key())
     store.acquire(claim_request)
     with store.database.engine.connect() as connection:
@@ -337,7 +337,7 @@ def test_leases_are_renewed_whatever_becomes_of_their_slots(store: DatabaseLease
 
 
 def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> None:
-    """It counts as open, the next failure is the first again, and purging deletes it."""
+    """It counts as open, the next failure counts as the first, and it is purged."""
     closed(store, GROUP, 60.0)
     for forgotten in (
         lambda: closed(store, GROUP, 60.0).trips == 1,
@@ -359,20 +359,20 @@ def test_a_gate_is_forgotten_after_a_quiet_time(store: DatabaseLeaseStore) -> No
         assert connection.execute(text("SELECT count(*) FROM celery_leases_gates")).scalar() == 0
 
 
-def test_a_closing_with_a_shorter_memory_cuts_nothing(store: DatabaseLeaseStore) -> None:
-    """Tasks of one group may have policies of their own; the longest memory counts."""
+def test_a_closing_with_a_shorter_memory_shortens_nothing(store: DatabaseLeaseStore) -> None:
+    """Tasks of one group may have different policies. The longest time counts."""
     long = CooldownPolicy(60, 2, 30 * 86_400, 0)
     closed(store, GROUP, 60.0, policy=long)
     closed(store, GROUP, 120.0)
     with store.database.engine.connect() as connection:
-        kept = connection.execute(
+        expires_at = connection.execute(
             text("SELECT expires_at - closed_until FROM celery_leases_gates")
         ).scalar_one()
-    assert long.quiet - 120 < kept / 1e6 < long.quiet
+    assert long.quiet - 120 < expires_at / 1e6 < long.quiet
 
 
 def test_a_gate_is_purged_no_sooner(store: DatabaseLeaseStore) -> None:
-    """Neither a closed nor a half-open one."""
+    """Neither a closed nor a half-open gate."""
     half_open(store, GROUP)
     closed(store, "closed", 60.0)
     store.records.purge(10)

@@ -1,5 +1,5 @@
-"""The databases against the published suites, and what is their own: the claim's snapshot, the
-schema.
+"""The databases with the published suites, and what only databases do: snapshots of a claim, and
+the schema.
 """
 
 import os
@@ -17,7 +17,7 @@ from celery_leases.protocol import claims
 from celery_leases.protocol.claims import Claim
 from celery_leases.protocol.ports import Renewal, RenewalResult
 from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
-from celery_leases.stores.claiming import ROUNDS
+from celery_leases.stores.claiming import CLAIM_TRIES
 from celery_leases.stores.sql import records
 from celery_leases.stores.sql.database import engine_for
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
@@ -47,16 +47,16 @@ class TestRecords(RecordStoreContract):
 
     @pytest.fixture
     def records(self, sql_records: SqlRecordStore) -> SqlRecordStore:
-        """One of the databases."""
+        """Each of the databases."""
         return sql_records
 
 
 class TestLeases(LeaseStoreContract):
-    """The published suite for lease stores, where the claimed row is the lease."""
+    """The published suite for lease stores. The claimed row is the lease."""
 
     @pytest.fixture
     def store(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """One of the databases."""
+        """Each of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
@@ -65,15 +65,15 @@ class TestMarks(MarkStoreContract):
 
     @pytest.fixture
     def marks(self, sql_records: SqlRecordStore) -> DatabaseLeaseStore:
-        """One of the databases."""
+        """Each of the databases."""
         return DatabaseLeaseStore(sql_records)
 
 
 def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(
     sql_records: SqlRecordStore,
 ) -> None:
-    """On PostgreSQL the losers' snapshots may lack the row: they answer with nothing, never with a
-    win.
+    """On PostgreSQL the snapshots of the others may not have the row. Then their answer has no
+    row, and they do not win.
     """
     for _ in range(20):
         key = fresh_key()
@@ -91,8 +91,8 @@ def test_of_many_claims_of_an_absent_row_at_once_one_wins_and_the_others_say_so(
 def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(
     server_records: SqlRecordStore,
 ) -> None:
-    """PostgreSQL re-checks the condition on the newest row, but reads it back from the statement's
-    snapshot.
+    """PostgreSQL checks the condition again on the newest row, but returns the row of the
+    statement's snapshot.
     """
     records = server_records
     claim_request = make_claim_request(fresh_key())
@@ -114,8 +114,8 @@ def test_a_claim_that_waited_for_a_row_lock_answers_with_what_was_committed(
 def test_a_claim_that_is_refused_waits_for_no_lock(
     sql_records: SqlRecordStore, state: State
 ) -> None:
-    """Neither for the row, which a transaction of its holder's may have locked, nor for another
-    writer of SQLite's.
+    """Neither for the row, which a transaction of its holder may have locked, nor for a writer
+    of SQLite.
     """
     record = won(sql_records, make_claim_request(fresh_key()), "database")
     if state is State.DONE:
@@ -136,8 +136,8 @@ def before_the_write(
     happens: Callable[[Record], object],
     times: int = 1,
 ) -> list[Record]:
-    """Let something happen between a claim's look and its write, so many times; what it had seen
-    each time.
+    """Call something between the read and the write of a claim, that many times; returns the
+    rows that the claim had read.
     """
     seen: list[Record] = []
     swap = records.swap
@@ -155,7 +155,7 @@ def before_the_write(
 def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has looked so often, and has written nothing."""
+    """It has read the row that often, and has written nothing."""
     record = closed(
         sql_records,
         won(sql_records, make_claim_request(fresh_key())),
@@ -167,10 +167,10 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
         with sql_records.database.engine.connect() as connection:
             connection.execute(text("UPDATE celery_leases_records SET fence = fence + 1"))
 
-    seen = before_the_write(sql_records, monkeypatch, moves, times=ROUNDS)
+    seen = before_the_write(sql_records, monkeypatch, moves, times=CLAIM_TRIES)
     answer = sql_records.claim(make_claim_request(record.stored_key), "redis:one")
     assert isinstance(answer, Refused)
-    assert (answer.why, len(seen)) == (Refusal.CHANGED, ROUNDS)
+    assert (answer.why, len(seen)) == (Refusal.CHANGED, CLAIM_TRIES)
     assert (
         row(sql_records, record.stored_key).owner,
         row(sql_records, record.stored_key).attempt,
@@ -180,10 +180,10 @@ def test_a_claim_whose_row_keeps_changing_is_refused_in_the_end(
 @pytest.mark.parametrize(
     "happens", ["renewed", "settled", "released", "claimed", "forgotten", "purged", "repeated"]
 )
-def test_what_happens_between_the_look_and_the_write_of_a_claim_counts(
+def test_a_change_between_the_read_and_the_write_of_a_claim_counts(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, happens: str
 ) -> None:
-    """The claim looks again, and decides on what the row is by then."""
+    """The claim reads again, and is decided by the new row."""
     leases = DatabaseLeaseStore(sql_records)
     first = make_claim_request(fresh_key(), ttl=0.001)
     record, key = won(sql_records, first, "database"), first.stored_key
@@ -223,32 +223,35 @@ def test_what_happens_between_the_look_and_the_write_of_a_claim_counts(
     assert len(seen) == (2 if happens in ("released", "forgotten") else 1)
 
 
-def test_a_lapsed_lease_in_a_row_is_taken_only_with_evidence(database_url: str) -> None:
-    """A process that has just begun to ask does not know whether the holder could reach the
-    database.
+def test_an_expired_lease_in_a_row_is_taken_only_if_the_database_was_available(
+    database_url: str,
+) -> None:
+    """A process that has just made its first claim does not know whether the database was
+    available to the holder.
     """
     holder, rival = (DatabaseLeaseStore(SqlRecordStore(engine_for(database_url))) for _ in range(2))
     holder.records.migrate()
-    rival.records.evidence.grace = 0.6
+    rival.records.availability.grace = 0.6
     key = fresh_key()
     assert acquired(holder.acquire(make_claim_request(key, ttl=0.1)))
     wait_until(lambda: holder.holder(key) is None, 10, "the lease to end")
     began, claim_request = time.monotonic(), make_claim_request(key)
     assert not acquired(rival.acquire(claim_request))
-    wait_until(lambda: acquired(rival.acquire(claim_request)), 10, "evidence")
+    wait_until(
+        lambda: acquired(rival.acquire(claim_request)), 10, "the database to count as available"
+    )
     assert time.monotonic() - began >= 0.6
     for store in (holder, rival):
         store.records.database.close()
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_claim_that_is_carried_out_late_takes_no_lapsed_lease(
+def test_a_claim_that_is_executed_late_takes_no_expired_lease(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """A frozen database carries out at once what holders and rivals have sent meanwhile, in any
-    order.
-
-    A third of the row's ttl is allowed on the way; a living holder has twice as much left.
+    """A database that was frozen executes the statements of holders and other processes in any
+    order. A third of the row's ttl is added for the transport; a live holder has twice as much
+    left.
     """
     leases, key = DatabaseLeaseStore(sql_records), fresh_key()
     assert acquired(leases.acquire(make_claim_request(key, ttl=0.9)))
@@ -256,14 +259,14 @@ def test_a_claim_that_is_carried_out_late_takes_no_lapsed_lease(
     lapsed = sql_records.read(key)
     assert lapsed is not None
     sent = lapsed.now + (-310_000 if late else 10_000_000)
-    monkeypatch.setattr(sql_records.evidence, "takes_until", lambda _: sent)
+    monkeypatch.setattr(sql_records.availability, "takes_until", lambda _: sent)
     assert acquired(leases.acquire(make_claim_request(key))) is not late
 
 
-def test_all_who_meet_in_a_database_give_it_one_name(
+def test_all_processes_read_the_same_identity_of_a_database(
     sql_records: SqlRecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whatever URL each of them reaches it, and however many ask first; a purge leaves it."""
+    """With any URL, and however many processes read it first. A purge does not delete it."""
     with sql_records.database.engine.connect() as connection:
         connection.execute(text("DELETE FROM celery_leases_marks"))
     stores = [
@@ -279,7 +282,7 @@ def test_all_who_meet_in_a_database_give_it_one_name(
 
 
 class _Forgetful(dict[str, str]):
-    """As if each look were that of another process."""
+    """Behaves as if each read were done by another process."""
 
     def __contains__(self, _: object) -> bool:
         return False
@@ -288,14 +291,14 @@ class _Forgetful(dict[str, str]):
 def test_a_settled_outcome_whose_reply_was_lost_counts_as_written(
     sql_records: SqlRecordStore,
 ) -> None:
-    """Writing it again matches no row, and the row says that it was ours."""
+    """Writing it again matches no row, but the row shows that it was written."""
     record = won(sql_records, make_claim_request(fresh_key()))
     assert sql_records.settle(record, outcome(record, result="1"))
     assert sql_records.settle(record, outcome(record, result="1"))
 
 
 def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
-    """There is nothing to cool or to end, and no renewal of its lease matches it."""
+    """There is no cooldown to start or end, and a renewal does not match the row."""
     leases = DatabaseLeaseStore(sql_records)
     key = fresh_key()
     record = won(sql_records, make_claim_request(key), leases.name)
@@ -308,7 +311,7 @@ def test_the_settled_row_is_the_cooldown(sql_records: SqlRecordStore) -> None:
 
 
 def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlRecordStore) -> None:
-    """The server was restarted while the pool slept; no task should notice."""
+    """The server was restarted while the pool was idle. No task notices it."""
     record = won(server_records, make_claim_request(fresh_key()))
     assert end_other_connections(
         SqlRecordStore(engine_for(str(server_records.database.engine.url)))
@@ -317,8 +320,8 @@ def test_a_connection_that_died_is_replaced_within_the_call(server_records: SqlR
 
 
 def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str) -> None:
-    """As in a web server that loads the application first: no connection is shared between its
-    processes.
+    """For example in a web server that loads the application before it forks. No connection is
+    shared by two processes.
     """
     client = LeaseClient("database", server_url)
     client._records.migrate()
@@ -339,7 +342,7 @@ def test_a_client_used_before_a_fork_may_be_used_after_it(server_url: str) -> No
 
 
 def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str) -> None:
-    """Tables are made by an operator, except on SQLite."""
+    """An operator creates the tables, except on SQLite."""
     records = SqlRecordStore(engine_for(server_url))
     with pytest.raises(SchemaOutdated, match="leases migrate"):
         records.check()
@@ -349,7 +352,7 @@ def test_a_database_without_tables_stops_with_the_command_to_run(server_url: str
 
 
 def test_tables_of_a_later_version_are_refused_and_named(sql_records: SqlRecordStore) -> None:
-    """All versions are in the message, and the release to install; ``leases migrate`` says the
+    """The message has all versions, and the release to install. ``leases migrate`` reports the
     same.
     """
     with sql_records.database.engine.connect() as connection:
@@ -375,7 +378,7 @@ def test_the_printed_sql_makes_the_tables_that_migrate_makes(server_url: str) ->
 
 
 def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -> None:
-    """Workers that start at once do not stop one another, nor do operators."""
+    """Workers that start at the same time do not disturb each other, nor do operators."""
     stores = [SqlRecordStore(engine_for(database_url)) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda store: store.migrate(), stores))
@@ -383,8 +386,8 @@ def test_many_processes_may_make_the_tables_of_one_database(database_url: str) -
 
 
 @pytest.mark.parametrize("scheme", ["postgresql+psycopg", "mysql+pymysql", "mariadb+pymysql"])
-def test_a_database_that_is_away_is_told_as_such_without_its_password(scheme: str) -> None:
-    """Nothing of SQLAlchemy or the driver gets out."""
+def test_an_unavailable_database_is_reported_without_its_password(scheme: str) -> None:
+    """The error is neither SQLAlchemy's nor the driver's."""
     records = SqlRecordStore(engine_for(f"{scheme}://me:secret@127.0.0.1:1/x?connect_timeout=2"))
     for call in (
         lambda: records.read("t:x|y"),
@@ -407,6 +410,6 @@ def test_a_database_that_is_away_is_told_as_such_without_its_password(scheme: st
     ],
 )
 def test_a_database_that_cannot_hold_records_is_refused_with_what_to_write(url: str) -> None:
-    """At once, not at the first task."""
+    """At once, and not by the first task."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_url"):
         engine_for(url)

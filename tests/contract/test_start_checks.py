@@ -1,5 +1,5 @@
-"""What a worker finds out before it starts: rights that are missing, tables of another form, a
-store that evicts.
+"""What a worker checks before it starts: missing rights, tables with another layout, a Redis
+that evicts keys.
 """
 
 # ruff: noqa: D103 - names state the behaviour
@@ -38,11 +38,11 @@ from tests.support.servers import RedisServer
 from tests.unit.doc_pages import blocks, page, section
 
 TABLES = ("records", "effects", "marks", "gates")
-PASSWORD = "a-word-nobody-sees"
+PASSWORD = "a-secret-password"
 
 
 class AWorker:
-    """What is looked at of a worker that starts."""
+    """The attributes of a starting worker that are read."""
 
     pool_cls = "threads"
     soft_time_limit = time_limit = None
@@ -53,14 +53,14 @@ class AWorker:
 
 @pytest.fixture(scope="module")
 def server(leases_redis: RedisServer) -> Iterator[RedisServer]:
-    """A server of the module's own, to change users and settings on."""
+    """A server for this module, on which tests change users and settings."""
     with RedisServer() as started:
         yield started
 
 
 @pytest.fixture
 def app() -> Iterator[Celery]:
-    """An app with one leased task, whose stores each test names."""
+    """An app with one leased task, whose stores the test sets."""
     made = Celery("checked", broker="memory://", set_as_current=False)
 
     @made.task(base=LeasedTask, name="checked.send", lease_key="c:{number}", shared=False)
@@ -73,7 +73,7 @@ def app() -> Iterator[Celery]:
 
 
 def started(app: Celery, **conf: Any) -> None:
-    """What happens when a worker of *app* starts."""
+    """The warnings when a worker of *app* starts."""
     app.conf.update(conf)
     app_components.forget()
     startup_checks.check_before_work(AWorker(app))
@@ -93,7 +93,7 @@ def migrated(url: str) -> Engine:
 
 @pytest.fixture(params=["postgres", "mariadb"])
 def owner(request: pytest.FixtureRequest) -> Engine:
-    """The owner's engine on a database server with the tables in it."""
+    """The owner's engine on a database server with the tables."""
     return migrated(request.getfixturevalue(f"leases_{request.param}_url"))
 
 
@@ -101,7 +101,7 @@ def owner(request: pytest.FixtureRequest) -> Engine:
 
 
 def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
-    """The URL of a user who may do *rights* on all tables."""
+    """The URL of a user with these *rights* on all tables."""
     mysql = owner.dialect.name != "postgresql"
     name = f"few_{owner.url.database}"[:30]
     with owner.connect() as connection:
@@ -117,14 +117,14 @@ def a_user(owner: Engine, *, rights: str = "SELECT", extra: str = "") -> str:
 
 
 def granted(owner: Engine, name: str, statements: str) -> str:
-    """The URL of a user with the rights that *statements* of the documentation give to
+    """The URL of a user with the rights that *statements* of the documentation grant to
     ``worker``.
     """
     mysql = owner.dialect.name != "postgresql"
-    of_mysql = f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"
+    on_mysql = f"CREATE OR REPLACE USER '{name}'@'%' IDENTIFIED BY '{PASSWORD}'"
     with owner.connect() as connection:
         connection.execute(
-            text(of_mysql if mysql else f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}'")
+            text(on_mysql if mysql else f"CREATE ROLE {name} LOGIN PASSWORD '{PASSWORD}'")
         )
         for statement in statements.strip().split(";\n"):
             given = (
@@ -137,10 +137,12 @@ def granted(owner: Engine, name: str, statements: str) -> str:
 
 
 def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -> None:
-    """For all that workers and clients do; a transaction of the user's needs even less."""
-    of_postgres, of_mysql = blocks(section(page("databases"), "Rights"), "sql")
+    """For everything that workers and clients do. A transaction of the user's needs fewer
+    rights.
+    """
+    on_postgres, on_mysql = blocks(section(page("databases"), "Rights"), "sql")
     mysql = owner.dialect.name != "postgresql"
-    url = granted(owner, "worker_" + str(owner.url.database), of_mysql if mysql else of_postgres)
+    url = granted(owner, "worker_" + str(owner.url.database), on_mysql if mysql else on_postgres)
     started(app, leases_url="database", leases_database_url=url)
     records = SqlRecordStore(engine_for(url))
     records.check()
@@ -167,10 +169,10 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
     record = won(records, make_claim_request(fresh_key()), leases.name)
     with own.begin() as connection:
         transaction = JoinedTransaction(connection, records)
-        transaction.know_layout("k")
+        transaction.load_layout("k")
         key = CallKey("enqueued", fresh_key(), None, None)
         assert transaction.write(
-            Outbox(records).enqueuing("t", key, "first", "{}", ttl=7.0, retention=60.0), "k"
+            Outbox(records).enqueue_writes("t", key, "first", "{}", ttl=7.0, retention=60.0), "k"
         )
         transaction.guard(record)
         transaction.complete(record, outcome(record, result="1"))
@@ -179,7 +181,7 @@ def test_the_rights_that_are_documented_are_enough(app: Celery, owner: Engine) -
 
 
 def test_the_rights_for_migrations_that_are_documented_are_enough(leases_mariadb_url: str) -> None:
-    """To make the tables, and to convert them there and back."""
+    """For creating the tables, and for migrating them in both directions."""
     asked = (
         section(page("databases"), "Rights").partition("a user with ")[2].partition(" beside")[0]
     )
@@ -195,7 +197,7 @@ def test_the_rights_for_migrations_that_are_documented_are_enough(leases_mariadb
 
 @pytest.mark.parametrize("rights", ["SELECT", "SELECT, INSERT, UPDATE", "SELECT, UPDATE, DELETE"])
 def test_a_user_who_may_not_write_stops_the_worker(app: Celery, owner: Engine, rights: str) -> None:
-    """With the rights that are to be given."""
+    """The error names the missing rights."""
     said = refusal(app, leases_url="database", leases_database_url=a_user(owner, rights=rights))
     assert "SELECT, INSERT, UPDATE and DELETE on celery_leases_records" in said
     assert PASSWORD not in said
@@ -204,7 +206,7 @@ def test_a_user_who_may_not_write_stops_the_worker(app: Celery, owner: Engine, r
 def test_a_role_whose_transactions_are_read_only_stops_the_worker(
     app: Celery, leases_postgres_url: str
 ) -> None:
-    """Its statements would fail for ever."""
+    """Its statements would always fail."""
     owner = migrated(leases_postgres_url)
     url = a_user(owner, rights="ALL")
     with owner.connect() as connection:
@@ -218,7 +220,7 @@ def test_a_role_whose_transactions_are_read_only_stops_the_worker(
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_column_that_is_missing_stops_the_worker(app: Celery, owner: Engine, table: str) -> None:
-    """Each table is looked at, with all its columns."""
+    """All columns of each table are checked."""
     with owner.connect() as connection:
         column = {"records": "reason", "effects": "reference", "marks": "value", "gates": "why"}[
             table
@@ -238,7 +240,7 @@ def test_a_sqlite_file_that_has_another_form_stops_the_worker(app: Celery, tmp_p
 
 
 def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_path: Path) -> None:
-    """It will be free again; the worker starts with a warning."""
+    """The lock is temporary, so the worker starts with a warning."""
     url = f"sqlite:///{tmp_path / 'records.db'}"
     migrated(url)
     other = create_engine(url)
@@ -251,7 +253,7 @@ def test_a_sqlite_file_that_another_process_writes_does_not(app: Celery, tmp_pat
 def test_rights_that_are_enough_say_nothing(
     app: Celery, owner: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checks write nothing but the mark that names the database."""
+    """The checks write nothing but the mark that identifies the database."""
     url = a_user(owner, rights="SELECT, INSERT, UPDATE, DELETE")
     started(app, leases_url="database", leases_database_url=url)
     assert not caplog.records
@@ -262,7 +264,7 @@ def test_rights_that_are_enough_say_nothing(
 
 
 def test_a_web_process_may_ask_with_the_right_to_read_alone(owner: Engine) -> None:
-    """Also before a worker has run."""
+    """Also before the first worker."""
     with closing(LeaseClient("database", a_user(owner))) as leases:
         assert leases.status("c:1", task="checked.send").state == "absent"
 
@@ -275,8 +277,8 @@ def test_a_worker_starts_on_tables_that_are_in_use(
     caplog: pytest.LogCaptureFixture,
     server: str,
 ) -> None:
-    """The checks touch no row, not even the mark that names the database, which is kept under an
-    empty key.
+    """The checks lock no row, not even the mark that identifies the database, which is stored
+    under an empty key.
     """
     url = (
         f"sqlite:///{tmp_path / 'r.db'}"
@@ -302,7 +304,7 @@ def _url(engine: Engine) -> str:
 
 @pytest.fixture
 def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Settings with leases in Redis, for a user of so many words."""
+    """Settings with leases in Redis, for a user with these ACL rules."""
 
     def settings(*words: str) -> dict[str, Any]:
         user = ""
@@ -322,7 +324,7 @@ def in_redis(app: Celery, server: RedisServer, tmp_path: Path) -> Callable[..., 
 def test_a_user_of_the_lease_store_without_its_rights_stops_the_worker(
     app: Celery, server: RedisServer, in_redis: Callable[..., dict[str, Any]], missing: str
 ) -> None:
-    """With the words of ACL SETUSER that are needed."""
+    """The error has the rules of ACL SETUSER that are needed."""
     with redis.Redis.from_url(server.url) as admin:
         admin.script_flush()
     words = [
@@ -344,7 +346,7 @@ def test_a_wrong_password_of_the_lease_store_stops_the_worker(
 
 
 def test_a_server_without_scripts_stops_the_worker(app: Celery, tmp_path: Path) -> None:
-    """A proxy, or a server whose operator has renamed the command."""
+    """A proxy, or a server with a renamed command."""
     with RedisServer(options=("--rename-command", "EVALSHA", "")) as bare:
         said = refusal(
             app, leases_url=bare.url, leases_database_url=f"sqlite:///{tmp_path / 'records.db'}"
@@ -353,7 +355,7 @@ def test_a_server_without_scripts_stops_the_worker(app: Celery, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "warned"),
     [((), True), (("+@all", "~*", "-info"), True), (("+@all", "~*", "-info", "-config"), False)],
 )
 def test_a_lease_store_that_evicts_is_a_warning(
@@ -362,9 +364,9 @@ def test_a_lease_store_that_evicts_is_a_warning(
     in_redis: Callable[..., dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
     words: tuple[str, ...],
-    told: bool,
+    warned: bool,
 ) -> None:
-    """By INFO or CONFIG; for a user who may call neither nothing is said."""
+    """The policy is read by INFO or CONFIG. If the user may call neither, there is no warning."""
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("maxmemory-policy", "allkeys-lru")
         try:
@@ -375,7 +377,7 @@ def test_a_lease_store_that_evicts_is_a_warning(
     assert [
         ("maxmemory-policy allkeys-lru" in line, "maxmemory-policy noeviction" in line)
         for line in said
-    ] == ([(True, True)] if told else [])
+    ] == ([(True, True)] if warned else [])
 
 
 def test_stores_that_do_not_answer_are_warnings(
@@ -399,7 +401,7 @@ def test_stores_that_do_not_answer_are_warnings(
 def test_options_on_a_task_without_a_lease_are_a_warning(
     app: Celery, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Task and options are named; a worker without any leased task says so too."""
+    """Task and options are named. There is also a warning for a worker without leased tasks."""
     monkeypatch.setattr(_state, "_on_app_finalizers", set())  # shared tasks of other tests
     bare = Celery("bare", broker="memory://", set_as_current=False)
 
@@ -416,7 +418,7 @@ def test_options_on_a_task_without_a_lease_are_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({}, "are redelivered after 3600 s, found by a sweep every 100 s"),
         (
@@ -432,9 +434,9 @@ def test_a_redis_broker_without_a_visibility_timeout_is_a_warning(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
-    told: str | None,
+    expected: str | None,
 ) -> None:
-    """With the two numbers that follow from it, and the lines to write."""
+    """With the two numbers from which it follows, and the lines to write."""
     database = f"sqlite:///{tmp_path / 'records.db'}"
     started(
         app, broker_url=server.url, broker_transport_options=options, leases_database_url=database
@@ -444,7 +446,7 @@ def test_a_redis_broker_without_a_visibility_timeout_is_a_warning(
         for record in caplog.records
         if "visibility_timeout" in record.getMessage()
     ]
-    assert bool(said) is (told is not None)
-    assert told is None or (
-        told in said[0] and '"visibility_timeout": 90, "unacked_restore_interval": 5' in said[0]
+    assert bool(said) is (expected is not None)
+    assert expected is None or (
+        expected in said[0] and '"visibility_timeout": 90, "unacked_restore_interval": 5' in said[0]
     )

@@ -1,5 +1,5 @@
-"""Statements on the driver's own cursor: they take and give what SQLAlchemy's execution does, and
-fail as it does.
+"""Statements on the driver's own cursor: they convert values, return results and raise errors as
+SQLAlchemy does.
 """
 
 import signal
@@ -47,7 +47,7 @@ ON_SERVERS = DRIVERS[1:]
 
 @pytest.fixture
 def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlRecordStore]:
-    """A record store by each driver."""
+    """A record store with each driver."""
     backend, _, driver = request.param.partition("+")
     if backend == "sqlite":
         url = f"sqlite:///{tmp_path / 'records.db'}"
@@ -63,9 +63,7 @@ def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SqlRecor
 
 @contextmanager
 def on_cursors(database: Database) -> Iterator[list[int]]:
-    """How many statements have been executed on the driver's cursor meanwhile, in the only item of
-    the list.
-    """
+    """Counts the statements on the driver's cursor meanwhile, in the only item of a list."""
     number, on_cursor = [0], database._on_cursor
 
     def noted(*given: Any) -> Any:
@@ -81,9 +79,9 @@ def on_cursors(database: Database) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
-def test_a_statement_that_comes_again_gives_what_sqlalchemy_gave(records: SqlRecordStore) -> None:
-    """The first time is SQLAlchemy's own, the others are not: texts with % and :, numbers, nulls,
-    truths.
+def test_a_repeated_statement_returns_what_sqlalchemy_returned(records: SqlRecordStore) -> None:
+    """SQLAlchemy executes it the first time, the driver the other times: with % and : in texts,
+    numbers, NULLs, and booleans.
     """
     key = fresh_key() + "50%s :x 'ä'"
     closed(
@@ -101,7 +99,7 @@ def test_a_statement_that_comes_again_gives_what_sqlalchemy_gave(records: SqlRec
         bindparam("said", type_=JSON).label("said"),
     ).where(table.c.stored_key == bindparam("stored_key"))
     given = {"stored_key": key, "least": 2**62, "more": 41, "said": {"a": [1]}}
-    whole = records.reading.where(table.c.stored_key == bindparam("stored_key"))
+    whole = records.statements.select_rows.where(table.c.stored_key == bindparam("stored_key"))
     for statement in (whole, truths):
         with on_cursors(records.database) as number:
             first, *others = [records.database.first(statement, given) for _ in range(4)]
@@ -121,8 +119,8 @@ def test_a_statement_that_comes_again_gives_what_sqlalchemy_gave(records: SqlRec
 
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
-def test_a_write_that_comes_again_counts_what_it_touches(records: SqlRecordStore) -> None:
-    """Rows that are found count, also where nothing changes in them; a key that is there already is
+def test_a_repeated_write_counts_the_rows_it_touches(records: SqlRecordStore) -> None:
+    """Matched rows count, also if nothing changes in them. An insert whose key exists counts
     none.
     """
     record, database = won(records, make_claim_request(fresh_key())), records.database
@@ -141,11 +139,11 @@ def test_a_write_that_comes_again_counts_what_it_touches(records: SqlRecordStore
         assert marks.mark(record.stored_key, value) == value
 
 
-def test_a_statement_of_one_call_is_not_compiled_for_it_and_nor_is_an_in(
+def test_a_statement_of_one_call_is_not_compiled_and_neither_is_one_with_in(
     server_records: SqlRecordStore,
 ) -> None:
-    """What is built for a call goes with it; the text of an IN depends on the number of its
-    values.
+    """A statement that is built for a call is not compiled, and neither is one with IN, whose
+    text depends on the number of values.
     """
     database, table = server_records.database, server_records.tables.records
     many = select(table.c.stored_key).where(
@@ -167,17 +165,17 @@ def test_a_statement_of_one_call_is_not_compiled_for_it_and_nor_is_an_in(
 def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(
     server_records: SqlRecordStore,
 ) -> None:
-    """PostgreSQL refuses to execute what was prepared for other columns, on every connection that
-    has it.
+    """PostgreSQL refuses to execute a statement that was prepared for other columns, on each
+    connection that has prepared it.
     """
     records, record = server_records, won(server_records, make_claim_request(fresh_key()))
-    for _ in range(8):  # psycopg prepares what comes often
+    for _ in range(8):  # psycopg prepares a statement that is executed often
         before = row(records, record.stored_key)
         won(records, make_claim_request(fresh_key()))
     name = records.tables.records.name
     engine = engine_for(
         records.database.engine.url.render_as_string(False)
-    )  # psycopg forgets what it alters itself
+    )  # psycopg discards prepared statements when it executes ALTER itself
     with engine.connect() as connection:
         connection.execute(text(f"ALTER TABLE {name} ADD COLUMN added INTEGER DEFAULT 7"))
     engine.dispose()
@@ -192,16 +190,16 @@ def test_a_column_that_a_table_gets_under_a_running_worker_disturbs_nothing(
 
 
 class Interrupted(Exception):
-    """What a signal raises in the middle of anything."""
+    """An exception that a signal handler raises at any point."""
 
 
 class Ended(BaseException):
-    """The same, which nobody may catch."""
+    """The same as a ``BaseException``."""
 
 
 @contextmanager
 def interrupted_after(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise *error* in this thread after so many seconds."""
+    """Raise *error* in this thread after that many seconds."""
 
     def raises(_: int, __: FrameType | None) -> None:
         raise error
@@ -216,7 +214,7 @@ def interrupted_after(seconds: float, error: type[BaseException]) -> Iterator[No
 
 
 def slow(records: SqlRecordStore) -> Executable:
-    """A statement that takes a second, and answers with 0."""
+    """A statement that takes a second and returns 0."""
     name = records.database.engine.dialect.name
     sleep = "SELECT 0 AS answer FROM (SELECT pg_sleep(:span)) AS slept"
     if name in ("mysql", "mariadb"):
@@ -224,23 +222,21 @@ def slow(records: SqlRecordStore) -> Executable:
     return text(sleep).columns(column("answer", Integer))
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["on the cursor", "by SQLAlchemy"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["on the cursor", "by SQLAlchemy"])
 @pytest.mark.parametrize("error", [Interrupted, Ended])
 @pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
-def test_what_is_raised_in_the_middle_of_a_statement_leaves_no_half_read_connection(
-    records: SqlRecordStore, error: type[BaseException], kept: bool
+def test_an_exception_during_a_statement_leaves_no_half_read_connection(
+    records: SqlRecordStore, error: type[BaseException], compiled: bool
 ) -> None:
-    """The next statement gets its own answer, at once, and no other connection was thrown away for
-    it.
-    """
+    """The next statement gets its own reply at once, and no other connection was closed."""
     database, statement = records.database, slow(records)
-    if kept:
+    if compiled:
         database.first(statement, {"span": 0})
     others = [database.engine.raw_connection() for _ in range(2)]
     others.pop().close()
     with on_cursors(database) as number, pytest.raises(error), interrupted_after(0.3, error):
         database.first(statement, {"span": 1})
-    assert number == [int(kept)]
+    assert number == [int(compiled)]
     for answer in (5, 6, 7):
         found = database.first(select(literal(answer).label("answer")), {})
         assert found is not None
@@ -249,7 +245,7 @@ def test_what_is_raised_in_the_middle_of_a_statement_leaves_no_half_read_connect
 
 
 def pooled(records: SqlRecordStore, number: int) -> None:
-    """Have so many connections in the pool."""
+    """Open that many connections in the pool."""
     connections = [records.database.engine.raw_connection() for _ in range(number)]
     for connection in connections:
         connection.close()
@@ -257,7 +253,9 @@ def pooled(records: SqlRecordStore, number: int) -> None:
 
 @pytest.mark.parametrize("records", ON_SERVERS, indirect=True)
 def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStore) -> None:
-    """All connections of the pool are dead: after one is found so, no other is tried."""
+    """All connections of the pool are dead. After the first is found, no other dead one is
+    tried.
+    """
     record = won(records, make_claim_request(fresh_key()))
     row(records, record.stored_key)
     pooled(records, 5)
@@ -274,7 +272,7 @@ def test_a_server_that_has_restarted_costs_one_repetition(records: SqlRecordStor
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
-    """Nothing was sent of it, or the server has said no; and nobody else has it in the end."""
+    """The value was not sent, or the server has refused it."""
     records.read("x")
     used = []
     for _ in range(3):
@@ -290,11 +288,11 @@ def test_a_refused_value_costs_no_connection(records: SqlRecordStore) -> None:
 
 @pytest.mark.parametrize("records", DRIVERS, indirect=True)
 def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> None:
-    """As many as there were; and what is said of it is the database's, with nothing of
-    SQLAlchemy.
+    """The number of connections is unchanged, and the error is that of the database, without
+    texts of SQLAlchemy.
     """
     gone = text("SELECT * FROM nowhere").columns(column("x"))
-    records.database.first(records._any_over, {})
+    records.database.first(records._select_any_expired, {})
     compiled = records.database._statements._compile(gone)
     records.database._statements._compiled[gone] = compiled
     for _ in range(3):
@@ -306,7 +304,7 @@ def test_an_error_leaves_its_connection_in_the_pool(records: SqlRecordStore) -> 
 
 
 def test_threads_share_the_statements_and_no_connection(server_records: SqlRecordStore) -> None:
-    """Each gets the answers to its own questions."""
+    """Each thread gets its own results."""
     keys = [won(server_records, make_claim_request(fresh_key())).stored_key for _ in range(4)]
     wrong: list[str] = []
 

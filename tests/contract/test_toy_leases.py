@@ -1,4 +1,4 @@
-"""A lease store that another distribution brings passes the published contracts."""
+"""A lease store of another distribution passes the published contracts."""
 
 from __future__ import annotations
 

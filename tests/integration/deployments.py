@@ -310,7 +310,7 @@ class Deployment:
         if found is None:
             return None
         record = to_record({**found, "now": 0}, lenient=True)
-        return {**found, **WIDE.details_of(record), "ended": record.ended}
+        return {**found, **WIDE.details_values(record), "ended": record.ended}
 
     def wait_for_state(
         self, task: str, key: str, state: str, timeout: float = PATIENCE

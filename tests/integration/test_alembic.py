@@ -137,7 +137,7 @@ def version_of(url: str) -> int | None:
     """The version of our tables, as they are there."""
     engine = engine_for(url)
     with closing(SqlRecordStore(engine).database):
-        found = Tables().found(engine)
+        found = Tables().existing_version(engine)
         if found is not None:
             assert Tables().layout(engine).version == found
         return found

@@ -47,7 +47,7 @@ def test_a_missing_server_is_a_skip_and_one_line(project: pytest.Pytester) -> No
     outcome = project.runpytest_subprocess("-p", "no:cacheprovider")
     outcome.assert_outcomes(passed=1, skipped=3)
     outcome.stdout.fnmatch_lines(
-        ["NOT TESTED for the lack of a server: 2 tests: no Redis: install it"]
+        ["NOT TESTED because a server is missing: 2 tests: no Redis: install it"]
     )
 
 

@@ -1,3 +1,3 @@
-"""What tests, demos and benchmarks run on: private servers, workers, and processes that end with
-their parent.
+"""Private servers, workers, and child processes that end with their parent, for tests, demos and
+benchmarks.
 """

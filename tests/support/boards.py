@@ -1,4 +1,4 @@
-"""A board on records that a test has put, and somebody who looks at it and acts on it."""
+"""A board with records for a test, and an HTTP client that uses it like a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ERROR = Failure("shop.Broken", f"<script>alert(1)</script> password={SECRET}", "
 
 
 class Shop:
-    """A Celery app, and records of its one task."""
+    """A Celery app with one task, and records of that task."""
 
     def __init__(self, database_url: str, leases_url: str = "database") -> None:
         self.app = Celery("shop", broker="memory://", set_as_current=False)
@@ -41,7 +41,7 @@ class Shop:
         self.records = self.client._records
 
     def put(self, key: str, state: State = State.DONE, **more: Any) -> Record:
-        """Make a record in this state; a running one is held for a day."""
+        """Create a record in this state. The lease of a running one lasts a day."""
         request = make_claim_request(f"t:{TASK}|{key}", task=TASK, key=key, ttl=86_400.0)
         record = won(self.records, request, "database")
         if state is not State.RUNNING:
@@ -52,19 +52,19 @@ class Shop:
         return record
 
     def abandon(self, key: str) -> None:
-        """Let the lease of a running key run out."""
+        """Let the lease of a running key expire."""
         self.sql(
             f"UPDATE celery_leases_records SET lease_until = 1 WHERE stored_key = 't:{TASK}|{key}'"  # noqa: S608
         )
 
     def sql(self, statement: str) -> None:
-        """Change the tables."""
+        """Execute a statement that changes the tables."""
         with self.records.database.engine.begin() as connection:
             connection.execute(text(statement))
 
     def multiply(self, key: str, number: int) -> None:
-        """Copy the record of *key* so many times, each under a key of its own with ``:number``
-        behind it, each begun a second before the one of the next number.
+        """Copy the record of *key* *number* times. The copies have the suffixes ``:1``, ``:2``
+        …, and each started a second before the next one.
         """
         columns = self.records.tables.records.c.keys()
         changed = {
@@ -77,7 +77,7 @@ class Shop:
         }
         values = ", ".join(changed.get(name, f'"{name}"') for name in columns)
         names = ", ".join(f'"{name}"' for name in columns)
-        for first in range(1, number + 1, 100_000):  # a long statement would be given up
+        for first in range(1, number + 1, 100_000):  # a longer statement would time out
             last = min(number, first + 99_999)
             self.sql(
                 f"INSERT INTO celery_leases_records ({names}) "  # noqa: S608
@@ -86,16 +86,16 @@ class Shop:
             )
 
     def state(self, key: str) -> str:
-        """Where a key stands."""
+        """The state of a key."""
         return self.client.status(f"t:{TASK}|{key}").state
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         self.records.database.close()
 
 
 class Visitor:
-    """Somebody with a browser of httpx: sends the fields of forms as a page has them."""
+    """An HTTP client that reads pages and sends forms, as a browser does."""
 
     def __init__(self, board: Any, base_url: str = "http://board", under: str = "") -> None:
         from starlette.testclient import TestClient
@@ -104,7 +104,7 @@ class Visitor:
         self.origin, self.under = base_url, under
 
     def sees(self, path: str, status: int = 200) -> str:
-        """What a page says, with its tags, once all of it was read."""
+        """The HTML of a page, once all its parts are loaded."""
         found: list[Any] = []
 
         def read() -> bool:
@@ -116,7 +116,7 @@ class Visitor:
         return str(found[0].text)
 
     def sends(self, path: str, fields: Any, **headers: str) -> Any:
-        """The answer to a form with a token."""
+        """The response to a form with the CSRF token of a page."""
         page = self.sees("/groups")
         held = re.search(r'name="token" value="(\w+)"', page)
         pairs = [*(fields.items() if isinstance(fields, dict) else fields)]
@@ -124,7 +124,7 @@ class Visitor:
         return self.posts(path, [*given, *pairs], **headers)
 
     def posts(self, path: str, pairs: Any, **headers: str) -> Any:
-        """The answer to any form."""
+        """The response to a form."""
         from urllib.parse import urlencode
 
         sent = {"Origin": self.origin, "Content-Type": "application/x-www-form-urlencoded"}
@@ -136,21 +136,21 @@ class Visitor:
         )
 
     def confirms(self, path: str, fields: Any) -> tuple[list[tuple[str, str]], str]:
-        """The fields of the page that asks whether it is meant, and its text."""
+        """The hidden fields of the page that asks for confirmation, and its text."""
         page = self.sends(path, fields)
         assert page.status_code == 200, page.text
         return hidden(page.text), words(page.text)
 
 
 def hidden(page: str) -> list[tuple[str, str]]:
-    """The hidden fields of the form that confirms."""
+    """The hidden fields of the form that asks for confirmation."""
     form = page.partition('class="confirm"')[2]
     found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form)
     return [(name, html.unescape(value)) for name, value in found if name != "token"]
 
 
 def seen_in(page: str) -> dict[str, str]:
-    """The values of the boxes of a list, by key."""
+    """The values of the check boxes of a list, by key."""
     found = re.findall(r'name="seen" value="([^"]*)"', page)
     return {
         unquote(html.unescape(value)).partition("|")[2]: html.unescape(value) for value in found
@@ -158,7 +158,7 @@ def seen_in(page: str) -> dict[str, str]:
 
 
 def words(page: str) -> str:
-    """What a reader sees of a page."""
+    """The visible text of a page."""
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)))
 
 

@@ -1,8 +1,8 @@
-"""A real Chromium without a window, driven by its ChromeDriver; nothing of it outlives the test.
+"""A headless Chromium, controlled through ChromeDriver, which ends with the test.
 
-Debian's packages ``chromium`` and ``chromium-driver`` have the programs, and selenium talks to
-them. Nothing is ever downloaded. ``.ci/run`` installs them; where it cannot, it sets
-``LEASES_NO_BROWSER``, and the tests are skipped there too.
+The programs are in Debian's packages ``chromium`` and ``chromium-driver``, and selenium controls
+them. Nothing is downloaded by a test. ``.ci/run`` installs the packages; if it cannot, it sets
+``LEASES_NO_BROWSER``, and the tests are skipped in CI too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.support.process import GuardedProcess
 
 T = TypeVar("T")
 PATIENCE = 60.0
-"""Seconds for which a page is awaited; a busy machine may need many of them."""
+"""Seconds to wait for a page. A busy machine may need many."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # root has none
+    "--no-sandbox",  # root cannot use the sandbox
     "--disable-gpu",
-    "--disable-dev-shm-usage",  # containers have little of it
+    "--disable-dev-shm-usage",  # it is small in containers
     "--disable-extensions",
     "--disable-background-networking",
     "--no-first-run",
@@ -39,7 +39,7 @@ FLAGS = (
 
 
 class Browser:
-    """One Chromium with one window; ``driver`` is selenium's, for all that has no method here."""
+    """A Chromium with one window. ``driver`` is the driver of selenium."""
 
     def __init__(self, home: Path, chromium: str, chromedriver: str) -> None:
         from selenium import webdriver
@@ -61,15 +61,15 @@ class Browser:
         self.driver.set_page_load_timeout(PATIENCE)
 
     def close(self) -> None:
-        """End it, with all its processes."""
+        """End the browser with all its processes."""
         self._process.end()
 
     def open(self, url: str) -> None:
-        """Load a page; for HTTP's basic authentication write ``http://user:password@host/``."""
+        """Load a page. For basic authentication write ``http://user:password@host/``."""
         self.driver.get(url)
 
     def find(self, css: str) -> Any:
-        """The first element for a selector, once it is there and shown."""
+        """The first visible element for a selector; waits for it."""
 
         def shown() -> Any:
             return next((one for one in self.all(css) if one.is_displayed()), None)
@@ -77,27 +77,27 @@ class Browser:
         return self.until(shown, f"an element {css!r}")
 
     def all(self, css: str) -> list[Any]:
-        """The elements for a selector that are there now."""
+        """The elements for a selector that exist now."""
         return list(self.driver.find_elements("css selector", css))
 
     def click(self, css: str) -> None:
-        """Click on the first element for a selector, once it is there."""
+        """Click on the first visible element for a selector; waits for it."""
         self.find(css).click()
 
     def write(self, css: str, text: str) -> None:
-        """Write into a field in place of what it has."""
+        """Replace the text of a field."""
         field = self.find(css)
         field.clear()
         field.send_keys(text)
 
     def text(self) -> str:
-        """What a reader sees of the page."""
+        """The visible text of the page."""
         return str(
             self.driver.execute_script("return document.body ? document.body.innerText : ''")
         )
 
     def reads(self, words: str) -> None:
-        """Wait until the page has the words; fails with what it has instead."""
+        """Wait until the page contains *words*. Raises AssertionError with the text of the page."""
         try:
             self.until(lambda: words in self.text(), repr(words))
         except TimeoutError as error:
@@ -106,14 +106,14 @@ class Browser:
             ) from None
 
     def until(self, condition: Callable[[], T], what: str) -> T:
-        """Wait until *condition* is true, and return it; an element that a new page has replaced
-        meanwhile does not count.
+        """Wait until *condition* is true, and return its value. An error of the driver counts as
+        false, because a new page may have replaced an element.
         """
         from selenium.common.exceptions import WebDriverException
 
         found: list[T] = []
 
-        def met() -> bool:
+        def is_true() -> bool:
             try:
                 value = condition()
             except WebDriverException:
@@ -121,26 +121,24 @@ class Browser:
             found[:] = [value]
             return bool(value)
 
-        wait_until(met, PATIENCE, what)
+        wait_until(is_true, PATIENCE, what)
         return found[0]
 
     def problems(self) -> list[str]:
-        """What the console says since the last look: errors of scripts, refused styles, missing
-        files.
+        """The messages of the console since the last call: errors of scripts, refused styles,
+        missing files.
         """
-        told = self.driver.execute("getLog", {"type": "browser"})["value"]
-        return [entry["message"] for entry in told if entry["level"] in ("SEVERE", "WARNING")]
+        entries = self.driver.execute("getLog", {"type": "browser"})["value"]
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def picture(self, path: Path, width: int = 1100, height: int = 700) -> None:
-        """Write what a window of this size shows as a PNG."""
+        """Write a PNG of a window of this size."""
         self.driver.set_window_size(width, height)
         path.write_bytes(self.driver.get_screenshot_as_png())
 
 
 def missing_browser(what: str) -> None:
-    """Skip the test; fail it in CI, unless ``.ci/run`` has said that it cannot install a
-    browser.
-    """
+    """Skip the test. In CI fail it, unless ``.ci/run`` could not install a browser."""
     in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
     if in_ci and not os.environ.get("LEASES_NO_BROWSER"):
         pytest.fail(f"missing browser: {what} (a skip on a laptop)", pytrace=False)

@@ -1,10 +1,9 @@
-"""The small process that starts one command, adopts all its descendants, and ends them when its
-owner dies.
+"""A process that starts a command, adopts all its descendants, and ends them when its owner dies.
 
-Run as a script, by path and with nothing but the standard library: ``python -I -S guard.py
-'{"argv": [...]}'``. PR_SET_PDEATHSIG alone would not do: it watches a *thread* of the parent, is
-not inherited by grandchildren, and PostgreSQL's backends and Erlang's ``epmd`` leave the session of
-their parent. A child subreaper sees them all.
+It is run as a script, and uses only the standard library: ``python -I -S guard.py '{"argv":
+[...]}'``. PR_SET_PDEATHSIG is not enough: it watches a *thread* of the parent and is not inherited
+by grandchildren. Sessions are not enough: PostgreSQL's backends and Erlang's ``epmd`` leave the
+session of their parent. A child subreaper becomes the parent of all orphaned descendants.
 """
 
 import contextlib
@@ -25,16 +24,16 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process on Linux; elsewhere the pipe alone tells that the owner is
-    gone.
+    """Set an attribute of this process on Linux. On other systems only the pipe shows that the
+    owner has died.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def process_table() -> dict[int, tuple[int, str]]:
-    """Every process id of this machine with its parent's id and one letter of state (T: stopped, Z:
-    dead).
+    """All process ids of this machine, with the parent's id and the letter of the state (T:
+    stopped, Z: zombie).
     """
     if not Path("/proc/self/stat").exists():
         table = subprocess.run(
@@ -43,30 +42,30 @@ def process_table() -> dict[int, tuple[int, str]]:
         rows = [line.split() for line in table.stdout.splitlines()]
         return {int(pid): (int(ppid), state[0]) for pid, ppid, state in rows}
     found = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - this runs at every poll, names are all it needs
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - it is called often, and needs only the names
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                # The command name stands in parentheses and may itself hold spaces and parentheses.
+                # The command name is in parentheses, and may contain spaces and parentheses.
                 state, ppid = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
                 found[int(entry)] = (int(ppid), state)
     return found
 
 
 def parents() -> dict[int, int]:
-    """Every living process id with its parent's id; zombies count as dead."""
+    """All living process ids with the parent's id. Zombies are left out."""
     return {pid: parent for pid, (parent, state) in process_table().items() if state != "Z"}
 
 
 def stopped(pids: Iterable[int]) -> bool:
-    """Whether all of these processes that still live are stopped: SIGSTOP takes effect a little
-    after kill().
+    """Whether all of these processes are stopped or have ended. SIGSTOP takes effect shortly after
+    kill().
     """
     table = process_table()
     return all(table[pid][1] in "TtZ" for pid in pids if pid in table)
 
 
 def descendants(root: int) -> list[int]:
-    """The living processes below ``root``, parents before children, without ``root`` itself."""
+    """The living descendants of ``root``, parents before children."""
     children: dict[int, list[int]] = {}
     for pid, parent in parents().items():
         children.setdefault(parent, []).append(pid)
@@ -77,7 +76,7 @@ def descendants(root: int) -> list[int]:
 
 
 def signal_tree(root: int, number: int) -> None:
-    """Send a signal to ``root`` and everything below it, until no new process turns up."""
+    """Send a signal to ``root`` and its descendants, until no new process appears."""
     reached: set[int] = set()
     while new := [pid for pid in (root, *descendants(root)) if pid not in reached]:
         for pid in new:
@@ -87,7 +86,7 @@ def signal_tree(root: int, number: int) -> None:
 
 
 def end_descendants() -> None:
-    """SIGKILL everything below this process and reap it; returns when nothing is left."""
+    """SIGKILL and reap all descendants of this process."""
     while True:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -99,12 +98,16 @@ def end_descendants() -> None:
 
 
 def die_with_guard() -> None:
-    """In the child, after its user was set: follow the guard, should the guard itself be killed."""
+    """Let this process die with its parent, the guard. Call it in the child, after its user was
+    set.
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def spawn(task: dict[str, Any]) -> int:
-    """Start the command as the wanted user, its output in the log file; its process id."""
+    """Start the command as the user of the task, with its output in the log file; returns its
+    process id.
+    """
     user: dict[str, Any] = {}
     if task.get("user"):
         user = {"user": task["user"], "group": task["group"], "extra_groups": []}
@@ -119,21 +122,19 @@ def spawn(task: dict[str, Any]) -> int:
             preexec_fn=die_with_guard,  # noqa: PLW1509 - this process has one thread
             **user,
         )
-    child.returncode = 0  # reaped below; this keeps Popen from complaining about it
+    child.returncode = 0  # reap() waits for it; this prevents a ResourceWarning of Popen
     return child.pid
 
 
-def tell(word: str, number: int) -> None:
-    """Write one line to the owner, who may be gone."""
+def report(word: str, number: int) -> None:
+    """Write a line to the owner, which may have died."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"{word} {number}\n")
         sys.stdout.flush()
 
 
 def reap(main: int) -> None:
-    """Collect dead children without waiting, and tell the owner when the command itself has
-    ended.
-    """
+    """Reap dead children without waiting, and report the exit code of the command to the owner."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -142,14 +143,14 @@ def reap(main: int) -> None:
         if pid == 0:
             return
         if pid == main:
-            tell("exit", os.waitstatus_to_exitcode(status))
+            report("exit", os.waitstatus_to_exitcode(status))
 
 
 def guard(task: dict[str, Any], start: Callable[[dict[str, Any]], int] = spawn) -> None:
-    """Start the command and stay until the owner says ``end``, closes the pipe, or dies.
+    """Start the command, and wait until the owner writes ``end``, closes the pipe, or dies.
 
-    *start* starts the command of a task; ``task["parent"]`` is the parent of this process where
-    that is not the owner.
+    *start* starts the command of a task. ``task["parent"]`` is the parent of this process, if that
+    is not the owner.
     """
     parent = task.get("parent", task["owner"])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -162,12 +163,12 @@ def guard(task: dict[str, Any], start: Callable[[dict[str, Any]], int] = spawn) 
     poll.register(sys.stdin.fileno(), select.POLLIN)
     owner = None
     if hasattr(os, "pidfd_open"):
-        # A process forked from the owner may hold a copy of the pipe open; the pidfd is not fooled.
+        # A process forked from the owner may have a copy of the pipe; a pidfd has no such problem.
         with contextlib.suppress(OSError):
             owner = os.pidfd_open(task["owner"])
             poll.register(owner, select.POLLIN)
     main = start(task)
-    tell("pid", main)
+    report("pid", main)
     orderly = False
     while os.getppid() == parent:
         ready = {fd for fd, _ in poll.poll()}
@@ -183,7 +184,7 @@ def guard(task: dict[str, Any], start: Callable[[dict[str, Any]], int] = spawn) 
     if not orderly:
         for home in task["homes"]:
             shutil.rmtree(home, ignore_errors=True)
-    tell("ended", 0)
+    report("ended", 0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""pytest-celery's cluster fixtures over local processes; ``node_plugin`` registers them unless
-Docker is wanted.
+"""pytest-celery's cluster fixtures with local processes. ``node_plugin`` registers them unless
+``--leases-docker`` is given.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ from tests.support.servers import RedisServer
 def celery_broker_cluster(
     leases_redis: RedisServer, leases_redis_url: str
 ) -> Iterator[CeleryBrokerCluster]:
-    """One broker node: the shared private Redis, emptied; a test that killed it gets it
-    restarted.
+    """One broker node: the shared private Redis, emptied. It is started again if the test killed
+    it.
     """
     cluster = CeleryBrokerCluster(CeleryTestBroker(ServerNode(leases_redis)))
     yield cluster
@@ -42,7 +42,9 @@ def celery_backend_cluster(
 
 @pytest.fixture
 def leases_node_app() -> str:
-    """Module of the app that the worker node runs (``celery -A``); override it in your tests."""
+    """The module of the app that the worker node runs (``celery -A``). Override it in your
+    tests.
+    """
     return "celery_app"
 
 

@@ -1,15 +1,15 @@
 """The pytest plugin that runs pytest-celery's fixtures over local processes instead of containers.
 
-Use it beside the other one: ``pytest_plugins = ["tests.support.plugin",
-"tests.support.node_plugin"]``. It needs pytest-celery, which the extra ``testing`` does not bring:
-its fixture ``celery_worker`` hides Celery's own.
+Use it together with the other plugin: ``pytest_plugins = ["tests.support.plugin",
+"tests.support.node_plugin"]``. It needs pytest-celery, which the extra ``testing`` does not
+install, because its fixture ``celery_worker`` replaces that of Celery.
 """
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--leases-docker`` leaves pytest-celery's nodes to Docker."""
+    """Add ``--leases-docker``, with which pytest-celery's nodes are Docker containers."""
     parser.getgroup("celery_leases").addoption(
         "--leases-docker",
         action="store_true",
@@ -18,9 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put nodes over local processes in the place of pytest-celery's own, unless Docker is
-    wanted.
-    """
+    """Replace pytest-celery's nodes by local processes, unless ``--leases-docker`` is given."""
     config.addinivalue_line(
         "markers", "docker: needs a Docker engine; runs only with --leases-docker"
     )
@@ -31,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked ``docker`` unless it was asked for."""
+    """Skip the tests marked ``docker`` unless ``--leases-docker`` is given."""
     if not config.getoption("--leases-docker"):
         for item in items:
             if item.get_closest_marker("docker"):

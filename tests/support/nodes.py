@@ -1,5 +1,4 @@
-"""pytest-celery's nodes over local processes: what its fixtures expect of a container, without
-Docker.
+"""Nodes for pytest-celery that are local processes instead of Docker containers.
 
 pytest-celery asks its nodes for ``name, id, status, logs(), ready(), celeryconfig, kill(),
 reload(), restart(), teardown(), exec_run()`` and takes any object that has them.
@@ -35,10 +34,11 @@ def _exec(command: str | list[str]) -> tuple[int, bytes]:
 
 
 class ServerNode:
-    """A started private server as the container of a ``CeleryTestBroker`` or ``CeleryTestBackend``.
+    """A started private server in the role of the container of a ``CeleryTestBroker`` or
+    ``CeleryTestBackend``.
 
-    The server may be shared by many tests: ``teardown`` leaves it running, ``restart`` brings a
-    killed one back.
+    Tests may share the server, so ``teardown`` does not stop it. ``restart`` also starts a killed
+    server.
     """
 
     def __init__(self, server: LocalServer) -> None:
@@ -51,7 +51,7 @@ class ServerNode:
 
     @property
     def id(self) -> str:
-        """Its process id, in the width of a container id."""
+        """Its process id with the length of a container id."""
         return f"{self.server.pid:012d}"
 
     @property
@@ -61,8 +61,8 @@ class ServerNode:
 
     @property
     def celeryconfig(self) -> dict[str, Any]:
-        """Address for the app inside the worker (``url``) and in the test (``host_url``): here they
-        are one.
+        """The addresses for the app in the worker (``url``) and in the test (``host_url``),
+        which are the same here.
         """
         url = self.server.url
         parts = urlsplit(url)
@@ -75,7 +75,7 @@ class ServerNode:
         }
 
     def ready(self) -> bool:
-        """True while the server lives: it was ready when it was started."""
+        """Whether the server is alive. It was ready when it was started."""
         return self.server.alive
 
     def logs(self) -> str:
@@ -83,29 +83,29 @@ class ServerNode:
         return self.server.logs()
 
     def kill(self, signal: str | int = "SIGKILL") -> None:
-        """Send a signal to the server; SIGKILL ends all its processes."""
+        """Send a signal to the server. SIGKILL kills all its processes."""
         if _number(signal) == _number("SIGKILL"):
             self.server.kill()
         else:
             self.server.process.send(_number(signal))
 
     def reload(self) -> None:
-        """Nothing is cached here."""
+        """Do nothing: nothing is cached."""
 
     def restart(self, timeout: float = 60.0) -> None:
-        """Stop and start on the same port; ``timeout`` in seconds."""
+        """Stop and start the server on the same port; ``timeout`` in seconds."""
         self.server.restart(timeout=timeout)
 
     def teardown(self) -> None:
-        """Nothing: the fixture that started the server stops it."""
+        """Do nothing: the fixture that started the server stops it."""
 
     def exec_run(self, cmd: str | list[str]) -> tuple[int, bytes]:
-        """Run a command on this machine: exit code and output."""
+        """Run a command on this machine; returns exit code and output."""
         return _exec(cmd)
 
 
 class WorkerNode:
-    """A local worker as the container of a ``CeleryTestWorker``."""
+    """A local worker in the role of the container of a ``CeleryTestWorker``."""
 
     def __init__(self, worker: LocalWorker) -> None:
         self.worker = worker
@@ -117,7 +117,7 @@ class WorkerNode:
 
     @property
     def id(self) -> str:
-        """Process id of its main process, in the width of a container id."""
+        """The process id of its main process with the length of a container id."""
         return f"{self.worker.pid:012d}"
 
     @property
@@ -131,7 +131,7 @@ class WorkerNode:
         return {}
 
     def ready(self) -> bool:
-        """True once the worker consumes."""
+        """Wait until the worker consumes."""
         self.worker.wait_ready()
         return True
 
@@ -146,18 +146,18 @@ class WorkerNode:
             self.worker.wait()
 
     def reload(self) -> None:
-        """Nothing is cached here."""
+        """Do nothing: nothing is cached."""
 
     def restart(self, timeout: float = 60.0) -> None:
-        """Stop warm and start again; ``timeout`` in seconds."""
+        """Stop with a warm shutdown and start again; ``timeout`` in seconds."""
         self.worker.restart(timeout=timeout)
 
     def teardown(self) -> None:
-        """End the whole tree."""
+        """End the worker and its children."""
         self.worker.teardown()
 
     def exec_run(self, cmd: str | list[str]) -> tuple[int, bytes]:
-        """Run a command on this machine, with this Python: exit code and output."""
+        """Run a command on this machine, with this Python; returns exit code and output."""
         return _exec(cmd)
 
     def version(self) -> str:

@@ -1,5 +1,4 @@
-"""The pytest plugin: private servers, worker processes, and what was skipped for the lack of a
-server.
+"""The pytest plugin: private servers, worker processes, and a summary of tests without a server.
 
 Use it with ``pytest_plugins = ["tests.support.plugin"]`` in the top ``conftest.py``.
 """
@@ -28,14 +27,14 @@ from tests.support.workers import LocalWorker, Pool
 Server = TypeVar("Server", bound=LocalServer)
 
 MISSING = "missing server: "
-"""How the reason of such a skip begins; the summary line counts by it, also with pytest-xdist."""
+"""The prefix of such a skip's reason, by which the summary counts them, also with pytest-xdist."""
 
 WorkerFactory = Callable[..., LocalWorker]
-"""Type of the fixture ``worker_factory``, for annotations."""
+"""The type of the fixture ``worker_factory``, for annotations."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--leases-mysql`` is MySQL wherever MariaDB was."""
+    """Add ``--leases-mysql``, which replaces MariaDB by MySQL."""
     parser.getgroup("celery_leases").addoption(
         "--leases-mysql",
         action="store_true",
@@ -44,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line about everything that was not tested for the lack of a server."""
+    """Write a line about the tests that were skipped because a server is missing."""
     counts: dict[str, int] = {}
     for report in terminalreporter.stats.get("skipped", []):
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -52,15 +51,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if found:
             counts[what] = counts.get(what, 0) + 1
     if counts:
-        told = "; ".join(
+        summary = "; ".join(
             f"{number} test{'s' * (number > 1)}: {what}" for what, number in counts.items()
         )
-        terminalreporter.write_line(f"NOT TESTED for the lack of a server: {told}", yellow=True)
+        terminalreporter.write_line(
+            f"NOT TESTED because a server is missing: {summary}", yellow=True
+        )
 
 
 def missing_server(what: str) -> NoReturn:
-    """Skip the test, saying what to install; with ``CI=true`` fail it, for there nothing may be
-    missing.
+    """Skip the test, and say what to install. With ``CI=true`` fail it, because CI must have all
+    servers.
     """
     if os.environ.get("CI", "").lower() in {"1", "true"}:
         pytest.fail(
@@ -80,8 +81,8 @@ def _started(server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def leases_redis() -> Iterator[RedisServer]:
-    """One private Redis or Valkey for the whole run. A test that kills or pauses starts its own
-    RedisServer.
+    """One private Redis or Valkey for the whole run. A test that kills or pauses a server starts
+    its own RedisServer.
     """
     yield from _started(RedisServer())
 
@@ -98,7 +99,7 @@ def leases_redis_url(leases_redis: RedisServer) -> str:
 
 @pytest.fixture(scope="session")
 def leases_postgres() -> Iterator[PostgresServer]:
-    """One private PostgreSQL for the whole run. A test that restarts it starts its own
+    """One private PostgreSQL for the whole run. A test that restarts a server starts its own
     PostgresServer.
     """
     yield from _started(PostgresServer())
@@ -112,8 +113,8 @@ def leases_postgres_url(leases_postgres: PostgresServer) -> str:
 
 @pytest.fixture(scope="session")
 def leases_mariadb(request: pytest.FixtureRequest) -> Iterator[MariaServer]:
-    """One private MariaDB for the whole run, or MySQL. A test that restarts it starts one of the
-    same type.
+    """One private MariaDB, or MySQL, for the whole run. A test that restarts a server starts its
+    own of the same type.
     """
     yield from _started(
         MySQLServer() if request.config.getoption("--leases-mysql") else MariaServer()
@@ -128,7 +129,7 @@ def leases_mariadb_url(leases_mariadb: MariaServer) -> str:
 
 @pytest.fixture(scope="session")
 def leases_rabbit() -> Iterator[RunningRabbit]:
-    """RabbitMQ: the running one, in a virtual host of our own where possible, else a private
+    """RabbitMQ: the running one, if possible in a virtual host for this run; otherwise a private
     node.
     """
     if running := find_running_rabbit():
@@ -150,12 +151,12 @@ def leases_queue() -> str:
 def worker_factory(
     tmp_path: Path, pytestconfig: pytest.Config, request: pytest.FixtureRequest
 ) -> Iterator[WorkerFactory]:
-    """``worker_factory(app, *, broker=, backend=, wait=True, **LocalWorker options)`` gives started
-    workers.
+    """``worker_factory(app, *, broker=, backend=, wait=True, **LocalWorker options)`` starts a
+    worker.
 
-    The workers run in pytest's root directory and end, with their children, when the test ends; the
-    logs of a test that failed are shown. ``broker`` and ``backend`` go to Celery as
-    CELERY_BROKER_URL and CELERY_RESULT_BACKEND, which win over the app's own settings.
+    Workers run in pytest's root directory. They end with their children when the test ends, and the
+    logs of a failed test are shown. ``broker`` and ``backend`` are passed to Celery as
+    CELERY_BROKER_URL and CELERY_RESULT_BACKEND, which have precedence over the app's settings.
     """
     workers: list[LocalWorker] = []
 

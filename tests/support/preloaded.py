@@ -1,12 +1,12 @@
-"""Start Celery workers from a process that has imported Celery and this package already.
+"""Starts Celery workers from a process that has already imported Celery and this package.
 
-A worker imports for a second of processor time before it does anything, and the tests start
-hundreds of them. So each test process has one preloaded process, which forks a guard (see
-``guard.py``), and the guard forks the worker: it sets the worker's environment and import path, and
-runs ``celery`` as ``python -m celery`` would. Only the app is imported by the worker itself.
+A worker needs a second of CPU time for its imports, and the tests start hundreds of workers. So
+each test process has one preloaded process, which forks a guard (see ``guard.py``). The guard forks
+the worker, which sets its environment and import path, and runs ``celery`` as ``python -m celery``
+does. The worker itself only imports the app.
 
-With ``CELERY_LEASES_TEST_EXEC=1`` each worker is started by ``exec``, as users do; ``make
-test-all`` does that.
+With ``CELERY_LEASES_TEST_EXEC=1`` each worker is started by ``exec``, as users start theirs. ``make
+test-all`` does so.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import IO, Any, Final
 from tests.support import guard
 
 EXEC_VARIABLE: Final = "CELERY_LEASES_TEST_EXEC"
-"""Set: workers are not forked from a preloaded process."""
+"""If this variable is set, workers are not forked from a preloaded process."""
 
 POOLS: Final = ("prefork", "solo", "threads")
-"""The pools whose workers may be forked; the others patch modules before they are imported."""
+"""The pools whose workers may be forked. The others patch modules before these are imported."""
 
 _READ_AT_IMPORT: Final = ("PYTHON", "LD_", "PSYCOPG", "KOMBU", "C_FORCE_ROOT")
-"""How variables begin that are read before a fork could set them."""
+"""The prefixes of variables that are read at the import, before a fork could set them."""
 
 _SET_BY_FORK: Final = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
@@ -58,7 +58,7 @@ _MODULES: Final = (
 
 
 class Preloaded:
-    """The preloaded process of this test process, started with the first worker."""
+    """The preloaded process of this test process, which the first worker starts."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -67,7 +67,7 @@ class Preloaded:
         self._owner = 0
 
     def can_run(self, argv: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a fork does what executing *argv* with *env* would do."""
+        """Whether a fork has the same effect as executing *argv* with *env*."""
         if EXEC_VARIABLE in os.environ or list(argv[:3]) != [sys.executable, "-m", "celery"]:
             return False
         if not hasattr(socket, "send_fds") or "-P" not in argv:
@@ -82,7 +82,7 @@ class Preloaded:
         )
 
     def start(self, task: Mapping[str, Any], env: Mapping[str, str]) -> ForkedGuard:
-        """Fork a guard for *task*, as ``guard.py`` takes it; its command runs in a fork too."""
+        """Fork a guard for *task*, a task of ``guard.py``, whose command also runs in a fork."""
         if self._socket is None or self._owner != os.getpid():
             self._begin()
         assert self._socket is not None
@@ -113,7 +113,7 @@ class Preloaded:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """End it, with all guards that still live."""
+        """End the preloaded process and all its guards."""
         if self._socket is not None and self._owner == os.getpid():
             self._socket.close()
             self._socket = None
@@ -122,14 +122,14 @@ class Preloaded:
 
 
 class ForkedGuard:
-    """As much of ``subprocess.Popen`` as a guarded process uses of its guard."""
+    """The part of ``subprocess.Popen`` that a guarded process uses."""
 
     def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.stdin = stdin
         self.stdout = stdout
 
     def wait(self) -> int:
-        """It has said that it ended; the preloaded process collects it."""
+        """Return at once: the guard has reported its end, and the preloaded process reaps it."""
         return 0
 
 
@@ -159,7 +159,7 @@ def _serve(connection: socket.socket) -> None:
             _be_guard(*json.loads(body), *fds)
         for fd in fds:
             os.close(fd)
-    with contextlib.suppress(ChildProcessError):  # the guards end with their owner
+    with contextlib.suppress(ChildProcessError):  # the guards end when their owner ends
         while True:
             os.waitpid(-1, 0)
 
@@ -178,19 +178,19 @@ def _be_guard(task: dict[str, Any], env: dict[str, str], stdin: int, stdout: int
         os.dup2(stdout, 1)
         os.close(stdin)
         os.close(stdout)
-        guard.guard({**task, "parent": os.getppid()}, lambda told: _fork_worker(told, env))
+        guard.guard({**task, "parent": os.getppid()}, lambda task: _fork_worker(task, env))
         code = 0
     finally:
         os._exit(code)
 
 
 def _fork_worker(task: dict[str, Any], env: dict[str, str]) -> int:
-    """Fork the command of *task*; its process id."""
+    """Fork the command of *task*; returns its process id."""
     ready, running = os.pipe()
     pid = os.fork()
     if pid:
         os.close(running)
-        os.read(ready, 1)  # as Popen, it returns once the command has its session and its log
+        os.read(ready, 1)  # like Popen, return once the command has its session and its log
         os.close(ready)
         return pid
     code = 1
@@ -203,7 +203,7 @@ def _fork_worker(task: dict[str, Any], env: dict[str, str]) -> int:
         code = ended.code if isinstance(ended.code, int) else bool(ended.code)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - as the interpreter does at the top
+    except BaseException:  # noqa: BLE001 - as the interpreter does for an uncaught exception
         sys.excepthook(*sys.exc_info())
     finally:
         _exit(code)
@@ -211,7 +211,7 @@ def _fork_worker(task: dict[str, Any], env: dict[str, str]) -> int:
 
 
 def _become(task: dict[str, Any], env: dict[str, str]) -> None:
-    """What ``exec`` would make of this process."""
+    """Do what ``exec`` would do to this process."""
     os.setsid()
     guard.die_with_guard()
     signal.set_wakeup_fd(-1)
@@ -235,7 +235,7 @@ def _become(task: dict[str, Any], env: dict[str, str]) -> None:
 
 
 def _exit(code: int) -> None:
-    """What the interpreter does at its end."""
+    """Do what the interpreter does at its exit."""
     with contextlib.suppress(BaseException):
         import threading
 

@@ -1,4 +1,4 @@
-"""One guarded child process: nothing of its tree outlives the process that started it."""
+"""A child process that ends, with all its descendants, when the process that started it ends."""
 
 import contextlib
 import json
@@ -18,17 +18,14 @@ from tests.support.preloaded import ForkedGuard, preloaded
 
 
 class NotReady(RuntimeError):
-    """A process did not get ready in time, or ended before it was; the message ends with its
-    log.
-    """
+    """A process was not ready in time, or ended before. The message ends with its log."""
 
 
 class GuardedProcess:
-    """A command with its output in a log file, run below a guard that ends the whole tree.
+    """A command with its output in a log file, run by a guard that ends it with all descendants.
 
-    The tree ends with ``end()``, and by itself when this Python process ends for any reason,
-    SIGKILL included; in the latter case the directories ``homes`` are removed too. Times are
-    seconds.
+    They end at ``end()``, and when this Python process ends for any reason, also by SIGKILL. Then
+    the directories ``homes`` are removed too. Times are seconds.
     """
 
     def __init__(
@@ -41,7 +38,9 @@ class GuardedProcess:
         user: tuple[int, int] | None = None,
         homes: Sequence[Path] = (),
     ) -> None:
-        """Start the command at once; ``user`` is a (uid, gid) to run it as, which needs root."""
+        """Start the command at once. ``user`` is the (uid, gid) that runs it, which requires
+        root.
+        """
         self.log = log
         self.argv = [str(part) for part in argv]
         task = {
@@ -76,8 +75,8 @@ class GuardedProcess:
         """Process id of the command itself (not of its guard)."""
 
     def _hear(self, timeout: float) -> tuple[str, int] | None:
-        """Next line of the guard, or None after ``timeout``; ("ended", ...) once the guard is
-        gone.
+        """The next line of the guard, or ``None`` after ``timeout``; ("ended", …) once the guard
+        has ended.
         """
         pipe = self._guard.stdout
         assert pipe is not None
@@ -96,8 +95,8 @@ class GuardedProcess:
         return word, int(number)
 
     def wait(self, timeout: float) -> int:
-        """Exit code of the command, negative for a signal; TimeoutError if it still runs after
-        ``timeout``.
+        """The exit code of the command, negative for a signal. Raises TimeoutError if it still runs
+        after ``timeout``.
         """
         if self._returncode is None:
             heard = self._hear(timeout)
@@ -108,18 +107,18 @@ class GuardedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the command itself runs (a paused one does)."""
+        """Whether the command itself exists, paused or not."""
         with contextlib.suppress(TimeoutError):
             self.wait(0)
         return self._returncode is None
 
     def children(self) -> list[int]:
-        """Process ids below the command, parents first."""
+        """The process ids of the command's descendants, parents first."""
         return guard.descendants(self.pid) if self.alive else []
 
     def send(self, number: int, *, tree: bool = False) -> None:
-        """Send a signal to the command, or with ``tree`` to everything below it too; a dead one is
-        no error.
+        """Send a signal to the command, with ``tree`` also to its descendants. Nothing happens
+        if the command has ended.
         """
         if not self.alive:
             return
@@ -130,7 +129,9 @@ class GuardedProcess:
                 os.kill(self.pid, number)
 
     def pause(self, pid: int | None = None) -> None:
-        """SIGSTOP the whole tree, or one process, and return when it stands still."""
+        """SIGSTOP the command with its descendants, or one process, and wait until it has
+        stopped.
+        """
         if pid is not None:
             os.kill(pid, signal.SIGSTOP)
             pids = [pid]
@@ -140,14 +141,14 @@ class GuardedProcess:
         wait_until(lambda: guard.stopped(pids), 10, f"the stop of {pids}")
 
     def resume(self, pid: int | None = None) -> None:
-        """SIGCONT the whole tree, or one process."""
+        """SIGCONT the command with its descendants, or one process."""
         if pid is not None:
             os.kill(pid, signal.SIGCONT)
         else:
             self.send(signal.SIGCONT, tree=True)
 
     def end(self) -> None:
-        """SIGKILL whatever is left of the tree and return when it is gone; safe to call twice."""
+        """SIGKILL the command and its descendants, and wait for their end; may be called twice."""
         if self._guard.stdin is None or self._guard.stdin.closed:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -164,7 +165,7 @@ class GuardedProcess:
         self._guard.wait()
 
     def logs(self) -> str:
-        """Everything the command has written since it was started."""
+        """What the command has written since it was started."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as log:
@@ -172,10 +173,10 @@ class GuardedProcess:
             return log.read().decode(errors="replace")
 
     def wait_for_log(self, pattern: str, timeout: float) -> re.Match[str]:
-        """First match of a regular expression in the log.
+        """The first match of a regular expression in the log.
 
-        Raises NotReady, with the end of the log, when the command ended or ``timeout`` passed
-        without one.
+        Raises NotReady, with the end of the log, if the command ended or ``timeout`` passed without
+        a match.
         """
         began = time.monotonic()
         while True:

@@ -1,13 +1,14 @@
-"""What a worker's log says of one call."""
+"""Reads a worker's log."""
 
 from collections.abc import Sequence
 
 
 def latest_was_received(lines: Sequence[str]) -> bool:
-    """Whether the latest message of the call that *lines* are about has been received, not only
-    taken from its queue.
+    """Whether the worker has received the latest message of a call; *lines* are the call's log
+    lines.
 
-    kombu loses what a process that is killed in between had taken from Redis.
+    A message that was only taken from its Redis queue is lost by kombu if the process is killed
+    then.
     """
     received, rescheduled = (
         sum(word in line for line in lines) for word in ("received", "rescheduled in")

@@ -1,4 +1,4 @@
-"""A real Celery worker as a child process, to be killed, paused and restarted by a test."""
+"""A real Celery worker as a child process, which a test can kill, pause and restart."""
 
 import os
 import re
@@ -15,22 +15,22 @@ from tests.support.process import GuardedProcess, NotReady
 Pool = Literal["prefork", "threads", "gevent", "eventlet", "solo"]
 
 QUEUE_VARIABLE = "CELERY_LEASES_TEST_QUEUE"
-"""Names the worker's queue to its app, so that what the worker itself publishes (retries, links)
-comes back.
+"""Contains the name of the worker's queue for its app, so that messages which the worker publishes
+(retries, links) go to the same queue.
 """
 
 QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-"""Options that spare a test the workers' small talk."""
+"""Options without the messages that workers send each other."""
 
 
 class LocalWorker:
     """``python -m celery -A <app> worker`` in its own session; a context manager. Times are
     seconds.
 
-    The whole tree ends with ``teardown()``, and when this Python process ends in any way. ``env``
-    goes over the environment of this process; ``cwd`` (default: the current directory) is put on
-    the worker's import path. The log lives in ``directory`` and holds every start of this worker;
-    the worker's temporary files go there too.
+    The worker ends with all its children at ``teardown()``, and when this Python process ends in
+    any way. ``env`` is added to the environment of this process; ``cwd`` (by default the current
+    directory) is on the worker's import path. ``directory`` contains the log, to which each start
+    is appended, and the worker's temporary files.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class LocalWorker:
         ]
 
     def start(self, timeout: float = 30.0) -> Self:
-        """Start and wait until the worker consumes.
+        """Start the worker and wait until it consumes.
 
-        Raises NotReady, with the end of the log, when it ended or was not ready in time.
+        Raises NotReady, with the end of the log, if it ended or was not ready in time.
         """
         self.launch()
         return self.wait_ready(timeout)
 
     def launch(self) -> Self:
-        """Start without waiting: several workers can come up side by side, each then meets
-        ``wait_ready``.
+        """Start without waiting, so that several workers can start at the same time. Call
+        ``wait_ready`` afterwards.
         """
         if self.alive:
             return self
         self.teardown()
         path = os.pathsep.join(filter(None, (str(self._cwd), os.environ.get("PYTHONPATH", ""))))
-        # C_FORCE_ROOT: a container or CI often runs as root, and a pickle-accepting app would
-        # refuse to start. TMPDIR: a prefork worker that is killed leaves its temporary directory
-        # behind.
+        # C_FORCE_ROOT: as root, which containers and CI often use, a worker that accepts pickle
+        # refuses to start. TMPDIR: a prefork worker that is killed does not remove its temporary
+        # directory.
         forced = {
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
@@ -110,7 +110,7 @@ class LocalWorker:
         return self
 
     def wait_ready(self, timeout: float = 30.0) -> Self:
-        """Wait for the log line of a worker that consumes; raises NotReady, with the end of the
+        """Wait for the log line of a worker that consumes. Raises NotReady, with the end of the
         log.
         """
         try:
@@ -122,7 +122,7 @@ class LocalWorker:
 
     @property
     def process(self) -> GuardedProcess:
-        """The process of the last start. Raises RuntimeError before the first."""
+        """The process of the last start. Raises RuntimeError before the first start."""
         if self._process is None:
             raise RuntimeError(f"worker {self.name} was not started: call start()")
         return self._process
@@ -134,7 +134,7 @@ class LocalWorker:
 
     @property
     def alive(self) -> bool:
-        """Whether the main process exists (a paused one does)."""
+        """Whether the main process exists, paused or not."""
         return self._process is not None and self._process.alive
 
     def children(self) -> list[int]:
@@ -150,7 +150,7 @@ class LocalWorker:
         return self.children()
 
     def kill(self, sig: int = signal.SIGKILL) -> None:
-        """Send a signal to the main process only, as an operator or the OOM killer would; does not
+        """Send a signal to the main process only, as an operator or the OOM killer does. Does not
         wait.
         """
         self.process.send(sig)
@@ -158,7 +158,7 @@ class LocalWorker:
     def kill_child(self, sig: int = signal.SIGKILL, *, pid: int | None = None) -> int:
         """Send a signal to one pool child, by default the oldest, and return its process id.
 
-        Raises LookupError when there is no child.
+        Raises LookupError if there is no child.
         """
         if pid is None:
             children = self.children()
@@ -169,21 +169,24 @@ class LocalWorker:
         return pid
 
     def pause(self, *, pid: int | None = None) -> None:
-        """SIGSTOP the whole tree, or one process of it, and return when it stands still."""
+        """SIGSTOP the worker with its children, or one process, and wait until it has stopped."""
         self.process.pause(pid)
 
     def resume(self, *, pid: int | None = None) -> None:
-        """SIGCONT the whole tree, or one process of it."""
+        """SIGCONT the worker with its children, or one process."""
         self.process.resume(pid)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Exit code of the main process, negative for a signal; TimeoutError when it still runs."""
+        """The exit code of the main process, negative for a signal. Raises TimeoutError if it still
+        runs.
+        """
         return self.process.wait(timeout)
 
     def stop(self, sig: int = signal.SIGTERM, timeout: float = 30.0) -> int:
         """Ask the main process to end (SIGTERM warm, SIGQUIT cold), wait, and return its exit code.
 
-        Raises TimeoutError when it still runs after ``timeout``; the tree is ended in any case.
+        Raises TimeoutError if it still runs after ``timeout``. The worker and its children are
+        ended in any case.
         """
         try:
             self.process.send(sig)
@@ -198,7 +201,7 @@ class LocalWorker:
         return self.start(timeout)
 
     def teardown(self) -> None:
-        """End whatever is left of the tree; safe to call twice."""
+        """Kill all processes of the worker that are left; may be called twice."""
         if self._process is not None:
             self._process.end()
 
@@ -211,8 +214,8 @@ class LocalWorker:
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
     def wait_for_log(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
-        """First match of a regular expression since the last start; raises NotReady, with the end
-        of the log.
+        """The first match of a regular expression in the log since the last start. Raises NotReady,
+        with the end of the log.
         """
         return self.process.wait_for_log(pattern, timeout)
 

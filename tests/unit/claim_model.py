@@ -17,8 +17,8 @@ from typing import Any
 from celery_leases.protocol.claims import Claim, claimed, decide, is_ours
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.records import ClaimRequest, Ended, Record, Refused, State
-from celery_leases.stores.claiming import COMPARED, Claiming, Met
-from tests.unit.memory_stores import EPOCH, SECOND, FixedEvidence
+from celery_leases.stores.claiming import COMPARED, Claiming, InsertOrReadResult
+from tests.unit.memory_stores import EPOCH, SECOND, FixedAvailability
 
 TTL = 15.0
 KEY = "t:task|key"
@@ -37,7 +37,7 @@ class Caller:
     """One call: the replies that its claim has had, and what has become of it."""
 
     claim_request: ClaimRequest
-    replies: tuple[Met | bool, ...] = ()
+    replies: tuple[InsertOrReadResult | bool, ...] = ()
     won: Record | None = None
     refused: Any = None
     closed: bool = False
@@ -87,15 +87,15 @@ class _Claim(Claiming):
     """The claim of one caller, up to its next step in the store."""
 
     def __init__(self, world: World, caller: Caller) -> None:
-        self.evidence: Any = FixedEvidence()
+        self.availability: Any = FixedAvailability()
         self.world = world
         self.replies = list(caller.replies)
         self._known = iter(caller.replies)
         self._stepped = False
 
-    def insert_or_read(self, new: Record, group: str | None) -> Met:
+    def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
         """The look."""
-        met: Met = self._step(lambda: self._look_now(new))
+        met: InsertOrReadResult = self._step(lambda: self._look_now(new))
         return met
 
     def swap(self, seen: Record, new: Record) -> bool:
@@ -103,7 +103,7 @@ class _Claim(Claiming):
         written: bool = self._step(lambda: self._swap_now(seen, new))
         return written
 
-    def see_columns(self) -> None:
+    def reload_layout(self) -> None:
         """There are none."""
 
     def await_lock(self, row: Record) -> None:
@@ -118,21 +118,21 @@ class _Claim(Claiming):
         self.replies.append(do())
         return self.replies[-1]
 
-    def _look_now(self, new: Record) -> Met:
+    def _look_now(self, new: Record) -> InsertOrReadResult:
         row, now = self.world.seen(), self.world.now
         if row is not None:
-            return Met(now, row=row)
+            return InsertOrReadResult(now, row=row)
         assert new.lease_until is not None
         moments: dict[str, Any] = dict.fromkeys(("fence", "created_at", "started_at", "now"), now)
-        self._write(replace(new, lease_until=now + new.lease_until, **moments))
-        return Met(now, inserted=True)
+        self._save(replace(new, lease_until=now + new.lease_until, **moments))
+        return InsertOrReadResult(now, inserted=True)
 
     def _swap_now(self, seen: Record, new: Record) -> bool:
         written = swapped(self.world.row, seen, new)
         if written is None:
             return False
         self._expect(seen.now, written)
-        self._write(written)
+        self._save(written)
         return True
 
     def _expect(self, looked: int, written: Record) -> None:
@@ -148,7 +148,7 @@ class _Claim(Claiming):
         if written != claimed(before, claim, looked):
             raise Broken(f"{written} is not made of {before}")
 
-    def _write(self, row: Record) -> None:
+    def _save(self, row: Record) -> None:
         if row.fence <= self.world.fence:
             raise Broken(f"the fence did not grow: {row.fence} after {self.world.fence}")
         self.world = replace(self.world, row=row, fence=row.fence)

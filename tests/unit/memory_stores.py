@@ -93,8 +93,8 @@ class Seen(list[Event]):
         return [event for event in self if isinstance(event, kind)]
 
 
-class FixedEvidence:
-    """Evidence that is given: whether the database is known to have been there for the holders of
+class FixedAvailability:
+    """A given availability: whether the database is known to have been there for the holders of
     lapsed leases.
     """
 
@@ -151,7 +151,9 @@ class Rows(MutableMapping[str, Record]):
 
     def __setitem__(self, stored_key: str, record: Record) -> None:
         self.pop(stored_key, None)
-        self._store.database.count(insert(self._table), self._store.by.layout.of_record(record))
+        self._store.database.count(
+            insert(self._table), self._store.statements.layout.column_values(record)
+        )
 
     def __delitem__(self, stored_key: str) -> None:
         deleting = delete(self._table).where(self._table.c.stored_key == stored_key)
@@ -174,14 +176,14 @@ class MemoryRecords(SqlRecordStore):
     def __init__(self, clock: ManualClock, journal: Journal, look: str = "claim") -> None:
         # Its statements are those of the first store: to write them takes 30 times as long.
         vars(self).update(vars(_in_memory()))
-        self.evidence: Any = FixedEvidence()
+        self.availability: Any = FixedAvailability()
         self.database.host_now = lambda: EPOCH + round(clock.now() * SECOND)
         with self.database.engine.connect() as connection:
             for table in ("records", "effects", "marks", "gates"):
                 connection.exec_driver_sql(f"DELETE FROM {getattr(self.tables, table)}")  # noqa: S608
         #: The same records, for what others do without a note.
         self.others = copy(_in_memory())
-        self.others.evidence = self.evidence
+        self.others.availability = self.availability
         self.rows = Rows(self.others)
         noted(self, journal, insert_or_read=look, swap="swap", read="read", settle="settle")
 

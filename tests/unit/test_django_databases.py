@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, make_url
 from celery_leases.contrib.django.configuration import under_test
 from celery_leases.contrib.django.databases import url_of
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.stores.urls import rewritten_url
+from celery_leases.stores.urls import escaped_url
 
 DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "sqlite": "sqlite"}
 
@@ -196,7 +196,7 @@ def test_a_url_is_rewritten_as_it_was() -> None:
     options = {"options": "-c search_path=a,b", "sslmode": "require"}
     given = {"NAME": "shop", "USER": "a:b@c", "PASSWORD": "p@:/?#%20 ü", "OPTIONS": options}
     url = make_url(url_of("default", "postgresql", given))
-    assert make_url(rewritten_url(url)) == url
+    assert make_url(escaped_url(url)) == url
     assert url.password == "p@:/?#%20 ü"
 
 

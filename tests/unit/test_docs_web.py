@@ -126,7 +126,7 @@ def test_the_revision_of_the_alembic_page_makes_and_drops_the_tables(tmp_path: P
             context = MigrationContext.configure(connection)
             with context.begin_transaction(_per_migration=True), Operations.context(context):
                 names[step]()
-        assert tables.found(engine) == version
+        assert tables.existing_version(engine) == version
     engine.dispose()
     assert names["op"] is op
     calls = re.findall(r"\| `(\w+)\(op", section(page("alembic"), "A revision"))

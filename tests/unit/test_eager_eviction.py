@@ -34,7 +34,7 @@ def test_eager_calls_keep_the_records_of_the_latest_keys_only(
 
     app.finalize()
     kept, more = 20, 15
-    monkeypatch.setattr(eager_eviction, "KEYS_KEPT", kept)
+    monkeypatch.setattr(eager_eviction, "MAX_RECORDS", kept)
     assert app.tasks["eager.work"].apply((-1, kept + more)).get() == -1
     latest = kept + more - 1
     assert app.tasks["eager.work"].apply((latest,)).get() == latest

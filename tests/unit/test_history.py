@@ -56,7 +56,7 @@ def test_a_first_success_writes_no_history() -> None:
     """Its outcome leaves the document of the claim as it is, and its own columns tell of it."""
     row = claim(None, 0)
     outcome = settlement.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
-    assert "new_details" not in NARROW.of_outcome(row, outcome)
+    assert "new_details" not in NARROW.settle_parameters(row, outcome)
     done = succeed(row, 3)
     assert done.history == ()
     assert (
@@ -99,7 +99,7 @@ def test_a_claim_that_is_given_back_unrun_is_no_attempt() -> None:
     failed = fail(claim(None, 0), 2)
     row = claim(failed, 10, "vm/2")
     outcome = settlement.stood_back(a_call(call_id=OURS), row, 5.0)
-    assert "new_details" in NARROW.of_outcome(row, outcome)
+    assert "new_details" in NARROW.settle_parameters(row, outcome)
     back = settled(row, outcome, NOW + 11 * SECOND)
     assert told(back) == [("failed", 2.0, "vm/1")]
     assert status_of("k", back.task, back, None, wall_time=TODAY).runtime is None

@@ -14,7 +14,7 @@ from celery_leases.protocol.records import State
 from celery_leases.protocol.settlement import after_run
 from celery_leases.protocol.verdicts import Call, Reschedule, Return
 from celery_leases.protocol.waiting import LONGEST_LOOK
-from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Evidence
+from celery_leases.stores.availability import GRACE, NEVER, SILENCE, Availability
 from tests.unit.decision_inputs import THEIRS
 from tests.unit.memory_worker import DONE, Bench
 
@@ -135,7 +135,7 @@ class TestAfterAnOutageOfTheRecords:
         holders.
         """
         made = Bench(in_records=True)
-        made.records.evidence.answering = False
+        made.records.availability.answering = False
         return made
 
     def test_a_lapsed_lease_is_waited_for_and_its_holder_settles(self, bench: Bench) -> None:
@@ -157,7 +157,7 @@ class TestAfterAnOutageOfTheRecords:
         bench.clock.sleep(20.0)
 
         def answers() -> None:
-            bench.records.evidence.answering = bench.clock.now() > 1022.0
+            bench.records.availability.answering = bench.clock.now() > 1022.0
             bench.journal.before("acquire", answers)
 
         answers()
@@ -192,54 +192,58 @@ class TestAfterAnOutageOfTheRecords:
         assert not bench.seen.of(CrashSeen)
 
 
-class TestEvidence:
+class TestAvailability:
     """Seconds of a local clock, and what the database's clock said."""
 
     @pytest.fixture
-    def evidence(self) -> Evidence:
-        return Evidence()
+    def availability(self) -> Availability:
+        return Availability()
 
-    def asks(self, evidence: Evidence, *times: float, takes: float = 0.01) -> None:
+    def asks(self, availability: Availability, *times: float, takes: float = 0.01) -> None:
         for time in times:
-            evidence.answered(time, time + takes, int((time + takes) * 1e6))
+            availability.answered(time, time + takes, int((time + takes) * 1e6))
 
     def every(self, begin: float, end: float, step: float = 0.25) -> list[float]:
         return [begin + step * number for number in range(round((end - begin) / step) + 1)]
 
-    def test_a_process_that_has_asked_nothing_knows_nothing(self, evidence: Evidence) -> None:
-        assert evidence.takes_until(100.0) == NEVER
+    def test_a_process_that_has_asked_nothing_knows_nothing(
+        self, availability: Availability
+    ) -> None:
+        assert availability.takes_until(100.0) == NEVER
 
-    def test_it_knows_after_the_time_of_grace(self, evidence: Evidence) -> None:
-        self.asks(evidence, *self.every(100.0, 100.0 + GRACE - 0.25))
-        assert evidence.takes_until(100.0 + GRACE - 0.1) == NEVER
-        self.asks(evidence, 100.0 + GRACE)
-        assert evidence.takes_until(100.5 + GRACE) == pytest.approx((100.5 + GRACE) * 1e6, abs=2)
+    def test_it_knows_after_the_time_of_grace(self, availability: Availability) -> None:
+        self.asks(availability, *self.every(100.0, 100.0 + GRACE - 0.25))
+        assert availability.takes_until(100.0 + GRACE - 0.1) == NEVER
+        self.asks(availability, 100.0 + GRACE)
+        assert availability.takes_until(100.5 + GRACE) == pytest.approx(
+            (100.5 + GRACE) * 1e6, abs=2
+        )
 
-    def test_a_failure_ends_what_was_known(self, evidence: Evidence) -> None:
-        self.asks(evidence, *self.every(100.0, 105.0))
-        evidence.failed(105.1)
-        assert evidence.takes_until(105.2) == NEVER
-        self.asks(evidence, *self.every(105.2, 105.2 + GRACE - 0.3))
-        assert evidence.takes_until(105.2 + GRACE - 0.1) == NEVER
+    def test_a_failure_ends_what_was_known(self, availability: Availability) -> None:
+        self.asks(availability, *self.every(100.0, 105.0))
+        availability.failed(105.1)
+        assert availability.takes_until(105.2) == NEVER
+        self.asks(availability, *self.every(105.2, 105.2 + GRACE - 0.3))
+        assert availability.takes_until(105.2 + GRACE - 0.1) == NEVER
 
-    def test_so_does_silence(self, evidence: Evidence) -> None:
-        self.asks(evidence, *self.every(100.0, 105.0))
-        assert evidence.takes_until(105.0 + SILENCE) != NEVER
-        assert evidence.takes_until(105.1 + SILENCE) == NEVER
+    def test_so_does_silence(self, availability: Availability) -> None:
+        self.asks(availability, *self.every(100.0, 105.0))
+        assert availability.takes_until(105.0 + SILENCE) != NEVER
+        assert availability.takes_until(105.1 + SILENCE) == NEVER
 
     def test_an_answer_that_took_long_counts_for_no_more_than_silence(
-        self, evidence: Evidence
+        self, availability: Availability
     ) -> None:
         """A database that was frozen meanwhile was there for nobody."""
-        self.asks(evidence, 100.0)
-        self.asks(evidence, 100.1, takes=60.0)
-        assert evidence.takes_until(160.2) == NEVER
+        self.asks(availability, 100.0)
+        self.asks(availability, 100.1, takes=60.0)
+        assert availability.takes_until(160.2) == NEVER
 
-    def test_a_database_that_is_always_slow_counts_too(self, evidence: Evidence) -> None:
+    def test_a_database_that_is_always_slow_counts_too(self, availability: Availability) -> None:
         """Or what has died would never be taken over."""
         for number in range(5):
-            self.asks(evidence, 100.0 + 4 * number, takes=3.5)
-        assert evidence.takes_until(120.0) != NEVER
+            self.asks(availability, 100.0 + 4 * number, takes=3.5)
+        assert availability.takes_until(120.0) != NEVER
 
     def test_without_grace_there_is_nothing_to_know(self) -> None:
-        assert Evidence(0.0).takes_until(1.0) == ALWAYS
+        assert Availability(0.0).takes_until(1.0) == ALWAYS

@@ -69,7 +69,7 @@ EACH_LAYOUT = pytest.mark.parametrize(
 )
 def test_a_record_is_the_same_after_it_was_written_and_read(record: Record, layout: Layout) -> None:
     """Each of its fields, in each layout; the table has a column for each value that is written."""
-    row = layout.of_record(record)
+    row = layout.column_values(record)
     assert rows.to_record({**row, "now": record.now}) == record
     assert set(row) == set(Tables().layouts[layout.version].c.keys())
 
@@ -77,22 +77,22 @@ def test_a_record_is_the_same_after_it_was_written_and_read(record: Record, layo
 def test_version_2_keeps_the_history_too() -> None:
     """In its document; version 1 has no place for it."""
     record = a_record(State.FAILED, lease_ttl=2.3, **FULL, **IN_THE_DOCUMENT)
-    assert rows.to_record({**NARROW.of_record(record), "now": record.now}) == record
-    assert rows.to_record({**WIDE.of_record(record), "now": record.now}).history == ()
+    assert rows.to_record({**NARROW.column_values(record), "now": record.now}) == record
+    assert rows.to_record({**WIDE.column_values(record), "now": record.now}).history == ()
 
 
 def test_a_running_row_says_when_it_expires_if_it_succeeds_soon() -> None:
     """In version 2; as a record it does not, as its retention counts from its outcome."""
     record = a_record(State.RUNNING, retention=9.0)
-    assert NARROW.of_record(record)["expires_at"] == record.started_at + 9_000_000
-    assert WIDE.of_record(record)["expires_at"] is None
-    assert rows.to_record({**NARROW.of_record(record), "now": NOW}) == record
+    assert NARROW.column_values(record)["expires_at"] == record.started_at + 9_000_000
+    assert WIDE.column_values(record)["expires_at"] is None
+    assert rows.to_record({**NARROW.column_values(record), "now": NOW}) == record
 
 
 def test_a_record_of_a_first_run_has_no_details() -> None:
     """What has its default is left out."""
     plain: dict[str, Any] = {"retention": 7 * 86_400.0, "fingerprint": None, "digests": None}
-    assert NARROW.of_record(a_record(State.DONE, **plain))["details"] is None
+    assert NARROW.column_values(a_record(State.DONE, **plain))["details"] is None
 
 
 def test_the_full_record_differs_from_an_empty_one_in_each_field() -> None:
@@ -137,7 +137,7 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State, layout: Layout) ->
     """What it compares are columns too."""
     for row in (a_record(state, **FULL), a_record(state, OURS), a_record(state, expires_at=NOW)):
         claim = a_claim(rerun=True, message="m", retention=9.0, fingerprint="f", digests={})
-        before, after = layout.of_record(row), layout.of_record(claimed(row, claim, NOW))
+        before, after = layout.column_values(row), layout.column_values(claimed(row, claim, NOW))
         changed = {name for name in before if before[name] != after[name]}
         assert changed <= set(layout.swapped)
     assert set(COMPARED) <= set(before)
@@ -165,7 +165,7 @@ def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None
     outcome = Outcome(
         State.COOLING, Ended.FAILED, 2, 3, 4, 9.0, retry_after=1.0, failed=failed, **given
     )
-    values = layout.of_outcome(row, outcome)
+    values = layout.settle_parameters(row, outcome)
     written = {name: values[f"new_{name}"] for name in layout.settled} | {
         "progress": values["new_progress"]
     }
@@ -177,8 +177,8 @@ def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None
     moments |= {"lease_until": None}
     if layout.version == 1:
         moments |= {"failed_at": NOW if values["failed"] else values["last_failed"]}
-    found = {**layout.of_record(row), **written, **moments, "now": row.now}
-    assert {**found, "progress": None} != {**layout.of_record(row), "now": row.now}
+    found = {**layout.column_values(row), **written, **moments, "now": row.now}
+    assert {**found, "progress": None} != {**layout.column_values(row), "now": row.now}
     found |= {"progress": '{"generation":0,"positions":{}}'}
     expected = replace(settled(row, outcome, NOW), progress=found["progress"])
     assert rows.to_record(found) == expected
@@ -188,10 +188,12 @@ def test_how_most_attempts_end_takes_no_room() -> None:
     """Done is returned, unless something else is said."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
-    assert NARROW.of_outcome(row, done)["new_ended"] is None
-    assert NARROW.of_outcome(row, replace(done, ended=Ended.IGNORED))["new_ended"] == "ignored"
+    assert NARROW.settle_parameters(row, done)["new_ended"] is None
+    assert (
+        NARROW.settle_parameters(row, replace(done, ended=Ended.IGNORED))["new_ended"] == "ignored"
+    )
     for ended in (Ended.RETURNED, Ended.RESOLVED):
-        found = NARROW.of_record(a_record(State.DONE, ended=ended))
+        found = NARROW.column_values(a_record(State.DONE, ended=ended))
         assert rows.to_record({**found, "now": NOW}).ended is ended
 
 
@@ -199,7 +201,7 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
     """Nothing in them has changed, so they are not written again."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
-    assert "new_details" not in NARROW.of_outcome(row, done)
+    assert "new_details" not in NARROW.settle_parameters(row, done)
     for change in (
         {"failures": 1},
         {"retries": 1},
@@ -208,4 +210,4 @@ def test_the_details_stay_as_they_are_at_a_first_success() -> None:
         {"crashed_call": "c"},
     ):
         given: dict[str, Any] = change
-        assert "new_details" in NARROW.of_outcome(row, replace(done, **given))
+        assert "new_details" in NARROW.settle_parameters(row, replace(done, **given))

@@ -141,7 +141,7 @@ def opened(settings): return Store()
             "raise ValueError('no server')",
             "cannot be loaded (ValueError: no s",
         ),
-        ("own_leases:opened", "opened = 1", "is of type int, and cannot be called"),
+        ("own_leases:opened", "opened = 1", "is of type int, which cannot be called"),
         (
             "own_leases:opened",
             "def opened(settings): raise OSError('no way to ' + settings.url)",

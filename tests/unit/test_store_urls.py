@@ -14,9 +14,9 @@ from celery_leases.settings import read_settings
 from celery_leases.stores.redis.url import without_password
 from celery_leases.stores.sql import database
 from celery_leases.stores.sql.database import engine_for
-from celery_leases.stores.sql.joining import _another
+from celery_leases.stores.sql.joining import _wrong_database
 from celery_leases.stores.sql.records import SqlRecordStore
-from celery_leases.stores.urls import shown
+from celery_leases.stores.urls import display_url
 
 SECRET = "s3cret"
 LEASE_URLS = [
@@ -96,7 +96,7 @@ def test_settings_are_printed_without_urls() -> None:
 )
 def test_what_is_shown_of_a_url(url: object, text: str) -> None:
     """Enough to know which one it was."""
-    assert shown(url) == text
+    assert display_url(url) == text
 
 
 def test_the_servers_of_a_list_are_shown() -> None:
@@ -147,7 +147,7 @@ def test_a_url_without_any_driver_installed_names_the_extra(
 def test_the_error_for_another_database_shows_no_password_of_the_query() -> None:
     """It reaches the caller and the result backend, which redact nothing."""
     engine = create_engine("sqlite:////tmp/records.db?password=one&sslpassword=two")
-    said = str(_another("key", engine, "'another'"))
+    said = str(_wrong_database("key", engine, "'another'"))
     assert "records.db" in said
     assert "one&" not in said
     assert "two" not in said

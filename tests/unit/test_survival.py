@@ -307,8 +307,8 @@ def test_state_that_nobody_puts_back_is_told(kit: LeaseKit) -> None:
         testing.assert_survives_crashes(task, 7)
     for point in ("before:charge", "after:return"):
         assert (
-            f"point {point} not reached: the task took another way this time; put your own state "
-            "back in on_reset()"
+            f"point {point} not reached: the task took another path this time; reset your own "
+            "state in on_reset()"
         ) in str(found.value)
     testing.on_reset(seen.clear)
     with pytest.raises(AssertionError, match="dead after:charge: charge: 2 calls instead of 1"):

@@ -54,10 +54,10 @@ def _turn(one: Running, tasks: int) -> list[float]:
         if one.stage.contender.on_celery:
             one.worker.ended(number)
         else:
-            one.caller.ask("settle")
+            one.caller.send("settle")
         time.sleep(random.uniform(0.005, 0.020))
-    one.caller.ask("settle")
+    one.caller.send("settle")
     answered = {entry.key: entry.time for entry in one.journal.entries()}
-    answered |= one.caller.ask("answered", keys=names)
+    answered |= one.caller.send("answered", keys=names)
     one.worker.pause()
     return [1000 * (answered[name] - began[name]) for name in names[1:]]

@@ -60,7 +60,7 @@ def measure(bench: Bench, quick: bool) -> Finding:
                 cpu[runner.name].append(1e6 * traced["cpu"])
                 wall[runner.name].append(1e6 * traced["wall"])
         calls = {
-            runner.name: float(runner.caller.ask("calls", keys=runner.keys(tasks)))
+            runner.name: float(runner.caller.send("calls", keys=runner.keys(tasks)))
             for runner in ring
         }
     head = ["one process, no-op body", "CPU, µs", "times that by hand", "time, µs"]

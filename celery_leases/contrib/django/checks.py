@@ -26,7 +26,7 @@ from celery_leases.errors import (
 )
 from celery_leases.settings import is_local
 from celery_leases.stores.sql.table_versions import NEWEST
-from celery_leases.stores.urls import shown
+from celery_leases.stores.urls import display_url
 from celery_leases.worker import setting_checks
 from celery_leases.worker.app_settings import leased_tasks, settings_of
 
@@ -62,8 +62,8 @@ def check_settings(**_: Any) -> list[CheckMessage]:
         alias = configuration.alias_of_records()
         found.append(
             Warning(
-                f"The records are in {shown(settings.database_url)}, not in DATABASES[{alias!r}]: the admin and "
-                "the models do not show them, and delay_in() refuses Django's connection.",
+                f"The records are in {display_url(settings.database_url)}, not in DATABASES[{alias!r}]: the admin "
+                "and the models do not show them, and delay_in() refuses Django's connection.",
                 hint="Remove the setting LEASES_DATABASE_URL of the Celery app, or name the alias of that database: "
                 'CELERY_LEASES = {"database": "<alias>"}.',
                 id="celery_leases.W001",
@@ -88,8 +88,8 @@ def check_settings(**_: Any) -> list[CheckMessage]:
     if settings.database_url.startswith("sqlite") and broker and not is_local(broker):
         found.append(
             Warning(
-                f"The broker {shown(broker)} is on another machine, but the records are in a SQLite file on this one: "
-                "workers on other machines would use other records.",
+                f"The broker {display_url(broker)} is on another machine, but the records are in a SQLite file on this "
+                "one: workers on other machines would use other records.",
                 hint="Use a database that all workers can connect to: CELERY_LEASES = "
                 '{"database": "<alias>"}.',
                 id="celery_leases.W005",

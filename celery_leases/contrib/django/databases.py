@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.stores.urls import written_url
+from celery_leases.stores.urls import build_url
 
 IN_MEMORY: Final = "sqlite://"
 
@@ -106,7 +106,7 @@ def _postgresql(alias: str, given: Mapping[str, Any]) -> str:
         if port:
             query["port"] = port
         host = port = ""
-    return written_url("postgresql", query=query, **_user_and_server(alias, given, host, port))
+    return build_url("postgresql", query=query, **_user_and_server(alias, given, host, port))
 
 
 def _mysql(alias: str, given: Mapping[str, Any]) -> str:
@@ -135,7 +135,7 @@ def _mysql(alias: str, given: Mapping[str, Any]) -> str:
     }
     if "init_command" in query:
         query["init_command"] = query["init_command"].rstrip("; ")
-    return written_url("mysql", query=query | tls, **_user_and_server(alias, given, host, port))
+    return build_url("mysql", query=query | tls, **_user_and_server(alias, given, host, port))
 
 
 def _sqlite(_: str, given: Mapping[str, Any]) -> str:
@@ -147,8 +147,8 @@ def _sqlite(_: str, given: Mapping[str, Any]) -> str:
         if "mode=memory" in query or path == "file::memory:":
             return IN_MEMORY
         wanted = dict(part.partition("=")[::2] for part in query.split("&") if part)
-        return written_url("sqlite", database=path, query={**wanted, "uri": "true"})
-    return written_url("sqlite", database=name)
+        return build_url("sqlite", database=path, query={**wanted, "uri": "true"})
+    return build_url("sqlite", database=name)
 
 
 def _options(alias: str, vendor: str, given: Mapping[str, Any]) -> dict[str, Any]:

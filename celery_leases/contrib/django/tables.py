@@ -55,7 +55,7 @@ def found(connection: Any) -> int | None:
     if _is_in_memory(connection):
         return NEWEST if Tables().version.name in connection.introspection.table_names() else None
     with _records_of(connection) as records, records.database.errors():
-        return records.tables.found(records.database.engine)
+        return records.tables.existing_version(records.database.engine)
 
 
 def _is_in_memory(connection: Any) -> bool:

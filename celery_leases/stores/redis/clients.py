@@ -1,4 +1,4 @@
-"""Redis clients from ``leases_url``: with time limits, and without retries."""
+"""Makes Redis clients from ``leases_url``. They have time limits, and do not retry commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from celery_leases.stores.redis.url import (
     SENTINEL,
     UNIX,
     RedisUrl,
-    kept,
+    passed_options,
     read_url,
 )
 
@@ -34,8 +34,8 @@ _CONNECTIONS: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """The address and login of a Redis server. ``name`` identifies it, without a password, and is
-    the same for all spellings of its URL.
+    """The address and login of a Redis server. ``name`` identifies the server without its password,
+    and is the same for all URLs of the server.
     """
 
     name: str
@@ -43,17 +43,17 @@ class RedisAddress:
     parameters: Mapping[str, Any] = field(repr=False)
 
     def client(self, timeout: float) -> redis.Redis:
-        """A client with its own connections. Each connect and each read takes at most *timeout*
-        seconds.
+        """A client with its own connections. Connecting and reading take at most *timeout* seconds
+        each.
 
-        With a credential provider, redis-py manages the connections, because it may have to log in
-        again on them.
+        With a credential provider redis-py manages the connections, because it may have to
+        authenticate again on an open connection.
         """
-        bounds = _bounds(timeout)
+        limits = _limits(timeout)
         if self.connection_class is redis.UnixDomainSocketConnection:
-            del bounds["socket_connect_timeout"]
+            del limits["socket_connect_timeout"]
         pool = redis.ConnectionPool(
-            connection_class=self.connection_class, **bounds, **self.parameters
+            connection_class=self.connection_class, **limits, **self.parameters
         )
         return (
             redis.Redis(connection_pool=pool)
@@ -64,8 +64,8 @@ class RedisAddress:
 
 @dataclass(frozen=True, slots=True)
 class SentinelAddress:
-    """The primary that the Sentinels know as *master*. The Sentinels asked may change without
-    changing ``name``.
+    """The primary that the Sentinels know as *master*. ``name`` does not depend on the list of
+    Sentinels.
     """
 
     name: str
@@ -77,20 +77,20 @@ class SentinelAddress:
     parameters: Mapping[str, Any] = field(repr=False)
 
     def client(self, timeout: float) -> redis.Redis:
-        """As :meth:`RedisAddress.client`; a new connection asks the Sentinels, for about *timeout*
-        seconds at most.
+        """As :meth:`RedisAddress.client`. Each new connection first asks the Sentinels, which takes
+        about *timeout* seconds at most.
         """
-        patience = _bounds(timeout / len(self.sentinels))
+        limits = _limits(timeout / len(self.sentinels))
         sentinel = Sentinel(  # type: ignore[no-untyped-call]
             self.sentinels,
             self.min_other_sentinels,
-            sentinel_kwargs={**self.sentinel_parameters, **patience},
+            sentinel_kwargs={**self.sentinel_parameters, **limits},
         )
         pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
             self.master,
             sentinel,
             connection_class=self.connection_class,
-            **_bounds(timeout),
+            **_limits(timeout),
             **self.parameters,
         )
         return redis.Redis(connection_pool=pool)
@@ -98,7 +98,7 @@ class SentinelAddress:
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
-    """A Redis Cluster, known by some of its nodes."""
+    """A Redis Cluster, found through some of its nodes."""
 
     name: str
     seeds: tuple[tuple[str, int], ...]
@@ -106,7 +106,7 @@ class ClusterAddress:
     parameters: Mapping[str, Any] = field(repr=False)
 
     def client(self, timeout: float) -> Cluster:
-        """A client as in :meth:`RedisAddress.client` for each node, opened at its first use."""
+        """A client with one :meth:`RedisAddress.client` for each node, opened at its first use."""
 
         def open_node(host: str, port: int) -> redis.Redis:
             parameters = {**self.parameters, "host": host, "port": port}
@@ -120,17 +120,18 @@ def redis_address(
 ) -> RedisAddress | SentinelAddress | ClusterAddress:
     """Read *url* in the forms of redis-py and of kombu, with kombu's transport *options*.
 
-    ``redis``, ``valkey``, with TLS ``rediss``, ``valkeys``; ``unix``, ``redis+socket``;
-    ``sentinel``; ``redis+cluster``, ``rediss+cluster``. Of the options ``socket_keepalive``,
-    ``socket_keepalive_options``, ``client_name``, ``credential_provider`` and ``ssl`` are followed,
-    where ``ssl`` is ``True`` or a mapping like Celery's ``broker_use_ssl``; with Sentinel
-    ``master_name``, ``min_other_sentinels`` and ``sentinel_kwargs`` too. Raises
-    :class:`LeaseConfigurationError` for everything else.
+    The schemes are ``redis`` and ``valkey``, with TLS ``rediss`` and ``valkeys``; ``unix`` and
+    ``redis+socket``; ``sentinel``; ``redis+cluster`` and ``rediss+cluster``. These options are
+    used: ``socket_keepalive``, ``socket_keepalive_options``, ``client_name``,
+    ``credential_provider``, and ``ssl``, which is ``True`` or a mapping like Celery's
+    ``broker_use_ssl``; for Sentinel also ``master_name``, ``min_other_sentinels`` and
+    ``sentinel_kwargs``. Raises :class:`LeaseConfigurationError` for another URL or a value that
+    cannot be read.
     """
     options = options or {}
     read = read_url(url)
     database, tls = read.database(), None if read.scheme in UNIX else read.tls(options)
-    given, login = kept(options), read.credentials(options)
+    given, login = passed_options(options), read.credentials(options)
     if read.scheme in UNIX:
         client_name = {"client_name": given["client_name"]} if "client_name" in given else {}
         parameters = {"path": f"/{read.path}", "db": database} | client_name | login
@@ -144,7 +145,7 @@ def redis_address(
     shown = sorted(f"{_shown(host)}:{port}" for host, port in read.nodes)
     if read.scheme in CLUSTER:
         if database:
-            raise read.refused("names a database, which a Redis Cluster does not have")
+            raise read.url_error("names a database, which a Redis Cluster does not have")
         del parameters["db"]
         return ClusterAddress(
             f"redis-cluster:{','.join(shown)}", read.nodes, connection_class, parameters
@@ -163,7 +164,7 @@ def _sentinel(
 ) -> SentinelAddress:
     master = read.query.get("master_name") or options.get("master_name")
     if not master:
-        raise read.refused(
+        raise read.url_error(
             "does not name the primary: end it with ?master_name=mymaster, or write master_name into "
             "leases_transport_options"
         )
@@ -175,7 +176,7 @@ def _sentinel(
     try:
         min_other_sentinels = int(others)
     except ValueError:
-        raise read.refused(f"has min_other_sentinels={others!r}, which is not a number") from None
+        raise read.url_error(f"has min_other_sentinels={others!r}, which is not a number") from None
     connection_class = SentinelManagedSSLConnection if tls else SentinelManagedConnection
     name = f"redis-sentinel:{master}/{database}"
     return SentinelAddress(
@@ -183,7 +184,7 @@ def _sentinel(
     )
 
 
-def _bounds(timeout: float) -> dict[str, Any]:
+def _limits(timeout: float) -> dict[str, Any]:
     return {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,

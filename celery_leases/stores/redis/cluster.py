@@ -1,8 +1,8 @@
-"""Sends each command to the Redis Cluster node that serves its key, and never repeats a command
+"""Sends each command to the Redis Cluster node that serves its key, and never retries a command
 that may have been executed.
 
-redis-py's own cluster client connects when it is made, repeats commands by itself, and fails a
-pipeline as a whole when one node is down. Leases need the opposite of each.
+redis-py's own cluster client connects when it is made, retries commands, and fails a whole pipeline
+if one node is down. Leases must not do any of that.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _ERRORS: Final = {"ASK": AskError, "MOVED": MovedError, "CLUSTERDOWN": ClusterDo
 
 
 class Cluster:
-    """The nodes of one Redis Cluster, found from the *seeds* by the first call.
+    """The nodes of a Redis Cluster, which the first call finds through the *seeds*.
 
-    *open_node* makes a client for a host and port that repeats no command by itself. Looking for
-    the nodes takes about *timeout* seconds at most; so does each node that does not answer. Nodes
-    that did not answer before are asked last. A call that has already waited that long skips them.
+    *open_node* makes a client for a host and port, which must not retry commands. Finding the nodes
+    takes about *timeout* seconds at most, and so does each node that does not answer. Nodes that
+    did not answer the last time are asked last, and are skipped by a call that has already waited
+    *timeout* seconds.
     """
 
     def __init__(
@@ -39,19 +40,19 @@ class Cluster:
         self._open_node = open_node
         self._timeout = timeout
         self._clients: dict[Node, Any] = {}
-        self._serving: list[Node | None] = []
+        self._slot_owners: list[Node | None] = []
         self._stale = True
         self._failed: dict[Node, float] = {}
 
     def send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One reply or error per command. Each command names its key first, or is a script with
-        keys of one slot.
+        """One reply or error per command. The first argument of a command is its key; a script's
+        keys belong to one slot.
 
         A node that does not answer fails only its own commands. A node that does not serve a key
-        refuses the command without executing it; the command then goes to the node that it names.
+        does not execute the command but names another node, to which the command is sent next.
         """
         began = time.monotonic()
-        self._look()
+        self._find_slots()
         replies: list[Any] = [None] * len(commands)
         slots = {place: key_slot(_key(command).encode()) for place, command in enumerate(commands)}
         asking: dict[int, Node] = {}
@@ -59,7 +60,7 @@ class Cluster:
         for last in (False,) * _REDIRECTS + (True,):
             by_node: dict[Node, list[int]] = {}
             for place in waiting:
-                node = asking.get(place) or self._serving[slots[place]]
+                node = asking.get(place) or self._slot_owners[slots[place]]
                 if node is None:
                     replies[place] = ClusterDownError(
                         f"no node of the cluster serves slot {slots[place]}"
@@ -68,43 +69,45 @@ class Cluster:
                 else:
                     by_node.setdefault(node, []).append(place)
             waiting = []
-            for node, places in self._in_turn(by_node):
+            for node, places in self._failed_last(by_node):
                 if node in self._failed and time.monotonic() - began > self._timeout:
                     error = ClusterDownError(
                         f"{node[0]}:{node[1]} did not answer, and is not asked again yet"
                     )
                     answers = [error] * len(places)
                 else:
-                    answers = self._ask(
+                    answers = self._send_to_node(
                         node, [(commands[place], place in asking) for place in places]
                     )
                 for place, answer in zip(places, answers, strict=True):
                     replies[place] = answer
                     if isinstance(answer, AskError) and not last:
-                        self._follow(answer, node, place, slots[place], asking)
+                        self._follow_redirect(answer, node, place, slots[place], asking)
                         waiting.append(place)
             if not waiting:
                 break
         return replies
 
     def primaries(self) -> list[Any]:
-        """A client of each node that serves slots."""
-        self._look()
-        return [self._client(node) for node in dict.fromkeys(self._serving) if node is not None]
+        """The clients of all nodes that serve slots."""
+        self._find_slots()
+        return [self._client(node) for node in dict.fromkeys(self._slot_owners) if node is not None]
 
     def clients(self) -> list[Any]:
-        """The clients of the nodes that were asked so far."""
+        """The clients of all nodes that were used so far."""
         return list(self._clients.values())
 
     def _client(self, node: Node) -> Any:
         return self._clients.get(node) or self._clients.setdefault(node, self._open_node(*node))
 
-    def _in_turn(self, by_node: dict[Node, list[int]]) -> Iterable[tuple[Node, list[int]]]:
+    def _failed_last(self, by_node: dict[Node, list[int]]) -> Iterable[tuple[Node, list[int]]]:
         return sorted(by_node.items(), key=lambda item: self._failed.get(item[0], 0.0))
 
-    def _ask(self, node: Node, commands: Sequence[tuple[tuple[Any, ...], bool]]) -> list[Any]:
-        """One reply or error per command. ``True`` beside a command: its slot is migrating to
-        *node*.
+    def _send_to_node(
+        self, node: Node, commands: Sequence[tuple[tuple[Any, ...], bool]]
+    ) -> list[Any]:
+        """One reply or error per command. ``True`` with a command: its slot is being migrated to
+        *node*, which must be asked with ``ASKING``.
         """
         asked = [
             part
@@ -115,7 +118,9 @@ class Cluster:
             with self._client(node).pipeline(transaction=False) as pipeline:
                 for command in asked:
                     pipeline.execute_command(*command)
-                answers = [_understood(answer) for answer in pipeline.execute(raise_on_error=False)]
+                answers = [
+                    _as_cluster_error(answer) for answer in pipeline.execute(raise_on_error=False)
+                ]
         except REDIS_ERRORS as error:
             self._failed[node] = time.monotonic()
             self._stale = True
@@ -127,29 +132,29 @@ class Cluster:
             answer for command, answer in zip(asked, answers, strict=True) if command != ("ASKING",)
         ]
 
-    def _follow(
+    def _follow_redirect(
         self, redirect: AskError, by: Node, place: int, slot: int, asking: dict[int, Node]
     ) -> None:
         node = (redirect.host or by[0], int(redirect.port))
         if isinstance(redirect, MovedError):
             self._stale = True
-            self._serving[slot] = node
+            self._slot_owners[slot] = node
             asking.pop(place, None)
         else:
             asking[place] = node
 
-    def _look(self) -> None:
-        """Ask which node serves which slot, if that is not known or may have changed."""
+    def _find_slots(self) -> None:
+        """Read which node serves which slot, if that is not known or may have changed."""
         if not self._stale:
             return
         began = time.monotonic()
-        error: Exception = ClusterDownError("none is known")
-        known = {node: None for node in (*self._serving, *self._seeds) if node is not None}
+        error: Exception = ClusterDownError("no node is known")
+        known = {node: None for node in (*self._slot_owners, *self._seeds) if node is not None}
         for node in sorted(known, key=lambda node: self._failed.get(node, 0.0)):
             if time.monotonic() - began > self._timeout:
                 break
             try:
-                self._serving = _serving(
+                self._slot_owners = _slot_owners(
                     self._client(node).execute_command("CLUSTER", "SLOTS"), node[0]
                 )
             except REDIS_ERRORS as failed:
@@ -158,7 +163,7 @@ class Cluster:
             else:
                 self._stale = False
                 return
-        if not self._serving:
+        if not self._slot_owners:
             raise ClusterDownError(f"no node of the cluster returned the slots: {error}") from error
 
 
@@ -166,17 +171,17 @@ def _key(command: tuple[Any, ...]) -> str:
     return str(command[3] if command[0] in ("EVALSHA", "EVAL") else command[1])
 
 
-def _understood(answer: Any) -> Any:
-    """*answer*; a cluster error that an older redis-py returns as ``ResponseError`` gets its own
-    class.
+def _as_cluster_error(answer: Any) -> Any:
+    """*answer*, or the error of its own class if an older redis-py returned a plain
+    ``ResponseError`` for it.
     """
     word, _, rest = str(answer).partition(" ") if type(answer) is ResponseError else ("", "", "")
     return _ERRORS[word](rest) if word in _ERRORS else answer
 
 
-def _serving(ranges: Sequence[Any], asked: str) -> list[Node | None]:
-    """The primary of each slot, from the answer of a node. A node that does not know its own host
-    is at *asked*.
+def _slot_owners(ranges: Sequence[Any], asked: str) -> list[Node | None]:
+    """The primary of each slot, from the reply of the node at host *asked*. A node that does not
+    know its own host sends an empty one, which stands for *asked*.
     """
     serving: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for first, last, primary, *_ in ranges:

@@ -1,4 +1,4 @@
-"""Sends Redis commands on redis-py's connections, without its pool and its retries."""
+"""Sends Redis commands on redis-py's connections without redis-py's pool and retries."""
 
 from __future__ import annotations
 
@@ -13,59 +13,57 @@ from celery_leases.concurrency import os_threads
 
 
 class DirectClient(redis.Redis):
-    """A client of one server that also sends commands directly, on connections that it keeps.
+    """A redis-py client of one server that can also send commands on connections of its own.
 
-    Beside its pool it keeps one connection for each command that was ever in flight at the same
-    time. A forked process opens its own.
+    These connections stay open beside the pool. There are as many as commands were ever in flight
+    at once. A forked process opens its own.
     """
 
     def __init__(self, pool: redis.ConnectionPool) -> None:
         super().__init__(connection_pool=pool)
-        self._opened: list[_Line] = []
-        self._idle: list[_Line] = []
+        self._opened: list[_WatchedConnection] = []
+        self._idle: list[_WatchedConnection] = []
         self._process = os.getpid()
 
-    def ask(self, command: bytes, replies: int | None = None) -> Any:
-        """Send a packed command once, and return its reply; raises the errors of redis-py.
+    def send(self, command: bytes, replies: int | None = None) -> Any:
+        """Send a packed command once and return its reply; raises the errors of redis-py.
 
-        With *replies* the command consists of that many commands, and the result is a list with a
-        reply or an error for each.
-
-        Any exception before the whole reply has been read closes the connection.
+        With *replies*, *command* contains that many commands, and the result is a list with a reply
+        or an error for each. An exception before all replies were read closes the connection.
         """
         if self._process != os.getpid():
             self._opened, self._idle, self._process = [], [], os.getpid()
         try:
-            line = self._idle.pop()
+            watched = self._idle.pop()
         except IndexError:
-            line = _Line(self.connection_pool.make_connection())
-            self._opened.append(line)
-        connection = line.connection
+            watched = _WatchedConnection(self.connection_pool.make_connection())
+            self._opened.append(watched)
+        connection = watched.connection
         try:
-            line.replace_if_dead()
+            watched.replace_if_dead()
             connection.send_packed_command([command])
             if replies is not None:
                 return [_reply_or_error(connection) for _ in range(replies)]
             return connection.read_response()
         except ResponseError:
-            raise  # it is the reply
+            raise  # a complete reply
         except BaseException:
             connection.disconnect()
             raise
         finally:
-            self._idle.append(line)
+            self._idle.append(watched)
 
     def disconnect(self) -> None:
-        """Close all connections, those in use by other threads too; the next command opens new
+        """Close all connections, also those that other threads use. The next command opens new
         ones.
         """
         self.connection_pool.disconnect()
-        for line in self._opened:
-            line.connection.disconnect()
+        for watched in self._opened:
+            watched.connection.disconnect()
 
 
-class _Line:
-    """A connection, and a way to look at its socket without reading from it."""
+class _WatchedConnection:
+    """A connection whose socket can be polled without reading from it."""
 
     __slots__ = ("_look", "_socket", "connection")
 
@@ -77,7 +75,7 @@ class _Line:
     def replace_if_dead(self) -> None:
         """Connect again if the server has closed the connection, or has sent unexpected data."""
         connection = self.connection
-        if self._socket is not connection._sock:  # noqa: SLF001 - kombu reads it too; redis-py has no other way to it
+        if self._socket is not connection._sock:  # noqa: SLF001 - redis-py does not expose the socket otherwise; kombu reads it too
             self._watch(connection._sock)  # noqa: SLF001 - as above
         if self._socket is not None and self._look(0):  # without a socket, sending connects
             connection.disconnect()
@@ -97,8 +95,8 @@ def _reply_or_error(connection: Any) -> Any:
 
 
 def packed(arguments: Sequence[Any], head: bytes = b"", heads: int = 0) -> bytes:
-    """A command of texts and integers in Redis' protocol. *head* contains its first *heads*
-    arguments, already packed.
+    """A command in Redis' protocol, from arguments that are texts or integers. *head* is its first
+    *heads* arguments in that form.
     """
     command = b"*%d\r\n%b" % (heads + len(arguments), head)
     for argument in arguments:

@@ -1,5 +1,5 @@
-"""Converts errors of a Redis client to ``StoreUnavailable`` and says whether the command may have
-been executed.
+"""Converts errors of a Redis client to ``StoreUnavailable``, which says whether the command may
+have been executed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from redis import exceptions
 from redis.sentinel import MasterNotFoundError
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.stores.faults import FAULTS
+from celery_leases.stores.python_errors import PYTHON_ERRORS
 
-REDIS_ERRORS: Final = (exceptions.RedisError, *FAULTS)
+REDIS_ERRORS: Final = (exceptions.RedisError, *PYTHON_ERRORS)
 """Errors of a Redis client, its pool, a credential provider or Python."""
 
 _REJECTED: Final = (
@@ -48,21 +48,21 @@ _UNREACHED: Final = frozenset(
 
 
 ACL_COMMANDS: Final = "+evalsha +eval +get +set +del +pttl +pexpire +scan +info"
-"""The commands that the user of a lease store must be allowed, in the words of ``ACL SETUSER``."""
+"""The commands that the user of a lease store must be allowed to call, as in ``ACL SETUSER``."""
 
 
 def unavailable(
     store: str, error: Exception, secret: str | None = None, prefix: str = ""
 ) -> StoreUnavailable:
-    """The error to raise for *error*, without *secret* (servers repeat the arguments of commands
-    they reject).
+    """The error to raise for *error*. *secret* is removed from the message, because servers repeat
+    the arguments of a command that they reject.
 
     If the server's ACL forbids the command, the message says which rights the user needs for keys
     that begin with *prefix*.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MasterNotFoundError):
-        # redis-py's message contains the repr of each Sentinel client with its error.
+        # redis-py's message lists the repr of each Sentinel client with its error.
         reasons = sorted(set(re.findall(r"> - (.*?)(?=, \w*<|$)", text)))
         text = f"{text.partition(' : ')[0]}: no Sentinel that answers knows a primary"
         text += f" (others: {', '.join(reasons)})" if reasons else ""
@@ -73,13 +73,11 @@ def unavailable(
     return StoreUnavailable(f"lease store {store}: {type(error).__name__}: {text}", executed(error))
 
 
-def line_to_write(error: BaseException | None) -> str | None:
-    """The advice to append to a Redis error that repetition does not cure; ``None`` for any other
-    error.
-    """
+def advice_for(error: BaseException | None) -> str | None:
+    """The advice to append to a Redis error that would repeat; ``None`` for any other error."""
     text = str(error)
     if isinstance(error, exceptions.NoPermissionError) or _FORBIDDEN.search(text):
-        return ""  # :func:`unavailable` has the advice
+        return ""  # unavailable() has appended the advice
     if isinstance(error, exceptions.AuthenticationError):
         return "; write user and password of the server into leases_url"
     if isinstance(error, exceptions.ResponseError) and "unknown command" in text.lower():
@@ -88,9 +86,10 @@ def line_to_write(error: BaseException | None) -> str | None:
 
 
 def executed(error: Exception) -> bool | None:
-    """``False``: the command never reached the server, or was rejected by it; ``None``: unknown.
+    """``False`` if the command did not reach the server or was rejected by it; ``None`` if that is
+    not known.
 
-    Holds for clients that do not repeat commands by themselves.
+    This is only right for clients that do not retry commands.
     """
     if isinstance(error, _REJECTED) or _REJECTED_TEXTS.match(str(error)):
         return False

@@ -1,4 +1,4 @@
-"""The Lua scripts for the gates of cooldown groups. KEYS of each: trips, closed and probe of one
+"""The Lua scripts for the gates of cooldown groups. KEYS of each: trips, closed and probe of a
 gate.
 """
 
@@ -6,19 +6,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from celery_leases.stores.redis.lease_scripts import GET, LOOK_AT_GATE, Script
+from celery_leases.stores.redis.lease_scripts import GET, READ_GATE, Script
 
-_LOOK: Final = GET + LOOK_AT_GATE
+_READ_GATE: Final = GET + READ_GATE
 
-LOOK: Final = Script(_LOOK + "return look(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
-"""Returns the result of ``look``, or nothing."""
+READ: Final = Script(_READ_GATE + "return read_gate(KEYS[1], KEYS[2], KEYS[3]) or false", keys=3)
+"""Returns the result of ``read_gate``; ``false`` for an open gate."""
 
 CLOSE: Final = Script(
-    _LOOK
+    _READ_GATE
     + """
-local gate = look(KEYS[1], KEYS[2], KEYS[3])
+local gate = read_gate(KEYS[1], KEYS[2], KEYS[3])
 local trips = gate and (string.match(gate[1], '^[1-9]%d*') or '1') or '0'
-local closed_for, mine = gate and gate[2] or 0, probes(gate)
+local closed_for, mine = gate and gate[2] or 0, holds_probe(gate)
 local as_seen = trips == ARGV[2] and (closed_for > 0) == (ARGV[3] == '1') and (mine and '1' or '0') == ARGV[4]
 if not as_seen or closed_for > tonumber(ARGV[6]) then return 0 end
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[6])
@@ -28,43 +28,46 @@ return 1
 """,
     keys=3,
 )
-"""ARGV: token and blank; the expected trips (0: open), 1 if closed, 1 if the token is the probe;
-the new tally; how long to close the gate, and to remember it. Returns 1 if the script closed the
-gate, 0 if it differs from what was expected or is closed for longer.
+"""ARGV: token and space; the expected trips (0: open); 1 if the gate is expected to be closed; 1 if
+the token is expected to hold the probe slot; the new value of ``trips``; the TTLs of ``closed`` and
+``trips``. Returns 1 if the script closed the gate; 0 if the gate is not as expected, or is closed
+for longer.
 
-The reason of the closing is not compared, so failures that differ only in their message do not
-conflict.
+The reason is not compared, so failures that differ only in their message do not conflict.
 """
 
 OPEN: Final = Script(
-    _LOOK
+    _READ_GATE
     + """
-local gate = look(KEYS[1], KEYS[2], KEYS[3])
-if not probes(gate) or gate[2] > 0 then return 0 end
+local gate = read_gate(KEYS[1], KEYS[2], KEYS[3])
+if not holds_probe(gate) or gate[2] > 0 then return 0 end
 return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
 """,
     keys=3,
 )
-"""ARGV: token and blank. Returns 0 unless the gate was half-open and the token its probe."""
+"""ARGV: token and space. Returns 0 unless the gate was half-open and the token held its probe
+slot.
+"""
 
 ENTER: Final = Script(
-    _LOOK
+    _READ_GATE
     + """
-local gate, ttl = look(KEYS[1], KEYS[2], KEYS[3]), tonumber(ARGV[3])
+local gate, ttl = read_gate(KEYS[1], KEYS[2], KEYS[3]), tonumber(ARGV[3])
 if not gate then return {'open'} end
 if ARGV[4] == '1' then
-    if not probes(gate) then return {'open'} end
+    if not holds_probe(gate) then return {'open'} end
     if gate[4] < ttl then redis.call('PEXPIRE', KEYS[3], ttl) end
     return {'probe'}
 end
-if gate[2] > 0 or gate[3] ~= '' and not probes(gate) then return {'shut', gate[1], gate[2], gate[3], gate[4]} end
+if gate[2] > 0 or gate[3] ~= '' and not holds_probe(gate) then return {'shut', gate[1], gate[2], gate[3], gate[4]} end
 redis.call('SET', KEYS[3], ARGV[2], 'PX', ttl)
 return {'probe'}
 """,
     keys=3,
 )
-"""The gate's part of ``ACQUIRE_IN_GROUP``, for a lease just taken on another node of a cluster.
+"""The gate's part of ``ACQUIRE_IN_GROUP``, after ``ACQUIRE`` took the lease on another node of a
+cluster.
 
-ARGV: token and blank, value, ttl, 1 if the lease was the token's before. Returns ``open``;
-``probe`` if the token has the slot; ``shut`` and the result of ``look``.
+ARGV: token and space, value, ttl, 1 if the token held the lease before. Returns ``open``; or
+``probe`` if the token holds the probe slot; or ``shut`` and the result of ``read_gate``.
 """

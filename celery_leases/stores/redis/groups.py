@@ -11,50 +11,49 @@ from celery_leases.protocol import closings
 from celery_leases.protocol.groups import Gate
 from celery_leases.stores.group_closing import GateClosing
 from celery_leases.stores.redis import group_scripts, lease_scripts
-from celery_leases.stores.redis.scripts import RedisScripts
+from celery_leases.stores.redis.commands import RedisCommands
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
-    begin,
     gate_of,
     milliseconds,
-    tally_of,
+    token_prefix,
+    trips_value,
 )
 
 
 class RedisGates(GateClosing):
-    """A :class:`~celery_leases.protocol.ports.GateStore` on one Redis server.
+    """A :class:`~celery_leases.protocol.ports.GateStore` in Redis.
 
-    When a server loses its data, all gates are open: the next failure of a group closes its gate
+    If the server loses its data, all gates are open. The next failure of a group closes its gate
     again.
     """
 
-    def __init__(self, scripts: RedisScripts, keys: Keys) -> None:
-        self._scripts = scripts
+    def __init__(self, commands: RedisCommands, keys: Keys) -> None:
+        self._commands = commands
         self._keys = keys
 
     def gate(self, group: str) -> Gate | None:
         """The gate of *group*; ``None`` when it is open."""
-        seen = self._scripts.run(group_scripts.LOOK, *self._keys.gate(group))
+        seen = self._commands.run(group_scripts.READ, *self._keys.gate(group))
         return gate_of(group, seen) if seen else None
 
     def gates(self, limit: int = 1000) -> Iterator[Gate]:
-        """At most *limit* gates that are not open. Walks the database with ``SCAN``."""
+        """At most *limit* gates that are not open; scans the database with ``SCAN``."""
         return islice(self._not_open(), limit)
 
     def _open_gate(self, group: str, token: str | None) -> bool:
         keys = self._keys.gate(group)
         if token is not None:
-            return bool(self._scripts.run(group_scripts.OPEN, *keys, begin(token)))
-        (deleted,) = self._scripts.pipelined([("DEL", *keys)])
-        if isinstance(deleted, Exception):
-            raise self._scripts.unavailable(deleted) from None
-        return bool(deleted)
+            return bool(self._commands.run(group_scripts.OPEN, *keys, token_prefix(token)))
+        return bool(self._commands.execute("DEL", *keys))
 
     def give_back_probe(self, group: str, token: str) -> bool:
-        """Free the probe's slot if *token* holds it; the gate stays half-open."""
+        """Free the probe slot if *token* holds it; the gate stays half-open."""
         return bool(
-            self._scripts.run(lease_scripts.RELEASE, self._keys.gate(group)[2], begin(token))
+            self._commands.run(
+                lease_scripts.RELEASE, self._keys.gate(group)[2], token_prefix(token)
+            )
         )
 
     def _swap_gate(self, before: Gate | None, after: Gate, remembered: float, token: str) -> bool:
@@ -64,41 +63,49 @@ class RedisGates(GateClosing):
         times = milliseconds(after.closed_for), milliseconds(remembered)
         keys = self._keys.gate(after.group)
         return bool(
-            self._scripts.run(
-                group_scripts.CLOSE, *keys, begin(token), *as_seen, tally_of(after), *times
+            self._commands.run(
+                group_scripts.CLOSE,
+                *keys,
+                token_prefix(token),
+                *as_seen,
+                trips_value(after),
+                *times,
             )
         )
 
-    def _texts(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
+    def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
         if groups is not None:
-            return dict(self._read_past(groups))
+            return dict(self._read_history(groups))
         listed = (
-            [*map(self._keys.group, names)] for names in self._scripts.scan(self._keys.every_past)
+            [*map(self._keys.group, names)]
+            for names in self._commands.scan(self._keys.history_pattern)
         )
-        return dict(islice((found for names in listed for found in self._read_past(names)), limit))
+        return dict(
+            islice((found for names in listed for found in self._read_history(names)), limit)
+        )
 
-    def _read_past(self, groups: Sequence[str]) -> Iterator[tuple[str, str]]:
-        read = self._scripts.pipelined([("GET", self._keys.past(group)) for group in groups])
+    def _read_history(self, groups: Sequence[str]) -> Iterator[tuple[str, str]]:
+        read = self._commands.pipelined([("GET", self._keys.past(group)) for group in groups])
         for group, found in zip(groups, read, strict=True):
             if isinstance(found, ResponseError) and "WRONGTYPE" in str(found):
-                continue  # another program's
+                continue  # written by another program
             if isinstance(found, Exception):
-                raise self._scripts.unavailable(found) from None
+                raise self._commands.unavailable(found) from None
             if found is not None:
                 yield group, as_text(found)
 
-    def _swap_text(self, group: str, before: str | None, after: str) -> bool:
+    def _swap_history(self, group: str, before: str | None, after: str) -> bool:
         given = int(before is not None), before or "", after, milliseconds(closings.REMEMBERED)
-        return bool(self._scripts.run(lease_scripts.SWAP_MARK, self._keys.past(group), *given))
+        return bool(self._commands.run(lease_scripts.SWAP_MARK, self._keys.past(group), *given))
 
     def _not_open(self) -> Iterator[Gate]:
-        for names in self._scripts.scan(self._keys.every_gate):
+        for names in self._commands.scan(self._keys.gate_pattern):
             groups = [self._keys.group(name) for name in names]
             calls = [self._keys.gate(group) for group in groups]
             for group, seen in zip(
-                groups, self._scripts.run_many(group_scripts.LOOK, calls), strict=True
+                groups, self._commands.run_many(group_scripts.READ, calls), strict=True
             ):
                 if isinstance(seen, Exception):
-                    raise self._scripts.unavailable(seen) from None
+                    raise self._commands.unavailable(seen) from None
                 if seen:
                     yield gate_of(group, seen)

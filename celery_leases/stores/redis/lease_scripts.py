@@ -1,15 +1,17 @@
-"""The Lua scripts for leases and marks in Redis, each one atomic step on the keys of one task key.
+"""The Lua scripts for leases and marks in Redis. Each is one atomic step on the keys of one task
+key.
 
-They run on everything from Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and
-``DELEX``. A lease value is the owner token, a blank, and the holder as JSON; scripts compare token
-and blank, and never parse the JSON. A cooling key has the same value after the prefix ``cooling:``,
-so no comparison with the owner's token matches it. A key of another type than string, which another
-program wrote, counts as held. Any other error of a command, such as a refusal by the ACL, ends the
-script. All times are milliseconds.
+They run on Redis 6.2 to Valkey 9, so they use none of ``SET NX GET``, ``IFEQ`` and ``DELEX``. All
+times are milliseconds.
 
-The gate of a cooldown group has three keys: ``trips`` exists unless the gate is open, and holds the
-number of consecutive closings, a blank, and the reason as JSON. ``closed`` exists while no body may
-start. ``probe`` is the probe's slot, in the form of a lease.
+The value of a lease is the owner token, a space, and the holder as JSON. Scripts compare token and
+space, and never parse the JSON. The value of a cooling key is the same with the prefix
+``cooling:``, so it never matches an owner token. A key that is not a string was written by another
+program and counts as held. Any other error of a command, such as one of the ACL, ends the script.
+
+The gate of a cooldown group has three keys. ``trips`` exists unless the gate is open; its value is
+the number of consecutive closings, a space, and the reason as JSON. ``closed`` exists while no body
+may start. ``probe`` is the probe slot, in the form of a lease.
 """
 
 from __future__ import annotations
@@ -20,31 +22,32 @@ from functools import cached_property
 from typing import Final
 
 EPOCH_MS: Final = 30 * 86_400_000
-"""How long a store remembers since when it has had its data; afterwards it counts as new.
+"""The TTL of the epoch key, which records since when the server has had its data. Without the key
+the server counts as new.
 
 The value of the epoch key is the word ``up`` and the server's replication id. The id changes when a
-replica is promoted or a server restarts from its disk: either may have the key but lack the latest
-leases. Without the right to call ``INFO`` the id is not compared. A script that takes a lease sets
-a missing key. Only :data:`AGE` compares the id, because ``INFO`` costs more than the rest of such a
-script.
+replica is promoted and when a server restarts from its disk: both may have the key but lack the
+latest leases. If the user may not call ``INFO``, the id is not compared. A script that takes a
+lease sets the key if it is missing. Only :data:`AGE` compares the id, because ``INFO`` takes longer
+than the rest of such a script.
 """
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script, the number of its keys, and the name the server caches it under."""
+    """A Lua script and the number of its keys."""
 
     text: str
     keys: int
 
     @cached_property
     def sha(self) -> str:
-        """The SHA-1 of the text, which is how ``EVALSHA`` finds it."""
+        """The SHA-1 of the text, by which ``EVALSHA`` names the script."""
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     @cached_property
     def called(self) -> bytes:
-        """``EVALSHA`` of this script up to its keys, as Redis' protocol has it."""
+        """The beginning of an ``EVALSHA`` of this script, up to its keys, in Redis' protocol."""
         keys = str(self.keys)
         return f"$7\r\nEVALSHA\r\n${len(self.sha)}\r\n{self.sha}\r\n${len(keys)}\r\n{keys}\r\n".encode()
 
@@ -61,7 +64,9 @@ local function get(key)
     return found
 end
 """
-"""``get`` a key: its value, ``false`` without one, a table where it is no string."""
+"""``get`` returns the value of a key, ``false`` for a missing key, and a table for a key that is
+not a string.
+"""
 
 _OURS = (
     GET
@@ -75,23 +80,23 @@ _COOLING = f"""
 local cooling = type(found) == 'string' and string.sub(found, 1, {len(COOLING)}) == '{COOLING}'
 """
 
-LOOK_AT_GATE: Final = """
-local function look(trips, closed, probe)
+READ_GATE: Final = """
+local function read_gate(trips, closed, probe)
     local tally, slot = get(trips), get(probe)
     if type(tally) ~= 'string' then return nil end
     if type(slot) ~= 'string' then slot = '' end
     return {tally, math.max(redis.call('PTTL', closed), 0), slot, math.max(redis.call('PTTL', probe), 0)}
 end
-local function probes(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == ARGV[1] end
+local function holds_probe(gate) return gate and string.sub(gate[3], 1, #ARGV[1]) == ARGV[1] end
 """
-"""``look`` returns a gate's tally, how long it stays closed, the slot's value, and how long that
-lasts; ``nil`` for an open gate.
+"""``read_gate`` returns the value of ``trips``, how long the gate stays closed, the value of
+``probe``, and the TTL of ``probe``; ``nil`` for an open gate. It uses ``get``.
 
-It uses ``get``. ``probes`` says whether the token in ``ARGV[1]`` holds the slot.
+``holds_probe`` returns whether the token in ``ARGV[1]`` holds the probe slot.
 """
 
 _BEGIN_EPOCH = f"""
-local function history()
+local function replication_id()
     local info = redis.pcall('INFO', 'replication')
     return type(info) == 'string' and string.match(info, 'master_replid:(%w+)')
 end
@@ -101,11 +106,11 @@ local function begin_epoch(key, id) redis.call('SET', key, 'up ' .. (id or '1'),
 ACQUIRE: Final = Script(
     _OURS
     + _COOLING
-    + LOOK_AT_GATE
+    + READ_GATE
     + _BEGIN_EPOCH
     + f"""
 local ttl = tonumber(ARGV[3])
-local gate = KEYS[3] and look(KEYS[3], KEYS[4], KEYS[5])
+local gate = KEYS[3] and read_gate(KEYS[3], KEYS[4], KEYS[5])
 if not ours and cooling then
     return {{'cooling', string.sub(found, {len(COOLING)} + 1), redis.call('PTTL', KEYS[1])}}
 end
@@ -113,15 +118,17 @@ if not ours and found then
     if type(found) ~= 'string' then found = '' end
     return {{'held', found, redis.call('PTTL', KEYS[1])}}
 end
-if not get(KEYS[2]) then begin_epoch(KEYS[2], history()) end
+if not get(KEYS[2]) then begin_epoch(KEYS[2], replication_id()) end
 if ours then
     redis.call('SET', KEYS[1], ARGV[2], 'PX', math.max(ttl, redis.call('PTTL', KEYS[1])))
-    if not probes(gate) then return {{'acquired', 0, 1}} end
+    if not holds_probe(gate) then return {{'acquired', 0, 1}} end
     if gate[4] < ttl then redis.call('PEXPIRE', KEYS[5], ttl) end
     return {{'acquired', 1, 1}}
 end
 if gate then
-    if gate[2] > 0 or gate[3] ~= '' and not probes(gate) then return {{'shut', gate[1], gate[2], gate[3], gate[4]}} end
+    if gate[2] > 0 or gate[3] ~= '' and not holds_probe(gate) then
+        return {{'shut', gate[1], gate[2], gate[3], gate[4]}}
+    end
     redis.call('SET', KEYS[5], ARGV[2], 'PX', ttl)
 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ttl)
@@ -129,23 +136,26 @@ return gate and {{'acquired', 1, 0}} or 1
 """,
     keys=2,
 )
-"""KEYS: lease, epoch. ARGV: token and blank, value, ttl.
+"""KEYS: lease, epoch. ARGV: token and space, value, ttl.
 
-Returns 1 if the key was free and there is no gate or an open one. Otherwise a word and details:
-``acquired``, 1 with the probe's slot, 1 if the token held the lease before; ``held``, the value,
-for how long; ``cooling``, the earlier value, for how long; ``shut``, the result of ``look``.
+Returns 1 if the key was free and its gate, if any, is open. Otherwise a word and details:
+
+* ``acquired``: 1 if the token holds the probe slot; 1 if the token held the lease before
+* ``held``: the value of the lease; its TTL
+* ``cooling``: the value of the lease before the cooldown; the TTL
+* ``shut``: the result of ``read_gate``
 """
 
 ACQUIRE_IN_GROUP: Final = replace(ACQUIRE, keys=5)
-"""The same for a claim request with a group; KEYS: lease, epoch, trips, closed and probe of its
-gate.
+"""The same for a claim request with a cooldown group. KEYS: lease, epoch, and the trips, closed and
+probe of the group's gate.
 """
 
 AGE: Final = Script(
     GET
     + _BEGIN_EPOCH
     + f"""
-local epoch, id = get(KEYS[1]), history()
+local epoch, id = get(KEYS[1]), replication_id()
 local life = string.match(type(epoch) == 'string' and epoch or '', '^up (%w+)$')
 if not life or id and life ~= id then
     begin_epoch(KEYS[1], id)
@@ -156,7 +166,7 @@ return left < 0 and {EPOCH_MS} or {EPOCH_MS} - left
 """,
     keys=1,
 )
-"""KEYS: epoch. Returns the age of the store."""
+"""KEYS: epoch. Returns for how long the server has had its data."""
 
 RENEW: Final = Script(
     _OURS
@@ -168,7 +178,7 @@ return 'ours'
 """,
     keys=1,
 )
-"""KEYS: lease. ARGV: token and blank, ttl. Returns a value of ``RenewalResult``."""
+"""KEYS: lease. ARGV: token and space, ttl. Returns a value of ``RenewalResult``."""
 
 REASSERT: Final = Script(
     _OURS
@@ -183,7 +193,7 @@ return 1
 """,
     keys=1,
 )
-"""KEYS: lease. ARGV: token and blank, value, ttl. Returns 1 when the lease is ours."""
+"""KEYS: lease. ARGV: token and space, value, ttl. Returns 1 if the token holds the lease now."""
 
 RELEASE: Final = Script(
     _OURS
@@ -193,7 +203,7 @@ return 0
 """,
     keys=1,
 )
-"""KEYS: lease. ARGV: token and blank. Returns 1 when it was deleted."""
+"""KEYS: lease. ARGV: token and space. Returns 1 if the lease was deleted."""
 
 COOL: Final = Script(
     _OURS
@@ -207,8 +217,8 @@ return type(found) == 'string' and string.sub(found, 1, #begin) == begin and 1 o
 """,
     keys=1,
 )
-"""KEYS: lease. ARGV: token and blank, how long. Returns 1 when the key is cooling after the token's
-attempt.
+"""KEYS: lease. ARGV: token and space, length of the cooldown. Returns 1 if the key is cooling after
+the token's attempt.
 """
 
 END_COOLDOWN: Final = Script(
@@ -220,7 +230,7 @@ return cooling and redis.call('DEL', KEYS[1]) or 0
 """,
     keys=1,
 )
-"""KEYS: lease. Returns 1 when it was cooling, and was deleted."""
+"""KEYS: lease. Returns 1 if the key was cooling and was deleted."""
 
 SWAP_MARK: Final = Script(
     GET
@@ -232,6 +242,6 @@ return 1
 """,
     keys=1,
 )
-"""KEYS: mark. ARGV: 1 if a value is expected, that value, the new value, ttl. Returns 1 when it was
-set.
+"""KEYS: mark. ARGV: 1 if a value is expected, the expected value, the new value, ttl. Returns 1 if
+the mark was set or already had the new value.
 """

@@ -1,5 +1,5 @@
-"""Leases, marks and gates in Redis or Valkey, 6.2 or later: one Lua script per step, called by its
-SHA.
+"""Leases, marks and gates in Redis 6.2 or later, or in Valkey. Each step is one Lua script, called
+by its SHA.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import group_scripts, lease_scripts
 from celery_leases.stores.redis.clients import ClusterAddress, redis_address
 from celery_leases.stores.redis.cluster import Cluster
+from celery_leases.stores.redis.commands import ClusterCommands, DirectCommands, RedisCommands
 from celery_leases.stores.redis.direct_client import DirectClient
-from celery_leases.stores.redis.errors import line_to_write
+from celery_leases.stores.redis.errors import advice_for
 from celery_leases.stores.redis.groups import RedisGates
-from celery_leases.stores.redis.scripts import ClusterScripts, DirectScripts, RedisScripts
 from celery_leases.stores.redis.values import (
     Keys,
     as_text,
-    begin,
     gate_of,
     holder_of,
     milliseconds,
+    token_prefix,
     value_of,
 )
 
@@ -48,11 +48,12 @@ class RedisLeaseStore(RedisGates):
     """A :class:`~celery_leases.protocol.ports.LeaseStore`, ``MarkStore`` and ``GateStore`` in
     Redis.
 
-    *client* is a redis-py client of one server, or a :class:`Cluster`. It must not repeat commands,
-    because that makes ``StoreUnavailable.executed`` wrong. *prefix* begins every key, *name*
+    *client* is a redis-py client of one server, or a :class:`Cluster`. It must not retry commands,
+    because ``StoreUnavailable.executed`` would be wrong. Every key begins with *prefix*. *name*
     identifies the store in rows and messages. *reopen* makes a client with its own connections and
-    another timeout in seconds. Each call uses one of *turns*, which limit the connections. Every
-    method raises ``StoreUnavailable`` when Redis does not answer or refuses.
+    another timeout in seconds. Each call uses one of *turns*, which limit the number of
+    connections. Every method raises ``StoreUnavailable`` if Redis does not answer or refuses the
+    command.
     """
 
     in_records = False
@@ -68,14 +69,14 @@ class RedisLeaseStore(RedisGates):
     ) -> None:
         clustered = isinstance(client, Cluster)
         kind = (
-            ClusterScripts
+            ClusterCommands
             if clustered
-            else DirectScripts
+            else DirectCommands
             if isinstance(client, DirectClient)
-            else RedisScripts
+            else RedisCommands
         )
-        scripts = kind(client, name, prefix, turns or ResourcePool(TURNS, Turn, LONGEST_WAIT))
-        super().__init__(scripts, Keys(prefix, clustered=clustered))
+        commands = kind(client, name, prefix, turns or ResourcePool(TURNS, Turn, LONGEST_WAIT))
+        super().__init__(commands, Keys(prefix, clustered=clustered))
         self.name = name
         self.prefix = prefix
         self._client = client
@@ -91,14 +92,13 @@ class RedisLeaseStore(RedisGates):
         options: Mapping[str, Any] | None = None,
         turns: ResourcePool[Turn] | None = None,
     ) -> Self:
-        """The store at *url*; connecting and reading take at most *timeout* seconds each, nothing
-        is retried.
+        """The store at *url*, which connects at its first call. Connecting and reading take at most
+        *timeout* seconds each, and nothing is retried.
 
-        *url* and *options*, which are kombu's transport options, are read by
-        :func:`~celery_leases.stores.redis.clients.redis_address`; ``global_keyprefix`` comes before
+        :func:`~celery_leases.stores.redis.clients.redis_address` says which URLs and which of
+        kombu's transport *options* are supported. The option ``global_keyprefix`` is put before
         *prefix*. Each call uses one of *turns*, so a server has no more connections than there are
-        turns. Raises ``LeaseConfigurationError`` for any other URL. No connection is made before
-        the first call.
+        turns. Raises ``LeaseConfigurationError`` for an unsupported URL or option.
         """
         address = redis_address(url, options)
         prefix = f"{(options or {}).get('global_keyprefix') or ''}{prefix}"
@@ -116,11 +116,11 @@ class RedisLeaseStore(RedisGates):
         )
 
     def bounded(self, timeout: float, longest_wait: float = LONGEST_WAIT) -> Self:
-        """The same store over one connection of its own, which connects and reads for at most
-        *timeout* seconds.
+        """The same store over a separate connection, on which connecting and reading take at most
+        *timeout* seconds each.
 
-        Callers wait for it for *longest_wait* seconds, unless their leases allow less. A store made
-        around a given client without *reopen* cannot do that, and returns itself.
+        Calls wait for that connection for *longest_wait* seconds, or less if their leases end
+        earlier. A store that was made without *reopen* returns itself.
         """
         if self._reopen is None:
             return self
@@ -132,12 +132,12 @@ class RedisLeaseStore(RedisGates):
     def check(self) -> str | None:
         """Run a script that writes; returns warnings.
 
-        Raises ``LeaseConfigurationError``, with advice, for an error that repetition does not cure.
+        Raises ``LeaseConfigurationError``, with advice, for an error that would repeat.
         """
         try:
             self.swap_mark("celery_leases", "started", None, "checked", 1.0)
         except StoreUnavailable as error:
-            if (line := line_to_write(error.__context__)) is not None:
+            if (line := advice_for(error.__context__)) is not None:
                 raise LeaseConfigurationError(f"{error}{line}") from None
             raise
         evicting = [policy for policy in self.eviction_policies() if policy != "noeviction"]
@@ -151,43 +151,47 @@ class RedisLeaseStore(RedisGates):
 
     def eviction_policies(self) -> list[str]:
         """The ``maxmemory-policy`` of each server that shows it to this user."""
-        return self._scripts.eviction_policies()
+        return self._commands.eviction_policies()
 
     def servers(self) -> Sequence[Any]:
-        """redis-py clients of all servers that have keys, for questions about the servers."""
-        return self._scripts.servers()
+        """The redis-py clients of all servers that have keys, for facts about the servers."""
+        return self._commands.servers()
 
     def close(self) -> None:
-        """Close all connections, those in use by other threads too; the next call would open new
+        """Close all connections, also those that other threads use. The next call opens new
         ones.
         """
-        self._scripts.close()
+        self._commands.close()
 
     # -- leases ------------------------------------------------------------------------------------
 
     def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut:
         """Take the lease in one round trip; see :class:`~celery_leases.protocol.ports.LeaseStore`.
 
-        The first match decides: the request's own lease, another lease, a cooldown, the group's
-        gate. On a cluster the gate is on another node: a second round trip reads it, and if it is
-        closed a third one gives the lease back.
+        The first of these that exists decides: the request's own lease, another lease, a cooldown,
+        the group's gate. On a cluster the gate may be on another node: a second round trip reads
+        it, and a third one releases the lease if the gate does not let the body start.
         """
         keys = (
             self._keys.lease(claim_request.stored_key),
             self._keys.epoch(claim_request.stored_key),
         )
-        asked = begin(claim_request.token), value_of(claim_request), milliseconds(claim_request.ttl)
+        asked = (
+            token_prefix(claim_request.token),
+            value_of(claim_request),
+            milliseconds(claim_request.ttl),
+        )
         gate = self._keys.gate(claim_request.group) if claim_request.group is not None else ()
-        in_two_trips = bool(gate) and self._scripts.clustered
+        in_two_trips = bool(gate) and self._commands.clustered
         if gate and not in_two_trips:
-            reply = self._scripts.run(lease_scripts.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
+            reply = self._commands.run(lease_scripts.ACQUIRE_IN_GROUP, *keys, *gate, *asked)
         else:
-            reply = self._scripts.run(lease_scripts.ACQUIRE, *keys, *asked)
+            reply = self._commands.run(lease_scripts.ACQUIRE, *keys, *asked)
         if isinstance(reply, int) and not in_two_trips:
             return Acquired()
         word, *details = reply if not isinstance(reply, int) else ("acquired", 0, 0)
         if as_text(word) == "acquired" and in_two_trips:
-            word, *details = self._scripts.run(group_scripts.ENTER, *gate, *asked, details[1])
+            word, *details = self._commands.run(group_scripts.ENTER, *gate, *asked, details[1])
             if as_text(word) == "shut":
                 self.release(claim_request.stored_key, claim_request.token)
         match as_text(word):
@@ -203,8 +207,8 @@ class RedisLeaseStore(RedisGates):
                 return Shut(gate_of(claim_request.group or "", details))
 
     def _ours(self, claim_request: ClaimRequest, key: str, holder: Holder) -> Holder:
-        """*holder*, unless celery_leases did not write its value, or it belongs to a worker with
-        other records.
+        """*holder*, after checking that celery_leases wrote its value, and that its worker has its
+        records in the same database.
         """
         if not holder.call_id:
             raise StoreUnavailable(
@@ -226,18 +230,18 @@ class RedisLeaseStore(RedisGates):
         return holder
 
     def age(self, stored_key: str) -> float:
-        """Seconds since the server of this key was first seen in its present state: not emptied,
-        restarted or replaced.
+        """Seconds since the server of this key has had its data: since it was first used after it
+        was emptied, restarted or replaced.
         """
-        return int(self._scripts.run(lease_scripts.AGE, self._keys.epoch(stored_key))) / 1000
+        return int(self._commands.run(lease_scripts.AGE, self._keys.epoch(stored_key))) / 1000
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult | StoreUnavailable]:
-        """Renew many leases in one round trip, with a result for each; a longer remaining time is
+        """Renew many leases in one round trip, with a result for each. A longer remaining time is
         never shortened.
 
-        If the server of one lease does not answer, or refuses it (an ACL, for example), its result
-        is the error; if all fail, that error is raised. A probe's slot has the form of a lease and
-        is renewed like one.
+        If a lease's server does not answer or refuses the command, for example by its ACL, the
+        result is the error. If all leases fail, the first error is raised. A probe slot has the
+        form of a lease and is renewed like one.
         """
         leases = [(self._keys.lease(renewal.stored_key), renewal) for renewal in renewals]
         slots = [
@@ -246,28 +250,30 @@ class RedisLeaseStore(RedisGates):
             if renewal.probe is not None
         ]
         calls = [
-            (key, begin(renewal.token), milliseconds(renewal.ttl))
+            (key, token_prefix(renewal.token), milliseconds(renewal.ttl))
             for key, renewal in leases + slots
         ]
-        replies = self._scripts.run_many(lease_scripts.RENEW, calls)[: len(leases)]
+        replies = self._commands.run_many(lease_scripts.RENEW, calls)[: len(leases)]
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         if errors and len(errors) == len(replies):
-            raise self._scripts.unavailable(errors[0]) from None
+            raise self._commands.unavailable(errors[0]) from None
         return [
-            self._scripts.unavailable(reply)
+            self._commands.unavailable(reply)
             if isinstance(reply, Exception)
             else RenewalResult(as_text(reply))
             for reply in replies
         ]
 
     def reassert(self, claim_request: ClaimRequest) -> bool:
-        """Restore a lease that the store has lost, unless another attempt holds the key now."""
+        """Write a lease again that the server has lost, unless another attempt holds the key
+        now.
+        """
         key = self._keys.lease(claim_request.stored_key)
         return bool(
-            self._scripts.run(
+            self._commands.run(
                 lease_scripts.REASSERT,
                 key,
-                begin(claim_request.token),
+                token_prefix(claim_request.token),
                 value_of(claim_request),
                 milliseconds(claim_request.ttl),
             )
@@ -276,30 +282,32 @@ class RedisLeaseStore(RedisGates):
     def release(self, stored_key: str, token: str) -> bool:
         """Free the lease if *token* still holds it."""
         return bool(
-            self._scripts.run(lease_scripts.RELEASE, self._keys.lease(stored_key), begin(token))
+            self._commands.run(
+                lease_scripts.RELEASE, self._keys.lease(stored_key), token_prefix(token)
+            )
         )
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
         """Replace the lease by a cooldown of *seconds* if *token* still holds it. A late renewal
-        does not match a cooldown.
+        does not extend a cooldown.
         """
         return bool(
-            self._scripts.run(
+            self._commands.run(
                 lease_scripts.COOL,
                 self._keys.lease(stored_key),
-                begin(token),
+                token_prefix(token),
                 milliseconds(seconds),
             )
         )
 
     def end_cooldown(self, stored_key: str) -> bool:
         """Free the key if it is cooling down."""
-        return bool(self._scripts.run(lease_scripts.END_COOLDOWN, self._keys.lease(stored_key)))
+        return bool(self._commands.run(lease_scripts.END_COOLDOWN, self._keys.lease(stored_key)))
 
     def holder(self, stored_key: str) -> Holder | None:
         """The holder of the key; ``None`` while it is cooling down.
 
-        A value that celery_leases did not write gives a holder without ``call_id``.
+        If celery_leases did not write the value, the holder has no ``call_id``.
         """
         return self._look([self._keys.lease(stored_key)])[0]
 
@@ -313,10 +321,10 @@ class RedisLeaseStore(RedisGates):
         }
 
     def live_holders(self, limit: int = 1000) -> Iterator[Holder]:
-        """The holders of leases under this prefix, at most *limit*; walks the database with
+        """The holders of at most *limit* leases under this prefix; scans the database with
         ``SCAN``.
         """
-        names = self._scripts.scan(self._keys.every_lease)
+        names = self._commands.scan(self._keys.lease_pattern)
         found = (holder for page in names for holder in self._look(page) if holder is not None)
         return islice(found, limit)
 
@@ -324,22 +332,23 @@ class RedisLeaseStore(RedisGates):
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
-        return self._scripts.read(self._keys.mark(stored_key, name))
+        found = self._commands.execute("GET", self._keys.mark(stored_key, name))
+        return None if found is None else as_text(found)
 
     def swap_mark(
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
     ) -> bool:
-        """Set a mark for *ttl* seconds if it is absent or equals *expected*; having that value
-        already counts.
+        """Set a mark for *ttl* seconds if it is absent, equals *expected*, or has this value
+        already.
         """
         key = self._keys.mark(stored_key, name)
         given = int(expected is not None), expected or ""
         return bool(
-            self._scripts.run(lease_scripts.SWAP_MARK, key, *given, value, milliseconds(ttl))
+            self._commands.run(lease_scripts.SWAP_MARK, key, *given, value, milliseconds(ttl))
         )
 
     def _look(self, keys: Sequence[str]) -> list[Holder | None]:
-        replies = self._scripts.pipelined(
+        replies = self._commands.pipelined(
             [command for key in keys for command in (("GET", key), ("PTTL", key))]
         )
         holders: list[Holder | None] = []
@@ -347,7 +356,7 @@ class RedisLeaseStore(RedisGates):
             foreign = isinstance(value, ResponseError) and "WRONGTYPE" in str(value)
             for reply in (left, None if foreign else value):
                 if isinstance(reply, Exception):
-                    raise self._scripts.unavailable(reply) from None
+                    raise self._commands.unavailable(reply) from None
             gone = value is None or left == -2
             free = gone or (not foreign and as_text(value).startswith(lease_scripts.COOLING))
             holders.append(None if free else holder_of("" if foreign else value, left))

@@ -1,4 +1,4 @@
-"""Reading ``leases_url``: which Redis servers it names, how to log in, and what it cannot mean."""
+"""Reads ``leases_url``: which Redis servers it names, how to log in, and which URLs are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kombu.utils import symbol_by_name
 from kombu.utils.url import parse_ssl_cert_reqs, url_to_parts
 
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.stores.urls import shown
+from celery_leases.stores.urls import display_url
 
 TLS: Final = ("rediss", "valkeys")
 TCP: Final = ("redis", "valkey", *TLS)
@@ -21,13 +21,13 @@ CLUSTER: Final = tuple(f"{scheme}+cluster" for scheme in TCP)
 SCHEMES: Final = TCP + UNIX + SENTINEL + CLUSTER
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104 - recognised, never bound
 PORTS: Final = {"sentinel": 26379}
-_KEPT: Final = ("client_name", "socket_keepalive", "socket_keepalive_options")
+_PASSED: Final = ("client_name", "socket_keepalive", "socket_keepalive_options")
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The parts of a URL. ``nodes`` are hosts and ports, one unless *scheme* takes a list; ``path``
-    has no slashes.
+    """The parts of a URL. ``nodes`` are hosts and ports: several for Sentinel and a cluster,
+    otherwise one. ``path`` has no leading or trailing slashes.
     """
 
     url: str = field(repr=False)
@@ -43,10 +43,10 @@ class RedisUrl:
         try:
             return int(self.query.get("db") or self.query.get("virtual_host") or path or 0)
         except ValueError:
-            raise self.refused("cannot be read: its database is not a number") from None
+            raise self.url_error("cannot be read: its database is not a number") from None
 
     def credentials(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """User and password, or the provider of both, as parameters of a connection."""
+        """User and password, or a credential provider, as parameters of a connection."""
         provider = self.query.get("credential_provider") or options.get("credential_provider")
         if provider is None:
             return dict(self.login)
@@ -54,7 +54,7 @@ class RedisUrl:
             try:
                 provider = symbol_by_name(provider)()
             except (ImportError, AttributeError) as error:
-                raise self.refused(
+                raise self.url_error(
                     f"has a credential_provider that cannot be imported ({error})"
                 ) from None
         return {"credential_provider": provider}
@@ -72,12 +72,12 @@ class RedisUrl:
             try:
                 tls["ssl_cert_reqs"] = parse_ssl_cert_reqs(self.query["ssl_cert_reqs"])
             except KeyError:
-                raise self.refused("cannot be read: its ssl_cert_reqs is unknown") from None
+                raise self.url_error("cannot be read: its ssl_cert_reqs is unknown") from None
         return tls
 
-    def refused(self, why: str) -> LeaseConfigurationError:
+    def url_error(self, why: str) -> LeaseConfigurationError:
         """The error to raise for this URL."""
-        return refused(self.url, why)
+        return url_error(self.url, why)
 
 
 def read_url(url: str) -> RedisUrl:
@@ -88,11 +88,11 @@ def read_url(url: str) -> RedisUrl:
     """
     scheme = url.partition("://")[0]
     if scheme not in SCHEMES:
-        raise refused(url, "is not the URL of a Redis or Valkey server")
+        raise url_error(url, "is not the URL of a Redis or Valkey server")
     where, _, query = url.partition("?")
     each = re.split("[;,]", where) if scheme in SENTINEL + CLUSTER else [url]
     if ";" in url and len(each) == 1:
-        raise refused(url, "lists several servers, but the leases need one server")
+        raise url_error(url, "lists several servers, but leases need one server")
     try:
         parts = [url_to_parts(one if "://" in one else f"{scheme}://{one}") for one in each]
         nodes = tuple(
@@ -100,44 +100,44 @@ def read_url(url: str) -> RedisUrl:
         )
         given = dict(url_to_parts(f"{scheme}://h?{query}").query)
     except (ValueError, KeyError) as error:
-        raise refused(url, f"cannot be read ({type(error).__name__})") from None
+        raise url_error(url, f"cannot be read ({type(error).__name__})") from None
     if {part.scheme for part in parts} != {scheme}:
-        raise refused(url, "names servers of several kinds")
+        raise url_error(url, "names servers of several kinds")
     paths = {part.path.strip("/") for part in parts if part.path and part.path.strip("/")}
     logins = {(part.username, part.password) for part in parts if part.password or part.username}
     if len(paths) > 1 or len(logins) > 1:
-        raise refused(url, "names several databases or logins, but the servers must be one store")
+        raise url_error(url, "names several databases or logins, but the servers must be one store")
     named = dict(zip(("username", "password"), next(iter(logins), (None, None)), strict=True))
     login = {name: given[name] for name in named if name in given}
     login |= {name: value for name, value in named.items() if value}
     return RedisUrl(url, scheme, nodes, next(iter(paths), ""), given, login)
 
 
-def kept(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The transport *options* of kombu that are used unchanged; none of them delays or repeats a
-    call.
+def passed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The transport *options* of kombu that are passed to redis-py unchanged. None of them delays
+    or retries a command.
     """
-    return {name: options[name] for name in _KEPT if options.get(name) is not None}
+    return {name: options[name] for name in _PASSED if options.get(name) is not None}
 
 
 def without_password(url: str) -> str:
-    """*url* without users, passwords and query, however badly it is formed."""
+    """*url* without users, passwords and query, also if it is malformed."""
     scheme = url.partition("://")[0]
     each = re.split("[;,]", url) if scheme in SENTINEL + CLUSTER else [url]
-    # The part before an @ may be the beginning of a password that contains a separator.
+    # A part before an @ may be the beginning of a password that contains a separator.
     sure = [
         one
         for place, one in enumerate(each)
         if "@" in one or not any("@" in later for later in each[place:])
     ]
     return (
-        f"{scheme}://{','.join(shown(one).rpartition('://')[2] for one in sure)}"
+        f"{scheme}://{','.join(display_url(one).rpartition('://')[2] for one in sure)}"
         if len(each) > 1
-        else shown(url)
+        else display_url(url)
     )
 
 
-def refused(url: str, why: str) -> LeaseConfigurationError:
+def url_error(url: str, why: str) -> LeaseConfigurationError:
     """The error to raise for *url*, with what to write instead."""
     return LeaseConfigurationError(
         f'leases_url={without_password(url)!r} {why}; write leases_url = "redis://host:6379/1" '

@@ -1,4 +1,4 @@
-"""The stored form of leases and gates in Redis: the names of their keys, and their values."""
+"""The names and values of the keys of leases and gates in Redis."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import ClaimRequest
-from celery_leases.stores.group_values import gate_from, gate_name, why
+from celery_leases.stores.group_values import gate_from, gate_name, reason_json
 from celery_leases.stores.redis.lease_scripts import COOLING
 
 VERSION: Final = 1
 _TOKEN: Final = re.compile(rf"(?!{COOLING})\S+").fullmatch
 _quoted: Final = json.encoder.encode_basestring_ascii
 ENDLESS: Final = 60.0
-"""Seconds to report for a lease key without a TTL, which celery_leases did not write: read it again
-after that time.
+"""The remaining seconds to report for a lease key without a TTL, which another program wrote. The
+key is read again after that time.
 """
 
 
 class Keys:
-    """The names below one prefix. All keys of a task key, and of a gate, share a Redis Cluster hash
-    tag.
+    """The names of keys, which begin with *prefix*. All keys of a task key share a Redis Cluster
+    hash tag, and so do all keys of a gate.
 
-    *clustered*: there is one epoch for each slot, and a lease and its epoch share a slot.
+    *clustered*: there is one epoch key for each slot, so that a lease and its epoch share a slot.
     """
 
     def __init__(self, prefix: str, *, clustered: bool = False) -> None:
         self.prefix = prefix
         self._clustered = clustered
         literally = re.sub(r"([\\*?\[\]])", r"\\\1", prefix)
-        #: For ``SCAN``: every lease, and with it whatever looks like one.
-        self.every_lease = literally + ":{*}:lease"
-        #: The same for gates that are not open.
-        self.every_gate = literally + ":{gate:*}:trips"
-        #: The same for the closings of gates.
-        self.every_past = literally + ":{gate:*}:past"
+        #: A pattern for ``SCAN`` that matches every lease.
+        self.lease_pattern = literally + ":{*}:lease"
+        #: The same for every gate that is not open.
+        self.gate_pattern = literally + ":{gate:*}:trips"
+        #: The same for the history of every gate.
+        self.history_pattern = literally + ":{gate:*}:past"
 
     def lease(self, stored_key: str) -> str:
         """The key of a lease."""
         return f"{self.prefix}:{{{stored_key}}}:lease"
 
     def epoch(self, stored_key: str) -> str:
-        """The key that says since when the server of a lease has had its data."""
+        """The key that exists for as long as the server of a lease has had its data."""
         if not self._clustered:
             return f"{self.prefix}:epoch"
         return f"{self.prefix}:epoch:{{{_tags()[key_slot(self.lease(stored_key).encode())]}}}"
 
     def mark(self, stored_key: str, name: str) -> str:
-        """The key of a mark. Braces in *name* are escaped; otherwise a mark could equal the lease
-        key of another stored key.
+        """The key of a mark. Braces in *name* are escaped, so that no mark has the name of a lease
+        of another stored key.
         """
         return f"{self.prefix}:{{{stored_key}}}:mark:{_escaped(name)}"
 
     def gate(self, group: str) -> tuple[str, str, str]:
-        """The keys of a gate: its trips, whether it is closed, its probe's slot."""
+        """The keys ``trips``, ``closed`` and ``probe`` of a gate."""
         stem = f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}"
         return f"{stem}:trips", f"{stem}:closed", f"{stem}:probe"
 
     def past(self, group: str) -> str:
-        """The key of the last closings of a gate."""
+        """The key of a gate's history."""
         return f"{self.prefix}:{{gate:{_escaped(gate_name(group))}}}:past"
 
     def group(self, key: str) -> str:
-        """The group of the gate that *key* belongs to."""
+        """The name of the gate that *key* belongs to."""
         return unquote(key[len(f"{self.prefix}:{{gate:") : key.rindex("}:")])
 
 
@@ -84,7 +84,7 @@ def _tags() -> dict[int, int]:
         tags.setdefault(key_slot(str(number).encode()), number)
         if len(tags) == REDIS_CLUSTER_HASH_SLOTS:
             return tags
-    raise AssertionError("unreachable: every slot has its numbers")
+    raise AssertionError("unreachable: each slot has numbers")
 
 
 def _escaped(name: str) -> str:
@@ -92,25 +92,25 @@ def _escaped(name: str) -> str:
 
 
 def milliseconds(seconds: float) -> int:
-    """Milliseconds for a TTL of Redis: rounded up, because a lease must not end before its holder's
-    deadline.
+    """A TTL for Redis in milliseconds. It is rounded up, because a lease must not end before its
+    holder's deadline.
     """
     return max(1, math.ceil(seconds * 1000))
 
 
-def begin(token: str) -> str:
-    """The beginning of the value of a lease held by *token*; raises ValueError for a token with
-    spaces.
+def token_prefix(token: str) -> str:
+    """The token and the space with which the value of a lease begins; raises ValueError for a token
+    with whitespace.
     """
     if not _TOKEN(token):
         raise ValueError(
-            f"an owner token must be a word without spaces, and must not begin like a cooldown; got {token!r}"
+            f"an owner token must not contain whitespace, and must not begin with {COOLING!r}; got {token!r}"
         )
     return f"{token} "
 
 
 def value_of(claim_request: ClaimRequest) -> str:
-    """The value of the lease that *claim_request* requests."""
+    """The value of the lease for *claim_request*."""
     host, call, database = (
         _quoted(claim_request.holder),
         _quoted(claim_request.call_id),
@@ -123,7 +123,9 @@ def value_of(claim_request: ClaimRequest) -> str:
 
 
 def holder_of(value: Any, milliseconds_left: int) -> Holder:
-    """The holder in *value*; without ``call_id`` and ``host`` if celery_leases did not write it."""
+    """The holder in *value*, the value of a lease. If celery_leases did not write it, ``call_id``
+    and ``host`` are empty.
+    """
     token, _, text = as_text(value).partition(" ")
     try:
         data = json.loads(text)
@@ -143,17 +145,17 @@ def holder_of(value: Any, milliseconds_left: int) -> Holder:
 
 
 def remaining(milliseconds_left: int) -> float:
-    """Seconds from the reply of ``PTTL`` for an existing key."""
+    """The remaining seconds, from the reply of ``PTTL`` for an existing key."""
     return milliseconds_left / 1000 if milliseconds_left >= 0 else ENDLESS
 
 
-def tally_of(gate: Gate) -> str:
-    """The value for the trips of *gate*: their number, a space, and why it closed."""
-    return f"{gate.trips} {why(gate)}"
+def trips_value(gate: Gate) -> str:
+    """The value of the key ``trips``: the number of trips, a space, and the reason as JSON."""
+    return f"{gate.trips} {reason_json(gate)}"
 
 
 def gate_of(group: str, seen: Sequence[Any]) -> Gate:
-    """The gate of *group* from the result of a script."""
+    """The gate of *group* from the result of the Lua function ``read_gate``."""
     tally, closed_for, slot, left = seen
     text = as_text(tally)
     trips = re.match("[1-9][0-9]*", text)
@@ -164,5 +166,5 @@ def gate_of(group: str, seen: Sequence[Any]) -> Gate:
 
 
 def as_text(reply: Any) -> str:
-    """The text of a reply, whether the client decodes replies or not."""
+    """The text of a reply. It is already decoded if the client decodes replies."""
     return reply.decode(errors="replace") if isinstance(reply, bytes) else str(reply)

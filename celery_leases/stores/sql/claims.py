@@ -1,7 +1,7 @@
-"""The two steps of a claim in SQL: insert the row or read it, and write the row if it is unchanged.
+"""The two steps of a claim in SQL: insert or read the row, and replace an unchanged row.
 
-PostgreSQL does the first step in one statement. The other databases read, then insert if there is
-no row. No claim locks a row that it does not get.
+PostgreSQL does the first step in one statement. The other databases read, and then insert if there
+is no row. A refused claim locks no row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sqlalchemy import bindparam, select
 
 from celery_leases.errors import ColumnMissing, KeyUnusable, ValueRefused
 from celery_leases.protocol.records import Record
-from celery_leases.stores.availability import Evidence
-from celery_leases.stores.claiming import COMPARED, Claiming, Met
+from celery_leases.stores.availability import Availability
+from celery_leases.stores.claiming import COMPARED, Claiming, InsertOrReadResult
 from celery_leases.stores.group_values import gate_name
 from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.database import Database
@@ -28,7 +28,7 @@ from celery_leases.stores.sql.table_versions import NARROW, Layout
 
 T = TypeVar("T")
 _known: dict[str, Layout] = {}
-"""The layout of the table at each place, for this process and its forks."""
+"""The layout of the records table at each location, in this process and its forks."""
 
 
 class SqlClaims(Claiming):
@@ -37,13 +37,15 @@ class SqlClaims(Claiming):
     def __init__(self, database: Database, tables: Tables) -> None:
         self.database = database
         self.tables = tables
-        #: Whether a running row that is itself a lease may be taken over.
-        self.evidence = Evidence()
-        self._of_mysql = mysql.is_mysql(database.engine.dialect)
-        #: Whether one statement both reads and inserts.
-        self._at_once = database.engine.dialect.name == "postgresql"
-        #: The statements for the layout that this process last saw.
-        self.by = RecordStatements(_known.get(self.place, NARROW), database, tables)
+        #: Decides whether an expired row that is itself the lease may be taken over.
+        self.availability = Availability()
+        self._on_mysql = mysql.is_mysql(database.engine.dialect)
+        #: Whether the first step is one statement.
+        self._reads_and_inserts = database.engine.dialect.name == "postgresql"
+        #: The statements for the layout that the table had when this process last read it.
+        self.statements = RecordStatements(
+            _known.get(self.tables_location, NARROW), database, tables
+        )
         records = tables.records
         self._lock = (
             select(records.c.fence)
@@ -52,65 +54,67 @@ class SqlClaims(Claiming):
         )
 
     @cached_property
-    def place(self) -> str:
+    def tables_location(self) -> str:
         """Where the tables are."""
         return f"{self.database.engine.url!r} {self.tables.metadata.schema}"
 
     @property
     def is_newest(self) -> bool:
-        """Whether the table is known to have the newest layout, which no migration of this release
-        changes.
+        """Whether the table is known to have the newest layout. No migration of this release
+        changes that one.
         """
-        return self.by.layout is NARROW is _known.get(self.place)
+        return self.statements.layout is NARROW is _known.get(self.tables_location)
 
     def use(self, layout: Layout) -> None:
         """Set the layout of the table, for this process and its forks."""
-        _known[self.place] = layout
-        if self.by.layout is not layout:
-            self.by = RecordStatements(layout, self.database, self.tables)
+        _known[self.tables_location] = layout
+        if self.statements.layout is not layout:
+            self.statements = RecordStatements(layout, self.database, self.tables)
 
     def forget_layout(self) -> None:
-        """A statement named a missing column: read the columns before the next statement in a
-        transaction of the user's.
+        """Read the columns again before the next statement in a transaction of the user's, because
+        a statement named a missing column.
         """
-        _known.pop(self.place, None)
+        _known.pop(self.tables_location, None)
 
-    def look_again(self, by: RecordStatements) -> bool:
-        """Whether the table has another layout than *by* is for; it is used from now on."""
-        self.see_columns()
-        return self.by.layout is not by.layout
+    def layout_has_changed(self, statements: RecordStatements) -> bool:
+        """Read the layout of the table and use it; returns whether *statements* is for another
+        one.
+        """
+        self.reload_layout()
+        return self.statements.layout is not statements.layout
 
-    def see_columns(self) -> None:
-        """Use the layout that the table has by now."""
+    def reload_layout(self) -> None:
+        """Read the layout of the table and use it."""
         with self.database.errors():
             self.use(self.tables.layout(self.database.engine))
 
     def on_layout(self, run: Callable[[RecordStatements], T]) -> T:
-        """The result of *run*; it runs again if the layout of the table has changed meanwhile."""
-        by = self.by
+        """The result of *run*, which runs again if the layout of the table has changed."""
+        statements = self.statements
         try:
-            return run(by)
+            return run(statements)
         except ColumnMissing:
-            if not self.look_again(by):
+            if not self.layout_has_changed(statements):
                 raise
-            return run(self.by)
+            return run(self.statements)
 
-    def insert_or_read(self, new: Record, group: str | None) -> Met:
+    def insert_or_read(self, new: Record, group: str | None) -> InsertOrReadResult:
         """Insert *new*, or read the row and the gate; see
         :class:`~celery_leases.stores.claiming.Claiming`.
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
-        by = self.by
-        values = by.layout.of_new(new)
+        statements = self.statements
+        values = statements.layout.insert_parameters(new)
         if group is not None:
             values["gate"] = gate_name(group)
-        with OF_THE_CALL:
-            found = self.database.first(by.looks[group is not None], values)
-            assert found is not None  # it always gives one row
+        with KEY_UNUSABLE_ERRORS:
+            found = self.database.first(statements.insert_or_read[group is not None], values)
+            assert found is not None  # the statement always returns one row
             now = int(found["now"])
             row: Mapping[Any, Any] | None
-            if self._at_once:
+            if self._reads_and_inserts:
                 row, gate = (
                     _from_json(found["record"]),
                     _from_json(found["gate"]) if group is not None else None,
@@ -119,9 +123,11 @@ class SqlClaims(Claiming):
             else:
                 row = found if found["stored_key"] is not None else None
                 gate = self._gate_in(found) if group is not None else None
-                moment = self._inserted(by, values) if row is None and gate is None else None
+                moment = (
+                    self._inserted(statements, values) if row is None and gate is None else None
+                )
                 inserted, now = moment is not None, moment or now
-        return Met(
+        return InsertOrReadResult(
             now,
             inserted,
             rows.to_record({**row, "now": now}) if row is not None else None,
@@ -129,28 +135,28 @@ class SqlClaims(Claiming):
         )
 
     def swap(self, seen: Record, new: Record) -> bool:
-        """Write *new* if the row is as it was *seen*; see
+        """Replace *seen* by *new* if the row is unchanged; see
         :class:`~celery_leases.stores.claiming.Claiming`.
 
         Raises :class:`KeyUnusable` when the database refuses a value of *new*.
         """
-        by = self.by
-        before, after = by.layout.of_record(seen), by.layout.of_record(new)
+        statements = self.statements
+        before, after = statements.layout.column_values(seen), statements.layout.column_values(new)
         values: dict[str, Any] = {"for_key": seen.stored_key}
         values |= {f"seen_{name}": before[name] for name in COMPARED}
-        values |= {f"new_{name}": after[name] for name in by.layout.swapped}
-        with OF_THE_CALL:
-            return self.database.count(by.swap, values) == 1
+        values |= {f"new_{name}": after[name] for name in statements.layout.swapped}
+        with KEY_UNUSABLE_ERRORS:
+            return self.database.count(statements.swap, values) == 1
 
     def await_lock(self, row: Record) -> None:
         """Lock *row* and release the lock; see :class:`~celery_leases.stores.claiming.Claiming`."""
         self.database.first(self._lock, {"for_key": row.stored_key})
 
-    def _inserted(self, by: RecordStatements, values: Mapping[str, Any]) -> int | None:
-        """Insert a row; returns the time of the insert, or ``None`` if its key exists by now."""
-        if self._of_mysql:
-            return self.database.number(by.insert, values)
-        row = self.database.first(by.insert, values)
+    def _inserted(self, statements: RecordStatements, values: Mapping[str, Any]) -> int | None:
+        """Insert a row; returns the time of the insert, or ``None`` if the key has a row now."""
+        if self._on_mysql:
+            return self.database.number(statements.insert, values)
+        row = self.database.first(statements.insert, values)
         return row["fence"] if row is not None else None
 
     def _gate_in(self, found: Mapping[Any, Any]) -> Mapping[Any, Any] | None:
@@ -162,9 +168,9 @@ def _from_json(text: str | None) -> Mapping[Any, Any] | None:
     return json.loads(text) if text is not None else None
 
 
-class _OfTheCall:
-    """Encloses statements with values of a call: a value that the database refuses is an error of
-    the call, not an outage.
+class _KeyUnusableErrors:
+    """Raises :class:`KeyUnusable` for a value that the database refuses: the value comes from the
+    call, so this is not an outage.
     """
 
     def __enter__(self) -> None:
@@ -175,4 +181,4 @@ class _OfTheCall:
             raise KeyUnusable(f"a value of this call cannot be stored: {error}") from error
 
 
-OF_THE_CALL: Final = _OfTheCall()
+KEY_UNUSABLE_ERRORS: Final = _KeyUnusableErrors()

@@ -1,8 +1,8 @@
-"""Actions at the end of SQLAlchemy's transactions.
+"""Actions at the commit, and at the end, of the user's SQLAlchemy transactions.
 
-Guarded leases are extended again just before the commit, in the same transaction: another
-transaction that waits for the row finds a live lease after the commit, however long the transaction
-took.
+Guarded leases are extended again just before the commit, in the same transaction. So another
+transaction that has waited for the row reads an unexpired lease after the commit, even if the
+transaction took long.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from celery_leases.stores.sql import rows
 from celery_leases.stores.sql.records import SqlRecordStore
 
 GUARDED: Final = "celery_leases_guarded"
-"""The key under which a connection stores its guarded transaction."""
+"""The key of ``Connection.info`` for the guarded transaction."""
 WAITING: Final = "celery_leases_waiting"
-"""The key under which a session stores the callbacks for the end of its transactions."""
+"""The key of ``Session.info`` for the callbacks at the end of its transactions."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """A transaction, and the records it has guarded, by stored key, with the time of each guard."""
+    """A transaction and the records it has guarded: by stored key, with the time of the guard."""
 
     transaction: RootTransaction | None
     records: dict[str, tuple[SqlRecordStore, Record, float]]
@@ -37,20 +37,20 @@ class _Guarded:
 def execute_in(
     connection: Connection, statement: Executable, values: Mapping[str, Any]
 ) -> CursorResult[Any]:
-    """Execute *statement* in the user's transaction, ignoring the user's ``schema_translate_map``.
+    """Execute *statement* in the user's transaction, without the user's ``schema_translate_map``.
 
-    The settings name the schema of the records, which no tenant's schema may replace.
+    The settings name the schema of the records; the schema of a tenant must not replace it.
     """
     return connection.execute(
         statement, dict(values), execution_options={"schema_translate_map": None}
     )
 
 
-def push_out_at_commit(connection: Connection, store: SqlRecordStore, record: Record) -> None:
-    """Extend the lease of *record* when the transaction of *connection*, which guards it, commits.
+def extend_at_commit(connection: Connection, store: SqlRecordStore, record: Record) -> None:
+    """Extend the lease of *record* when the transaction of *connection*, which has guarded it,
+    commits.
 
-    A recent guard that still leaves most of the ttl is not extended; neither is a row that is no
-    longer a lease.
+    The lease is not extended again if the guard is recent, so that most of the ttl is left.
     """
     if record.lease_until is None:
         return
@@ -59,9 +59,7 @@ def push_out_at_commit(connection: Connection, store: SqlRecordStore, record: Re
     if guarded is None or guarded.transaction is not transaction:
         guarded = connection.info[GUARDED] = _Guarded(transaction, {})
     guarded.records[record.stored_key] = (store, record, boot_clock())
-    event.listen(
-        connection, "commit", _before_commit
-    )  # one for all transactions: the same one is not added again
+    event.listen(connection, "commit", _before_commit)  # SQLAlchemy adds a listener only once
 
 
 def _before_commit(connection: Connection) -> None:
@@ -70,23 +68,23 @@ def _before_commit(connection: Connection) -> None:
         return
     for store, record, since in guarded.records.values():
         if boot_clock() - since > deadlines.renewal_due(0.0, record.lease_ttl):
-            values = rows.of_guard(record)
+            values = rows.guard_parameters(record)
             if store.database.host_clock:
                 values |= {"now": store.database.host_now()}
-            execute_in(connection, store.guarding, values)
+            execute_in(connection, store.guard, values)
 
 
-def tell_at_end(session: Session, done: Callable[[], None]) -> None:
-    """Call *done* once the transaction of *session* is committed or rolled back. Begins one if
-    there is none.
+def call_at_end(session: Session, done: Callable[[], None]) -> None:
+    """Call *done* once the transaction of *session* is committed or rolled back. Begins a
+    transaction if there is none.
     """
     session.connection()
     waiting = session.info.setdefault(WAITING, {})
-    if not event.contains(session, "after_transaction_end", _tell_waiting):
-        event.listen(session, "after_transaction_end", _tell_waiting)
+    if not event.contains(session, "after_transaction_end", _call_waiting):
+        event.listen(session, "after_transaction_end", _call_waiting)
     waiting.setdefault(session.get_transaction(), []).append(done)
 
 
-def _tell_waiting(session: Session, transaction: SessionTransaction) -> None:
+def _call_waiting(session: Session, transaction: SessionTransaction) -> None:
     for done in session.info.get(WAITING, {}).pop(transaction, ()):
         done()

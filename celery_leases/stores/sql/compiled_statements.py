@@ -1,8 +1,8 @@
-"""Statements compiled once by SQLAlchemy and executed on the driver's own cursor.
+"""Statements that SQLAlchemy compiles once and that run on the driver's own cursor.
 
-Executing a statement through SQLAlchemy takes several times as long as the driver alone. The
-preparation depends on the statement alone, so it is done once: the text in the dialect, the order
-of the parameters, the statement's own values, and the type conversions.
+SQLAlchemy takes several times as long to execute a statement as the driver alone. All preparation
+depends only on the statement, so it is done once: the SQL text, the order of the parameters, the
+statement's own values, and the type conversions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.types import TypeEngine
 
 Row = Mapping[Any, Any]
-"""A row of a result, by the names of its columns."""
+"""A row of a result: values by column name."""
 Convert = Callable[[Any], Any]
 
 
 class CompiledStatement:
-    """One statement compiled for one dialect, with the conversions of its parameters and
+    """A statement compiled for a dialect, with the conversions of its parameters and result
     columns.
     """
 
@@ -49,25 +49,23 @@ class CompiledStatement:
         self._returns: bool | None = None
 
     def parameters(self, values: Mapping[str, Any]) -> Sequence[Any]:
-        """The parameters for the driver: *values*, and those that the statement itself has."""
+        """The parameters for the driver: *values*, and the statement's own values."""
         given = {**self._own, **values}
         for name, convert in self._inward:
             given[name] = convert(given[name])
         return self._order(given)
 
     def first(self, cursor: Any) -> Row | None:
-        """The first row of what was executed on *cursor*."""
+        """The first row of the result on *cursor*."""
         row = cursor.fetchone()
         return self._named(cursor, row) if row is not None else None
 
     def all(self, cursor: Any) -> Sequence[Row]:
-        """All rows of what was executed on *cursor*."""
+        """All rows of the result on *cursor*."""
         return [self._named(cursor, row) for row in cursor.fetchall()]
 
     def touched(self, cursor: Any) -> bool:
-        """Whether the statement executed on *cursor* touched a row, by its returned rows or its row
-        count.
-        """
+        """Whether the statement executed on *cursor* inserted, changed or deleted a row."""
         if self._returns is None:
             self._returns = cursor.description is not None
         return cursor.fetchone() is not None if self._returns else bool(cursor.rowcount > 0)
@@ -81,8 +79,8 @@ class CompiledStatement:
         return found
 
     def _describe(self, cursor: Any) -> None:
-        """Read the columns of a result. This is slow, so it happens for the first result and after
-        the number of columns has changed.
+        """Read the column names of a result. This is slow, so it is done for the first result, and
+        again if the number of columns changes.
         """
         columns = tuple(column[0] for column in cursor.description)
         self._outward = [(name, self._types[name]) for name in columns if name in self._types]
@@ -105,10 +103,11 @@ class _Order:
 
 
 class Statements:
-    """The repeated statements of one engine, compiled when they are executed for the second time.
+    """The compiled statements of an engine. A statement is compiled when it is executed for the
+    second time.
 
-    SQLAlchemy executes a statement that was built for one call, and a statement whose text depends
-    on its values, such as an ``IN`` with any number of values.
+    SQLAlchemy executes all others: statements that are built for one call, and statements whose
+    text depends on their values, such as ``IN`` with a variable number of values.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -120,11 +119,13 @@ class Statements:
         )
 
     def executed(self, statement: Executable) -> None:
-        """Note that SQLAlchemy has executed *statement*, and so has connected to the server."""
+        """Remember that SQLAlchemy has executed *statement*. So it has connected to the server, and
+        the dialect knows the server's version.
+        """
         self._executed.add(statement)
 
     def compiled(self, statement: Executable) -> CompiledStatement | None:
-        """*statement* in its compiled form; ``None`` for one that SQLAlchemy is to execute."""
+        """*statement* in its compiled form; ``None`` if SQLAlchemy must execute it."""
         try:
             return self._compiled[statement]
         except KeyError:

@@ -1,4 +1,4 @@
-"""The connections of an engine, limited in number for each process."""
+"""Connection pools with a limit for each process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sqlalchemy.pool.base import _ConnectionRecord
 from celery_leases.concurrency.resource_pool import PoolExhausted, ResourcePool
 
 logger: Final = logging.getLogger("sqlalchemy.pool")
-"""The logger of SQLAlchemy's pools. These pools write no DEBUG lines: under eventlet a real thread
-must not log.
+"""The logger of SQLAlchemy's pools. The pools here log nothing at DEBUG, because a real thread must
+not log under eventlet.
 """
 
 
-class Lending(Protocol):
-    """A pool that lends connections without SQLAlchemy's wrapper around each use."""
+class ConnectionLender(Protocol):
+    """A pool that also lends connections without SQLAlchemy's wrapper."""
 
     def lend(self) -> _ConnectionRecord:
-        """A connection for exclusive use until :meth:`take_back`; ``get_connection()`` opens it if
-        necessary.
+        """Take a connection out of the pool until :meth:`take_back`. Its ``get_connection()`` opens
+        it if necessary.
         """
         ...
 
@@ -31,16 +31,16 @@ class Lending(Protocol):
         """Return the connection to the pool."""
         ...
 
-    def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
-        """Close the connection; equally old ones are replaced at their next use."""
+    def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
+        """Close a dead connection. Connections of the same age are replaced at their next use."""
         ...
 
 
 class BoundedPool(Pool):
     """At most *pool_size* connections, which stay open while idle.
 
-    If all are in use, callers wait in order of arrival, for *timeout* seconds or as long as
-    :data:`celery_leases.concurrency.resource_pool.patience` says; then
+    If all are in use, callers wait in their order of arrival, for *timeout* seconds or as long as
+    :data:`celery_leases.concurrency.resource_pool.patience` says. Then
     :class:`sqlalchemy.exc.TimeoutError` is raised.
     """
 
@@ -67,7 +67,7 @@ class BoundedPool(Pool):
             record.close()
         self._resource_pool.take_back(record)
 
-    def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
+    def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
         """See :class:`Lending`."""
         if self._invalidate_time < record.starttime:
             self._invalidate_time = time.time()
@@ -109,8 +109,10 @@ class BoundedPool(Pool):
         self.take_back(record)
 
 
-class OnePool(StaticPool):
-    """One connection for all threads: an in-memory database exists only in its connection."""
+class SingleConnectionPool(StaticPool):
+    """One connection for all threads, for an in-memory database, which exists in one connection
+    only.
+    """
 
     def __init__(self, creator: Any, **given: Any) -> None:
         super().__init__(creator, **given)
@@ -124,6 +126,6 @@ class OnePool(StaticPool):
     def take_back(self, record: _ConnectionRecord) -> None:
         """See :class:`Lending`."""
 
-    def found_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
+    def invalidate_dead(self, record: _ConnectionRecord, error: BaseException) -> None:
         """See :class:`Lending`."""
         record.invalidate(error)

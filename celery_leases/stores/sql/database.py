@@ -1,4 +1,4 @@
-"""One SQL database: its engine, its clock, and single statements in autocommit mode."""
+"""One SQL database: its engine, its clock, and statements in autocommit mode."""
 
 from __future__ import annotations
 
@@ -31,13 +31,18 @@ from celery_leases.errors import (
     ValueRefused,
 )
 from celery_leases.protocol.deadlines import LONGEST_WAIT
-from celery_leases.stores.faults import FAULTS
+from celery_leases.stores.python_errors import PYTHON_ERRORS
 from celery_leases.stores.sql.compiled_statements import CompiledStatement, Row, Statements
-from celery_leases.stores.sql.connections import BoundedPool, Lending, OnePool
+from celery_leases.stores.sql.connections import BoundedPool, ConnectionLender, SingleConnectionPool
 from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.dialects.names import database_now
 from celery_leases.stores.sql.upserts import Writes, touched
-from celery_leases.stores.urls import rewritten_url, shown, shown_database, without_secrets
+from celery_leases.stores.urls import (
+    display_database_url,
+    display_url,
+    escaped_url,
+    without_secrets,
+)
 
 T = TypeVar("T")
 SUPPORTED = ("sqlite", "postgresql", "mysql", "mariadb")
@@ -45,41 +50,41 @@ DRIVERS: Final[Mapping[str, Sequence[str]]] = {
     "postgresql": postgresql.DRIVERS,
     **dict.fromkeys(mysql.FAMILY, mysql.DRIVERS),
 }
-"""The drivers of each server; the first installed one is used."""
+"""The supported drivers of each server. If the URL names none, the first installed one is used."""
 MODULES: Final = {"mysqldb": "MySQLdb"}
 _TO_WRITE: Final = 'write "postgresql+psycopg://host/database", "mysql+pymysql://host/database" or "sqlite:///file.db"'
 BUSY_TIMEOUT = 5.0
 POOL_SIZE: Final = 10
-OF_SQLITE: Final = "OperationalError"
-UNDEFINED_IN_SQLITE: Final = ("no such column", "has no column named")
+SQLITE_ERROR: Final = "OperationalError"
+SQLITE_UNDEFINED_COLUMN: Final = ("no such column", "has no column named")
 LOCKED: Final = "database is locked"
-"""What SQLite says while another connection writes."""
+"""SQLite's error while another connection writes."""
 
 ONE_WRITER = "if this task has an open transaction that has written, end it first"
-DATABASE_ERRORS: Final = (SQLAlchemyError, *FAULTS)
-"""Errors of a driver, its pool or Python."""
+DATABASE_ERRORS: Final = (SQLAlchemyError, *PYTHON_ERRORS)
+"""Errors of SQLAlchemy, a driver, a pool or Python."""
 
-LOOK = "try again, or look for an idle one in pg_stat_activity (SHOW ENGINE INNODB STATUS)"
+HOW_TO_UNLOCK = "try again, or look for an idle one in pg_stat_activity (SHOW ENGINE INNODB STATUS)"
 
 
 def engine_for(
     url: str, size: int = POOL_SIZE, longest_wait: float = LONGEST_WAIT, *, migrates: bool = False
 ) -> Engine:
-    """An engine for *url*: autocommit, no statements when a connection is returned, at most *size*
-    connections.
+    """An engine for *url* in autocommit mode, with at most *size* connections.
 
-    If all of them are in use, a statement waits for one, at most *longest_wait* seconds. A server
-    that is silent for 15 s is given up, unless the engine *migrates*: then its statements may take
-    long. Raises :class:`LeaseConfigurationError` for an unsupported database or a missing driver.
+    If all connections are in use, a statement waits at most *longest_wait* seconds for one. A
+    statement fails after 15 s without an answer, unless the engine *migrates*: then its statements
+    may take longer. Raises :class:`LeaseConfigurationError` for an unsupported database or a
+    missing driver.
     """
     parsed = _parsed(url)
-    backend, of_mysql = parsed.get_backend_name(), parsed.get_backend_name() in mysql.FAMILY
+    backend, on_mysql = parsed.get_backend_name(), parsed.get_backend_name() in mysql.FAMILY
     options: dict[str, Any] = {
         "poolclass": BoundedPool,
         "pool_size": size,
         "pool_timeout": longest_wait,
     }
-    # Some statements read two unrelated rows by their keys, which SQLAlchemy would warn about.
+    # Some statements read rows of two tables without a join, about which SQLAlchemy would warn.
     options["enable_from_linting"] = False
     if backend == "postgresql":
         options["connect_args"] = postgresql.connect_args(parsed)
@@ -87,9 +92,9 @@ def engine_for(
         options["connect_args"] = {"timeout": BUSY_TIMEOUT, "check_same_thread": False}
         if parsed.database in (None, "", ":memory:"):
             del options["pool_size"], options["pool_timeout"]
-            options["poolclass"] = OnePool
-    if of_mysql:
-        parsed = mysql.without_end(parsed) if migrates else parsed
+            options["poolclass"] = SingleConnectionPool
+    if on_mysql:
+        parsed = mysql.without_read_timeout(parsed) if migrates else parsed
         options["connect_args"] = mysql.connect_args(parsed, migrates=migrates)
     try:
         engine = create_engine(
@@ -99,13 +104,13 @@ def engine_for(
         ModuleNotFoundError,
         SQLAlchemyError,
         TypeError,
-    ) as error:  # the last is an option SQLAlchemy is too old for
-        extra = "mysql" if of_mysql else backend
+    ) as error:  # TypeError: SQLAlchemy is too old for an option
+        extra = "mysql" if on_mysql else backend
         raise LeaseConfigurationError(
-            f"leases_database_url={shown_database(parsed)!r} has no driver here ({error}); "
+            f"leases_database_url={display_database_url(parsed)!r} has no driver here ({error}); "
             f"pip install 'celery-leases[{extra}]'"
         ) from None
-    if of_mysql:
+    if on_mysql:
         event.listen(engine, "connect", mysql.prepare)
         # In autocommit mode a ROLLBACK is unnecessary and would cost a round trip.
         engine.dialect.do_rollback = _nothing  # type: ignore[assignment, method-assign]
@@ -120,13 +125,13 @@ def engine_for(
 
 @contextmanager
 def migrating(engine: Engine) -> Iterator[Engine]:
-    """An engine for the same database whose statements may take as long as they need, until the end
-    of the block.
+    """A context manager with an engine for the same database, whose statements have no time
+    limit.
     """
     if engine.dialect.name == "sqlite":
         yield engine
         return
-    made = engine_for(rewritten_url(engine.url), migrates=True)
+    made = engine_for(escaped_url(engine.url), migrates=True)
     try:
         yield made
     finally:
@@ -134,25 +139,25 @@ def migrating(engine: Engine) -> Iterator[Engine]:
 
 
 def _parsed(url: str) -> URL:
-    """The URL of a supported database, with a driver that is installed where *url* names none."""
+    """The URL of a supported database. If *url* names no driver, it gets an installed one."""
     try:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError, TypeError) as error:
         raise LeaseConfigurationError(
-            f"leases_database_url={shown(url)!r} is not a database URL ({type(error).__name__}); {_TO_WRITE}"
+            f"leases_database_url={display_url(url)!r} is not a database URL ({type(error).__name__}); {_TO_WRITE}"
         ) from None
     backend, _, driver = parsed.drivername.partition("+")
     backend = "postgresql" if backend == "postgres" else backend
     if backend not in SUPPORTED:
         raise LeaseConfigurationError(
-            f"leases_database_url={shown(url)!r}: records can be stored in {' or '.join(SUPPORTED)}; {_TO_WRITE}"
+            f"leases_database_url={display_url(url)!r}: records can be stored in {' or '.join(SUPPORTED)}; {_TO_WRITE}"
         )
     drivers = DRIVERS.get(backend)
     if drivers is None:
         return parsed
     if driver and driver not in drivers:
         raise LeaseConfigurationError(
-            f"leases_database_url={shown(url)!r}: the driver must be {' or '.join(drivers)}; {_TO_WRITE}"
+            f"leases_database_url={display_url(url)!r}: the driver must be {' or '.join(drivers)}; {_TO_WRITE}"
         )
     found = driver or next(filter(_is_installed, drivers), next(iter(drivers)))
     return parsed.set(drivername=f"{backend}+{found}")
@@ -171,8 +176,8 @@ def _nothing(_: Any) -> None:
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
-    # FULL: a done record must survive a power failure; NORMAL may lose the last commits of a WAL
-    # database.
+    # FULL: a done record must survive a power failure. With NORMAL the last commits of a WAL
+    # database may be lost.
     for pragma in ("journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
 
@@ -180,13 +185,13 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 _open: WeakSet[Database] = WeakSet()
 
 
-def _leave_to_the_parent() -> None:
+def _drop_inherited_connections() -> None:
     for database in list(_open):
         database.close(inherited=True)
 
 
-# Two processes on one connection would get each other's replies.
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+# Two processes on one connection would read each other's replies.
+os.register_at_fork(after_in_child=_drop_inherited_connections)
 
 
 def host_now() -> int:
@@ -195,34 +200,32 @@ def host_now() -> int:
 
 
 class _KeyPresentError(Exception):
-    """An insert was refused because its key exists."""
+    """An insert failed because its key exists."""
 
 
-def _found_dead(error: DBAPIError) -> bool:
-    """Whether the connection was closed, so that a new one helps. ``False`` after a timeout: the
-    statement is not repeated, because it could take as long again.
+def _needs_new_connection(error: DBAPIError) -> bool:
+    """Whether the connection was closed, so that the statement is worth repeating on a new one.
+    ``False`` after a timeout, because the statement could take as long again.
     """
     silent = isinstance(error.orig, TimeoutError) or "timed out" in str(error.orig)
     return error.connection_invalidated and not silent
 
 
 def misses_a_column(error: Exception) -> bool:
-    """Whether a statement names a column that its table does not have, by SQLAlchemy's error or the
-    driver's.
-    """
+    """Whether *error*, of SQLAlchemy or of the driver, says that a column does not exist."""
     cause = getattr(error, "orig", None) or error
     return (
-        postgresql.state_of(cause) == postgresql.UNDEFINED_COLUMN
+        postgresql.state_of(error) == postgresql.UNDEFINED_COLUMN
         or mysql.code_of(error) == mysql.UNDEFINED_COLUMN
         or (
-            type(cause).__name__ == OF_SQLITE
-            and any(words in str(cause) for words in UNDEFINED_IN_SQLITE)
+            type(cause).__name__ == SQLITE_ERROR
+            and any(words in str(cause) for words in SQLITE_UNDEFINED_COLUMN)
         )
     )
 
 
 def _refuses_a_value(error: Exception) -> bool:
-    """Whether the database or its driver refuses a value, so that repetition does not help."""
+    """Whether the database or its driver refuses a value, so that the error would repeat."""
     cause = getattr(error, "orig", None) or error
     without_nul = isinstance(cause, ValueError) and "NUL" in str(cause)  # psycopg2
     too_large = mysql.code_of(error) in mysql.TOO_LARGE
@@ -235,40 +238,38 @@ def _refuses_a_value(error: Exception) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taking(Generic[T]):
-    """How a value is read after a statement: from SQLAlchemy's result, or from the driver's
-    cursor.
-    """
+class _ResultReader(Generic[T]):
+    """Reads a value after a statement, from SQLAlchemy's result or from the driver's cursor."""
 
-    of_result: Callable[[CursorResult[Any]], T]
-    of_cursor: Callable[[CompiledStatement, Any], T]
+    from_result: Callable[[CursorResult[Any]], T]
+    from_cursor: Callable[[CompiledStatement, Any], T]
 
 
-_FIRST: Final[_Taking[Row | None]] = _Taking(
+_FIRST: Final[_ResultReader[Row | None]] = _ResultReader(
     lambda result: result.mappings().first(), CompiledStatement.first
 )
-_ALL: Final[_Taking[Sequence[Row]]] = _Taking(
+_ALL: Final[_ResultReader[Sequence[Row]]] = _ResultReader(
     lambda result: result.mappings().all(), CompiledStatement.all
 )
-_COUNT: Final[_Taking[int]] = _Taking(
+_COUNT: Final[_ResultReader[int]] = _ResultReader(
     lambda result: result.rowcount, lambda _, cursor: int(cursor.rowcount)
 )
-_NUMBER: Final[_Taking[int]] = _Taking(
+_NUMBER: Final[_ResultReader[int]] = _ResultReader(
     lambda result: result.lastrowid, lambda _, cursor: int(cursor.lastrowid)
 )
-_TOUCHED: Final[_Taking[bool]] = _Taking(touched, CompiledStatement.touched)
+_TOUCHED: Final[_ResultReader[bool]] = _ResultReader(touched, CompiledStatement.touched)
 
 
 class Database:
-    """Executes statements. After a dead connection or a deadlock the statement is repeated once, so
-    every statement must be repeatable.
+    """Executes statements in autocommit mode. After a deadlock, or on a dead connection, a
+    statement is executed a second time, so every statement must be repeatable.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.now = database_now(engine.dialect)
         self.host_clock = engine.dialect.name == "sqlite"
-        #: The time for statements on SQLite, which has no clock: microseconds since the epoch.
+        #: The clock for statements on SQLite, which has no server: microseconds since the epoch.
         self.host_now: Callable[[], int] = host_now
         self._statements = Statements(engine.dialect)
         self._driver_error: type[Exception] = engine.dialect.loaded_dbapi.Error
@@ -278,8 +279,8 @@ class Database:
         _open.add(self)
 
     def first(self, statement: Executable, values: Mapping[str, Any]) -> Row | None:
-        """Run *statement*; returns its first row. Raises :class:`StoreUnavailable`, as the methods
-        below do.
+        """Run *statement*; returns its first row. Raises :class:`StoreUnavailable`, as do the other
+        methods.
         """
         return self._run(statement, values, _FIRST)
 
@@ -288,7 +289,7 @@ class Database:
         return self._run(statement, values, _ALL)
 
     def touch(self, writes: Writes, values: Mapping[str, Any]) -> bool:
-        """Run *writes* in order until one touches a row; returns whether one did."""
+        """Run *writes* in order until one touches a row; returns whether one did so."""
         return any(self._touches(write, values) for write in writes)
 
     def count(self, statement: Executable, values: Mapping[str, Any]) -> int:
@@ -296,16 +297,16 @@ class Database:
         return self._run(statement, values, _COUNT)
 
     def number(self, statement: Executable, values: Mapping[str, Any]) -> int | None:
-        """Run *statement*, an insert for MySQL; returns its ``LAST_INSERT_ID``, or ``None`` if its
-        key exists.
-        """
+        """Run an INSERT on MySQL; returns ``LAST_INSERT_ID``, or ``None`` if the key exists."""
         try:
             return self._run(statement, values, _NUMBER)
         except _KeyPresentError:
             return None
 
-    def nobody_writes(self) -> bool:
-        """Whether no connection to this SQLite database is in a transaction that has written."""
+    def has_no_writer(self) -> bool:
+        """Whether no connection has an open transaction that has written to this SQLite
+        database.
+        """
 
         def begin(connection: Connection) -> bool:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -317,16 +318,16 @@ class Database:
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Convert errors of the database to :class:`StoreUnavailable`, or to :class:`ValueRefused`
-        if it refused a value.
+        if the database refused a value.
         """
         try:
             yield
         except DATABASE_ERRORS as error:
-            raise self._ours(error) from error
+            raise self._converted(error) from error
 
     def close(self, *, inherited: bool = False) -> None:
-        """Close the connections; *inherited*: without a message to the server, because they belong
-        to the parent process.
+        """Close the connections. *inherited*: only forget them, because they belong to the parent
+        process.
         """
         self.engine.dispose(close=not inherited)
 
@@ -336,31 +337,31 @@ class Database:
         except _KeyPresentError:
             return False
 
-    def _run(self, statement: Executable, values: Mapping[str, Any], taking: _Taking[T]) -> T:
+    def _run(self, statement: Executable, values: Mapping[str, Any], reader: _ResultReader[T]) -> T:
         if self.host_clock:
             values = {**values, "now": self.host_now()}
         try:
             compiled = self._statements.compiled(statement)
             try:
-                return self._once(statement, compiled, values, taking)
+                return self._once(statement, compiled, values, reader)
             except DBAPIError as error:
-                if not (_found_dead(error) or mysql.code_of(error) == mysql.DEADLOCK):
+                if not (_needs_new_connection(error) or mysql.code_of(error) == mysql.DEADLOCK):
                     raise
-            return self._once(statement, compiled, values, taking)
+            return self._once(statement, compiled, values, reader)
         except DATABASE_ERRORS as error:
-            raise self._ours(error) from error
+            raise self._converted(error) from error
 
     def _once(
         self,
         statement: Executable,
         compiled: CompiledStatement | None,
         values: Mapping[str, Any],
-        taking: _Taking[T],
+        reader: _ResultReader[T],
     ) -> T:
         try:
             if compiled is not None:
-                return self._on_cursor(compiled, values, taking.of_cursor)
-            return self._by_sqlalchemy(statement, values, taking.of_result)
+                return self._on_cursor(compiled, values, reader.from_cursor)
+            return self._by_sqlalchemy(statement, values, reader.from_result)
         except IntegrityError as error:
             if mysql.is_duplicate(error):
                 raise _KeyPresentError from error
@@ -370,37 +371,35 @@ class Database:
         self,
         statement: Executable,
         values: Mapping[str, Any],
-        take: Callable[[CursorResult[Any]], T],
+        read: Callable[[CursorResult[Any]], T],
     ) -> T:
         with self.engine.connect() as connection:
             try:
-                taken = take(connection.execute(statement, values))
+                value = read(connection.execute(statement, values))
             except SQLAlchemyError:
                 raise
             except BaseException as error:
-                if not self._is_whole(error):
+                if not self._is_reusable(error):
                     connection.invalidate(error)
                 raise
         self._statements.executed(statement)
-        return taken
+        return value
 
     def _on_cursor(
         self,
         compiled: CompiledStatement,
         values: Mapping[str, Any],
-        take: Callable[[CompiledStatement, Any], T],
+        read: Callable[[CompiledStatement, Any], T],
     ) -> T:
-        """Execute *compiled* on the driver's own cursor; raises the errors that SQLAlchemy
-        would.
-        """
+        """Execute *compiled* on the driver's own cursor; raises the same errors as SQLAlchemy."""
         parameters = compiled.parameters(values)
-        pool: Lending = self.engine.pool  # type: ignore[assignment]
+        pool: ConnectionLender = self.engine.pool  # type: ignore[assignment]
         record, cursor = pool.lend(), None
         try:
             connection = record.get_connection()
             cursor = record.info.pop(compiled, None) or connection.cursor()
             cursor.execute(compiled.text, parameters)
-            taken = take(compiled, cursor)
+            value = read(compiled, cursor)
             if self._keeps_cursors:
                 record.info[compiled] = cursor
             else:
@@ -408,7 +407,7 @@ class Database:
         except self._driver_error as error:
             dead = self._is_dead(error, record.dbapi_connection)
             if dead:
-                pool.found_dead(record, error)
+                pool.invalidate_dead(record, error)
             raise DBAPIError.instance(
                 compiled.text,
                 parameters,
@@ -418,27 +417,28 @@ class Database:
                 dialect=self.engine.dialect,
             ) from error
         except BaseException as error:
-            if not self._is_whole(error):
+            if not self._is_reusable(error):
                 record.invalidate(error)
             elif cursor is not None:
                 cursor.close()
             raise
         finally:
             pool.take_back(record)
-        return taken
+        return value
 
     def _is_dead(self, error: Exception, connection: Any) -> bool:
-        """Whether an error of the driver means that *connection* is unusable; ``None`` if none was
-        made.
+        """Whether an error of the driver means that *connection*, which is ``None`` if connecting
+        failed, is unusable.
         """
         dialect: Any = self.engine.dialect
         return dialect.is_disconnect(error, connection, None) or postgresql.is_outdated(error)
 
-    def _is_whole(self, error: BaseException) -> bool:
+    def _is_reusable(self, error: BaseException) -> bool:
         """Whether a connection may be used again after *error* interrupted its statement.
 
-        It may not if data were sent, because the next statement would read the answer to this one.
-        SQLite has no such answers, and its connection may be the whole database.
+        It may not be if data were sent to a server, because the next statement would read the reply
+        to this one. SQLite has no server, and an in-memory database would be lost with its
+        connection.
         """
         return self.host_clock or (isinstance(error, Exception) and _refuses_a_value(error))
 
@@ -456,24 +456,27 @@ class Database:
                     f"PRAGMA busy_timeout={int(BUSY_TIMEOUT * 1000)}"
                 ).close()
 
-    def _ours(self, error: Exception) -> StoreUnavailable | ValueRefused:
+    def _converted(self, error: Exception) -> StoreUnavailable | ValueRefused:
         cause = getattr(error, "orig", None) or error
         if _refuses_a_value(error):
             return ValueRefused(
                 f"the database refuses a value: {' '.join(str(cause).split())}", False
             )
         if misses_a_column(error):
-            shown = without_secrets(" ".join(str(cause).split()), self.engine.url)
-            return ColumnMissing(f"{shown_database(self.engine.url)}: {shown}", False)
+            message = without_secrets(" ".join(str(cause).split()), self.engine.url)
+            return ColumnMissing(f"{display_database_url(self.engine.url)}: {message}", False)
         refused = (
-            postgresql.state_of(cause) == postgresql.LOCK_NOT_AVAILABLE
-            or mysql.code_of(cause) in mysql.NOT_EXECUTED
+            postgresql.state_of(error) == postgresql.LOCK_NOT_AVAILABLE
+            or mysql.code_of(error) in mysql.NOT_EXECUTED
         )
         one_writer = self.host_clock and LOCKED in str(cause)
         executed = False if isinstance(error, PoolTimeout) or refused or one_writer else None
         text = f"{type(cause).__name__}: {without_secrets(' '.join(str(cause).split()), self.engine.url)}"
         if refused:
-            text = f"another transaction has locked the row, or this statement was part of a deadlock; {LOOK} ({text})"
+            text = (
+                "another transaction has locked the row, or this statement was part of a deadlock; "
+                f"{HOW_TO_UNLOCK} ({text})"
+            )
         if one_writer:
             text = f"{text}: SQLite allows one writer at a time; {ONE_WRITER}"
-        return StoreUnavailable(f"{shown_database(self.engine.url)}: {text}", executed)
+        return StoreUnavailable(f"{display_database_url(self.engine.url)}: {text}", executed)

@@ -1,5 +1,5 @@
-"""Differences between DB-API drivers: the current transaction, the database's name, the type of a
-row.
+"""What DB-API drivers do differently: the state of a transaction, the database's name, the type
+of a row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ IN_PROGRESS: Final = "in progress"
 
 
 class TransactionMark:
-    """Identifies one transaction of a DB-API connection, because the connection may be in a later
-    one by now.
+    """Identifies a transaction of a DB-API connection, so that it is not confused with a later one.
 
-    On PostgreSQL the mark is the transaction's number, on SQLite a savepoint. MySQL has no mark.
+    On PostgreSQL the mark is the transaction id, on SQLite a savepoint. MySQL has none.
     """
 
     def __init__(self, driver: Any, database: Database) -> None:
@@ -33,14 +32,12 @@ class TransactionMark:
         self._savepoint: str | None = None
 
     def set(self) -> None:
-        """Mark the transaction that the connection is in, unless that was done before."""
+        """Mark the current transaction of the connection, unless it is marked."""
         kind = self._database.engine.dialect.name
         if kind == "postgresql" and self._number is None:
             with closing(self._driver.cursor()) as cursor:
                 cursor.execute("SELECT txid_current() AS number")
-                with suppress(
-                    Exception
-                ):  # rows are made as the user likes; without a number nothing is sure
+                with suppress(Exception):  # a row factory of the user's may hide the column
                     self._number = int(first_row(cursor)["number"])
         elif kind == "sqlite" and self._savepoint is None and self._driver.in_transaction:
             savepoint = f"celery_leases_{token_hex(8)}"
@@ -48,17 +45,17 @@ class TransactionMark:
             self._savepoint = savepoint
 
     def is_over(self) -> bool:
-        """Whether the transaction is known to have ended; another connection is asked."""
+        """Whether the transaction has certainly ended; asks on another connection."""
         with suppress(StoreUnavailable):
             if self._number is not None:
                 return self._status() != IN_PROGRESS
             if self._savepoint is not None:
-                return self._database.nobody_writes()
+                return self._database.has_no_writer()
         return False
 
     def is_surely_open(self) -> bool:
-        """Whether the transaction is known to be open. Call it once, right before a rollback,
-        because it may release the savepoint.
+        """Whether the transaction is certainly open. Releases the savepoint, so call it only once,
+        right before a rollback.
         """
         with suppress(Exception):
             if self._number is not None:
@@ -75,8 +72,8 @@ class TransactionMark:
 
 
 def database_of(driver: Any) -> str | None:
-    """The database (for SQLite the absolute path of the file) of a DB-API connection; ``None`` if
-    unknown.
+    """The database of a DB-API connection (for SQLite the absolute path of the file); ``None``
+    if it is not known.
     """
     if hasattr(driver, "total_changes"):  # sqlite3
         with closing(driver.cursor()) as cursor:
@@ -114,27 +111,24 @@ def column_names(executed: Any) -> Sequence[str]:
 
 
 def in_transaction(driver: Any) -> bool:
-    """Whether a DB-API connection is inside a transaction; ``True`` for an open connection that
-    does not report it.
+    """Whether a DB-API connection is in a transaction. If the driver does not report that, an open
+    connection counts as in one.
     """
     if driver is None:
         return False
-    is_open = tells_transaction(driver)
+    is_open = reports_transaction(driver)
     return is_open if is_open is not None else not getattr(driver, "closed", False)
 
 
-def tells_transaction(driver: Any) -> bool | None:
-    """Whether a DB-API connection reports an open transaction, for psycopg, psycopg2, sqlite3 and
-    the MySQL drivers; ``None`` if it does not report that.
+def reports_transaction(driver: Any) -> bool | None:
+    """Whether a DB-API connection reports an open transaction; ``None`` if its driver does not
+    report that. Knows psycopg, psycopg2, sqlite3 and the MySQL drivers.
     """
     if hasattr(driver, "in_transaction"):
         return bool(driver.in_transaction)
     info = getattr(driver, "info", None)
     status = getattr(info, "transaction_status", None)
     if status is not None:
-        return int(status) in (
-            1,
-            2,
-            3,
-        )  # active, in a transaction, in a failed one: libpq's PQTRANS_*
+        # PQTRANS_ACTIVE, PQTRANS_INTRANS and PQTRANS_INERROR of libpq
+        return int(status) in (1, 2, 3)
     return mysql.in_transaction(driver) if hasattr(driver, "get_autocommit") else None

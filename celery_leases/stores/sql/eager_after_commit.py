@@ -1,8 +1,8 @@
 """Eager calls that wait for the commit of their caller's transaction.
 
-The records of eager calls are in memory, so the caller's transaction cannot contain them. The call
-waits in its process until the transaction has committed. A rollback of the transaction or of its
-savepoint drops the call.
+The records of eager calls are in memory, so they cannot be part of the caller's transaction. The
+call waits in its process until the transaction commits. A rollback of the transaction, or to a
+savepoint before the call, drops the call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from celery_leases.errors import WrongDatabase
 from celery_leases.protocol.keys import CallKey
 
 WAITING: Final = "celery_leases_after_commit"
-"""The key under which a session or connection stores the calls that wait for its commit."""
+"""The key of ``info``, of a session or connection, for the calls that wait for its commit."""
 COMMITTED: Final = "celery_leases_committed"
-"""The key under which a session stores the actions for when its committed transaction is over."""
+"""The key of ``Session.info`` for the calls to run once the committed transaction has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingCall:
-    """A call of *key* that ``done`` writes; *within* are the transactions and savepoints that must
-    commit.
+    """A call of ``key`` that waits until all transactions and savepoints in ``within`` are
+    committed.
 
-    ``done`` gets ``True`` if the transaction is over, so that the call may run at once. A call that
-    *completes* the key is written at the moment of the commit.
+    Then ``done`` is called, with ``True`` if the transaction has ended, so that the task may run at
+    once. ``completes``: the call writes an outcome, which happens at the moment of the commit.
     """
 
     key: CallKey
@@ -40,7 +40,7 @@ class WaitingCall:
 
 
 def waiting_in(given: Any) -> Sequence[WaitingCall]:
-    """The calls that wait for the commit of *given*'s transaction, as far as that is known."""
+    """The calls that wait for the commit of *given*'s transaction; empty if that is not known."""
     given = _unwrapped(given)
     if isinstance(given, Session):
         return [call for call in given.info.get(WAITING, ()) if not call.completes]
@@ -59,9 +59,9 @@ def do_after_commit(
 ) -> None:
     """Call *done* once the transaction of *given* commits.
 
-    *given* is a SQLAlchemy ``Session`` or ``Connection``, or one of Django's connections. The
-    commit of a ``Connection`` is observed slightly before it happens, so nothing may run then.
-    Raises :class:`WrongDatabase` for anything else.
+    *given* is a SQLAlchemy ``Session`` or ``Connection``, or one of Django's connections. For a
+    ``Connection`` *done* is called just before the commit, so no task may run yet. Raises
+    :class:`WrongDatabase` for anything else.
     """
     given = _unwrapped(given)
     if isinstance(given, Session):
@@ -108,7 +108,7 @@ def _listen(target: Any, names: Sequence[str], receivers: dict[str, Callable[...
 
 
 def _of_session(session: Session) -> Iterator[SessionTransaction]:
-    """The transaction a session is in, from the innermost savepoint outwards."""
+    """The savepoints and the transaction that a session is in, the innermost first."""
     found = session.get_nested_transaction() or session.get_transaction()
     while found is not None:
         yield found
@@ -133,9 +133,7 @@ def _session_rolls_back(session: Session, transaction: SessionTransaction) -> No
 def _session_ends(session: Session, transaction: SessionTransaction) -> None:
     if transaction.parent is not None:
         return
-    _drop(
-        session.info, transaction
-    )  # one that was closed has neither committed nor been rolled back
+    _drop(session.info, transaction)  # close() reports neither a commit nor a rollback
     for call in session.info.pop(COMMITTED, ()):
         call.done(True)
 
@@ -156,7 +154,7 @@ _ON_SESSION: Final[dict[str, Callable[..., None]]] = {
 
 
 def _savepoints(connection: Connection) -> Iterator[str]:
-    """The names of the savepoints a connection is in."""
+    """The names of the savepoints that a connection is in."""
     nested: Any = connection.get_nested_transaction()
     while nested is not None:
         yield getattr(nested, "_savepoint", "")

@@ -1,4 +1,4 @@
-"""Effects and progress in the records' database: every write is fenced by the row of the record."""
+"""Effects and progress in the records database. Each write is fenced by the record's row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import BigInteger, TextClause, bindparam, column, delete, select, text, update
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    TextClause,
+    bindparam,
+    column,
+    delete,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.sql.selectable import TextualSelect
 
 from celery_leases.errors import RecordUnreadable, ValueRefused
@@ -19,15 +29,17 @@ from celery_leases.protocol.effects import (
     scopes_of,
     unreadable,
 )
-from celery_leases.protocol.records import Record, State
+from celery_leases.protocol.records import Record
 from celery_leases.protocol.results import decode
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.dialects.names import in_text, now_in_text
-from celery_leases.stores.sql.rows import MICROSECONDS
+from celery_leases.stores.sql.record_statements import is_running
+from celery_leases.stores.sql.rows import attempt_parameters
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.upserts import Writes
+from celery_leases.stores.sql.values import microseconds
 
 logger = logging.getLogger("celery_leases")
 
@@ -58,7 +70,7 @@ WHERE e.stored_key = :stored_key AND e.name = :name AND e.scope = :scope AND e.s
 
 
 class SqlEffectStore:
-    """An :class:`~celery_leases.protocol.ports.EffectStore` beside the records of *tables* in
+    """An :class:`~celery_leases.protocol.ports.EffectStore` for the records of *tables* in
     *database*.
     """
 
@@ -67,6 +79,11 @@ class SqlEffectStore:
         self.effects = tables.effects
         self.records = tables.records
         self._begin = self._beginning()
+        running, columns = is_running(tables.records), tables.records.c
+        self._select_running = select(columns.fence).where(*running)
+        self._clear_crashes = update(tables.records).where(*running).values(crashes=0)
+        progress: BindParameter[str] = bindparam("new_progress", type_=columns.progress.type)
+        self._save_progress = self._clear_crashes.values(progress=progress)
 
     def begin(
         self,
@@ -85,7 +102,7 @@ class SqlEffectStore:
             "owner": record.owner,
             "name": name,
             "scope": scope.name,
-            "keep": int(scope.keep * MICROSECONDS) if scope.keep is not None else None,
+            "keep": microseconds(scope.keep) if scope.keep is not None else None,
             "idempotency_key": idempotency_key,
             "taken": taken if taken is not None else -1,
         }
@@ -95,7 +112,7 @@ class SqlEffectStore:
                 return Begun(begun)
             found = self.read(record.stored_key, name, scope.name)
             if found is not None or not self.is_running(record):
-                break  # else it was withdrawn before it could be read
+                break  # otherwise it was withdrawn before it could be read: try again
         if found is None or not self.is_running(record):
             return None
         if found.state is EffectState.SENT and found.fence == record.fence:
@@ -104,10 +121,7 @@ class SqlEffectStore:
 
     def is_running(self, record: Record) -> bool:
         """Whether the row is still running under the record's fence and owner."""
-        return (
-            self.database.first(select(self.records.c.fence).where(*self._fenced(record)), {})
-            is not None
-        )
+        return self.database.first(self._select_running, attempt_parameters(record)) is not None
 
     def finish(self, effect: Effect, result: str | None, reference: str | None) -> bool:
         """Store the reply; see :class:`~celery_leases.protocol.ports.EffectStore`.
@@ -149,7 +163,7 @@ class SqlEffectStore:
         )
 
     def withdraw(self, effect: Effect) -> bool:
-        """Take the intent back; see :class:`~celery_leases.protocol.ports.EffectStore`."""
+        """Delete the intent; see :class:`~celery_leases.protocol.ports.EffectStore`."""
         return self.database.count(delete(self.effects).where(*self._intent(effect)), {}) == 1
 
     def read(self, stored_key: str, name: str, scope: str) -> Effect | None:
@@ -164,8 +178,8 @@ class SqlEffectStore:
         return _effect(row) if row is not None else None
 
     def of_key(self, record: Record) -> Sequence[Effect]:
-        """All effects of the record's generation and of its call, in the order in which they were
-        sent.
+        """All effects of the record's generation and of its call, ordered by the time of their
+        intents.
         """
         effects = self.effects
         query = self._reading().where(
@@ -177,8 +191,8 @@ class SqlEffectStore:
         ]
 
     def forget_sent(self, record: Record) -> int:
-        """Delete the intents without a reply, of all attempts up to that of *record*: an operator
-        has stated that they did not happen.
+        """Delete the intents without a reply of all attempts up to that of *record*; see
+        :class:`~celery_leases.protocol.ports.EffectStore`.
         """
         effects = self.effects
         sent = delete(effects).where(
@@ -190,26 +204,15 @@ class SqlEffectStore:
         return self.database.count(sent, {})
 
     def save_progress(self, record: Record, progress: str) -> bool:
-        """Save the progress of the attempt and reset its count of crashes, if the attempt still
-        owns the row.
+        """Save the progress and set the crashes in a row to 0, if the attempt still owns the
+        row.
         """
-        saved = (
-            update(self.records).where(*self._fenced(record)).values(progress=progress, crashes=0)
-        )
-        return self.database.count(saved, {}) == 1
+        values = attempt_parameters(record) | {"new_progress": progress}
+        return self.database.count(self._save_progress, values) == 1
 
     def clear_crashes(self, record: Record) -> None:
-        """Reset the count of consecutive crashes, because the attempt has made progress."""
-        self.database.count(update(self.records).where(*self._fenced(record)).values(crashes=0), {})
-
-    def _fenced(self, record: Record) -> tuple[Any, ...]:
-        records = self.records
-        return (
-            records.c.stored_key == record.stored_key,
-            records.c.state == State.RUNNING,
-            records.c.fence == record.fence,
-            records.c.owner == record.owner,
-        )
+        """Set the crashes in a row to 0, because the attempt has made progress."""
+        self.database.count(self._clear_crashes, attempt_parameters(record))
 
     def _intent(self, effect: Effect) -> tuple[Any, ...]:
         effects = self.effects
@@ -234,17 +237,17 @@ class SqlEffectStore:
 
     def _beginning(self) -> TextualSelect | Writes:
         dialect = self.database.engine.dialect
-        of_mysql = mysql.is_mysql(dialect)
+        on_mysql = mysql.is_mysql(dialect)
         effects = in_text(self.effects, dialect)
         words = {
             "effects": f"{effects} AS e",
             "records": in_text(self.records, dialect),
             "now": now_in_text(dialect),
             "lock": "" if self.database.host_clock else "FOR UPDATE",
-            "big": "SIGNED" if of_mysql else "BIGINT",
+            "big": "SIGNED" if on_mysql else "BIGINT",
         }
         words["held"] = _HELD.format(**words)
-        if of_mysql:
+        if on_mysql:
             return text(_INSERT.format(**words | {"effects": effects})), text(
                 _TAKE_OVER.format(**words)
             )
@@ -255,23 +258,22 @@ class SqlEffectStore:
 
 
 def _effect(found: Row, *, lenient: bool = False) -> Effect:
-    """The effect in the row *found*; raises :class:`RecordUnreadable` for a value that cannot be
-    read.
+    """The effect in the row *found*. Raises :class:`RecordUnreadable` for an unreadable value.
 
-    *lenient*, for operators: such a value counts as absent, and ``unreadable`` says why.
+    *lenient*, for operators: an unreadable value counts as absent, and ``unreadable`` says why.
     """
     row: dict[str, Any] = dict(found)
-    trouble = None
+    problem = None
     for column_name, (convert, absent) in _READ.items():
         value = row[column_name]
         try:
             if value is None and column_name not in _NULLABLE:
                 raise TypeError("NULL")
             row[column_name] = None if value is None else convert(value)
-        except Exception as error:  # noqa: BLE001 - whatever a decoder raises
-            trouble = unreadable(row["stored_key"], row["name"], column_name, value, error)
+        except Exception as error:  # noqa: BLE001 - a decoder may raise anything
+            problem = unreadable(row["stored_key"], row["name"], column_name, value, error)
             if not lenient:
-                raise RecordUnreadable(trouble, False, row["stored_key"], column_name) from None
+                raise RecordUnreadable(problem, False, row["stored_key"], column_name) from None
             row[column_name] = absent
     return Effect(
         row["stored_key"],
@@ -285,12 +287,12 @@ def _effect(found: Row, *, lenient: bool = False) -> Effect:
         row["reference"],
         row["result"],
         row["done_at"],
-        trouble,
+        problem,
     )
 
 
 def _integer(value: object) -> int:
-    if type(value) is not int:  # SQLite takes text there
+    if type(value) is not int:  # SQLite stores text in an integer column
         raise TypeError("not an integer")
     return value
 

@@ -1,7 +1,7 @@
 """The gates of cooldown groups in the records database: one row for each gate that is not open.
 
-The last closings of a group are a row of the table of effects, beside no key, as counts are (see
-:mod:`celery_leases.stores.sql.metrics`): so they need no table of their own and no migration.
+The history of a gate is a row of the effects table without a key, as counts are (see
+:mod:`celery_leases.stores.sql.metrics`). So it needs neither a table of its own nor a migration.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from celery_leases.protocol.closings import REMEMBERED
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Renewal
 from celery_leases.stores.group_closing import GateClosing
-from celery_leases.stores.group_values import gate_from, gate_name, why
+from celery_leases.stores.group_values import gate_from, gate_name, reason_json
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database
-from celery_leases.stores.sql.rows import MICROSECONDS
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.upserts import Writes, insert_absent, upsert
+from celery_leases.stores.sql.values import MICROSECONDS, microseconds
 
 PAST: Final = "celery_leases.closings"
-"""Stands where an effect has its name; the name of the gate stands where it has its scope."""
+"""The value of the column ``name`` in such a row. The column ``scope`` has the name of the gate."""
 PAST_STATE: Final = "noted"
 
 
@@ -55,31 +55,33 @@ class SqlGates(GateClosing):
         return self.database.count(opened, {}) > 0
 
     def give_back_probe(self, group: str, token: str) -> bool:
-        """Free the probe's slot if *token* holds it; the gate stays half-open."""
+        """Free the probe slot if *token* holds it; the gate stays half-open."""
         freed = update(self._gates).where(self._named(group), self._probes(token))
         return self.database.count(freed.values(probe="", probe_until=0), {}) > 0
 
     def take_probe(self, group: str, token: str, ttl: float) -> bool:
-        """Take the probe's slot of a half-open gate for *ttl* seconds, unless another probes."""
+        """Take the probe slot of a half-open gate for *ttl* seconds, unless another token holds
+        it.
+        """
         gates, now = self._gates.c, self.database.now
         taken = update(self._gates).where(self._named(group), self._remembered, not_(self._closed))
         free = (gates.probe_until <= now) | (gates.probe == token)
         return (
             self.database.count(
-                taken.where(free).values(probe=token, probe_until=now + _span(ttl)), {}
+                taken.where(free).values(probe=token, probe_until=now + microseconds(ttl)), {}
             )
             > 0
         )
 
     def renew_probes(self, renewals: Sequence[Renewal], ttl: float) -> None:
-        """Extend the slots that the tokens of *renewals* hold; never shorten one."""
-        gates, until = self._gates.c, self.database.now + _span(ttl)
+        """Extend the probe slots that the tokens of *renewals* hold; never shorten one."""
+        gates, until = self._gates.c, self.database.now + microseconds(ttl)
         names = {gate_name(renewal.probe) for renewal in renewals if renewal.probe is not None}
         tokens = [renewal.token for renewal in renewals]
         held = update(self._gates).where(gates.name.in_(names), gates.probe.in_(tokens))
-        self.database.count(held.values(probe_until=_later(gates.probe_until, until)), {})
+        self.database.count(held.values(probe_until=later_of(gates.probe_until, until)), {})
 
-    def _texts(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
+    def _read_histories(self, groups: Sequence[str] | None, limit: int) -> Mapping[str, str]:
         effects = self._effects.c
         query = select(effects.scope, effects.result).where(*self._past)
         if groups is None:
@@ -91,10 +93,10 @@ class SqlGates(GateClosing):
         found = self.database.all(query.where(effects.scope.in_(names)), {})
         return {names[row["scope"]]: row["result"] for row in found}
 
-    def _swap_text(self, group: str, before: str | None, after: str) -> bool:
+    def _swap_history(self, group: str, before: str | None, after: str) -> bool:
         effects, now = self._effects, self.database.now
         key = {"stored_key": "", "name": PAST, "scope": gate_name(group)}
-        written = {"result": after, "sent_at": now, "expires_at": now + _span(REMEMBERED)}
+        written = {"result": after, "sent_at": now, "expires_at": now + microseconds(REMEMBERED)}
         if before is None:
             fresh = {**key, **written, "state": PAST_STATE, "fence": 0, "idempotency_key": ""}
             made = insert_absent(effects, self.database.engine.dialect, [*key], fresh)
@@ -119,13 +121,13 @@ class SqlGates(GateClosing):
         return self.database.touch(swap, {})
 
     def _first_closing(self, after: Gate, remembered: float) -> Writes:
-        """Write the row of a gate that was open; an expired row may be in its place."""
+        """Write the row of a gate that was open: insert it, or replace an expired one."""
         values = self._values(after, remembered) | {"probe": "", "probe_until": 0}
         dialect, name = self.database.engine.dialect, gate_name(after.group)
         return upsert(self._gates, dialect, {"name": name}, values, where=not_(self._remembered))
 
     def _closing(self, before: Gate, after: Gate, remembered: float, token: str) -> Update:
-        """Close the gate if it is still as it was read, and is not closed for longer by now."""
+        """Close the gate if it is unchanged since *before*, and is not closed for longer."""
         gates, probes = self._gates.c, self._probes(token)
         values = self._values(after, remembered)
         as_seen = update(self._gates).where(
@@ -136,9 +138,9 @@ class SqlGates(GateClosing):
             probes if before.probe == token else not_(probes),
             gates.closed_until <= values["closed_until"],
         )
-        values["expires_at"] = _later(gates.expires_at, values["expires_at"])
-        # MySQL assigns columns one after the other: probe must be assigned after probe_until, which
-        # reads it.
+        values["expires_at"] = later_of(gates.expires_at, values["expires_at"])
+        # MySQL assigns the columns in order: probe comes after probe_until, whose value depends on
+        # it.
         values["probe_until"] = case((gates.probe == token, 0), else_=gates.probe_until)
         values["probe"] = case((gates.probe == token, ""), else_=gates.probe)
         return as_seen.ordered_values(*((gates[name], value) for name, value in values.items()))
@@ -146,14 +148,14 @@ class SqlGates(GateClosing):
     def _values(self, gate: Gate, remembered: float) -> dict[str, Any]:
         now = self.database.now
         until = {
-            "closed_until": now + _span(gate.closed_for),
-            "expires_at": now + _span(remembered),
+            "closed_until": now + microseconds(gate.closed_for),
+            "expires_at": now + microseconds(remembered),
         }
-        return {"trips": gate.trips, "why": why(gate), **until}
+        return {"trips": gate.trips, "why": reason_json(gate), **until}
 
 
 def gate_of(group: str, row: Row, now: int) -> Gate:
-    """The gate in *row*, as it is at *now* in microseconds."""
+    """The gate in *row* at the time *now*, in microseconds."""
     left = (row["probe_until"] - now) / MICROSECONDS
     probe = (row["probe"], left) if row["probe"] and left > 0 else None
     return gate_from(
@@ -161,9 +163,6 @@ def gate_of(group: str, row: Row, now: int) -> Gate:
     )
 
 
-def _span(seconds: float) -> int:
-    return int(seconds * MICROSECONDS)
-
-
-def _later(stands: ColumnElement[int], until: ColumnElement[int]) -> ColumnElement[int]:
-    return case((stands > until, stands), else_=until)
+def later_of(first: ColumnElement[int], second: ColumnElement[int]) -> ColumnElement[int]:
+    """The later of two times; *second* if the first is NULL."""
+    return case((first > second, first), else_=second)

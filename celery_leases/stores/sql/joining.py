@@ -1,4 +1,6 @@
-"""Checks that a user's session or connection commits its rows and the record together."""
+"""Checks that a session or connection of the user commits the user's rows and the record
+together.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from sqlalchemy.orm import Session
 
 from celery_leases.errors import WrongDatabase
 from celery_leases.stores.sql.database import Database
-from celery_leases.stores.sql.dbapi import database_of, tells_transaction
+from celery_leases.stores.sql.dbapi import database_of, reports_transaction
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.urls import shown_database
+from celery_leases.stores.urls import display_database_url
 
 AUTOCOMMIT: Final = "AUTOCOMMIT"
-WAY_OUT: Final = (
+HOW_TO_JOIN: Final = (
     "give the connection that your rows go through, "
     "session.connection(bind_arguments={'mapper': …}) with their class"
 )
 
 
 def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
-    """Raise :class:`WrongDatabase` if *given* can never commit the record together with the user's
+    """Raise :class:`WrongDatabase` if *given* cannot commit the record together with the user's
     rows.
     """
     kind = type(given).__name__
@@ -45,13 +47,13 @@ def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
     if (
         mysql.is_mysql(database.engine.dialect)
         and driver is given
-        and not mysql.tells_transactions(driver)
+        and not mysql.reports_status(driver)
     ):
         raise WrongDatabase(
             f"{key}: {type(driver).__module__} does not show whether its transaction is open; give a Session or a "
             "Connection of SQLAlchemy, or Django's connection"
         )
-    if _commits_by_itself(given, driver):
+    if _autocommits(given, driver):
         raise WrongDatabase(
             f"{key}: the connection is in autocommit mode, so the record would not commit together with your rows; "
             "begin a transaction first"
@@ -59,12 +61,12 @@ def refuse_unjoinable(key: str, given: Any, database: Database) -> None:
 
 
 def connection_of(given: Session | Connection) -> Connection:
-    """The connection that a session works on, or the one that was given."""
+    """The connection of a session, or *given* itself if it is a connection."""
     return given.connection() if isinstance(given, Session) else given
 
 
 def driver_of(given: Any) -> Any:
-    """The DB-API connection that *given* is, or works on."""
+    """The DB-API connection of *given*, or *given* itself if it is one."""
     if isinstance(given, Session | Connection):
         return connection_of(given).connection.dbapi_connection
     for name in (
@@ -77,11 +79,10 @@ def driver_of(given: Any) -> Any:
 
 
 def _check_binds(key: str, session: Session) -> None:
-    """Refuse a session that may write other rows through other connections, which commit
-    separately.
+    """Refuse a session whose other rows may go through other connections, which commit separately.
 
     A session class with its own ``get_bind`` is not checked. A two-phase transaction commits all
-    its engines together.
+    engines together, so it is not refused.
     """
     binds: Mapping[Any, Engine | Connection] = {}
     if type(session).get_bind is Session.get_bind:
@@ -91,80 +92,84 @@ def _check_binds(key: str, session: Session) -> None:
     try:
         connection = session.connection()
     except UnboundExecutionError as error:
-        raise WrongDatabase(f"{key}: the session has no engine of its own; {WAY_OUT}") from error
+        raise WrongDatabase(
+            f"{key}: the session has no engine of its own; {HOW_TO_JOIN}"
+        ) from error
     others = [bind for bind in binds.values() if bind.engine is not connection.engine]
     in_two_phases = isinstance(connection.get_transaction(), TwoPhaseTransaction)
     if others and not (in_two_phases and all(isinstance(bind, Engine) for bind in others)):
-        ours, other = shown_database(connection.engine.url), shown_database(others[0].engine.url)
+        ours, other = (
+            display_database_url(connection.engine.url),
+            display_database_url(others[0].engine.url),
+        )
         raise WrongDatabase(
             f"{key}: the session has several engines, each of which commits by itself: {ours} for the record, "
-            f"{other} for other rows; {WAY_OUT}"
+            f"{other} for other rows; {HOW_TO_JOIN}"
         )
 
 
 def _check_database(key: str, given: Any, database: Database) -> None:
-    """Refuse a database other than that of the records. The database that a connection reports has
-    precedence over its URL.
+    """Refuse a database other than that of the records. The name that the connection reports has
+    precedence over the one in its URL.
     """
     ours, by_sqlalchemy = database.engine, isinstance(given, Session | Connection)
-    if by_sqlalchemy and _kind(connection_of(given).engine) != _kind(ours):
-        raise _another(key, ours, shown_database(connection_of(given).engine.url))
-    if (
-        driver_of(given) is None
-    ):  # Django connects with the first cursor; what is closed raises its own error
+    if by_sqlalchemy and _product(connection_of(given).engine) != _product(ours):
+        raise _wrong_database(key, ours, display_database_url(connection_of(given).engine.url))
+    if driver_of(given) is None:  # Django connects at the first cursor()
         given.cursor().close()
     theirs = database_of(driver_of(given)) or (
-        _named(connection_of(given).engine.url) if by_sqlalchemy else None
+        _database_in_url(connection_of(given).engine.url) if by_sqlalchemy else None
     )
-    if theirs is not None and theirs != _named(ours.url) and theirs != _of_records(database):
-        raise _another(key, ours, repr(theirs))
+    if (
+        theirs is not None
+        and theirs != _database_in_url(ours.url)
+        and theirs != _database_of_records(database)
+    ):
+        raise _wrong_database(key, ours, repr(theirs))
 
 
-def _of_records(database: Database) -> str | None:
-    """The database that a connection of the records is on."""
+def _database_of_records(database: Database) -> str | None:
+    """The database of the records, as a connection to it reports it."""
     with database.errors(), database.engine.connect() as connection:
-        return database_of(driver_of(connection)) or _named(database.engine.url)
+        return database_of(driver_of(connection)) or _database_in_url(database.engine.url)
 
 
-def _another(key: str, ours: Engine, theirs: str) -> WrongDatabase:
+def _wrong_database(key: str, ours: Engine, theirs: str) -> WrongDatabase:
     return WrongDatabase(
-        f"{key}: the records are in {shown_database(ours.url)}, the session or connection is on {theirs}; a record can "
-        "only be committed with rows of its own database"
+        f"{key}: the records are in {display_database_url(ours.url)}, the session or connection is on {theirs}; a "
+        "record can only be committed with rows of its own database"
     )
 
 
-def _commits_by_itself(given: Any, driver: Any) -> bool:
-    """Whether each statement is committed as it is executed; ``False`` for a connection that
-    reports an open transaction.
-    """
+def _autocommits(given: Any, driver: Any) -> bool:
+    """Whether the connection is in autocommit mode; ``False`` if it reports an open transaction."""
     level = None
     if isinstance(given, Session | Connection):
         connection = connection_of(given)
         level = connection.get_execution_options().get("isolation_level")
         if level == AUTOCOMMIT:
             return True
-        # The level given to create_engine(): reading the connection's level would cost a round
-        # trip.
+        # The level given to create_engine(), because reading the connection's level would cost a
+        # round trip.
         level = level or getattr(connection.dialect, "_on_connect_isolation_level", None)
     by_itself = (
         level == AUTOCOMMIT
         or getattr(driver, "autocommit", False) is True
         or mysql.commits_by_itself(driver)
     )
-    if hasattr(
-        driver, "in_transaction"
-    ):  # sqlite3 says so by its isolation level; psycopg's None is the server's
+    # For sqlite3 isolation_level=None means autocommit; for psycopg it means the server's level.
+    if hasattr(driver, "in_transaction"):
         by_itself = by_itself or getattr(driver, "isolation_level", "") is None
-    return by_itself and not tells_transaction(driver)
+    return by_itself and not reports_transaction(driver)
 
 
-def _kind(engine: Engine) -> str:
-    """What kind of database an engine is for."""
+def _product(engine: Engine) -> str:
+    """The database product of an engine; MySQL and MariaDB count as one."""
     return mysql.FAMILY[0] if mysql.is_mysql(engine.dialect) else engine.dialect.name
 
 
-def _named(url: URL) -> str | None:
-    """The database a URL names; a file by its whole path."""
+def _database_in_url(url: URL) -> str | None:
+    """The database in a URL; for SQLite the absolute path of the file."""
     if url.get_backend_name() != "sqlite":
         return url.database
     name = url.database or ":memory:"

@@ -1,4 +1,4 @@
-"""Leases in the records database: the claimed row is the lease, so a run needs no other store."""
+"""Leases in the records database. The claimed row is the lease, so no other store is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sqlalchemy import (
     ColumnElement,
     Update,
     bindparam,
-    case,
     delete,
     or_,
     select,
@@ -27,9 +26,10 @@ from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import Claimed, Holder, Renewal, RenewalResult, Shut
 from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
 from celery_leases.stores.sql.dialects import mysql
-from celery_leases.stores.sql.groups import SqlGates
+from celery_leases.stores.sql.groups import SqlGates, later_of
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.upserts import Writes, upsert
+from celery_leases.stores.sql.values import microseconds
 
 
 class DatabaseLeaseStore(SqlGates):
@@ -44,24 +44,20 @@ class DatabaseLeaseStore(SqlGates):
         super().__init__(records.database, records.tables)
         self.records = records
         self._marks = records.tables.marks
-        self._swap = self._swapping()
-        self._renewing = self._pushing_out()
+        self._swap_mark_writes = self._swap_statement()
+        self._renewal = self._renew_statement()
         key = records.tables.records.c.stored_key
         free = select(key).where(key.in_(bindparam("keys", expanding=True)))
-        self._free = free.with_for_update(skip_locked=True)
+        self._select_unlocked = free.with_for_update(skip_locked=True)
         c = records.tables.records.c
         running = (c.state == State.RUNNING) & (c.lease_until > self.database.now)
-        self._held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
+        self._select_held = select(key).where(key.in_(bindparam("keys", expanding=True)), running)
 
     def check(self) -> None:
-        """Do nothing: the leases are in the tables of the records, and the record store checks
-        those.
-        """
+        """Do nothing: the record store checks its tables, which contain the leases."""
 
     def acquire(self, claim_request: ClaimRequest) -> Claimed | Shut:
-        """Claim the row, which is the lease. The same statement reads the gate of the request's
-        group.
-        """
+        """Claim the row, which is the lease. The same statement reads the group's gate."""
         answer, gate = self.records.claim_at_gate(claim_request, self.name, self)
         if (
             isinstance(answer, Refused)
@@ -73,35 +69,35 @@ class DatabaseLeaseStore(SqlGates):
         return Claimed(answer, probe=probes and isinstance(answer, Won))
 
     def age(self, stored_key: str) -> float:
-        """Infinite: the lease is the row, so the lease cannot be lost alone."""
+        """Infinite: the lease is the row, so the store cannot lose the lease and keep the row."""
         return math.inf
 
     def renew(self, renewals: Sequence[Renewal]) -> list[RenewalResult]:
-        """Extend ``lease_until``, never shorten it; one statement for all leases of one ttl, and
-        one for their slots.
+        """Extend ``lease_until``; never shorten it. There is one statement for all leases with the
+        same ttl, and one for their probe slots.
 
-        Guarded rows may be locked by a transaction: a query finds the unlocked ones, and only those
-        are renewed.
+        A transaction of the body may have locked a guarded row. A query finds the rows that are not
+        locked, and only those are renewed.
         """
         locked = self._locked([renewal.stored_key for renewal in renewals if renewal.guarded])
-        kept: set[tuple[str, str]] = set()
-        alike: defaultdict[float, list[Renewal]] = defaultdict(list)
+        renewed: set[tuple[str, str]] = set()
+        by_ttl: defaultdict[float, list[Renewal]] = defaultdict(list)
         for renewal in renewals:
             if renewal.stored_key not in locked:
-                alike[renewal.ttl].append(renewal)
-        for ttl, group in alike.items():
-            kept |= self._renewed(ttl, group)
+                by_ttl[renewal.ttl].append(renewal)
+        for ttl, group in by_ttl.items():
+            renewed |= self._renewed(ttl, group)
         if not (locked and self.database.host_clock):
             self._renew_slots(renewals)
         return [
             RenewalResult.OURS
-            if (renewal.stored_key, renewal.token) in kept
-            else self._not_ours(renewal, locked)
+            if (renewal.stored_key, renewal.token) in renewed
+            else self._result_of_other(renewal, locked)
             for renewal in renewals
         ]
 
     def reassert(self, claim_request: ClaimRequest) -> bool:
-        """Always ``False``: if the row is gone, the claim is gone with it."""
+        """Always ``False``: a lost lease is a lost row, so the claim is lost too."""
         return False
 
     def release(self, stored_key: str, token: str) -> bool:
@@ -121,13 +117,13 @@ class DatabaseLeaseStore(SqlGates):
         return self.database.count(freed.values(values), {}) == 1
 
     def cool(self, stored_key: str, token: str, seconds: float) -> bool:
-        """Nothing to do: the settled row holds its ``retry_at``, and a renewal matches running rows
-        only.
+        """Do nothing: the settled row has its ``retry_at``, and a renewal changes only running
+        rows.
         """
         return True
 
     def end_cooldown(self, stored_key: str) -> bool:
-        """Always ``False``: the row is the cooldown, and resetting the row ends it."""
+        """Always ``False``: the row is the cooldown, so the record store ends it."""
         return False
 
     def holder(self, stored_key: str) -> Holder | None:
@@ -136,8 +132,10 @@ class DatabaseLeaseStore(SqlGates):
         return holder_in(record) if record is not None else None
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """The keys that are held; one statement, which locks no row."""
-        return {row["stored_key"] for row in self.database.all(self._held, {"keys": stored_keys})}
+        """The keys that are held, by one statement that locks no row."""
+        return {
+            row["stored_key"] for row in self.database.all(self._select_held, {"keys": stored_keys})
+        }
 
     def mark(self, stored_key: str, name: str) -> str | None:
         """Read a mark."""
@@ -153,20 +151,18 @@ class DatabaseLeaseStore(SqlGates):
     def swap_mark(
         self, stored_key: str, name: str, expected: str | None, value: str, ttl: float
     ) -> bool:
-        """Set a mark if it is absent, expired, or equals *expected*; setting the same value again
-        succeeds.
-        """
+        """Set a mark if it is absent, has expired, equals *expected*, or has this value already."""
         values = {
             "for_key": stored_key,
             "for_name": name,
             "new": value,
             "expected": expected,
-            "ttl": int(ttl * 1e6),
+            "ttl": microseconds(ttl),
         }
-        return self.database.touch(self._swap, values)
+        return self.database.touch(self._swap_mark_writes, values)
 
     def delete_marks(self, stored_keys: Sequence[str]) -> None:
-        """Delete all marks of these keys, before they expire."""
+        """Delete all marks of these keys."""
         marks = self._marks
         self.database.count(delete(marks).where(marks.c.stored_key.in_(stored_keys)), {})
 
@@ -174,40 +170,40 @@ class DatabaseLeaseStore(SqlGates):
         """Do nothing: the record store closes the database."""
 
     def _locked(self, keys: Sequence[str]) -> set[str]:
-        """The keys whose row a transaction has locked. On SQLite any writer locks all rows."""
+        """The keys whose row is locked by a transaction. On SQLite a writer locks all rows."""
         if not keys:
             return set()
         if self.database.host_clock:
-            return set() if self.database.nobody_writes() else set(keys)
+            return set() if self.database.has_no_writer() else set(keys)
         return set(keys) - {
-            row["stored_key"] for row in self.database.all(self._free, {"keys": keys})
+            row["stored_key"] for row in self.database.all(self._select_unlocked, {"keys": keys})
         }
 
     def _renewed(self, ttl: float, group: Sequence[Renewal]) -> set[tuple[str, str]]:
-        """Renew the leases that their tokens still hold; returns the keys and tokens of those."""
+        """Renew the leases that their tokens still hold; returns their keys and tokens."""
         keys, tokens = (
             [renewal.stored_key for renewal in group],
             [renewal.token for renewal in group],
         )
-        values = {"span": int(ttl * 1e6), "keys": keys, "tokens": tokens}
+        values = {"span": microseconds(ttl), "keys": keys, "tokens": tokens}
         if not mysql.is_mysql(self.database.engine.dialect):
             return {
                 (row["stored_key"], row["owner"])
-                for row in self.database.all(self._renewing, values)
+                for row in self.database.all(self._renewal, values)
             }
-        if self.database.count(self._renewing, values) == len(group):
+        if self.database.count(self._renewal, values) == len(group):
             return set(zip(keys, tokens, strict=True))
         if len(group) == 1:
             return set()
         return set().union(*(self._renewed(ttl, [renewal]) for renewal in group))
 
-    def _pushing_out(self) -> Update:
+    def _renew_statement(self) -> Update:
         records = self.records.tables.records
         until: ColumnElement[int] = self.database.now + bindparam("span", type_=BigInteger)
         keys: BindParameter[Any] = bindparam("keys", expanding=True)
         tokens: BindParameter[Any] = bindparam("tokens", expanding=True)
-        longer = case((records.c.lease_until > until, records.c.lease_until), else_=until)
-        renewed = records.update().values(lease_until=longer)
+        later = later_of(records.c.lease_until, until)
+        renewed = records.update().values(lease_until=later)
         renewed = renewed.where(
             records.c.stored_key.in_(keys),
             records.c.owner.in_(tokens),
@@ -218,8 +214,8 @@ class DatabaseLeaseStore(SqlGates):
         return renewed.returning(records.c.stored_key, records.c.owner)
 
     def _renew_slots(self, renewals: Sequence[Renewal]) -> None:
-        """Renew the slots of probes. If a slot cannot be renewed and expires, the lease is not
-        affected.
+        """Renew the probe slots. An error is ignored, because a slot that expires does not
+        affect the lease.
         """
         slots: defaultdict[float, list[Renewal]] = defaultdict(list)
         for renewal in renewals:
@@ -229,7 +225,7 @@ class DatabaseLeaseStore(SqlGates):
             with suppress(StoreUnavailable):
                 self.renew_probes(probes, ttl)
 
-    def _not_ours(self, renewal: Renewal, locked: set[str]) -> RenewalResult:
+    def _result_of_other(self, renewal: Renewal, locked: set[str]) -> RenewalResult:
         record = self.records.read(renewal.stored_key, lenient=True)
         ours = record is not None and record.is_attempt(State.RUNNING, renewal.token)
         if ours and renewal.stored_key in locked:
@@ -240,7 +236,7 @@ class DatabaseLeaseStore(SqlGates):
             else RenewalResult.OTHER
         )
 
-    def _swapping(self) -> Writes:
+    def _swap_statement(self) -> Writes:
         marks, now = self._marks, self.database.now
         new: BindParameter[str] = bindparam("new")
         key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}

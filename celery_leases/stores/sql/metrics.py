@@ -1,20 +1,22 @@
 """The counts of all processes, in the records database.
 
 They are rows of the effects table with an empty key: one for each process that counts, and one for
-the total of the processes that have ended. So they need no table and no migration, and they work on
-every version of the tables. Effects are always read by their key, so no reader of effects finds
-these rows. They never expire, so no purge deletes them.
+the total of the processes that have ended. So they need no table and no migration, and they work
+with every version of the tables. Effects are always read by their key, so these rows are never read
+as effects. They do not expire, so they are never purged.
 
-A process writes its sums, never increments, so repeating a statement whose reply was lost changes
-nothing. Any process folds a closed row, or a row that was not written for long, into the total, by
-single statements that may be repeated and interrupted anywhere:
+A process writes its sums, not increments, so a statement may be repeated if its reply was lost. Any
+process folds a row into the total if the row is closed, or was not written for a long time. Each
+step is one statement that may be repeated, so folding may be interrupted anywhere:
 
-1. A silent row is marked. Its process, if it is still alive, can then no longer write the row.
-2. The total is written by compare-and-set. It contains the sums of the rows and their names.
-3. The rows are deleted. A reader skips a row that the total names.
+1. Mark a row that was not written for a long time. Its process, if it still lives, can no longer
+   write the row.
+2. Write the total by compare-and-set. It includes the sums of the rows, and the names of their
+   processes.
+3. Delete the rows. A reader skips the row of a process that the total names.
 
-The counts that a killed process had not written yet are computed from the records: an outcome
-leaves the process and a number in its row, and the process writes which numbers its counts include.
+What a killed process counted but did not write is computed from the records: each outcome stores
+its process and a number in its row, and each process writes which numbers its counts include.
 """
 
 from __future__ import annotations
@@ -35,31 +37,32 @@ from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.upserts import insert_absent, upsert
 
 NAME: Final = "celery_leases.metrics"
-"""Stands where an effect has its name."""
+"""The value of the column ``name`` in these rows."""
 TOTAL: Final = "total"
 LIVE: Final = "live"
 CLOSED: Final = "closed"
 FOLDING: Final = "folding"
-SILENT: Final = 90.0
-"""Seconds after its last write after which a process counts as dead."""
-AT_ONCE: Final = 200
+SILENT_AFTER: Final = 90.0
+"""A process counts as dead this many seconds after its last write."""
+BATCH_SIZE: Final = 200
 """How many rows are folded at once."""
 BATCHES: Final = 25
-"""How many batches one call folds: children that run one task each leave many rows."""
+"""The maximum number of batches in one call. There are many rows if each child runs only one
+task.
+"""
 TAG: Final = "#"
-"""The first character of a tag; no name of a lease store begins with it."""
+"""The first character of a tag, with which no name of a lease store begins."""
 ID_LENGTH: Final = 12
 _EARLIER: Final = 600 * MICROSECONDS
-"""An outcome that is not counted yet may have finished this much earlier than its process's last
-write, because it waited for the commit of the user's transaction.
+"""An uncounted outcome may be this much older than the last write of its process, because the
+outcome waited for the commit of the user's transaction.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counts of all processes; ``processes``: how many of them count at this time.
-
-    ``begun``: whether any process has ever counted.
+    """The counts of all processes. ``processes``: how many processes are counting now. ``begun``:
+    whether a process has ever counted.
     """
 
     tally: Tally
@@ -68,7 +71,7 @@ class Counts:
 
 
 def tag(process: str, number: int) -> str:
-    """The tag that outcome *number* of *process* leaves in its row."""
+    """The tag of outcome *number* of *process*, which is stored in the outcome's row."""
     return f"{TAG}{process}:{number}"
 
 
@@ -81,7 +84,7 @@ class SqlMetrics:
         self._table = table = tables.effects
         now = database.now
         place = (table.c.stored_key == "", table.c.name == NAME)
-        self._place = and_(*place)
+        self._is_count = and_(*place)
         mine = and_(*place, table.c.scope == bindparam("for_process"))
         live = table.c.state == LIVE
         written: dict[str, Any] = {
@@ -95,21 +98,23 @@ class SqlMetrics:
             "scope": bindparam("for_process", type_=table.c.scope.type),
         }
         fresh = {**written, "fence": 0, "idempotency_key": "", "sent_at": now}
-        # The last write must be repeatable, because its reply may be lost.
+        # A closed row may be written again, because the reply to the last write may be lost.
         own = table.c.state != FOLDING
-        self._first = upsert(table, database.engine.dialect, key, fresh, where=own)
-        self._again = update(table).where(mine, own).values(written)
-        self._mark = (
+        self._insert_or_update = upsert(table, database.engine.dialect, key, fresh, where=own)
+        self._update = update(table).where(mine, own).values(written)
+        self._mark_folding = (
             update(table)
             .where(mine, live, table.c.done_at == bindparam("seen", type_=BigInteger))
             .values(state=FOLDING)
         )
-        self._all = select(table.c.scope, table.c.result, table.c.state).where(self._place)
+        self._select_all = select(table.c.scope, table.c.result, table.c.state).where(
+            self._is_count
+        )
 
     def write(self, process: str, written: Written, *, first: bool, closed: bool) -> bool:
-        """Write what *process* has counted so far; returns ``False`` if its row is being folded.
+        """Write what *process* has counted; returns ``False`` if its row is being folded.
 
-        *first*: the process has written nothing yet. *closed*: this is its last write. Raises
+        *first*: this is the first write of the process. *closed*: this is its last write. Raises
         :class:`~celery_leases.errors.StoreUnavailable`.
         """
         values = {
@@ -118,12 +123,12 @@ class SqlMetrics:
             "document": written.dump(),
         }
         if first:
-            return self.database.touch(self._first, values)
-        return self.database.count(self._again, values) == 1
+            return self.database.touch(self._insert_or_update, values)
+        return self.database.count(self._update, values) == 1
 
     def read(self) -> Counts:
         """The counts of all processes, by one statement."""
-        found = self.database.all(self._all, {})
+        found = self.database.all(self._select_all, {})
         total = next((Total.load(row["result"]) for row in found if row["scope"] == TOTAL), Total())
         others = [
             row for row in found if row["scope"] != TOTAL and row["scope"] not in total.folded
@@ -132,8 +137,8 @@ class SqlMetrics:
         live = sum(row["state"] == LIVE for row in others)
         return Counts(summed([total.tally, *tallies]), live, bool(found))
 
-    def fold(self, silent: float = SILENT) -> int:
-        """Add the counts of ended processes to the total; returns the number of processes.
+    def fold(self, silent: float = SILENT_AFTER) -> int:
+        """Add the counts of ended processes to the total; returns their number.
 
         A process counts as dead after *silent* seconds without a write.
         """
@@ -141,76 +146,76 @@ class SqlMetrics:
         for _ in range(BATCHES):
             some = self._fold_some(silent)
             folded += some
-            if some < AT_ONCE:
+            if some < BATCH_SIZE:
                 break
         return folded
 
     def _fold_some(self, silent: float) -> int:
         """As :meth:`fold`, for at most :data:`AT_ONCE` processes."""
-        found = self._over(silent)
+        found = self._rows_to_fold(silent)
         killed = [row["scope"] for row in found if row["state"] != CLOSED and self._marked(row)]
         over = killed + [row["scope"] for row in found if row["state"] == CLOSED]
         if not over:
             return 0
-        before = self._total()
-        texts = self._written([*over, *before[1].folded])
+        before = self._read_total()
+        texts = self._read_rows([*over, *before[1].folded])
         new = [process for process in over if process in texts and process not in before[1].folded]
-        if new and not self._added(before, new, killed, texts):
-            return 0  # another process has folded meanwhile; the next round is soon
+        if new and not self._add_to_total(before, new, killed, texts):
+            return 0  # another process has folded at the same time; the next call tries again
         gone = delete(self._table).where(
-            self._place, self._table.c.scope.in_(over), self._table.c.state != LIVE
+            self._is_count, self._table.c.scope.in_(over), self._table.c.state != LIVE
         )
         self.database.count(gone, {})
         return len(new)
 
-    def _over(self, silent: float) -> Sequence[Row]:
+    def _rows_to_fold(self, silent: float) -> Sequence[Row]:
         table = self._table
         quiet = table.c.done_at <= self.database.now - int(silent * MICROSECONDS)
         query = (
             select(table.c.scope, table.c.state, table.c.done_at)
-            .where(self._place, table.c.scope != TOTAL, or_(table.c.state != LIVE, quiet))
+            .where(self._is_count, table.c.scope != TOTAL, or_(table.c.state != LIVE, quiet))
             .order_by(table.c.scope)
-            .limit(AT_ONCE)
+            .limit(BATCH_SIZE)
         )
         return self.database.all(query, {})
 
     def _marked(self, row: Row) -> bool:
         """Mark a row, so that its process can no longer write it; returns whether it is marked."""
         if row["state"] == FOLDING:
-            return True  # by one that was interrupted
+            return True  # by a process that was interrupted
         values = {"for_process": row["scope"], "seen": row["done_at"]}
-        return self.database.count(self._mark, values) == 1
+        return self.database.count(self._mark_folding, values) == 1
 
-    def _total(self) -> tuple[int | None, Total]:
-        """The total and the number of its version; ``None`` if there is none yet."""
+    def _read_total(self) -> tuple[int | None, Total]:
+        """The version of the total (``None`` if there is no total yet), and the total."""
         table = self._table
-        query = select(table.c.fence, table.c.result).where(self._place, table.c.scope == TOTAL)
+        query = select(table.c.fence, table.c.result).where(self._is_count, table.c.scope == TOTAL)
         row = self.database.first(query, {})
         return (
             (int(row["fence"]), Total.load(row["result"])) if row is not None else (None, Total())
         )
 
-    def _written(self, processes: Sequence[str]) -> Mapping[str, Row]:
+    def _read_rows(self, processes: Sequence[str]) -> Mapping[str, Row]:
         table = self._table
         query = select(table.c.scope, table.c.result, table.c.done_at).where(
-            self._place, table.c.scope.in_(processes)
+            self._is_count, table.c.scope.in_(processes)
         )
         return {row["scope"]: row for row in self.database.all(query, {})}
 
-    def _added(
+    def _add_to_total(
         self,
         before: tuple[int | None, Total],
         new: Sequence[str],
         killed: Sequence[str],
         found: Mapping[str, Row],
     ) -> bool:
-        """Add the counts of the *new* processes to the total; returns ``False`` if the total has
-        changed since *before*.
+        """Add the counts of the *new* processes to the total; returns ``False`` if the total is no
+        longer *before*.
         """
         version, total = before
         written = {process: Written.load(found[process]["result"]) for process in new}
         dead = {process: found[process] for process in new if process in killed}
-        rest = self._told_from_records(dead, written)
+        rest = self._counted_from_records(dead, written)
         tallies = [total.tally, *(each.tally for each in written.values()), rest]
         still_there = total.folded & found.keys()
         after = Total(summed(tallies), frozenset(still_there | set(new))).dump()
@@ -222,18 +227,20 @@ class SqlMetrics:
             return self.database.touch(
                 insert_absent(table, self.database.engine.dialect, list(key), made), {}
             )
-        same = and_(self._place, table.c.scope == TOTAL, table.c.fence == version)
+        same = and_(self._is_count, table.c.scope == TOTAL, table.c.fence == version)
         changed = update(table).where(same).values(fence=version + 1, result=after, done_at=now)
         return self.database.count(changed, {}) == 1
 
-    def _told_from_records(self, dead: Mapping[str, Row], written: Mapping[str, Written]) -> Tally:
+    def _counted_from_records(
+        self, dead: Mapping[str, Row], written: Mapping[str, Written]
+    ) -> Tally:
         """The outcomes of *dead* processes that their *written* counts do not include.
 
-        It scans all records, once for each killed process.
+        Scans all records.
         """
-        told = Tally()
+        tally = Tally()
         if not dead:
-            return told
+            return tally
         columns = self._records.c
         tags = [f"{TAG}{process}" for process in dead]
         since = min(int(row["done_at"]) for row in dead.values()) - _EARLIER
@@ -248,12 +255,12 @@ class SqlMetrics:
         for row in self.database.all(query, {}):
             process, _, number = row["lease_store"].removeprefix(TAG).partition(":")
             if number.isdecimal() and not written[process].has(int(number)):
-                _tell(told, row)
-        return told
+                _count_outcome(tally, row)
+        return tally
 
 
-def _tell(told: Tally, row: Row) -> None:
-    """Count the outcome of *row*, as its process would have."""
+def _count_outcome(tally: Tally, row: Row) -> None:
+    """Count the outcome in *row*, as its process would have done."""
     took = max(0, row["finished_at"] - row["started_at"]) / MICROSECONDS
     rule = None
     if row["error"]:
@@ -261,8 +268,8 @@ def _tell(told: Tally, row: Row) -> None:
             rule = rows.failure_in(row["error"]).rule
         except (ValueError, TypeError, RecursionError, json.JSONDecodeError):
             rule = None
-    told.closed(row["task"], row["ended"] or Ended.RETURNED.value, rule, took, took)
+    tally.closed(row["task"], row["ended"] or Ended.RETURNED.value, rule, took, took)
     if row["state"] == State.COOLING and row["retry_at"]:
-        told.span(
+        tally.span(
             "cooldown", row["task"], max(0, row["retry_at"] - row["finished_at"]) / MICROSECONDS
         )

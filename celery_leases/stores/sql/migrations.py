@@ -1,14 +1,14 @@
 """Migrates the tables from one version to another while workers run.
 
-A migration adds the new columns, fills them for the rows that are not running, and creates the new
-indexes if the server can do so without blocking writes. Then it locks the table, fills the columns
-of the rows that have changed since, drops the old columns, and writes the version. PostgreSQL and
-SQLite do this last part in one transaction. MySQL and MariaDB change the columns by one statement
-under a table lock. The existing columns and indexes show what is still to be done, so a migration
-that was killed at any point may be run again, in either direction.
+A migration adds the new columns, fills them in rows that are not running, and creates the new
+indexes if the server can do so without blocking writes. Then it locks the table, fills the new
+columns in rows that have changed since, drops the old columns, and writes the version. PostgreSQL
+and SQLite do this second part in one transaction. MySQL and MariaDB change the columns by one
+statement under a table lock. The existing columns and indexes show which steps are left, so a
+migration that was killed at any point can be run again, in either direction.
 
-A worker notices a migration when its statement names a missing column; see
-:meth:`celery_leases.stores.sql.claims.SqlClaims.on_layout`.
+The statements of a worker fail after a migration, because they name a missing column; then the
+worker reads the layout again: see :meth:`celery_leases.stores.sql.claims.SqlClaims.on_layout`.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ from celery_leases.stores.sql.dialects.names import in_text
 from celery_leases.stores.sql.rows import to_record
 from celery_leases.stores.sql.schema import LONG, RELEASE, Tables
 from celery_leases.stores.sql.table_versions import DOCUMENT, NARROW, NEWEST, WIDE, Migrated
-from celery_leases.stores.urls import shown_database
+from celery_leases.stores.urls import display_database_url
 
 T = TypeVar("T")
 BATCH: Final = 500
-PATIENCE: Final = 60.0
-"""Seconds for which a migration retries while other transactions have the table locked."""
-PAUSE: Final = 0.5
+RETRY_TIME: Final = 60.0
+"""Seconds for which a migration retries while other transactions lock the table."""
+RETRY_PAUSE: Final = 0.5
 LOCK_TIMEOUT: Final = "1s"
-"""How long one try waits for the table lock on PostgreSQL. Workers wait behind the try, so it is
-shorter than their own lock timeout.
+"""The lock timeout of one try on PostgreSQL. It is shorter than that of the workers, which queue
+behind the table lock.
 """
 
-NEXT: Final = f"{DOCUMENT}_next"
-"""The name of the new document column while the table still has the old columns, which are
-authoritative.
+NEXT_DOCUMENT: Final = f"{DOCUMENT}_next"
+"""The name of the document column while the table also has the columns of version 1, which are
+authoritative then.
 """
-OF: Final = f"{DOCUMENT}_of"
-"""The column with the version of the row from which its document was made."""
-_RETURNING: Final = {name: f"next_{name}" for name in WIDE.columns}
-"""The names of the columns of version 1 while the table still has the document, which is
-authoritative.
+DOCUMENT_OF: Final = f"{DOCUMENT}_of"
+"""A column that identifies the state of the row from which its document was made."""
+_RESTORED: Final = {name: f"next_{name}" for name in WIDE.columns}
+"""The names of the columns of version 1 while the table also has the document, which is
+authoritative then.
 """
-COMING: Final = "_next"
-"""The suffix of a new index that is built while the old one of that name exists."""
+COMING_SUFFIX: Final = "_next"
+"""The suffix of a new index that is built while the old index exists."""
 BY_STATE: Final = "ix_celery_leases_records_state_started_at"
 """An index of version 1."""
 
@@ -88,7 +88,7 @@ _RAW: Final = {
     "keep": "retention",
     "results": "finished_results",
 }
-"""From the name in the document to the column of version 1. An unreadable value in these is copied
+"""Names in the document, and the columns of version 1 in which an unreadable value is copied
 unchanged.
 """
 
@@ -100,16 +100,16 @@ class Migration(ABC):
         self.engine = engine
         self.tables = tables
         self.wide, self.narrow = tables.layouts[WIDE.version], tables.layouts[NARROW.version]
-        self._partial = sorted(self.narrow.indexes, key=lambda index: str(index.name))
-        self._name = in_text(tables.records, engine.dialect)
-        self._version = in_text(tables.version, engine.dialect)
+        self._partial_indexes = sorted(self.narrow.indexes, key=lambda index: str(index.name))
+        self._table = in_text(tables.records, engine.dialect)
+        self._version_table = in_text(tables.version, engine.dialect)
 
     def upgrade(self, to: int) -> Migrated:
-        """Bring the tables to version *to*, unless they have a later one. Creates missing tables.
+        """Migrate the tables to version *to*, unless they have a later one. Creates missing tables.
 
-        Raises as :meth:`run` does.
+        Raises the errors of :meth:`run`.
         """
-        before = self.tables.found(self.engine)
+        before = self.tables.existing_version(self.engine)
         if before is not None and before > to:
             return Migrated(before, before)
         if before is None:
@@ -117,10 +117,10 @@ class Migration(ABC):
         return Migrated(before, to, self.run(to).rows)
 
     def downgrade(self, to: int) -> Migrated:
-        """Bring the tables back to version *to*, unless they have an earlier one or do not exist; 0
-        drops them.
+        """Migrate the tables back to version *to*, unless they have an earlier one or do not exist.
+        Version 0 drops the tables.
         """
-        before = self.tables.found(self.engine)
+        before = self.tables.existing_version(self.engine)
         if to == 0:
             self.tables.drop(self.engine)
             return Migrated(before, 0)
@@ -129,23 +129,24 @@ class Migration(ABC):
         return self.run(to)
 
     def run(self, to: int = NEWEST) -> Migrated:
-        """Bring the tables to version *to*, and create what is missing.
+        """Migrate the tables to version *to*, and create missing tables and indexes.
 
-        Raises :class:`SchemaOutdated` for tables of a later version, and for records that the
-        version cannot hold; :class:`StoreUnavailable` if other transactions keep the table locked.
+        Raises :class:`SchemaOutdated` for tables of a later version, and for a record that version
+        *to* cannot store; :class:`StoreUnavailable` if other transactions lock the table for too
+        long.
         """
-        before = self.tables.found(self.engine)
+        before = self.tables.existing_version(self.engine)
         if before is None:
             if to != NEWEST:
                 raise SchemaOutdated(
-                    f"there are no tables in {shown_database(self.engine.url)} to downgrade"
+                    f"there are no tables in {display_database_url(self.engine.url)} to downgrade"
                 )
             self.tables.create(self.engine)
             return Migrated(None, NEWEST)
-        with self.engine.connect() as connection, self._alone(connection):
+        with self.engine.connect() as connection, self._exclusively(connection):
             rows = (
                 0
-                if before == to and self._is_whole(connection, to)
+                if before == to and self._is_complete(connection, to)
                 else self._steps[to](connection)
             )
         if to == NEWEST:
@@ -159,9 +160,9 @@ class Migration(ABC):
         """
         return {NARROW.version: self._narrowed, WIDE.version: self._widened}
 
-    def _is_whole(self, connection: Connection, version: int) -> bool:
-        """Whether the columns are exactly those of *version*, so that no interrupted migration must
-        be continued.
+    def _is_complete(self, connection: Connection, version: int) -> bool:
+        """Whether the columns are exactly those of *version*: no interrupted migration is left to
+        finish.
         """
         columns = self._columns(connection)
         return set(self.tables.layouts[version].c.keys()) == set(columns)
@@ -172,39 +173,46 @@ class Migration(ABC):
         """Migrate from version 1 to version 2; returns the number of converted rows."""
         rows = 0
         if DOCUMENT not in self._columns(connection):
-            self._patiently(connection, self._expand)
+            self._retry_while_locked(connection, self._expand)
             rows = self._in_batches(connection, self.wide.c.state != State.RUNNING, _document)
         self._prepare_indexes(connection)
-        return rows + self._patiently(connection, self._contract)
+        return rows + self._retry_while_locked(connection, self._contract)
 
     def _expand(self, connection: Connection) -> None:
         columns = self._columns(connection)
         if DOCUMENT not in columns:
             self._alter(
-                connection, self._added(columns, [Column(NEXT, LONG), Column(OF, String(64))])
+                connection,
+                self._added(
+                    columns, [Column(NEXT_DOCUMENT, LONG), Column(DOCUMENT_OF, String(64))]
+                ),
             )
-        if "made_by" not in self._noted(connection):
-            connection.execute(text(f"ALTER TABLE {self._version} ADD COLUMN made_by VARCHAR(32)"))
+        if "made_by" not in self._version_columns(connection):
+            connection.execute(
+                text(f"ALTER TABLE {self._version_table} ADD COLUMN made_by VARCHAR(32)")
+            )
 
     def _contract(self, connection: Connection) -> int:
-        """The part under the lock. If the new columns exist, only the remains of an interrupted
-        downgrade are dropped.
+        """The part under the table lock. If the document column exists, this only drops what an
+        interrupted downgrade has left.
         """
         self._drop_index(connection, BY_STATE)
         columns, rows = self._columns(connection), 0
         clauses = [
             f"DROP COLUMN {name}"
-            for name in (*WIDE.columns, *_RETURNING.values())
+            for name in (*WIDE.columns, *_RESTORED.values())
             if name in columns
         ]
         if DOCUMENT not in columns:
             rows = self._convert(connection, None, _document)
-            clauses += [f"DROP COLUMN {OF}"]
+            clauses += [f"DROP COLUMN {DOCUMENT_OF}"]
         self._alter(
-            connection, clauses, {NEXT: self.narrow.c[DOCUMENT]} if DOCUMENT not in columns else {}
+            connection,
+            clauses,
+            {NEXT_DOCUMENT: self.narrow.c[DOCUMENT]} if DOCUMENT not in columns else {},
         )
-        self._index(connection)
-        self._note(connection, NARROW.version)
+        self._replace_indexes(connection)
+        self._write_version(connection, NARROW.version)
         return rows
 
     def _widened(self, connection: Connection) -> int:
@@ -212,7 +220,7 @@ class Migration(ABC):
 
         def expand(connection: Connection) -> None:
             columns = self._columns(connection)
-            coming = [self._as(self.wide.c[name], new) for name, new in _RETURNING.items()]
+            coming = [self._renamed(self.wide.c[name], new) for name, new in _RESTORED.items()]
             self._alter(connection, self._added(columns, coming))
 
         def contract(connection: Connection) -> int:
@@ -222,17 +230,19 @@ class Migration(ABC):
                 # In version 1 the column is NULL while an attempt runs.
                 running = update(self.narrow).where(self.narrow.c.state == State.RUNNING)
                 connection.execute(running.values(expires_at=None))
-                renamed = {new: self.wide.c[name] for name, new in _RETURNING.items()}
+                renamed = {new: self.wide.c[name] for name, new in _RESTORED.items()}
                 self._alter(connection, [f"DROP COLUMN {DOCUMENT}"], renamed)
-            self._note(connection, WIDE.version)
+            self._write_version(connection, WIDE.version)
             return rows
 
         if DOCUMENT in self._columns(connection):
-            self._patiently(connection, expand)
-        rows = self._patiently(connection, contract)
-        self._forget_indexes(connection)
-        with suppress(DBAPIError):  # it is there
-            connection.execute(text(f"CREATE INDEX {BY_STATE} ON {self._name} (state, started_at)"))
+            self._retry_while_locked(connection, expand)
+        rows = self._retry_while_locked(connection, contract)
+        self._drop_coming_indexes(connection)
+        with suppress(DBAPIError):  # it exists
+            connection.execute(
+                text(f"CREATE INDEX {BY_STATE} ON {self._table} (state, started_at)")
+            )
         return rows
 
     # -- rows --------------------------------------------------------------------------------------
@@ -243,18 +253,18 @@ class Migration(ABC):
         where: ColumnElement[bool],
         document: Callable[[Row], str | None],
     ) -> int:
-        """Convert rows before the table is locked, one transaction for each batch; returns their
-        number.
+        """Convert rows before the table is locked, with a transaction for each batch; returns the
+        number of rows.
         """
         rows, last = 0, ""
         while True:
 
             def batch(connection: Connection, last: str = last) -> tuple[int, str]:
-                if NEXT not in self._columns(connection):
-                    return 0, last  # another migration has done all that
+                if NEXT_DOCUMENT not in self._columns(connection):
+                    return 0, last  # another migration has finished
                 return self._batch(connection, last, where, document)
 
-            converted, last = self._patiently(connection, batch, lock=False)
+            converted, last = self._retry_while_locked(connection, batch, lock=False)
             rows += converted
             if converted < BATCH:
                 return rows
@@ -265,7 +275,7 @@ class Migration(ABC):
         where: ColumnElement[bool] | None,
         document: Callable[[Row], str | None],
     ) -> int:
-        """Convert the rows that were not converted, or have changed since; returns their number."""
+        """Convert the rows that are not converted, or have changed since; returns their number."""
         rows, converted, last = 0, BATCH, ""
         while converted == BATCH:
             converted, last = self._batch(connection, last, where, document)
@@ -279,10 +289,10 @@ class Migration(ABC):
         where: ColumnElement[bool] | None,
         document: Callable[[Row], str | None],
     ) -> tuple[int, str]:
-        columns, of = self.wide.c, column(OF, String)
+        columns, of = self.wide.c, column(DOCUMENT_OF, String)
         now = cast(columns.fence, String) + ":" + columns.state + ":"
         now = now + cast(func.coalesce(columns.finished_at, 0), String)
-        stale = select(*columns, now.label(OF), literal(0).label("now")).where(
+        stale = select(*columns, now.label(DOCUMENT_OF), literal(0).label("now")).where(
             columns.stored_key > last, or_(of.is_(None), of != now)
         )
         if where is not None:
@@ -291,10 +301,10 @@ class Migration(ABC):
         if not found:
             return 0, last
         written = text(
-            f"UPDATE {self._name} SET {NEXT} = :document, {OF} = :of WHERE stored_key = :stored_key"  # noqa: S608
+            f"UPDATE {self._table} SET {NEXT_DOCUMENT} = :document, {DOCUMENT_OF} = :of WHERE stored_key = :stored_key"  # noqa: S608
         )
         values = [
-            {"document": document(row), "of": row[OF], "stored_key": row["stored_key"]}
+            {"document": document(row), "of": row[DOCUMENT_OF], "stored_key": row["stored_key"]}
             for row in found
         ]
         connection.execute(written, values)
@@ -302,8 +312,8 @@ class Migration(ABC):
 
     def _convert_back(self, connection: Connection) -> int:
         columns, rows, last = self.narrow.c, 0, ""
-        values = ", ".join(f"{new} = :{new}" for new in _RETURNING.values())
-        written = text(f"UPDATE {self._name} SET {values} WHERE stored_key = :for_key")  # noqa: S608
+        values = ", ".join(f"{new} = :{new}" for new in _RESTORED.values())
+        written = text(f"UPDATE {self._table} SET {values} WHERE stored_key = :for_key")  # noqa: S608
         while True:
             some = select(*columns, literal(0).label("now")).where(columns.stored_key > last)
             found = (
@@ -318,7 +328,7 @@ class Migration(ABC):
         """The columns of version 1 for a row of version 2; raises :class:`SchemaOutdated` if a
         value would be lost.
         """
-        values = WIDE.details_of(to_record(row, lenient=True))
+        values = WIDE.details_values(to_record(row, lenient=True))
         try:
             document = json.loads(row[DOCUMENT] or "{}").items()
             values |= {
@@ -331,7 +341,7 @@ class Migration(ABC):
                 f"{row['key']}: version {WIDE.version} of the tables cannot hold what its column {DOCUMENT} has "
                 f"({error}); repair it, or write: leases forget {row['key']} --task {row['task']}"
             ) from None
-        return {_RETURNING[name]: value for name, value in values.items()} | {
+        return {_RESTORED[name]: value for name, value in values.items()} | {
             "for_key": row["stored_key"]
         }
 
@@ -340,7 +350,7 @@ class Migration(ABC):
     def _columns(self, connection: Connection) -> Sequence[str]:
         return list(connection.execute(self.tables.any_column()).keys())
 
-    def _as(self, column: Column[Any], name: str) -> Column[Any]:
+    def _renamed(self, column: Column[Any], name: str) -> Column[Any]:
         """*column* under another name."""
         given: Any = column.server_default
         default = given.arg if given is not None else None
@@ -351,29 +361,29 @@ class Migration(ABC):
         missing = [column for column in wanted if column.name not in columns]
         return [f"ADD COLUMN {CreateColumn(column).compile(dialect=dialect)}" for column in missing]
 
-    def _note(self, connection: Connection, version: int) -> None:
+    def _write_version(self, connection: Connection, version: int) -> None:
         connection.execute(update(self.tables.version).values(version=version, made_by=RELEASE))
 
-    def _noted(self, connection: Connection) -> Sequence[str]:
-        return list(connection.execute(text(f"SELECT * FROM {self._version}")).keys())  # noqa: S608
+    def _version_columns(self, connection: Connection) -> Sequence[str]:
+        return list(connection.execute(text(f"SELECT * FROM {self._version_table}")).keys())  # noqa: S608
 
     def _prepare_indexes(self, connection: Connection) -> None:  # noqa: B027 - most servers do it under the lock
         """Create the indexes that can be created before the table is locked."""
 
-    def _forget_indexes(self, connection: Connection) -> None:  # noqa: B027 - as above
+    def _drop_coming_indexes(self, connection: Connection) -> None:  # noqa: B027 - as above
         """Drop the indexes that an interrupted upgrade has left."""
 
-    def _index(self, connection: Connection) -> None:
+    def _replace_indexes(self, connection: Connection) -> None:
         """Recreate the indexes that are partial in version 2."""
-        for index in self._partial:
+        for index in self._partial_indexes:
             self._drop_index(connection, str(index.name))
             connection.execute(CreateIndex(index))
 
-    # -- what the servers do differently -----------------------------------------------------------
+    # -- differences between the servers -----------------------------------------------------------
 
     @contextmanager
-    def _alone(self, connection: Connection) -> Iterator[None]:
-        """Exclude other migrations, on servers where transactions do not."""
+    def _exclusively(self, connection: Connection) -> Iterator[None]:
+        """Exclude other migrations, on servers whose transactions do not."""
         yield
 
     @abstractmethod
@@ -383,25 +393,27 @@ class Migration(ABC):
         clauses: Sequence[str],
         renamed: Mapping[str, Column[Any]] | None = None,
     ) -> None:
-        """Change the records' columns by *clauses* of ALTER TABLE; *renamed* are columns that get
-        other names.
+        """Change the columns of the records by *clauses* of ALTER TABLE, and rename columns:
+        *renamed* has the new column for each old name.
         """
 
     @abstractmethod
     def _drop_index(self, connection: Connection, name: str) -> None:
-        """Drop an index if it is there."""
+        """Drop an index if it exists."""
 
     @contextmanager
     @abstractmethod
     def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
-        """A transaction; with *lock*, only this connection may use the table during it."""
+        """A transaction; with *lock*, no other connection can use the table meanwhile."""
         yield
 
-    def _patiently(
+    def _retry_while_locked(
         self, connection: Connection, step: Callable[[Connection], T], *, lock: bool = True
     ) -> T:
-        """Run *step* in a transaction; retry while other transactions hold a lock that it needs."""
-        until = time.monotonic() + PATIENCE
+        """Run *step* in a transaction; retry while another transaction holds a lock that it
+        needs.
+        """
+        until = time.monotonic() + RETRY_TIME
         while True:
             try:
                 with self._transaction(connection, lock=lock):
@@ -410,12 +422,12 @@ class Migration(ABC):
                 if not self._is_locked(error):
                     raise
                 if time.monotonic() > until:
-                    raise self._given_up(error) from error
-            time.sleep(PAUSE)
+                    raise self._locked_error(error) from error
+            time.sleep(RETRY_PAUSE)
 
-    def _given_up(self, error: DBAPIError) -> StoreUnavailable:
+    def _locked_error(self, error: DBAPIError) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{shown_database(self.engine.url)}: other transactions have locked the records; nothing "
+            f"{display_database_url(self.engine.url)}: other transactions have locked the records; nothing "
             f"is lost, run the migration again when they have ended ({error.orig})",
             False,
         )
@@ -430,12 +442,12 @@ class _Transactional(Migration):
 
     def _rename(self, connection: Connection, renamed: Mapping[str, Column[Any]] | None) -> None:
         for old, new in (renamed or {}).items():
-            connection.execute(text(f"ALTER TABLE {self._name} RENAME COLUMN {old} TO {new.name}"))
+            connection.execute(text(f"ALTER TABLE {self._table} RENAME COLUMN {old} TO {new.name}"))
 
     def _drop_index(self, connection: Connection, name: str) -> None:
-        connection.execute(text(f"DROP INDEX IF EXISTS {self._place()}{name}"))
+        connection.execute(text(f"DROP INDEX IF EXISTS {self._schema_prefix()}{name}"))
 
-    def _place(self) -> str:
+    def _schema_prefix(self) -> str:
         """The schema prefix of the name of an existing index."""
         schema = self.tables.metadata.schema
         quote = self.engine.dialect.identifier_preparer.quote
@@ -450,7 +462,7 @@ class _Transactional(Migration):
             yield
             connection.exec_driver_sql("COMMIT")
         except BaseException:
-            with suppress(Exception):  # it ends with its connection
+            with suppress(Exception):  # the transaction ends with its connection
                 connection.exec_driver_sql("ROLLBACK")
             raise
 
@@ -466,7 +478,7 @@ _PARTIAL: Final = (
     f"SELECT 1 FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid {_IN_SCHEMA} "  # noqa: S608
     "AND i.indisvalid AND i.indpred IS NOT NULL"
 )
-_BEING_MADE: Final = (
+_BEING_BUILT: Final = (
     f"SELECT 1 FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation {_IN_SCHEMA} "  # noqa: S608
     "AND l.mode = 'ShareUpdateExclusiveLock' AND l.pid <> pg_backend_pid()"
 )
@@ -477,8 +489,8 @@ class _OnPostgres(_Transactional):
         connection.exec_driver_sql("BEGIN")
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
         if lock:
-            connection.execute(text(f"SELECT version FROM {self._version} FOR UPDATE"))  # noqa: S608
-            connection.execute(text(f"LOCK TABLE {self._name} IN ACCESS EXCLUSIVE MODE"))
+            connection.execute(text(f"SELECT version FROM {self._version_table} FOR UPDATE"))  # noqa: S608
+            connection.execute(text(f"LOCK TABLE {self._table} IN ACCESS EXCLUSIVE MODE"))
 
     def _alter(
         self,
@@ -487,70 +499,74 @@ class _OnPostgres(_Transactional):
         renamed: Mapping[str, Column[Any]] | None = None,
     ) -> None:
         if clauses:
-            connection.execute(text(f"ALTER TABLE {self._name} {', '.join(clauses)}"))
+            connection.execute(text(f"ALTER TABLE {self._table} {', '.join(clauses)}"))
         self._rename(connection, renamed)
 
     def _is_locked(self, error: DBAPIError) -> bool:
-        return postgresql.state_of(error.orig or error) in (
+        return postgresql.state_of(error) in (
             postgresql.LOCK_NOT_AVAILABLE,
             postgresql.DEADLOCK,
         )
 
     def _prepare_indexes(self, connection: Connection) -> None:
-        """Create the new indexes under temporary names, without blocking writes; they are renamed
-        under the lock.
+        """Create the new indexes under temporary names, without blocking writes. They are renamed
+        under the table lock.
         """
-        for index in self._partial:
-            coming = f"{index.name}{COMING}"
-            if self._is_made(connection, str(index.name)) or self._is_made(connection, coming):
+        for index in self._partial_indexes:
+            coming = f"{index.name}{COMING_SUFFIX}"
+            if self._has_partial_index(connection, str(index.name)) or self._has_partial_index(
+                connection, coming
+            ):
                 continue
-            if not self._is_being_made(connection):
+            if not self._index_is_being_built(connection):
                 connection.execute(
-                    text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._place()}{coming}")
+                    text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._schema_prefix()}{coming}")
                 )
             over = ", ".join(column.name for column in index.columns)
             where = index.dialect_options["postgresql"]["where"].compile(
                 compile_kwargs={"include_table": False}
             )
-            made = f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {coming} ON {self._name} ({over}) WHERE {where}"
+            made = f"CREATE INDEX CONCURRENTLY IF NOT EXISTS {coming} ON {self._table} ({over}) WHERE {where}"
             try:
                 connection.execute(text(made))
             except DBAPIError as error:
                 if not self._is_locked(error):
                     raise
-                raise self._given_up(error) from error
+                raise self._locked_error(error) from error
 
-    def _forget_indexes(self, connection: Connection) -> None:
-        for index in self._partial:
-            with suppress(DBAPIError):  # the next upgrade makes use of it
+    def _drop_coming_indexes(self, connection: Connection) -> None:
+        for index in self._partial_indexes:
+            with suppress(DBAPIError):  # the next upgrade uses the index
                 connection.execute(
-                    text(f"DROP INDEX CONCURRENTLY IF EXISTS {self._place()}{index.name}{COMING}")
+                    text(
+                        f"DROP INDEX CONCURRENTLY IF EXISTS {self._schema_prefix()}{index.name}{COMING_SUFFIX}"
+                    )
                 )
 
-    def _index(self, connection: Connection) -> None:
-        for index in self._partial:
-            coming = f"{index.name}{COMING}"
-            if self._is_made(connection, coming):
+    def _replace_indexes(self, connection: Connection) -> None:
+        for index in self._partial_indexes:
+            coming = f"{index.name}{COMING_SUFFIX}"
+            if self._has_partial_index(connection, coming):
                 self._drop_index(connection, str(index.name))
                 connection.execute(
-                    text(f"ALTER INDEX {self._place()}{coming} RENAME TO {index.name}")
+                    text(f"ALTER INDEX {self._schema_prefix()}{coming} RENAME TO {index.name}")
                 )
-            elif not self._is_made(connection, str(index.name)):
+            elif not self._has_partial_index(connection, str(index.name)):
                 self._drop_index(connection, coming)
                 self._drop_index(connection, str(index.name))
                 connection.execute(CreateIndex(index))
 
-    def _is_made(self, connection: Connection, name: str) -> bool:
+    def _has_partial_index(self, connection: Connection, name: str) -> bool:
         """Whether there is a complete partial index of that name."""
         values = {"name": name, "schema": self.tables.metadata.schema}
         return connection.execute(text(_PARTIAL), values).first() is not None
 
-    def _is_being_made(self, connection: Connection) -> bool:
-        """Whether another migration may be creating an index now: its lock on the table excludes a
-        second one.
+    def _index_is_being_built(self, connection: Connection) -> bool:
+        """Whether another migration may be building an index: it holds the lock of CREATE INDEX
+        CONCURRENTLY on the table.
         """
         values = {"name": self.tables.records.name, "schema": self.tables.metadata.schema}
-        return connection.execute(text(_BEING_MADE), values).first() is not None
+        return connection.execute(text(_BEING_BUILT), values).first() is not None
 
 
 class _OnSQLite(_Transactional):
@@ -564,7 +580,7 @@ class _OnSQLite(_Transactional):
         renamed: Mapping[str, Column[Any]] | None = None,
     ) -> None:
         for clause in clauses:
-            connection.execute(text(f"ALTER TABLE {self._name} {clause}"))
+            connection.execute(text(f"ALTER TABLE {self._table} {clause}"))
         self._rename(connection, renamed)
 
     def _is_locked(self, error: DBAPIError) -> bool:
@@ -572,19 +588,21 @@ class _OnSQLite(_Transactional):
 
 
 class _OnMySQL(Migration):
-    """DDL statements commit. The session locks the table, and one statement changes its columns."""
+    """MySQL commits at each DDL statement. So the session locks the table, and one statement
+    changes all columns.
+    """
 
     @contextmanager
-    def _alone(self, connection: Connection) -> Iterator[None]:
+    def _exclusively(self, connection: Connection) -> Iterator[None]:
         name = "SELECT {}(CONCAT('celery_leases.', LEFT(SHA1(DATABASE()), 20)){})"
-        if not connection.exec_driver_sql(name.format("GET_LOCK", f", {PATIENCE:g}")).scalar():
+        if not connection.exec_driver_sql(name.format("GET_LOCK", f", {RETRY_TIME:g}")).scalar():
             raise StoreUnavailable(
-                f"{shown_database(self.engine.url)}: another migration is running", False
+                f"{display_database_url(self.engine.url)}: another migration is running", False
             )
         try:
             yield
         finally:
-            with suppress(Exception):  # it goes with its session
+            with suppress(Exception):  # the lock ends with its session
                 connection.exec_driver_sql(name.format("RELEASE_LOCK", ""))
 
     def _alter(
@@ -599,32 +617,36 @@ class _OnMySQL(Migration):
         }
         changes = [*clauses, *(f"CHANGE {old} {new}" for old, new in specified.items())]
         if changes:
-            connection.execute(text(f"ALTER TABLE {self._name} {', '.join(changes)}"))
+            connection.execute(text(f"ALTER TABLE {self._table} {', '.join(changes)}"))
 
     def _drop_index(self, connection: Connection, name: str) -> None:
-        """Drop an index by a separate statement: MySQL would copy the table if one statement
-        dropped columns too.
+        """Drop an index by a separate statement: MySQL copies the table if one statement drops an
+        index and columns.
         """
         found = connection.execute(
-            text(f"SHOW INDEX FROM {self._name} WHERE Key_name = '{name}'")
+            text(f"SHOW INDEX FROM {self._table} WHERE Key_name = '{name}'")
         ).first()
         if found is not None:
-            connection.execute(text(f"ALTER TABLE {self._name} DROP INDEX {name}"))
+            connection.execute(text(f"ALTER TABLE {self._table} DROP INDEX {name}"))
 
-    def _index(self, connection: Connection) -> None:
-        """Do nothing: without partial indexes both versions have the same ones."""
+    def _replace_indexes(self, connection: Connection) -> None:
+        """Do nothing: MySQL has no partial indexes, so both versions have the same indexes."""
 
     @contextmanager
     def _transaction(self, connection: Connection, *, lock: bool) -> Iterator[None]:
         connection.exec_driver_sql("SET autocommit = 0")
-        connection.exec_driver_sql("SET SESSION lock_wait_timeout = 1")  # all writes wait behind it
+        connection.exec_driver_sql(
+            "SET SESSION lock_wait_timeout = 1"
+        )  # all writes queue behind the lock
         try:
             if lock:
-                connection.execute(text(f"LOCK TABLES {self._name} WRITE, {self._version} WRITE"))
+                connection.execute(
+                    text(f"LOCK TABLES {self._table} WRITE, {self._version_table} WRITE")
+                )
             yield
             connection.exec_driver_sql("COMMIT")
         finally:
-            with suppress(Exception):  # they go with their session
+            with suppress(Exception):  # transaction and locks end with their session
                 connection.exec_driver_sql("ROLLBACK")
                 connection.exec_driver_sql("UNLOCK TABLES")
                 connection.exec_driver_sql("SET autocommit = 1")
@@ -634,8 +656,8 @@ class _OnMySQL(Migration):
 
 
 def _document(row: Row) -> str | None:
-    """The document for a row of version 1. An unreadable value is copied unchanged, so it does not
-    count as absent.
+    """The document for a row of version 1. An unreadable value is copied unchanged, so that it does
+    not become an absent one.
     """
     record = to_record(row, lenient=True)
     written = record_document.dump(record)
@@ -646,7 +668,9 @@ def _document(row: Row) -> str | None:
 
 
 class OneConnection:
-    """Replaces an engine: all statements run on one given connection, in autocommit mode."""
+    """A replacement for an engine whose statements all run on one given connection, in autocommit
+    mode.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -661,22 +685,22 @@ class OneConnection:
 
 @contextmanager
 def migrating_on(connection: Connection) -> Iterator[Engine]:
-    """An engine for *connection*, whose session has the lock timeouts of a migration until the end
-    of the block.
+    """A context manager with an engine for *connection*, whose session has the lock timeouts of a
+    migration meanwhile.
     """
-    of_mysql, of_postgres = (
+    on_mysql, on_postgres = (
         mysql.is_mysql(connection.dialect),
         connection.dialect.name == "postgresql",
     )
     names: Sequence[str] = (
-        mysql.SESSION_NAMES if of_mysql else ("lock_timeout",) if of_postgres else ()
+        mysql.SESSION_NAMES if on_mysql else ("lock_timeout",) if on_postgres else ()
     )
-    show = "SELECT @@SESSION.{}" if of_mysql else "SHOW {}"
+    show = "SELECT @@SESSION.{}" if on_mysql else "SHOW {}"
     before = {name: connection.exec_driver_sql(show.format(name)).scalar() for name in names}
-    if of_mysql:
+    if on_mysql:
         for statement in mysql.STRICT:
             connection.exec_driver_sql(statement)
-    elif of_postgres:
+    elif on_postgres:
         connection.exec_driver_sql(f"SET lock_timeout = {postgresql.LOCK_TIMEOUT_OF_MIGRATIONS}")
     try:
         yield cast_to(Engine, OneConnection(connection))
@@ -687,7 +711,7 @@ def migrating_on(connection: Connection) -> Iterator[Engine]:
 
 
 def migration(engine: Engine, tables: Tables) -> Migration:
-    """The migration of these *tables*, for their kind of server."""
+    """The migration of *tables* for the server of *engine*."""
     if mysql.is_mysql(engine.dialect):
         return _OnMySQL(engine, tables)
     return (

@@ -1,4 +1,4 @@
-"""Messages in the records: written in the user's transaction or by a claim, published later."""
+"""The outbox: messages in the rows of the records, which are published after the commit."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.record_statements import RecordStatements
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.upserts import Writes, insert_absent
+from celery_leases.stores.sql.values import microseconds
 
 PUBLISH_GRACE: Final = 5.0
-"""For so many seconds after an enqueue only its own process publishes the message; then any relay
-may.
+"""Seconds after an enqueue in which only the process that enqueued the message publishes it.
+Afterwards any relay may.
 """
 PUBLISH_AGAIN: Final = 60.0
-"""Seconds after which a publisher that took a message and did not report is considered dead."""
-_GRACE: Final = int(PUBLISH_GRACE * rows.MICROSECONDS)
-_AGAIN: Final = int(PUBLISH_AGAIN * rows.MICROSECONDS)
+"""Seconds after which a process that took a message, and did not report the result, counts as
+dead.
+"""
+_PUBLISH_GRACE_US: Final = microseconds(PUBLISH_GRACE)
+_PUBLISH_AGAIN_US: Final = microseconds(PUBLISH_AGAIN)
 
 
 class Outbox:
-    """The messages stored in the rows of *records*; times are those of the database's clock."""
+    """The messages in the rows of *records*. Times are those of the database's clock."""
 
     def __init__(self, records: SqlRecordStore) -> None:
         self.records = records
@@ -38,25 +41,26 @@ class Outbox:
 
     @property
     def _table(self) -> Table:
-        return self.records.by.table
+        return self.records.statements.table
 
-    def enqueuing(
+    def enqueue_writes(
         self, task: str, key: CallKey, call_id: str, message: str, *, ttl: float, retention: float
     ) -> Writes:
-        """The write of a ``pending`` record with its message; *ttl* and *retention* are the task's.
+        """The write of a ``pending`` record with its message. *ttl* and *retention* are those of
+        the task.
 
-        No row is touched if the key has a record; for an expired one see :meth:`replacing`.
+        It touches no row if the key has a record. For an expired record see :meth:`replace_writes`.
         """
-        by, now = self.records.by, self.database.now
-        new = by.layout.of_record(
+        statements, now = self.records.statements, self.database.now
+        new = statements.layout.column_values(
             repairs.enqueued(None, task, key, call_id, message, ttl=ttl, retention=retention)
         )
         new |= dict.fromkeys(("fence", "created_at", "started_at"), now) | {
-            "publish_at": now + _GRACE
+            "publish_at": now + _PUBLISH_GRACE_US
         }
-        return insert_absent(by.table, self.database.engine.dialect, ("stored_key",), new)
+        return insert_absent(statements.table, self.database.engine.dialect, ("stored_key",), new)
 
-    def replacing(
+    def replace_writes(
         self,
         old: Record,
         task: str,
@@ -67,19 +71,22 @@ class Outbox:
         ttl: float,
         retention: float,
     ) -> Writes:
-        """The same where *old* has expired, unless it has changed since it was read."""
+        """The same write for the expired record *old*. It touches no row if the record has
+        changed.
+        """
         new = repairs.enqueued(old, task, key, call_id, message, ttl=ttl, retention=retention)
-        values = self.records.by.layout.of_record(replace(new, publish_at=new.now + _GRACE))
+        values = self.records.statements.layout.column_values(
+            replace(new, publish_at=new.now + _PUBLISH_GRACE_US)
+        )
         return (self._unchanged(old).values(values),)
 
-    def adding(self, record: Record, message: str, call_id: str) -> Writes:
-        """The write that adds *message* of the call *call_id* to a record without a call.
+    def add_writes(self, record: Record, message: str, call_id: str) -> Writes:
+        """The write that adds *message* of the call *call_id* to a record that belongs to no call.
 
-        No row is touched if the record has changed since it was read. A record that no call has
-        begun then belongs to this call. A record that an operator has reset is not purged before
-        its message is published.
+        It touches no row if the record has changed. A record that was never run then belongs to
+        this call. The record does not expire before its message is published.
         """
-        until = self.database.now + _GRACE
+        until = self.database.now + _PUBLISH_GRACE_US
         owned = {"call_id": call_id} if _is_fresh(record) else {}
         return (
             self._unchanged(record).values(
@@ -87,7 +94,7 @@ class Outbox:
             ),
         )
 
-    def reassigning(
+    def reassign_writes(
         self,
         old: Record,
         task: str,
@@ -99,26 +106,28 @@ class Outbox:
         ttl: float,
         retention: float,
     ) -> Writes:
-        """The write that assigns *old*, a record without a call, to a call; touches no row if *old*
-        has changed.
+        """The write that assigns *old*, a record that belongs to no call, to a call. It touches no
+        row if *old* has changed.
         """
         new = repairs.reassigned(
             old, task, key, call_id, message, anew=anew, ttl=ttl, retention=retention
         )
-        values = self.records.by.layout.of_record(replace(new, publish_at=new.now + _GRACE))
+        values = self.records.statements.layout.column_values(
+            replace(new, publish_at=new.now + _PUBLISH_GRACE_US)
+        )
         return (self._unchanged(old).values(values),)
 
     def sent(self, stored_key: str, call_id: str) -> None:
-        """Note that the broker has the message of that call now."""
+        """Record that the broker has the message of that call."""
         own = self._to_be_published(stored_key, call_id)
         self.database.count(own.values(publish_at=None, published_at=self.database.now), {})
 
     def withdraw(self, stored_key: str, call_id: str, retention: float) -> None:
-        """Note that the broker has not accepted the message of that call. Unless the call has
+        """Record that the broker has not accepted the message of that call. If the call has not
         begun, the key then belongs to no call.
         """
         own = self._to_be_published(stored_key, call_id).where(self._table.c.state == State.PENDING)
-        until = self.database.now + int(retention * rows.MICROSECONDS)
+        until = self.database.now + microseconds(retention)
         self.database.count(
             own.values(message=None, publish_at=None, call_id="", expires_at=until), {}
         )
@@ -129,11 +138,11 @@ class Outbox:
         return own.where(table.c.publish_at.is_not(None))
 
     def take(self, stored_key: str) -> Record | None:
-        """Take the message of one key to publish it, if it is still to be published."""
+        """Take the message of a key in order to publish it, unless it was published."""
         return self._take(stored_key, due=False)
 
     def take_due(self, stored_key: str) -> Record | None:
-        """Take the message of one key, if it is due."""
+        """Take the message of a key if it is due."""
         return self._take(stored_key, due=True)
 
     def due(self, limit: int) -> Sequence[str]:
@@ -144,12 +153,10 @@ class Outbox:
         return [row["stored_key"] for row in found]
 
     def published(self, record: Record) -> None:
-        """Note that the broker has the message, unless another process has taken the
-        message since.
-        """
-        self.database.touch(self.noting(record), {})
+        """Record that the broker has the message, unless another process has taken it since."""
+        self.database.touch(self.published_writes(record), {})
 
-    def noting(self, record: Record) -> Writes:
+    def published_writes(self, record: Record) -> Writes:
         """The write of :meth:`published`."""
         table = self._table
         mine = update(table).where(
@@ -157,12 +164,12 @@ class Outbox:
         )
         return (mine.values(publish_at=None, published_at=self.database.now),)
 
-    def taking(self, record: Record, *, due: bool = False) -> tuple[Writes, Record]:
-        """The write that takes the message of *record* if the row is unchanged, and the record
-        after it.
+    def take_writes(self, record: Record, *, due: bool = False) -> tuple[Writes, Record]:
+        """The write that takes the message of *record* if the row is unchanged, and the record as
+        it is afterwards.
         """
-        taken = replace(record, publish_at=record.now + _AGAIN)
-        as_seen = self._waiting(self.records.by, record.stored_key, due=due)
+        taken = replace(record, publish_at=record.now + _PUBLISH_AGAIN_US)
+        as_seen = self._waiting(self.records.statements, record.stored_key, due=due)
         as_seen = as_seen.where(self._table.c.publish_at == record.publish_at)
         return (as_seen.values(publish_at=taken.publish_at),), taken
 
@@ -176,40 +183,43 @@ class Outbox:
         )
 
     def oldest_due(self, since: float) -> Record | None:
-        """The record whose message has been due for longest, if that is *since* seconds or more."""
-        before = self.database.now - int(since * rows.MICROSECONDS)
+        """The record whose message has been due longest, if that is at least *since* seconds."""
+        before = self.database.now - microseconds(since)
 
-        def query(by: RecordStatements) -> Select[Any]:
+        def query(statements: RecordStatements) -> Select[Any]:
             return (
-                by.reading.where(by.table.c.publish_at <= before)
-                .order_by(by.table.c.publish_at)
+                statements.select_rows.where(statements.table.c.publish_at <= before)
+                .order_by(statements.table.c.publish_at)
                 .limit(1)
             )
 
-        row = self.records.on_layout(lambda by: self.database.first(query(by), {}))
+        row = self.records.on_layout(lambda statements: self.database.first(query(statements), {}))
         return rows.to_record(row, lenient=True) if row is not None else None
 
     def stranded(self, older: float, limit: int, last: Record | None = None) -> Sequence[Record]:
-        """Rows whose stored message may be in no queue, and was not published within *older*
-        seconds.
+        """Rows whose message is perhaps in no queue, and was not published for *older* seconds.
 
-        Either the message is due, in any state; or the row has not changed for that time and is
-        running, pending, or past a cooldown after which it runs again by itself. Check the lease of
-        the running ones. A copy may wait in a long queue, so a row with a later publish is skipped.
-        The oldest rows are first, after *last*. A row that cannot be read completely has the reason
-        in ``unreadable``.
+        Either the message is due; or the row has not changed for that time, and is running,
+        pending, or past a cooldown after which the call runs again by itself. A row that was
+        published more recently is skipped, because its message may wait in a long queue. The caller
+        must check the leases of running rows. The rows that started first come first, after
+        *last*. In a row with an unreadable value ``unreadable`` says why.
 
         The result includes rows whose call has ended if a message was published since: check
         whether the message belongs to another call.
         """
         found = self.records.on_layout(
-            lambda by: self.database.all(self._stranded(by, older, last).limit(limit), {}),
+            lambda statements: self.database.all(
+                self._stranded(statements, older, last).limit(limit), {}
+            ),
         )
         return [rows.to_record(row, lenient=True) for row in found]
 
-    def _stranded(self, by: RecordStatements, older: float, last: Record | None) -> Select[Any]:
-        table = by.table
-        before = self.database.now - int(older * rows.MICROSECONDS)
+    def _stranded(
+        self, statements: RecordStatements, older: float, last: Record | None
+    ) -> Select[Any]:
+        table = statements.table
+        before = self.database.now - microseconds(older)
         waited = or_(table.c.retry_at.is_(None), table.c.retry_at < before)
         moved = case(
             (table.c.finished_at.is_not(None), table.c.finished_at), else_=table.c.started_at
@@ -236,7 +246,7 @@ class Outbox:
             moved < before,
             or_(table.c.state == State.RUNNING, and_(idle, waited)),
         )
-        query = by.reading.where(
+        query = statements.select_rows.where(
             table.c.message.is_not(None),
             or_(table.c.published_at.is_(None), table.c.published_at < before),
             or_(table.c.publish_at <= self.database.now, stuck),
@@ -249,8 +259,8 @@ class Outbox:
         return query.order_by(table.c.started_at, table.c.stored_key)
 
     def publish_again(self, record: Record) -> bool:
-        """Make the message of a row due, unless the row has changed since it was read; then
-        :meth:`take_due` it.
+        """Make the message of an unchanged row due, so that :meth:`take_due` takes it; returns
+        ``False`` if the row has changed.
         """
         return (
             self.database.count(self._unchanged(record).values(publish_at=self.database.now), {})
@@ -271,25 +281,31 @@ class Outbox:
         if mysql.is_mysql(self.database.engine.dialect):
             return self._take_as_read(stored_key, due=due)
         row = self.records.on_layout(
-            lambda by: self.database.first(self._taking(by, stored_key, due=due), {})
+            lambda statements: self.database.first(
+                self._taking(statements, stored_key, due=due), {}
+            )
         )
         return rows.to_record(row, lenient=True) if row is not None else None
 
-    def _taking(self, by: RecordStatements, stored_key: str, *, due: bool) -> ReturningUpdate[Any]:
+    def _taking(
+        self, statements: RecordStatements, stored_key: str, *, due: bool
+    ) -> ReturningUpdate[Any]:
         now = self.database.now
-        taken = self._waiting(by, stored_key, due=due).values(publish_at=now + _AGAIN)
-        return taken.returning(*by.table.c, now.label("now"))
+        taken = self._waiting(statements, stored_key, due=due).values(
+            publish_at=now + _PUBLISH_AGAIN_US
+        )
+        return taken.returning(*statements.table.c, now.label("now"))
 
     def _take_as_read(self, stored_key: str, *, due: bool) -> Record | None:
         record = self.records.read(stored_key, lenient=True)
         if record is None or record.publish_at is None:
             return None
-        writes, taken = self.taking(record, due=due)
+        writes, taken = self.take_writes(record, due=due)
         return taken if self.database.touch(writes, {}) else None
 
-    def _waiting(self, by: RecordStatements, stored_key: str, *, due: bool) -> Update:
-        columns = by.table.c
-        waiting = update(by.table).where(
+    def _waiting(self, statements: RecordStatements, stored_key: str, *, due: bool) -> Update:
+        columns = statements.table.c
+        waiting = update(statements.table).where(
             columns.stored_key == stored_key, columns.publish_at.is_not(None)
         )
         return waiting.where(columns.publish_at <= self.database.now) if due else waiting

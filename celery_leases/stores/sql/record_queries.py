@@ -1,8 +1,7 @@
-"""The queries of an operator: pages of records that match a filter, counts, and what may be
-deleted.
+"""The queries of operators: pages of records that match a filter, and counts.
 
-They use no index, because each index costs every run. A page starts after the last key of the
-previous page.
+They use no index, because an index would slow down the writes of each run. A page starts after the
+last position of the previous page.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from sqlalchemy import ColumnElement, Select, Table, and_, case, func, not_, or_
 from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import State
 from celery_leases.stores.sql.record_statements import RecordStatements
-from celery_leases.stores.sql.upserts import apart
+from celery_leases.stores.sql.upserts import in_subquery
 
 FAILING: Final = (State.PENDING, State.COOLING, State.FAILED, State.UNCERTAIN)
 
 
 def matching(
-    by: RecordStatements,
+    statements: RecordStatements,
     wanted: RecordFilter,
     order: Order,
     limit: int,
     after: Position | None,
     now: ColumnElement[int],
 ) -> Select[Any]:
-    """Whole rows of *wanted*, after the position *after*.
+    """Whole rows that may match *wanted*, after the position *after*.
 
-    The keys are sorted alone first: otherwise the database would sort whole rows.
+    The keys are sorted first, because sorting whole rows is slower.
     """
-    table = by.table
+    table = statements.table
     place = _place(table, order, now)
     keys = select(table.c.stored_key).where(*conditions(table, wanted))
     if order is Order.SLOWEST:
@@ -46,12 +45,13 @@ def matching(
             later = and_(place == after.value, table.c.stored_key < after.stored_key)
             keys = keys.where(or_(place < after.value, later))
         ordering = (place.desc(), table.c.stored_key.desc())
-    found = apart(keys.order_by(*ordering).limit(limit))
-    return by.reading.where(table.c.stored_key.in_(found)).order_by(*ordering)
+    found = in_subquery(keys.order_by(*ordering).limit(limit))
+    return statements.select_rows.where(table.c.stored_key.in_(found)).order_by(*ordering)
 
 
 def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
-    """The conditions of *wanted* that SQL can check; :meth:`RecordFilter.admits` checks the rest.
+    """The conditions of *wanted* that SQL can check. :meth:`RecordFilter.admits` checks the others.
+
     Forgotten keys never match.
     """
     columns = table.c
@@ -81,7 +81,7 @@ def conditions(table: Table, wanted: RecordFilter) -> list[ColumnElement[bool]]:
 
 
 def moved(table: Table) -> ColumnElement[int]:
-    """When a row entered its state."""
+    """The time at which a row entered its state."""
     running = table.c.state == State.RUNNING
     return case(
         (running, table.c.started_at), else_=func.coalesce(table.c.finished_at, table.c.started_at)
@@ -89,8 +89,8 @@ def moved(table: Table) -> ColumnElement[int]:
 
 
 def counted(table: Table) -> Select[Any]:
-    """How many rows there are of each task in each state, and when the oldest of them
-    entered it.
+    """For each task and state: the number of rows, and the time at which the first of them entered
+    that state.
     """
     columns = table.c
     since = func.min(moved(table)).label("oldest")
@@ -128,14 +128,12 @@ def _is_forgotten(table: Table) -> ColumnElement[bool]:
 
 
 def _in_error(table: Table, name: str, value: str) -> ColumnElement[bool]:
-    """Whether the error text may contain this field; the caller parses the error."""
+    """Whether the error's JSON may contain this field. The caller must parse the error."""
     return table.c.error.contains(f'"{name}":{json.dumps(value)}', autoescape=True)
 
 
 def run_times(table: Table, task: str | None, limit: int) -> Select[Any]:
-    """The durations of the latest *limit* finished runs of each task: ``task``, ``took`` in
-    microseconds.
-    """
+    """The latest *limit* finished runs of each task: ``task``, and ``took`` in microseconds."""
     done = [table.c.state == State.DONE, table.c.finished_at >= table.c.started_at]
     if task is not None:
         done.append(table.c.task == task)

@@ -1,4 +1,4 @@
-"""The statements that read and write whole records, in one layout of their table."""
+"""The statements that read and write whole records, for one layout of the table."""
 
 from __future__ import annotations
 
@@ -41,68 +41,66 @@ from celery_leases.stores.sql.table_versions import Layout
 
 
 class RecordStatements:
-    """The statements of a store for a table in *layout*."""
+    """The statements of a record store for a table in *layout*."""
 
     def __init__(self, layout: Layout, database: Database, tables: Tables) -> None:
         self.layout = layout
         self.table: Table = tables.layouts[layout.version]
         self._now = database.now
         self._gates = tables.gates
-        self._of_mysql = mysql.is_mysql(database.engine.dialect)
-        looking = (
-            self._inserting_or_reading
+        self._on_mysql = mysql.is_mysql(database.engine.dialect)
+        make = (
+            self._insert_or_read_statement
             if database.engine.dialect.name == "postgresql"
-            else self._reading
+            else self._read_statement
         )
-        #: Selects whole rows with the time of the statement.
-        self.reading = select(*self.table.c, self._now.label("now"))
-        #: The row of a key.
-        self.one = self.reading.where(self.table.c.stored_key == bindparam("stored_key"))
-        #: The first step of a claim; the key says whether the statement also reads a gate.
-        self.looks = {gated: looking(gated=gated) for gated in (False, True)}
+        #: Selects whole rows, and the time of the statement as ``now``.
+        self.select_rows = select(*self.table.c, self._now.label("now"))
+        #: Selects the row of a key.
+        self.select_row = self.select_rows.where(self.table.c.stored_key == bindparam("stored_key"))
+        #: The first step of a claim; with the key ``True`` the statement also reads a gate.
+        self.insert_or_read = {gated: make(gated=gated) for gated in (False, True)}
         #: The second step of a claim.
-        self.swap = self._swapping()
-        self._settling = self._settled(layout.settled)
+        self.swap = self._swap_statement()
+        self._settle = self._settle_statement(layout.settled)
 
     @cached_property
     def insert(self) -> Executable:
-        """Insert a row after reading. On MySQL the time of the insert is returned as
-        ``LAST_INSERT_ID``.
+        """Insert a new row, where the first step of a claim only reads. On MySQL the time of the
+        insert is returned as ``LAST_INSERT_ID``.
         """
-        if self._of_mysql:
+        if self._on_mysql:
             return insert(self.table).values(
-                {**self._fresh(self._now), "fence": func.last_insert_id(self._now)}
+                {**self._new_row(self._now), "fence": func.last_insert_id(self._now)}
             )
-        made = sqlite.insert(self.table).values(self._fresh(self._now))
+        made = sqlite.insert(self.table).values(self._new_row(self._now))
         return made.on_conflict_do_nothing().returning(self.table.c.fence)
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
-        """The fenced statement that ends an attempt, and its parameters."""
+        """The statement that writes an outcome under the attempt's fence, and its parameters."""
         if self.layout.only_succeeds(record, outcome):
-            return self._succeeding, self.layout.of_success(record, outcome)
-        values = self.layout.of_outcome(record, outcome)
+            return self._settle_success, self.layout.success_parameters(record, outcome)
+        values = self.layout.settle_parameters(record, outcome)
         whole = f"new_{self.layout.settled[-1]}" in values
-        return self._settling if whole else self._settling_alone, values
+        return self._settle if whole else self._settle_without_details, values
 
     def tagged_settlement(
         self, record: Record, outcome: Outcome, tag: str
     ) -> tuple[Executable, dict[str, Any]]:
-        """The same, with *tag* in the column ``lease_store``, which is read of running rows only.
-        Version 1 does not store a tag.
+        """The same, with *tag* in the column ``lease_store``, which has its own meaning only in
+        running rows. In version 1 the tag is not stored.
         """
         if self.layout.version == 1:
             return self.settlement(record, outcome)
-        values = self.layout.of_outcome(record, outcome)
+        values = self.layout.settle_parameters(record, outcome)
         whole = f"new_{self.layout.settled[-1]}" in values
         values["tag"] = tag
-        return self._tagging if whole else self._tagging_alone, values
+        return self._settle_with_tag if whole else self._settle_with_tag_without_details, values
 
     def changed(self, found: Mapping[Any, Any], new: Record) -> Update:
-        """Write the values of *new* that differ from the row *found*, if the ``COMPARED`` columns
-        are unchanged.
-        """
+        """The update of the row *found* to *new*, if the ``COMPARED`` columns are unchanged."""
         as_found = [self.table.c[name].is_not_distinct_from(found[name]) for name in COMPARED]
-        written = self.layout.of_record(new)
+        written = self.layout.column_values(new)
         values = {name: value for name, value in written.items() if value != found[name]}
         same = values or {"stored_key": found["stored_key"]}
         return (
@@ -112,32 +110,31 @@ class RecordStatements:
         )
 
     @cached_property
-    def _settling_alone(self) -> Update:
-        """The settling statement that does not change the details column."""
-        return self._settled(self.layout.settled[:-1])
+    def _settle_without_details(self) -> Update:
+        """The statement that does not change the column ``details``."""
+        return self._settle_statement(self.layout.settled[:-1])
 
     @cached_property
-    def _succeeding(self) -> Update:
-        """The same for an outcome that leaves all other columns as the claim wrote them."""
-        return self._settled(("state", "result"), also_waits=False)
+    def _settle_success(self) -> Update:
+        """The statement for an outcome that leaves all other columns as the claim wrote them."""
+        return self._settle_statement(("state", "result"), also_waits=False)
 
     @cached_property
-    def _tagging(self) -> Update:
-        return self._settling.values(
+    def _settle_with_tag(self) -> Update:
+        return self._settle.values(
             lease_store=bindparam("tag", type_=self.table.c.lease_store.type)
         )
 
     @cached_property
-    def _tagging_alone(self) -> Update:
-        return self._settling_alone.values(
+    def _settle_with_tag_without_details(self) -> Update:
+        return self._settle_without_details.values(
             lease_store=bindparam("tag", type_=self.table.c.lease_store.type)
         )
 
-    def _inserting_or_reading(self, *, gated: bool) -> Select[Any]:
-        """One statement that reads the row, or inserts it if missing; it returns the row as it was
-        before.
+    def _insert_or_read_statement(self, *, gated: bool) -> Select[Any]:
+        """One statement that reads the row, or inserts a new one if there is none.
 
-        An existing row is only read, from a snapshot and without a lock. It is returned as one JSON
+        An existing row is read from a snapshot, without a lock. It is returned as one JSON
         document, so that the reply to an insert has few columns.
         """
         records, gates = self.table.alias("r"), self._gates.alias("g")
@@ -146,10 +143,10 @@ class RecordStatements:
             .where(records.c.stored_key == bindparam("new_stored_key"))
             .cte("seen")
         )
-        gate = select(_as_json("g")).where(self._is_shut(gates)).cte("gate")
+        gate = select(_as_json("g")).where(self._is_gate(gates)).cte("gate")
         absent = [~exists(select(seen.c.document))] + [~exists(select(gate.c.document))] * gated
         moment = select(self._now.label("now")).subquery("moment")
-        fresh = self._fresh(moment.c.now)
+        fresh = self._new_row(moment.c.now)
         made = postgresql.insert(self.table).from_select(
             list(fresh),
             select(*(value.label(name) for name, value in fresh.items())).where(*absent),
@@ -164,18 +161,18 @@ class RecordStatements:
             *found, *([select(gate.c.document).scalar_subquery().label("gate")] if gated else [])
         )
 
-    def _reading(self, *, gated: bool) -> Select[Any]:
-        """The row and the gate; all columns are NULL for a missing one."""
+    def _read_statement(self, *, gated: bool) -> Select[Any]:
+        """A statement that reads the row and the gate. The columns of a missing one are NULL."""
         always: FromClause = select(literal_column("1").label("one")).subquery("always")
         columns: list[ColumnElement[Any]] = [self._now.label("now"), *self.table.c]
         if gated:
             columns += [column.label(f"gate_{column.name}") for column in self._gates.c]
-            always = always.outerjoin(self._gates, self._is_shut(self._gates))
+            always = always.outerjoin(self._gates, self._is_gate(self._gates))
         row = self.table.c.stored_key == bindparam("new_stored_key")
         return select(*columns).select_from(always.outerjoin(self.table, row))
 
-    def _fresh(self, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
-        """The columns of a new row by name; its times count from *now*."""
+    def _new_row(self, now: ColumnElement[int]) -> dict[str, ColumnElement[Any]]:
+        """The columns of a new row by name; its times are relative to *now*."""
         values: dict[str, ColumnElement[Any]] = {
             name: self._bound("new", name) for name in self.layout.inserted
         }
@@ -187,7 +184,7 @@ class RecordStatements:
         )
         return values | spans | moments
 
-    def _swapping(self) -> Update:
+    def _swap_statement(self) -> Update:
         columns = self.table.c
         compared = [(columns[name], self._bound("seen", name)) for name in COMPARED]
         as_seen = [_as_seen(column, seen) for column, seen in compared]
@@ -198,7 +195,7 @@ class RecordStatements:
             .values(values)
         )
 
-    def _settled(self, names: tuple[str, ...], *, also_waits: bool = True) -> Update:
+    def _settle_statement(self, names: tuple[str, ...], *, also_waits: bool = True) -> Update:
         """Write the columns *names* and the times of the end. Unless it *also_waits*, ``retry_at``
         and the progress stay as they are.
         """
@@ -215,7 +212,7 @@ class RecordStatements:
             "lease_until": None,
         }
         if self.layout.version > 1:
-            values["lease_store"] = ""  # it is read of running rows only
+            values["lease_store"] = ""  # the name is only needed in running rows
         if "failed_at" in columns:
             failed = bindparam("failed", type_=Boolean)
             values["failed_at"] = case(
@@ -233,13 +230,13 @@ class RecordStatements:
     def _bound(self, prefix: str, name: str) -> BindParameter[Any]:
         return bindparam(f"{prefix}_{name}", type_=self.table.c[name].type)
 
-    def _is_shut(self, gates: FromClause) -> ColumnElement[bool]:
-        """Whether a row is the group's gate and has not expired: the gate is not open."""
+    def _is_gate(self, gates: FromClause) -> ColumnElement[bool]:
+        """Whether a row is the group's gate and has not expired, so that the gate is not open."""
         return and_(gates.c.name == bindparam("gate"), gates.c.expires_at > self._now)
 
 
 def is_running(table: Table) -> tuple[ColumnElement[bool], ...]:
-    """Whether a row is that of an attempt that still runs under its fence and owner."""
+    """The condition that a row is still running under the attempt's fence and owner."""
     return (
         table.c.stored_key == bindparam("for_key"),
         table.c.state == State.RUNNING,
@@ -249,13 +246,13 @@ def is_running(table: Table) -> tuple[ColumnElement[bool], ...]:
 
 
 def _as_json(alias: str) -> ColumnElement[str]:
-    """The row of that alias as the text of a JSON object."""
+    """The row of the table with this alias, as the text of a JSON object."""
     return cast(func.row_to_json(literal_column(alias)), Text).label("document")
 
 
 def _as_seen(column: Column[Any], seen: BindParameter[Any]) -> ColumnElement[bool]:
-    """Whether a column is unchanged. ``ended`` of done work is NULL in version 2 and ``returned``
-    in version 1.
+    """The condition that a column is unchanged. In a done row ``ended`` may be NULL in version 2
+    where it is ``returned`` in version 1.
     """
     if column.name == "ended":
         return func.coalesce(column, Ended.RETURNED.value) == func.coalesce(

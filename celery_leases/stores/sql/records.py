@@ -35,27 +35,28 @@ from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
 from celery_leases.protocol.settlement import Death
 from celery_leases.stores.sql import record_queries, rows
-from celery_leases.stores.sql.claims import OF_THE_CALL, SqlClaims
+from celery_leases.stores.sql.claims import KEY_UNUSABLE_ERRORS, SqlClaims
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.database import Database, migrating
 from celery_leases.stores.sql.migrations import migration
 from celery_leases.stores.sql.record_statements import RecordStatements, is_running
 from celery_leases.stores.sql.schema import Tables
 from celery_leases.stores.sql.table_versions import NEWEST, Migrated
-from celery_leases.stores.sql.upserts import apart, upsert
+from celery_leases.stores.sql.upserts import in_subquery, upsert
+from celery_leases.stores.sql.values import MICROSECONDS, microseconds
 
 logger = logging.getLogger("celery_leases")
 
 BATCH = 500
 ERRORS_AT_ONCE: Final = 5000
 PURGE_PATIENCE: Final = 5.0
-"""Seconds after which a process that has begun to purge and did not report is considered dead."""
-_TURN: Final = {"for_key": "celery_leases", "for_name": "purge"}
+"""Seconds after which a process that began to purge, and did not finish, counts as dead."""
+_PURGE_MARK: Final = {"for_key": "celery_leases", "for_name": "purge"}
 IDENTITY: Final = "database"
-"""The name of the mark, beside no key, whose value names the database."""
+"""The name of a mark with an empty key, whose value identifies the database."""
 
 _identities: dict[str, str] = {}
-REPAIR_ROUNDS: Final = 20
+REPAIR_TRIES: Final = 20
 """How often an operator's write is retried when the row changes between reading and writing."""
 
 
@@ -64,42 +65,44 @@ class SqlRecordStore(SqlClaims):
 
     def __init__(self, engine: Engine, tables: Tables | None = None) -> None:
         super().__init__(Database(engine), tables or Tables())
-        #: The tag that an outcome leaves in its row; see :class:`celery_leases.counting.Counting`.
+        #: Makes the tag of an outcome, which is stored in its row; see
+        #: :class:`celery_leases.counting.Counting`.
         self.tag: Callable[[Record], str] | None = None
         records = self.tables.records
-        #: Locks the row of a running attempt, and pushes out the lease if the row is one;
-        #: see :func:`celery_leases.stores.sql.rows.of_guard`.
-        self.guarding = self._guarding()
+        #: Locks the row of a running attempt, and extends the lease if the row is the lease; its
+        #: parameters: :func:`celery_leases.stores.sql.rows.guard_parameters`.
+        self.guard = self._guard_statement()
         marks, now = self.tables.marks, self.database.now
         until = now + bindparam("span", type_=BigInteger)
-        turn = (marks.c.stored_key == bindparam("for_key"), marks.c.name == bindparam("for_name"))
-        place: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
-        taken = {"value": "", "expires_at": until}
-        self._turn_until = select(marks.c.expires_at, now.label("now")).where(*turn)
-        self._take_turn = upsert(
-            marks, engine.dialect, place, taken, where=marks.c.expires_at <= now
+        key: dict[str, Any] = {"stored_key": bindparam("for_key"), "name": bindparam("for_name")}
+        is_mark = [marks.c[name] == value for name, value in key.items()]
+        values = {"value": "", "expires_at": until}
+        self._select_purge_mark = select(marks.c.expires_at, now.label("now")).where(*is_mark)
+        self._take_purge_mark = upsert(
+            marks, engine.dialect, key, values, where=marks.c.expires_at <= now
         )
-        expiring = (records, self.tables.effects, marks, self.tables.gates)
-        over = [exists().where(table.c.expires_at <= now) for table in expiring]
-        over[0] = over[0].where(records.c.state != State.RUNNING)
-        self._any_over = select(or_(*over).label("any"))
-        self._end_turn = update(marks).where(*turn).values(expires_at=until)
-        #: Locks that row without a change.
-        self.locking = select(records.c.fence).where(*is_running(records)).with_for_update()
+        self._set_purge_mark = update(marks).where(*is_mark).values(expires_at=until)
+        others = (self.tables.effects, marks, self.tables.gates)
+        expired = [
+            exists().where(records.c.expires_at <= now, records.c.state != State.RUNNING),
+            *(exists().where(table.c.expires_at <= now) for table in others),
+        ]
+        self._select_any_expired = select(or_(*expired).label("any"))
+        #: Locks the same row without changing it.
+        self.lock_row = select(records.c.fence).where(*is_running(records)).with_for_update()
 
     def check(self) -> None:
-        """Raise :class:`SchemaOutdated` unless this release knows the tables. On SQLite, create
-        missing tables.
+        """Raise :class:`SchemaOutdated` if this release does not support the version of the tables.
+        On SQLite, create missing tables.
         """
         with self.database.errors():
             self.use(self.tables.check(self.database.engine))
 
     def migrate(self, to: int = NEWEST) -> Migrated:
-        """Create the tables, or migrate them to version *to* while workers run; returns what was
-        done.
+        """Create the tables, or migrate them to version *to* while workers run.
 
-        Raises :class:`StoreUnavailable` when the database does not answer, or has the tables
-        locked, and :class:`SchemaOutdated` for tables of a later release.
+        Raises :class:`StoreUnavailable` if the database does not answer or the tables stay locked,
+        and :class:`SchemaOutdated` for tables of a later release.
         """
         with self.database.errors():
             with migrating(self.database.engine) as engine:
@@ -109,28 +112,19 @@ class SqlRecordStore(SqlClaims):
         return done
 
     def read(self, stored_key: str, *, lenient: bool = False) -> Record | None:
-        """The row of a key. *lenient*, for operators: return the row even if a value cannot be
-        read.
+        """The row of a key. *lenient*, for operators: unreadable values count as absent.
 
-        Raises :class:`RecordUnreadable`, and :class:`KeyUnusable` when the database refuses the
-        key.
+        Raises :class:`RecordUnreadable`, and :class:`KeyUnusable` if the database refuses the key.
         """
-        with OF_THE_CALL:
+        with KEY_UNUSABLE_ERRORS:
             row = self._row(stored_key)
         return rows.to_record(row, lenient=lenient) if row is not None else None
 
-    @property
-    def reading(self) -> Select[Any]:
-        """Selects whole rows with the time of the statement."""
-        return self.by.reading
-
     def identity(self) -> str:
-        """The random identifier of this database. A process reads it once, and its forks inherit
-        it.
-        """
-        if self.place not in _identities:
-            _identities[self.place] = self._identity()
-        return _identities[self.place]
+        """The random identifier of this database, which is read once in a process and its forks."""
+        if self.tables_location not in _identities:
+            _identities[self.tables_location] = self._identity()
+        return _identities[self.tables_location]
 
     def _identity(self) -> str:
         marks = self.tables.marks
@@ -149,13 +143,12 @@ class SqlRecordStore(SqlClaims):
     def settle(self, record: Record, outcome: Outcome) -> bool:
         """Write *outcome* if the row is still running under the record's fence and owner.
 
-        If no row matched, the row is read: an earlier try may have been executed although its reply
-        was lost. If the database refuses one of the texts of an outcome, the outcome is written
-        without them.
+        If no row matches, the row is read: an earlier try may have been executed whose reply was
+        lost. If the database refuses a text of the outcome, the outcome is written without texts.
         """
-        by = self.by
+        statements = self.statements
         try:
-            return self._settled(by, record, outcome)
+            return self._settled(statements, record, outcome)
         except ValueRefused as error:
             logger.error(
                 "%s: its outcome was written without result, reason and message: %s",
@@ -163,50 +156,54 @@ class SqlRecordStore(SqlClaims):
                 error,
             )
             plain = rows.without_texts(outcome)
-            return self._settled(by, replace(record, finished_results=None), plain)
+            return self._settled(statements, replace(record, finished_results=None), plain)
         except ColumnMissing:
-            if not self.look_again(by):
+            if not self.layout_has_changed(statements):
                 raise
             return self.settle(record, outcome)
 
     def settlement(self, record: Record, outcome: Outcome) -> tuple[Executable, dict[str, Any]]:
-        """The statement that :meth:`settle` executes and its parameters, for a transaction of the
-        user's.
-        """
+        """The statement of :meth:`settle` and its parameters, for a transaction of the user's."""
         if self.tag is None:
-            return self.by.settlement(record, outcome)
-        return self.by.tagged_settlement(record, outcome, self.tag(record))
+            return self.statements.settlement(record, outcome)
+        return self.statements.tagged_settlement(record, outcome, self.tag(record))
 
-    def _settled(self, by: RecordStatements, record: Record, outcome: Outcome) -> bool:
+    def _settled(self, statements: RecordStatements, record: Record, outcome: Outcome) -> bool:
         statement, values = (
-            by.settlement(record, outcome)
+            statements.settlement(record, outcome)
             if self.tag is None
-            else by.tagged_settlement(record, outcome, self.tag(record))
+            else statements.tagged_settlement(record, outcome, self.tag(record))
         )
         if self.database.count(statement, values):
             return True
-        row = self.database.first(by.one, {"stored_key": record.stored_key})
+        row = self.database.first(statements.select_row, {"stored_key": record.stored_key})
         if row is None or (row["fence"], row["owner"]) != (record.fence, record.owner):
             return False
-        values = by.layout.of_outcome(record, outcome)
+        values = statements.layout.settle_parameters(record, outcome)
         # Version 2 stores NULL for RETURNED, so a migration may have changed the stored form.
         now = {**row, "ended": row["ended"] or Ended.RETURNED}
         ours = {**values, "new_ended": values["new_ended"] or Ended.RETURNED}
-        return all(now[name] == ours.get(f"new_{name}", now[name]) for name in by.layout.settled)
+        return all(
+            now[name] == ours.get(f"new_{name}", now[name]) for name in statements.layout.settled
+        )
 
     def _row(self, stored_key: str) -> Row | None:
-        return self.on_layout(lambda by: self.database.first(by.one, {"stored_key": stored_key}))
+        return self.on_layout(
+            lambda statements: self.database.first(
+                statements.select_row, {"stored_key": stored_key}
+            )
+        )
 
     def stop_resuming(self, record: Record, failure: Failure) -> bool:
-        """Write that a call will not run again, because its caller gets *failure* now.
+        """Write that a call will not run again, because *failure* is raised to its caller.
 
-        Returns whether the row was still as it was read.
+        Returns ``False`` if the row has changed.
         """
         records = self.tables.records
         unmoved = (
             records.c.stored_key == record.stored_key,
             records.c.resumes == 1,
-            *self._unmoved(record),
+            *self._unchanged(record),
         )
         values = {"resumes": 0, "ended": Ended.FAILED, "error": rows.written(failure)}
         return self.database.count(update(records).where(*unmoved).values(values), {}) == 1
@@ -214,13 +211,12 @@ class SqlRecordStore(SqlClaims):
     def search(
         self, *, states: Sequence[str] = (), task: str | None = None, limit: int = 100
     ) -> list[Record]:
-        """Rows, the latest started first. If a value of a row cannot be read, ``unreadable`` says
-        which.
+        """Rows; those that started last come first. If a value of a row is unreadable,
+        ``unreadable`` says which.
 
-        It scans the whole table, for an operator: an index would add more than 5 % to the writes of
-        each run.
+        Scans the whole table: an index would make the writes of each run more than 5 % slower.
         """
-        return self._listed(lambda by: _latest(by, states, task, limit))
+        return self._list(lambda statements: _latest(statements, states, task, limit))
 
     def find(
         self,
@@ -230,23 +226,26 @@ class SqlRecordStore(SqlClaims):
         limit: int = 100,
         after: Position | None = None,
     ) -> list[Record]:
-        """At most *limit* rows that may be *wanted*, in their *order* behind *after*, as in
-        :meth:`search`.
+        """At most *limit* rows that may match *wanted*, in that *order*, after the position
+        *after*; see :meth:`search`.
         """
         now = self.database.now
-        return self._listed(
-            lambda by: record_queries.matching(by, wanted, order, limit, after, now)
+        return self._list(
+            lambda statements: record_queries.matching(statements, wanted, order, limit, after, now)
         )
 
     def how_many(self, wanted: RecordFilter) -> int:
-        """An upper bound of the number of *wanted* rows; exact if SQL alone can decide the
-        filter.
+        """An upper bound of the number of rows that match *wanted*. It is exact if SQL alone can
+        decide the filter.
         """
 
-        def counting(by: RecordStatements) -> Row | None:
-            conditions = record_queries.conditions(by.table, wanted)
+        def counting(statements: RecordStatements) -> Row | None:
+            conditions = record_queries.conditions(statements.table, wanted)
             return self.database.first(
-                select(func.count().label("count")).select_from(by.table).where(*conditions), {}
+                select(func.count().label("count"))
+                .select_from(statements.table)
+                .where(*conditions),
+                {},
             )
 
         row = self.on_layout(counting)
@@ -261,18 +260,20 @@ class SqlRecordStore(SqlClaims):
         """How many rows there are of each task in each state: ``task``, ``state``, ``count``,
         ``oldest``.
         """
-        return self.on_layout(lambda by: self.database.all(record_queries.counted(by.table), {}))
+        return self.on_layout(
+            lambda statements: self.database.all(record_queries.counted(statements.table), {})
+        )
 
     def run_times(self, task: str | None, limit: int) -> dict[str, list[float]]:
         """The durations in seconds of the latest *limit* finished runs of each task."""
         found: dict[str, list[float]] = {}
         query = record_queries.run_times(self.tables.records, task, limit)
         for row in self.database.all(query, {}):
-            found.setdefault(row["task"], []).append(int(row["took"]) / 1e6)
+            found.setdefault(row["task"], []).append(int(row["took"]) / MICROSECONDS)
         return found
 
     def errors(self) -> Iterator[Failure]:
-        """The last failures of all rows that are not done. Unreadable failures are left out."""
+        """The last failures of all rows that are not done, without unreadable ones."""
         after = ""
         while True:
             query = record_queries.failures(self.tables.records, after, ERRORS_AT_ONCE)
@@ -287,12 +288,12 @@ class SqlRecordStore(SqlClaims):
     def delete_unmoved(
         self, wanted: RecordFilter, limit: int, after: str = ""
     ) -> tuple[int, str | None]:
-        """Delete the *wanted* ones of the next *limit* rows after the key *after*, unless they have
-        changed.
+        """Delete at most *limit* rows that match *wanted*, after the key *after*, with their
+        effects.
 
-        Running rows and rows with an unpublished message are never deleted. The effects of a row
-        are deleted with it. Returns the number of deleted rows and the key to continue after;
-        ``None`` after the last row. SQL alone must be able to decide the filter.
+        Running rows and rows with an unpublished message are never deleted. SQL alone must be able
+        to decide the filter. Returns the number of deleted rows, and the key to continue after,
+        which is ``None`` after the last row.
         """
         records, effects = self.tables.records, self.tables.effects
         idle = (records.c.state != State.RUNNING, records.c.publish_at.is_(None))
@@ -310,14 +311,19 @@ class SqlRecordStore(SqlClaims):
         return deleted, old[-1] if len(old) == limit else None
 
     def named(self, key: str) -> list[Record]:
-        """The rows of all tasks whose key is *key*, as in :meth:`search`; scans the whole table,
-        for an operator. Raises :class:`KeyUnusable` when the database refuses the key.
-        """
-        with OF_THE_CALL:
-            return self._listed(lambda by: by.reading.where(by.table.c.key == key).limit(20))
+        """The rows of all tasks with this *key*, as in :meth:`search`; scans the whole table.
 
-    def _listed(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
-        found = self.on_layout(lambda by: self.database.all(query(by), {}))
+        Raises :class:`KeyUnusable` if the database refuses the key.
+        """
+        with KEY_UNUSABLE_ERRORS:
+            return self._list(
+                lambda statements: statements.select_rows.where(
+                    statements.table.c.key == key
+                ).limit(20)
+            )
+
+    def _list(self, query: Callable[[RecordStatements], Select[Any]]) -> list[Record]:
+        found = self.on_layout(lambda statements: self.database.all(query(statements), {}))
         return [rows.to_record(row, lenient=True) for row in found]
 
     def reset(
@@ -330,21 +336,21 @@ class SqlRecordStore(SqlClaims):
         seen: Record | None = None,
     ) -> Record | None:
         """Take the row from its holder; see :class:`~celery_leases.protocol.ports.RecordStore`."""
-        return self._repaired(
+        return self._repair(
             stored_key,
             seen,
             lambda row: repairs.reset(row, keep=keep, forgive=forgive, retention=retention),
         )
 
-    def _repaired(
+    def _repair(
         self, stored_key: str, seen: Record | None, repair: Callable[[Record], Record | None]
     ) -> Record | None:
-        """The row after *repair*; ``None`` if the row is no longer as it was *seen*, or *repair*
-        returns ``None``.
+        """The row after *repair*; ``None`` if fence or state are no longer those of *seen*, or if
+        *repair* returns ``None``.
 
         Unreadable values of the row are overwritten.
         """
-        for _ in range(REPAIR_ROUNDS):
+        for _ in range(REPAIR_TRIES):
             found = self._row(stored_key)
             if found is None:
                 return None
@@ -354,23 +360,26 @@ class SqlRecordStore(SqlClaims):
             after = repair(row)
             if after is None:
                 return None
-            if self._changes(found, after):
+            if self._write_repair(found, after):
                 return replace(after, unreadable=None)
-        raise StoreUnavailable(f"{stored_key}: its record kept changing; try again", False)
+        raise StoreUnavailable(
+            f"{stored_key}: its record changed {REPAIR_TRIES} times while it was being written; try again",
+            False,
+        )
 
-    def _changes(self, found: Row, after: Record) -> bool:
-        with suppress(ColumnMissing):  # the next look is in the layout that the table has now
-            return self.database.count(self.by.changed(found, after), {}) == 1
+    def _write_repair(self, found: Row, after: Record) -> bool:
+        with suppress(ColumnMissing):  # the next try reads the new layout
+            return self.database.count(self.statements.changed(found, after), {}) == 1
         return False
 
     def call_off(self, seen: Record) -> bool:
         """Write that the call of *seen* was revoked: it does not run again, and its message is not
         published again.
 
-        Returns ``False`` if the row has changed. Rows of other calls are not changed.
+        Returns ``False`` if the row has changed or belongs to another call.
         """
         records = self.tables.records
-        row = update(records).where(records.c.stored_key == seen.stored_key, *self._unmoved(seen))
+        row = update(records).where(records.c.stored_key == seen.stored_key, *self._unchanged(seen))
         values = {"resumes": 0, "ended": Ended.TERMINATED, "reason": Death.REVOKED.value}
         gone = row.where(records.c.call_id == seen.call_id).values(
             values | {"message": None, "publish_at": None}
@@ -378,7 +387,7 @@ class SqlRecordStore(SqlClaims):
         return self.database.count(gone, {}) == 1
 
     def end_waits(self, group: str) -> int:
-        """End the cooldown of all keys that cool down because of this cooldown group; returns their
+        """End the cooldowns of all keys that are waiting for this cooldown group; returns their
         number.
         """
         records = self.tables.records
@@ -405,13 +414,13 @@ class SqlRecordStore(SqlClaims):
         retention: float | None = None,
         seen: Record | None = None,
     ) -> bool:
-        """Make the row ``done`` with *result* (JSON text), even if an attempt holds it; returns
-        whether a row became done.
+        """Set the row to ``done`` with *result* (JSON text), even if an attempt holds it; returns
+        whether the row was changed.
 
-        With *seen*, only if fence and state are unchanged. *retention* is in seconds, by default
-        the row's own.
+        With *seen*, the row is changed only if its fence and state are those of *seen*.
+        *retention* is in seconds, by default the row's own.
         """
-        done = self._repaired(
+        done = self._repair(
             stored_key,
             seen,
             lambda row: (
@@ -420,45 +429,44 @@ class SqlRecordStore(SqlClaims):
         )
         return done is not None
 
-    def _unmoved(self, seen: Record | None) -> Sequence[ColumnElement[bool]]:
+    def _unchanged(self, seen: Record | None) -> Sequence[ColumnElement[bool]]:
         records = self.tables.records
         return (
             () if seen is None else (records.c.fence == seen.fence, records.c.state == seen.state)
         )
 
     def purge(self, limit: int) -> int:
-        """Delete expired rows: at most *limit* records, and as many marks, gates and effects of
-        calls.
+        """Delete expired rows: at most *limit* each of records, marks, gates and effects of calls.
 
         Returns the number of deleted records or of deleted effects, whichever is greater.
         """
         for table in (self.tables.gates, self.tables.marks):
             key, over = table.primary_key.columns[0], table.c.expires_at <= self.database.now
-            found = apart(select(key).where(over).limit(limit))
+            found = in_subquery(select(key).where(over).limit(limit))
             self.database.count(delete(table).where(key.in_(found), over), {})
         return max(self._purge_effects(limit), self._purge_records(limit))
 
     def purge_in_turn(self, limit: int, every: float) -> bool:
-        """Purge, unless another process is purging now or has finished within *every* seconds; see
-        the port.
+        """Purge a batch unless another process is purging or has finished purging within *every*
+        seconds; see :class:`~celery_leases.protocol.ports.RecordStore`.
 
         A mark decides which process purges. It expires after a few seconds, because its process may
-        die; after a complete purge it lasts *every* seconds.
+        die. After a complete purge it lasts *every* seconds.
         """
-        row = self.database.first(self._turn_until, _TURN)
+        row = self.database.first(self._select_purge_mark, _PURGE_MARK)
         if row is not None and row["expires_at"] > row["now"]:
             return False
-        over = self.database.first(self._any_over, {})
+        over = self.database.first(self._select_any_expired, {})
         if over is None or not over["any"]:
-            return False  # nothing is written: a process that freezes in a write holds up all others on SQLite
+            return False  # without a write: on SQLite a process that hangs in a write blocks all others
         if not self.database.touch(
-            self._take_turn, _TURN | {"span": int(PURGE_PATIENCE * rows.MICROSECONDS)}
+            self._take_purge_mark, _PURGE_MARK | {"span": microseconds(PURGE_PATIENCE)}
         ):
             return False
         if self.purge(limit) >= limit:
-            self.database.count(self._end_turn, _TURN | {"span": 0})
+            self.database.count(self._set_purge_mark, _PURGE_MARK | {"span": 0})
             return True
-        self.database.count(self._end_turn, _TURN | {"span": int(every * rows.MICROSECONDS)})
+        self.database.count(self._set_purge_mark, _PURGE_MARK | {"span": microseconds(every)})
         return False
 
     def _purge_effects(self, limit: int) -> int:
@@ -469,14 +477,13 @@ class SqlRecordStore(SqlClaims):
         )
         over = and_(effects.c.expires_at <= self.database.now, ~present)
         key = tuple_(*effects.primary_key.columns)
-        found = apart(select(*effects.primary_key.columns).where(over).limit(limit))
+        found = in_subquery(select(*effects.primary_key.columns).where(over).limit(limit))
         return self.database.count(delete(effects).where(key.in_(found), over), {})
 
     def _purge_records(self, limit: int) -> int:
         records, effects = self.tables.records, self.tables.effects
         over = and_(records.c.expires_at <= self.database.now, records.c.state != State.RUNNING)
-        # Other processes purge too: both deletes repeat the condition, so the effects of a row that
-        # was claimed meanwhile stay.
+        # Both deletes repeat the condition, so the effects of a row that was claimed since stay.
         found = self.database.all(select(records.c.stored_key).where(over).limit(limit), {})
         old = [row["stored_key"] for row in found]
         of_old = exists().where(records.c.stored_key == effects.c.stored_key, over)
@@ -488,7 +495,7 @@ class SqlRecordStore(SqlClaims):
         self.database.count(gone, {})
         return self.database.count(delete(records).where(records.c.stored_key.in_(old), over), {})
 
-    def _guarding(self) -> Update:
+    def _guard_statement(self) -> Update:
         records = self.tables.records
         until = self.database.now + bindparam("ttl", type_=BigInteger)
         longer = case((records.c.lease_until < until, until), else_=records.c.lease_until)
@@ -496,16 +503,18 @@ class SqlRecordStore(SqlClaims):
 
 
 def _latest(
-    by: RecordStatements, states: Sequence[str], task: str | None, limit: int
+    statements: RecordStatements, states: Sequence[str], task: str | None, limit: int
 ) -> Select[Any]:
-    """Sort the keys alone first: otherwise the database would sort whole rows."""
-    columns = by.table.c
+    """Rows by the time of their start. The keys are sorted first, because sorting whole rows is
+    slower.
+    """
+    columns = statements.table.c
     keys = select(columns.stored_key)
     if states:
         keys = keys.where(columns.state.in_(states))
     if task is not None:
         keys = keys.where(columns.task == task)
     latest = keys.order_by(columns.started_at.desc()).limit(limit)
-    return by.reading.where(columns.stored_key.in_(apart(latest))).order_by(
+    return statements.select_rows.where(columns.stored_key.in_(in_subquery(latest))).order_by(
         columns.started_at.desc()
     )

@@ -1,4 +1,4 @@
-"""Converts rows of the records table to values of the protocol and back."""
+"""Converts rows of the records table to records, and values of the protocol to parameters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from celery_leases.protocol.records import Ended, Outcome, Record, State
 from celery_leases.stores.sql import table_versions
 from celery_leases.stores.sql.compiled_statements import Row
 from celery_leases.stores.sql.values import (
-    MICROSECONDS,
     SHORT_TEXT,
-    Reading,
+    ColumnReader,
     failure_in,
     microseconds,
     progress_in,
@@ -19,19 +18,18 @@ from celery_leases.stores.sql.values import (
 )
 
 __all__ = [
-    "MICROSECONDS",
+    "attempt_parameters",
     "failure_in",
     "group_of",
+    "guard_parameters",
     "microseconds",
-    "of_attempt",
-    "of_guard",
     "to_record",
     "without_texts",
     "written",
 ]
 
 RESULT_REFUSED: Final = "result_refused"
-"""Why a result is missing: the database has refused its text."""
+"""The reason of an outcome whose result the database has refused."""
 TEXT_REFUSED: Final = "(the database has refused the text of the error)"
 
 _INTEGERS: Final = ("fence", "attempt", "crashes", "created_at", "started_at")
@@ -46,27 +44,27 @@ _OR_NULL: Final = (
 
 
 def group_of(error: str | None) -> str | None:
-    """The cooldown group of a stored error, if it has one."""
+    """The cooldown group in the stored *error*; ``None`` without one."""
     try:
         failure = failure_in(error) if error else None
-    except Exception:  # noqa: BLE001 - an unreadable error has no known group
+    except Exception:  # noqa: BLE001 - the group of an unreadable error is not known
         return None
     return failure.group if failure is not None else None
 
 
-def of_guard(record: Record) -> dict[str, Any]:
-    """The condition and parameters for the row of a running attempt, and its ttl."""
-    return of_attempt(record) | {"ttl": microseconds(record.lease_ttl)}
+def guard_parameters(record: Record) -> dict[str, Any]:
+    """The parameters that select the row of a running attempt, and its ttl."""
+    return attempt_parameters(record) | {"ttl": microseconds(record.lease_ttl)}
 
 
-def of_attempt(record: Record) -> dict[str, Any]:
-    """The condition for the row of a running attempt."""
+def attempt_parameters(record: Record) -> dict[str, Any]:
+    """The parameters that select the row of a running attempt."""
     return {"for_key": record.stored_key, "for_fence": record.fence, "for_owner": record.owner}
 
 
 def without_texts(outcome: Outcome) -> Outcome:
-    """*outcome* without its texts, one of which the database has refused; state, counts and times
-    stay.
+    """*outcome* without its texts, because the database has refused one of them. State, counts and
+    times stay.
     """
     failure = outcome.failure
     if failure is not None:
@@ -82,17 +80,17 @@ def without_texts(outcome: Outcome) -> Outcome:
 
 
 def to_record(found: Row, *, lenient: bool = False) -> Record:
-    """A record from the row *found*, which has ``now`` and all columns of the table, in any layout.
+    """The record in the row *found*, which has all columns of a layout, and ``now``.
 
-    Raises :class:`RecordUnreadable` for a value that cannot be read, unless its loss changes no
-    decision. *lenient*, for operators: such a value counts as absent, an unknown state as
+    Raises :class:`RecordUnreadable` for an unreadable value, unless no decision depends on it.
+    *lenient*, for operators: an unreadable value counts as absent, an unknown state as
     ``uncertain``, and ``unreadable`` says why.
     """
-    reading = Reading(found, lenient)
-    reading.integers(_INTEGERS, _OR_NULL)
-    more = table_versions.details_in(reading)
-    row = reading.row
-    state = reading.of("state", State) or State.UNCERTAIN
+    reader = ColumnReader(found, lenient)
+    reader.integers(_INTEGERS, _OR_NULL)
+    more = table_versions.details_in(reader)
+    row = reader.row
+    state = reader.of("state", State) or State.UNCERTAIN
     return Record(
         stored_key=row["stored_key"],
         task=row["task"],
@@ -112,19 +110,19 @@ def to_record(found: Row, *, lenient: bool = False) -> Record:
         retry_at=row["retry_at"],
         result=row["result"],
         reason=row["reason"],
-        ended=reading.of("ended", Ended)
+        ended=reader.of("ended", Ended)
         if row["ended"]
         else Ended.RETURNED
         if state is State.DONE
         else None,
-        failure=reading.of("error", failure_in, needed=False),
+        failure=reader.of("error", failure_in, needed=False),
         finished_at=row["finished_at"],
         expires_at=row["expires_at"] if state is not State.RUNNING else None,
         resumes=bool(row["resumes"]),
-        progress=reading.of("progress", progress_in),
+        progress=reader.of("progress", progress_in),
         message=row["message"],
         publish_at=row["publish_at"],
         published_at=row["published_at"],
         **more,
-        unreadable=reading.trouble,
+        unreadable=reader.problem,
     )

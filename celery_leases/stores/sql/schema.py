@@ -1,4 +1,4 @@
-"""The tables of the records database, their version, and their creation."""
+"""The tables of the records database: their columns, their version, and their creation."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from celery_leases.stores.sql.table_versions import (
     Layout,
     layout_of,
 )
-from celery_leases.stores.urls import shown_database
+from celery_leases.stores.urls import display_database_url
 
 logger = logging.getLogger("celery_leases")
 
 CREATE_TRIES: Final = 10
 MIGRATE: Final = "celery -A <your app> leases migrate"
 
-_looks: Final = count()
+_select_number: Final = count()
 
 RELEASE: Final = "0.1.0"
 RECORDS: Final = "celery_leases_records"
@@ -65,12 +65,12 @@ LONG: Final = Text().with_variant(LONGTEXT(), *mysql.FAMILY)
 
 
 class Tables:
-    """The tables, in one schema of the database or its default one. Times are microseconds since
-    the epoch.
+    """The tables in *schema*, or in the default schema of the connection. Times are microseconds
+    since the epoch.
     """
 
     def __init__(self, schema: str | None = None) -> None:
-        if schema is not None and not _usable(schema):
+        if schema is not None and not _is_usable_name(schema):
             raise LeaseConfigurationError(
                 f"leases_database_schema={schema!r}: write the name of a schema, of 1 to 63 printable characters and "
                 "without a backslash"
@@ -85,23 +85,23 @@ class Tables:
         self.records = Table(
             RECORDS,
             self.metadata,
-            # The columns that an outcome changes come last: PostgreSQL omits the unchanged
-            # beginning of a row from its log.
+            # The columns that an outcome changes come last, because PostgreSQL leaves the unchanged
+            # beginning of a row out of its write-ahead log.
             Column("stored_key", String(255), primary_key=True),
-            *_always(),
+            *_common_columns(),
             # The fields that only decisions read; see celery_leases.protocol.record_document.
             Column(DOCUMENT, LONG),
             **mysql.TABLE_OPTIONS,
         )
         wide = MetaData(schema=schema)
         #: The records in the layout of each version.
-        self.layouts = {NARROW.version: self.records, WIDE.version: _wide(wide)}
+        self.layouts = {NARROW.version: self.records, WIDE.version: _wide_table(wide)}
         self.effects = Table(
             "celery_leases_effects",
             self.metadata,
             Column("stored_key", String(255), primary_key=True),
             Column("name", String(255), primary_key=True),
-            # The record's generation as "#0", or the id of a call that has effects of its own.
+            # The record's generation, such as "#0", or the id of a call with its own effects.
             Column("scope", String(255), primary_key=True),
             Column("state", String(16), nullable=False),
             Column("fence", BigInteger, nullable=False),
@@ -130,7 +130,7 @@ class Tables:
             Column("trips", Integer, nullable=False),
             Column("why", Text, nullable=False),
             Column("closed_until", BigInteger, nullable=False),
-            # Not null, because the claim compares them with its own probe by "not equal".
+            # NOT NULL, because conditions compare the columns by <> and =.
             Column("probe", String(64), nullable=False, server_default=""),
             Column("probe_until", BigInteger, nullable=False, server_default="0"),
             Column("expires_at", BigInteger, nullable=False),
@@ -140,7 +140,7 @@ class Tables:
             "celery_leases_version",
             self.metadata,
             Column("version", Integer, primary_key=True, autoincrement=False),
-            # The release that created or last converted the tables; version 1 lacks this column.
+            # The release that created or last migrated the tables; absent in version 1.
             Column("made_by", String(32)),
             **mysql.TABLE_OPTIONS,
         )
@@ -151,84 +151,88 @@ class Tables:
         Index(None, self.marks.c.expires_at)
 
     def check(self, engine: Engine) -> Layout:
-        """The layout of the records; raises :class:`SchemaOutdated` unless this release knows it.
+        """The layout of the records; raises :class:`SchemaOutdated` if this release does not
+        support the version of the tables.
 
         On SQLite, missing tables are created.
         """
-        found = self.found(engine)
+        found = self.existing_version(engine)
         if found is None and engine.dialect.name == "sqlite":
             self.create(engine)
             found = NEWEST
         if found is None:
             raise SchemaOutdated(
-                f"the tables of celery_leases are missing in {shown_database(engine.url)}; run: {MIGRATE}"
+                f"the tables of celery_leases are missing in {display_database_url(engine.url)}; run: {MIGRATE}"
             )
         if found < NEWEST:
             logger.warning(
                 "the tables of celery_leases in %s have version %d, which the next release does not support: run %s",
-                shown_database(engine.url),
+                display_database_url(engine.url),
                 found,
                 MIGRATE,
             )
         return self.layout(engine)
 
     def create(self, engine: Engine) -> None:
-        """Create what is missing. Many processes may call it at the same time, and repeatedly.
+        """Create missing tables and indexes. Several processes may call it at the same time, and
+        repeatedly.
 
-        Raises :class:`SchemaOutdated` for tables of a later version, and leaves older ones as they
-        are.
+        Tables of an older version are not migrated. Raises :class:`SchemaOutdated` for tables of a
+        later version.
         """
-        self.found(engine)
+        self.existing_version(engine)
         for _ in range(CREATE_TRIES - 1):
-            # Another process may be creating the same tables. The next try creates what is still
-            # missing, or raises the real error.
+            # Another process may be creating the same tables. The next try creates those that are
+            # still missing, or fails again.
             with suppress(DBAPIError):
                 return self._create(engine)
         return self._create(engine)
 
-    def found(self, engine: Engine) -> int | None:
-        """The version of the tables, ``None`` if there are none; raises :class:`SchemaOutdated` for
-        a later one.
+    def existing_version(self, engine: Engine) -> int | None:
+        """The version of the tables, ``None`` if there are none. Raises :class:`SchemaOutdated` for
+        a later version than this release supports.
         """
         with engine.connect() as connection:
             if not inspect(connection).has_table(self.version.name, schema=self.metadata.schema):
                 return None
-            # The text differs each time, as in any_column(): version 1 has one column less.
-            noted = select(text(f"* /* {next(_looks)} */")).select_from(self.version)
+            # The text differs each time, as in any_column(): version 1 has one column fewer.
+            noted = select(text(f"* /* {next(_select_number)} */")).select_from(self.version)
             row = connection.execute(noted).mappings().first()
         if row is not None and row["version"] > NEWEST:
             raise SchemaOutdated(
-                f"the tables of celery_leases in {shown_database(engine.url)} have version {row['version']}, "
+                f"the tables of celery_leases in {display_database_url(engine.url)} have version {row['version']}, "
                 f"this release ({RELEASE}) supports {OLDEST} to {NEWEST}: install celery_leases "
                 f"{row.get('made_by') or 'of a later release'} or later"
             )
         return row["version"] if row is not None else None
 
     def layout(self, engine: Engine) -> Layout:
-        """The layout of the records, by the columns that they have at this moment."""
+        """The layout of the records, according to the columns that the table has now."""
         with engine.connect() as connection:
             columns = connection.execute(self.any_column()).keys()
         return layout_of(columns)
 
     def any_column(self) -> Select[Any]:
-        """Selects no row, but gives the names of the columns. In a transaction it blocks a
-        migration until the end.
+        """Selects no row; the result has the names of the columns. In a transaction it blocks
+        migrations until the transaction ends.
 
-        The text differs each time, because a prepared statement keeps its old columns.
+        The text differs each time, because the columns of a prepared statement do not change.
         """
         return (
-            select(text(f"* /* {next(_looks)} */")).select_from(self.records).where(text("1 = 0"))
+            select(text(f"* /* {next(_select_number)} */"))
+            .select_from(self.records)
+            .where(text("1 = 0"))
         )
 
     def ddl(self, engine: Engine) -> str:
-        """The SQL that :meth:`create` would run; it may be run again."""
+        """The SQL that creates the tables. It may be run again."""
         return ";\n\n".join(self.ddl_statements(engine.dialect)) + ";\n"
 
     def ddl_statements(self, dialect: Dialect) -> list[str]:
-        """The statements of :meth:`ddl`, one by one."""
+        """The statements of :meth:`ddl`."""
         statements = [
             str(statement.compile(dialect=dialect)).strip()
-            for statement in self.statements(dialect)
+            for statement in self.create_statements(dialect)
         ]
         version = dialect.identifier_preparer.format_table(self.version)
         once = f"SELECT {NEWEST} FROM (SELECT 1) AS one WHERE NOT EXISTS (SELECT * FROM {version})"  # noqa: S608
@@ -238,22 +242,20 @@ class Tables:
         return statements
 
     def drop(self, engine: Engine) -> None:
-        """Drop the tables that are there, with all records; their schema stays. Safe to run
-        again.
-        """
+        """Drop the tables with all records, but not their schema. May be called again."""
         with engine.connect() as connection:
-            for statement in self.dropping():
+            for statement in self.drop_statements():
                 connection.execute(statement)
 
-    def dropping(self) -> Sequence[ExecutableDDLElement]:
-        """The statements that drop the existing tables: the version last, so that an interrupted
-        drop may be run again.
+    def drop_statements(self) -> Sequence[ExecutableDDLElement]:
+        """The statements that drop the tables if they exist. The version is dropped last, so an
+        interrupted drop can be repeated.
         """
         first = [table for table in self.metadata.sorted_tables if table is not self.version]
         return [DropTable(table, if_exists=True) for table in (*first, self.version)]
 
-    def statements(self, dialect: Dialect) -> list[ExecutableDDLElement]:
-        """The statements that create the schema, if one is named, and the tables, if they do not
+    def create_statements(self, dialect: Dialect) -> list[ExecutableDDLElement]:
+        """The statements that create the schema, if it has a name, and the tables, unless they
         exist.
         """
         schema, made = self.metadata.schema, list[ExecutableDDLElement]()
@@ -262,14 +264,16 @@ class Tables:
         return made + [
             statement
             for table in self.metadata.sorted_tables
-            for statement in _making(table, dialect)
+            for statement in _create_table_statements(table, dialect)
         ]
 
-    def _missing(self, connection: Connection, table: Table) -> list[ExecutableDDLElement]:
-        """The statements that create a table, or its missing indexes."""
+    def _missing_statements(
+        self, connection: Connection, table: Table
+    ) -> list[ExecutableDDLElement]:
+        """The statements that create a table if it is missing, otherwise its missing indexes."""
         found = inspect(connection)
         if not found.has_table(table.name, schema=table.schema):
-            return _making(table, connection.dialect)
+            return _create_table_statements(table, connection.dialect)
         there = {index["name"] for index in found.get_indexes(table.name, schema=table.schema)}
         missing = [index for index in _indexes(table) if index.name not in there]
         return [
@@ -280,17 +284,17 @@ class Tables:
     def _create(self, engine: Engine) -> None:
         with engine.connect() as connection:
             self._create_schema(connection)
-            # CREATE TABLE IF NOT EXISTS would wait for other transactions even if the table exists,
-            # and block writes.
+            # CREATE TABLE IF NOT EXISTS would wait for other transactions and block writes, even if
+            # the table exists.
             for table in self.metadata.sorted_tables:
-                for statement in self._missing(connection, table):
+                for statement in self._missing_statements(connection, table):
                     connection.execute(statement)
             if connection.execute(select(self.version.c.version)).first() is None:
                 connection.execute(self.version.insert().values(version=NEWEST, made_by=RELEASE))
 
     def _create_schema(self, connection: Connection) -> None:
-        """Create the schema if it is missing. Check first, because a user without the right to
-        create it may use it.
+        """Create the schema if it is missing. Checks first, because the user may have the right to
+        use the schema but not to create one.
         """
         schema = self.metadata.schema
         if (
@@ -302,8 +306,8 @@ class Tables:
         connection.execute(CreateSchema(schema, if_not_exists=True))
 
 
-def _always() -> list[Column[Any]]:
-    """The columns beside the key that the records have in every layout."""
+def _common_columns() -> list[Column[Any]]:
+    """The columns, apart from the key, that are in every layout of the records."""
     return [
         Column("task", String(255), nullable=False),
         Column("key", LONG, nullable=False),
@@ -316,11 +320,11 @@ def _always() -> list[Column[Any]]:
         Column("attempt", Integer, nullable=False),
         Column("crashes", Integer, nullable=False, server_default="0"),
         Column("resumes", SmallInteger, nullable=False, server_default="0"),
-        # The lease store of a running row; and the end of its lease, with database leases.
+        # The lease store of a running row; and the end of the lease if the row is the lease.
         Column("lease_store", String(255), nullable=False),
         Column("lease_until", BigInteger),
         Column("state", String(16), nullable=False),
-        # How the attempt ended; NULL if it returned and the work is done.
+        # How the attempt ended; NULL if it returned and the row is done.
         Column("ended", String(16)),
         Column("reason", String(255)),
         Column("result", LONG),
@@ -328,27 +332,29 @@ def _always() -> list[Column[Any]]:
         Column("retry_at", BigInteger),
         Column("finished_at", BigInteger),
         Column("expires_at", BigInteger),
-        # When the relay may publish the message, NULL if it need not; and when a message of the row
+        # When the message is due, NULL if it must not be published; and when a message of the row
         # was last published.
         Column("publish_at", BigInteger),
         Column("published_at", BigInteger),
-        # JSON of the last saved progress and the generation it belongs to.
+        # The last saved progress and its generation, as JSON.
         Column("progress", LONG),
         # The call's message as a signature in JSON.
         Column("message", LONG),
     ]
 
 
-def _wide(metadata: MetaData) -> Table:
-    """The records table of version 1, for reading, writing and downgrades."""
+def _wide_table(metadata: MetaData) -> Table:
+    """The records table of version 1, which workers still support, and to which tables can be
+    downgraded.
+    """
     return Table(
         RECORDS,
         metadata,
         Column("stored_key", String(255), primary_key=True),
-        *_always(),
+        *_common_columns(),
         Column("retries", Integer, nullable=False, server_default="0"),
         Column("generation", Integer, nullable=False, server_default="0"),
-        # The next four are of the generation ``counted`` and read as 0 in any other.
+        # The next four belong to the generation in ``counted``; in any other they count as 0.
         Column("failures", Integer, nullable=False, server_default="0"),
         Column("quick_retries", Integer, nullable=False, server_default="0"),
         Column("cooldowns", Integer, nullable=False, server_default="0"),
@@ -369,7 +375,9 @@ def _wide(metadata: MetaData) -> Table:
 
 
 class _CreateWithIndexes(CreateTable):
-    """A table with its indexes in one statement: MySQL has no CREATE INDEX IF NOT EXISTS."""
+    """Creates a table and its indexes in one statement, because MySQL has no CREATE INDEX IF NOT
+    EXISTS.
+    """
 
 
 @compiles(_CreateWithIndexes, *mysql.FAMILY)
@@ -383,7 +391,7 @@ def _with_indexes(create: _CreateWithIndexes, compiler: DDLCompiler, **_: Any) -
     return f"{columns}{end}{options}"
 
 
-def _usable(schema: object) -> bool:
+def _is_usable_name(schema: object) -> bool:
     return (
         isinstance(schema, str)
         and 0 < len(schema) < 64
@@ -396,8 +404,8 @@ def _indexes(table: Table) -> list[Index]:
     return sorted(table.indexes, key=lambda index: str(index.name))
 
 
-def _making(table: Table, dialect: Dialect) -> list[ExecutableDDLElement]:
-    """The statements that create a table with its indexes, if it does not exist."""
+def _create_table_statements(table: Table, dialect: Dialect) -> list[ExecutableDDLElement]:
+    """The statements that create a table and its indexes unless they exist."""
     if mysql.is_mysql(dialect):
         return [_CreateWithIndexes(table, if_not_exists=True)]
     indexes = [CreateIndex(index, if_not_exists=True) for index in _indexes(table)]

@@ -1,10 +1,10 @@
-"""The layouts of the records table: the columns of each version, and which fields of a record they
-hold.
+"""The layouts of the records table: the columns of each version, and the fields of a record in
+them.
 
-Most columns are in every layout. Version 1 has one for each field of a record. Version 2 has one
-document for the fields that only decisions read; see :mod:`celery_leases.protocol.record_document`.
-A worker supports both: deploy the workers of a new release first, then run ``leases migrate`` while
-they run.
+Most columns are in both layouts. Version 1 has a column for each field of a record. Version 2 has a
+JSON document for the fields that only decisions read; see
+:mod:`celery_leases.protocol.record_document`. A worker supports both versions: first deploy the
+workers of a new release, then run ``leases migrate`` while they run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, Stat
 from celery_leases.protocol.repairs import settled
 from celery_leases.stores.sql.values import (
     MICROSECONDS,
-    Reading,
+    ColumnReader,
     failure_in,
     mapping,
     microseconds,
@@ -30,56 +30,50 @@ from celery_leases.stores.sql.values import (
 )
 
 DOCUMENT: Final = "details"
-"""The column that only version 2 has; it distinguishes the two versions."""
+"""The document's column. Only version 2 has it, so it distinguishes the two versions."""
 
-CLOSE: Final = 100
-"""A record may expire earlier by a hundredth of its retention, if that saves the write of
-``expires_at``.
+EXPIRY_STEPS: Final = 100
+"""``expires_at`` is not written if the record would expire at most this fraction (1/100) of its
+retention earlier.
 """
-MADE: Final = 2**30
-"""The first of the generations that are derived from a fence; counted generations stay below it."""
-LISTED: Final = "!"
-"""Delimits each id in ``finished_calls``; the stored form of an id does not contain it."""
+FIRST_DERIVED: Final = 2**30
+"""The first of the generations that are derived from a fence. Counted generations are lower."""
+DELIMITER: Final = "!"
+"""Delimits the ids in ``finished_calls``. It is quoted inside an id."""
 
 _INSERTED: Final = (
-    *(
-        "stored_key",
-        "task",
-        "key",
-        "state",
-        "owner",
-        "call_id",
-        "holder",
-        "attempt",
-        "message",
-        "lease_until",
-    ),
+    "stored_key",
+    "task",
+    "key",
+    "state",
+    "owner",
+    "call_id",
+    "holder",
+    "attempt",
+    "message",
+    "lease_until",
     "lease_store",
 )
 _SWAPPED: Final = (
-    *(
-        "task",
-        "state",
-        "fence",
-        "owner",
-        "call_id",
-        "holder",
-        "attempt",
-        "crashes",
-        "lease_until",
-        "retry_at",
-        "result",
-    ),
-    *(
-        "reason",
-        "ended",
-        "error",
-        "message",
-        "started_at",
-        "finished_at",
-        "expires_at",
-        "lease_store",
-    ),
+    "task",
+    "state",
+    "fence",
+    "owner",
+    "call_id",
+    "holder",
+    "attempt",
+    "crashes",
+    "lease_until",
+    "retry_at",
+    "result",
+    "reason",
+    "ended",
+    "error",
+    "message",
+    "started_at",
+    "finished_at",
+    "expires_at",
+    "lease_store",
 )
 _SETTLED: Final = ("state", "ended", "attempt", "crashes", "resumes", "result", "reason", "error")
 
@@ -96,17 +90,17 @@ class Migrated:
 
 
 class Layout(ABC):
-    """How records are written into the table of one version."""
+    """The stored form of records in the table of one version."""
 
     version: int
-    #: The columns of a new row except the times of its insert; the others are NULL or 0.
+    #: The columns that an insert sets, besides the time of the insert. The others are NULL or 0.
     inserted: tuple[str, ...]
     #: The columns that a claim changes; see :func:`celery_leases.protocol.claims.claimed`.
     swapped: tuple[str, ...]
-    #: The columns that an outcome writes directly; two different outcomes differ in one of them.
+    #: The columns that an outcome sets to its own values. Two outcomes differ in one of them.
     settled: tuple[str, ...]
 
-    def of_record(self, record: Record) -> dict[str, Any]:
+    def column_values(self, record: Record) -> dict[str, Any]:
         """The values of all columns for *record*; :func:`celery_leases.stores.sql.rows.to_record`
         is the inverse.
         """
@@ -137,20 +131,20 @@ class Layout(ABC):
             "published_at": record.published_at,
             "progress": record.progress,
             "message": record.message,
-            **self.details_of(record),
+            **self.details_values(record),
         }
 
-    def of_new(self, record: Record) -> dict[str, Any]:
-        """The parameters of the insert of *record*, whose times count from the insert."""
-        values = self.of_record(record)
+    def insert_parameters(self, record: Record) -> dict[str, Any]:
+        """The parameters of the insert of *record*, whose times are relative to the insert."""
+        values = self.column_values(record)
         return {f"new_{name}": values[name] for name in self.inserted}
 
     def only_succeeds(self, record: Record, outcome: Outcome) -> bool:
         """Whether *outcome* changes nothing but ``state``, ``result`` and the times of the end."""
         return False
 
-    def of_success(self, record: Record, outcome: Outcome) -> dict[str, Any]:
-        """The parameters of the settle statement for such an outcome."""
+    def success_parameters(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """The parameters of the statement that writes such an outcome."""
         keep = int((outcome.retention or 0.0) * MICROSECONDS)
         return {
             "for_key": record.stored_key,
@@ -159,13 +153,13 @@ class Layout(ABC):
             "new_state": outcome.state,
             "new_result": outcome.result,
             "keep": keep,
-            "keep_at_least": keep - keep // CLOSE,
+            "keep_at_least": keep - keep // EXPIRY_STEPS,
         }
 
-    def of_outcome(self, record: Record, outcome: Outcome) -> dict[str, Any]:
-        """The parameters of the settle statement for an attempt on *record*."""
+    def settle_parameters(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """The parameters of the statement that writes *outcome* for the attempt on *record*."""
         wait, keep = outcome.retry_after or 0.0, outcome.retention
-        kept = int((keep + wait) * MICROSECONDS) if keep is not None else None
+        expiry = int((keep + wait) * MICROSECONDS) if keep is not None else None
         return {
             "for_key": record.stored_key,
             "for_fence": record.fence,
@@ -180,18 +174,18 @@ class Layout(ABC):
             "new_error": written(outcome.failure),
             "new_progress": outcome.progress,
             "wait": int(wait * MICROSECONDS) if wait else None,
-            "keep": kept,
-            "keep_at_least": kept - kept // CLOSE if kept is not None else None,
-            **self.details_settled(record, outcome),
+            "keep": expiry,
+            "keep_at_least": expiry - expiry // EXPIRY_STEPS if expiry is not None else None,
+            **self.details_parameters(record, outcome),
         }
 
     @abstractmethod
-    def details_of(self, record: Record) -> dict[str, Any]:
-        """The values of the columns that no other layout has."""
+    def details_values(self, record: Record) -> dict[str, Any]:
+        """The values of the columns that only this layout has."""
 
     @abstractmethod
-    def details_settled(self, record: Record, outcome: Outcome) -> dict[str, Any]:
-        """The parameters of the settle statement for those columns."""
+    def details_parameters(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+        """The parameters of :meth:`settle_parameters` for those columns."""
 
 
 class Wide(Layout):
@@ -199,46 +193,50 @@ class Wide(Layout):
 
     version = 1
     columns = (
-        *(
-            "retries",
-            "generation",
-            "failures",
-            "quick_retries",
-            "cooldowns",
-            "failed_at",
-            "counted",
-            "fingerprint",
-        ),
-        *("digests", "lease_ttl", "retention", "previous_ended", "previous_error", "previous_host"),
-        *("finished_calls", "finished_results", "crashed_at", "crashed_call"),
+        "retries",
+        "generation",
+        "failures",
+        "quick_retries",
+        "cooldowns",
+        "failed_at",
+        "counted",
+        "fingerprint",
+        "digests",
+        "lease_ttl",
+        "retention",
+        "previous_ended",
+        "previous_error",
+        "previous_host",
+        "finished_calls",
+        "finished_results",
+        "crashed_at",
+        "crashed_call",
     )
     inserted = (
-        *(
-            *_INSERTED,
-            "retries",
-            "fingerprint",
-            "digests",
-            "lease_ttl",
-            "finished_calls",
-            "retention",
-        ),
-        *("generation", "counted"),
+        *_INSERTED,
+        "retries",
+        "fingerprint",
+        "digests",
+        "lease_ttl",
+        "finished_calls",
+        "retention",
+        "generation",
+        "counted",
     )
     swapped = (*_SWAPPED, *(name for name in columns if name != "finished_results"))
     settled = (
-        *(
-            *_SETTLED,
-            "retries",
-            "failures",
-            "quick_retries",
-            "cooldowns",
-            "counted",
-            "crashed_call",
-        ),
-        *("finished_calls", "finished_results"),
+        *_SETTLED,
+        "retries",
+        "failures",
+        "quick_retries",
+        "cooldowns",
+        "counted",
+        "crashed_call",
+        "finished_calls",
+        "finished_results",
     )
 
-    def details_of(self, record: Record) -> dict[str, Any]:
+    def details_values(self, record: Record) -> dict[str, Any]:
         """See :class:`Layout`."""
         before, results = record.previous, record.finished_results
         return {
@@ -256,15 +254,15 @@ class Wide(Layout):
             "previous_ended": before.ended if before is not None else None,
             "previous_error": written(before.error) if before is not None else None,
             "previous_host": before.host if before is not None else None,
-            "finished_calls": "".join(map(_listed, record.finished_calls)),
+            "finished_calls": "".join(map(_delimited, record.finished_calls)),
             "finished_results": json.dumps(dict(results)) if results is not None else None,
             "crashed_at": record.crashed_at,
             "crashed_call": record.crashed_call,
         }
 
-    def details_settled(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+    def details_parameters(self, record: Record, outcome: Outcome) -> dict[str, Any]:
         """See :class:`Layout`."""
-        written_now = self.details_of(settled(record, outcome, 0))
+        written_now = self.details_values(settled(record, outcome, 0))
         names = (name for name in self.settled if name in written_now)
         return {f"new_{name}": written_now[name] for name in names} | {
             "failed": outcome.failed,
@@ -281,20 +279,21 @@ class Narrow(Layout):
     swapped = (*_SWAPPED, DOCUMENT)
     settled = (*_SETTLED, DOCUMENT)
 
-    def of_record(self, record: Record) -> dict[str, Any]:
-        """As in each layout, but a running row already has the time at which it would expire after
-        a success.
+    def column_values(self, record: Record) -> dict[str, Any]:
+        """See :class:`Layout`. A running row already has the ``expires_at`` that it would get after
+        a quick success.
 
-        An early outcome does not change that time. Then it changes no indexed column, and
-        PostgreSQL writes no index entry.
+        A quick success then changes no indexed column, so PostgreSQL need not write the indexes.
         """
-        values = super().of_record(record)
+        values = super().column_values(record)
         values["ended"] = _ended(record.state, record.ended)
         values["expires_at"] = _expires_at(record)
         return values
 
-    def of_new(self, record: Record) -> dict[str, Any]:
-        """As in each layout, without the columns that are not inserted: each first run needs it."""
+    def insert_parameters(self, record: Record) -> dict[str, Any]:
+        """See :class:`Layout`. Builds only the columns of the insert, because each first run needs
+        them.
+        """
         return {
             "new_stored_key": record.stored_key,
             "new_task": record.task,
@@ -321,17 +320,17 @@ class Narrow(Layout):
             and outcome.reason is None
             and outcome.failure is None
             and outcome.progress is None
-            and _leaves_details(record, outcome)
+            and _keeps_details(record, outcome)
         )
 
-    def details_of(self, record: Record) -> dict[str, Any]:
+    def details_values(self, record: Record) -> dict[str, Any]:
         """See :class:`Layout`."""
         return {DOCUMENT: record_document.dump(record)}
 
-    def details_settled(self, record: Record, outcome: Outcome) -> dict[str, Any]:
+    def details_parameters(self, record: Record, outcome: Outcome) -> dict[str, Any]:
         """See :class:`Layout`."""
         ended = {"new_ended": _ended(outcome.state, outcome.ended)}
-        if _leaves_details(record, outcome):
+        if _keeps_details(record, outcome):
             return ended
         document = record_document.dump(settled(record, outcome, 0), failed=outcome.failed)
         return ended | {f"new_{DOCUMENT}": document}
@@ -345,47 +344,47 @@ NEWEST: Final = max(LAYOUTS)
 
 
 def layout_of(columns: Collection[str]) -> Layout:
-    """The layout of a table with these columns, also in the middle of a migration."""
+    """The layout of a table with these columns, also during a migration."""
     return NARROW if DOCUMENT in columns else WIDE
 
 
-def details_in(reading: Reading) -> dict[str, Any]:
-    """The fields of a record whose columns differ between the layouts, from a row of either
+def details_in(reader: ColumnReader) -> dict[str, Any]:
+    """The fields of a record whose columns differ between the layouts. *reader* has a row of either
     layout.
     """
-    return _narrow(reading) if DOCUMENT in reading.row else _wide(reading)
+    return _narrow(reader) if DOCUMENT in reader.row else _wide(reader)
 
 
-def _narrow(reading: Reading) -> dict[str, Any]:
-    row = reading.row
+def _narrow(reader: ColumnReader) -> dict[str, Any]:
+    row = reader.row
     if row[DOCUMENT] is None:
         return record_document.load(None, None)[0]
-    found = reading.of(DOCUMENT, lambda text: record_document.load(text, row["finished_at"]))
+    found = reader.of(DOCUMENT, lambda text: record_document.load(text, row["finished_at"]))
     if found is None:
         generation = record_document.generation_in(row[DOCUMENT])
         return {
             **record_document.load(None, None)[0],
-            "generation": _lost(row) if generation is None else generation,
+            "generation": _derived_generation(row) if generation is None else generation,
         }
     fields: dict[str, Any] = found[0]
     spared: str | None = found[1]
     if spared is not None:
-        reading.warn(DOCUMENT, ValueError(spared))
+        reader.warn(DOCUMENT, ValueError(spared))
     return fields
 
 
-def _lost(row: Mapping[Any, Any]) -> int:
-    """The generation of a row whose generation cannot be read: derived from the fence, or from the
-    time if the fence is lost.
+def _derived_generation(row: Mapping[Any, Any]) -> int:
+    """A generation for a row whose own cannot be read. It is derived from the fence, or from the
+    time if the fence cannot be read either.
 
-    It is greater than every counted generation, fits into the column of version 1, and repeats only
-    for fences nine minutes apart. So effects of an earlier generation are not found again after the
-    row is repaired.
+    It is higher than every counted generation, fits into the column of version 1, and is repeated
+    only by fences that are a multiple of nine minutes apart. So effects of an earlier generation
+    are not found after the row is repaired.
     """
-    return MADE + int(row["fence"] or row["now"]) % (MADE // 2)
+    return FIRST_DERIVED + int(row["fence"] or row["now"]) % (FIRST_DERIVED // 2)
 
 
-def _wide(reading: Reading) -> dict[str, Any]:
+def _wide(reader: ColumnReader) -> dict[str, Any]:
     integers = (
         "retries",
         "generation",
@@ -395,35 +394,35 @@ def _wide(reading: Reading) -> dict[str, Any]:
         "cooldowns",
         "lease_ttl",
     )
-    lost = type(reading.row["generation"]) is not int
-    reading.integers(integers, ("crashed_at", "failed_at", "retention"))
-    row = reading.row
+    lost = type(reader.row["generation"]) is not int
+    reader.integers(integers, ("crashed_at", "failed_at", "retention"))
+    row = reader.row
     listed, counts = row["finished_calls"], row["counted"] == row["generation"]
-    ended = reading.of("previous_ended", Ended, needed=False) if row["previous_ended"] else None
-    before_error = reading.of("previous_error", failure_in, needed=False)
+    ended = reader.of("previous_ended", Ended, needed=False) if row["previous_ended"] else None
+    before_error = reader.of("previous_error", failure_in, needed=False)
     return {
         "retries": row["retries"],
-        "generation": _lost(row) if lost else row["generation"],
+        "generation": _derived_generation(row) if lost else row["generation"],
         "failures": row["failures"] if counts else 0,
         "quick_retries": row["quick_retries"] if counts else 0,
         "cooldowns": row["cooldowns"] if counts else 0,
         "failed_at": row["failed_at"] if counts else None,
         "fingerprint": row["fingerprint"],
-        "digests": reading.of("digests", mapping, needed=False),
+        "digests": reader.of("digests", mapping, needed=False),
         "lease_ttl": row["lease_ttl"] / MICROSECONDS,
         "retention": row["retention"] / MICROSECONDS if row["retention"] else None,
         "previous": Attempt(ended, before_error, row["previous_host"]) if ended else None,
-        "finished_calls": tuple(map(unquote, listed.strip(LISTED).split(LISTED * 2)))
+        "finished_calls": tuple(map(unquote, listed.strip(DELIMITER).split(DELIMITER * 2)))
         if listed
         else (),
-        "finished_results": reading.of("finished_results", mapping),
+        "finished_results": reader.of("finished_results", mapping),
         "crashed_at": row["crashed_at"],
         "crashed_call": row["crashed_call"],
     }
 
 
 def _ended(state: State, ended: Ended | None) -> Ended | None:
-    """The stored form of ``ended``: NULL for the usual end."""
+    """The stored form of ``ended``: NULL for the usual end of a done row."""
     return None if state is State.DONE and ended is Ended.RETURNED else ended
 
 
@@ -433,9 +432,11 @@ def _expires_at(record: Record) -> int | None:
     return record.expires_at
 
 
-def _leaves_details(record: Record, outcome: Outcome) -> bool:
-    """Whether the outcome leaves the document as the claim wrote it, as a first success does."""
-    # A field that an outcome changes must be compared here, or it is not written.
+def _keeps_details(record: Record, outcome: Outcome) -> bool:
+    """Whether the outcome does not change the document that the claim wrote. A first success does
+    not.
+    """
+    # Each field of the document that an outcome may change must be compared here.
     before = (
         record.retries,
         record.failures,
@@ -453,5 +454,5 @@ def _leaves_details(record: Record, outcome: Outcome) -> bool:
     return before == after and outcome.finished is None and not outcome.failed and not outcome.unrun
 
 
-def _listed(call_id: str) -> str:
-    return f"{LISTED}{quote(call_id, safe='')}{LISTED}"
+def _delimited(call_id: str) -> str:
+    return f"{DELIMITER}{quote(call_id, safe='')}{DELIMITER}"

@@ -1,7 +1,7 @@
 """The user's own transaction, in which a record is locked or completed.
 
-The user passes a SQLAlchemy session or connection, or a plain DB-API connection to the same
-database. Django's ``connections[alias]`` counts as a DB-API connection.
+The user gives a SQLAlchemy session or connection, or a DB-API connection, to the database of the
+records. Django's ``connections[alias]`` counts as a DB-API connection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, scoped_session
 from celery_leases.errors import LeaseLost, WrongDatabase
 from celery_leases.protocol.records import Outcome, Record, State
 from celery_leases.stores.sql import rows
-from celery_leases.stores.sql.commit_hooks import execute_in, push_out_at_commit, tell_at_end
+from celery_leases.stores.sql.commit_hooks import call_at_end, execute_in, extend_at_commit
 from celery_leases.stores.sql.database import LOCKED, misses_a_column
 from celery_leases.stores.sql.dbapi import (
     TransactionMark,
@@ -25,98 +25,98 @@ from celery_leases.stores.sql.dbapi import (
     first_row,
     in_transaction,
 )
-from celery_leases.stores.sql.dialects import mysql
+from celery_leases.stores.sql.dialects import mysql, postgresql
 from celery_leases.stores.sql.joining import connection_of, driver_of, refuse_unjoinable
 from celery_leases.stores.sql.records import SqlRecordStore
 from celery_leases.stores.sql.table_versions import layout_of
 from celery_leases.stores.sql.upserts import Writes, touched
-from celery_leases.stores.urls import shown_database
+from celery_leases.stores.urls import display_database_url
 
 T = TypeVar("T")
 NO_SUCH_TABLE: Final = "no such table"
-UNDEFINED_TABLE: Final = "42P01"
 
 
 class JoinedTransaction:
-    """One open transaction of the user's; see
+    """An open transaction of the user's; see
     :class:`celery_leases.attempt.lease_services.UserTransaction`.
     """
 
     def __init__(self, given: Any, records: SqlRecordStore) -> None:
         self.records = records
         self._given = given.registry() if isinstance(given, scoped_session) else given
-        self._of_mysql = mysql.is_mysql(records.database.engine.dialect)
+        self._on_mysql = mysql.is_mysql(records.database.engine.dialect)
         self._is_open: Callable[[], bool] | None = None
         self._mark: TransactionMark | None = None
 
     def join(self, key: str) -> None:
-        """Join the transaction. Begins one if SQLAlchemy manages it; raises :class:`WrongDatabase`
-        if it cannot be joined.
+        """Join the transaction; begin one if the user gave a SQLAlchemy session or connection.
+        Raises :class:`WrongDatabase` if the transaction cannot be joined.
 
-        Every other step calls this first.
+        Every other method calls this first.
         """
         if self._is_open is not None:
             return
         refuse_unjoinable(key, self._given, self.records.database)
-        self._is_open = opening(self._given)
+        self._is_open = open_check(self._given)
         if not isinstance(self._given, Session | Connection):
             self._mark = TransactionMark(driver_of(self._given), self.records.database)
 
     def guard(self, record: Record) -> None:
-        """Lock the record's row, or raise :class:`LeaseLost` because the attempt no longer
-        owns it.
-        """
+        """Lock the record's row; raise :class:`LeaseLost` if the attempt no longer owns it."""
         # A DB-API connection to MySQL may count changed rows rather than matched rows.
-        self._lock(self.records.guarding, rows.of_guard(record), record, look=self._of_mysql)
+        self._lock(self.records.guard, rows.guard_parameters(record), record, look=self._on_mysql)
         if isinstance(self._given, Session | Connection):
-            push_out_at_commit(connection_of(self._given), self.records, record)
+            extend_at_commit(connection_of(self._given), self.records, record)
 
     def has_completed(self, record: Record) -> bool:
-        """Whether the record is done under its attempt, as far as this transaction sees."""
+        """Whether this transaction sees that the attempt has completed the record."""
         found = self.read(record.stored_key, record.key)
         return found is not None and found.is_attempt(State.DONE, record.owner, record.fence)
 
     def complete(self, record: Record, outcome: Outcome) -> None:
-        """Write the outcome, to be committed with the user's rows; raises :class:`LeaseLost` as
+        """Write the outcome, which is committed with the user's rows. Raises :class:`LeaseLost` as
         :meth:`guard` does.
         """
-        self.know_layout(record.key)
+        self.load_layout(record.key)
         self._lock(*self.records.settlement(record, outcome), record)
 
     def write(self, writes: Writes, key: str) -> bool:
-        """Execute *writes* in it, in turn, until one touches a row; returns whether one did."""
-        return any(self._wrote(write, key) for write in writes)
+        """Execute *writes* in order until one touches a row; returns whether one did so."""
+        return any(self._write_touches(write, key) for write in writes)
 
     def read(self, stored_key: str, key: str, *, newest: bool = False) -> Record | None:
-        """The row of a key as this transaction sees it; with *newest*, the committed row even if
-        the transaction's snapshot is older.
+        """The row of a key as this transaction sees it. With *newest*, the last committed row, even
+        if the transaction's snapshot is older.
 
-        At MySQL's default isolation a transaction writes into rows that it does not see, unless it
-        locks them.
+        At MySQL's default isolation level a plain SELECT reads the snapshot, but a write changes
+        the last committed row.
         """
-        self.know_layout(key)
-        found = self.records.by.one
-        if newest and self._of_mysql:
+        self.load_layout(key)
+        found = self.records.statements.select_row
+        if newest and self._on_mysql:
             found = found.with_for_update()
         row = self._execute(found, {"stored_key": stored_key}, key, first_row)
         return rows.to_record(row) if row is not None else None
 
-    def know_layout(self, key: str) -> None:
-        """Keep the layout of the table for the rest of this transaction, which an error would end.
+    def load_layout(self, key: str) -> None:
+        """Read the layout of the table, because a statement for the wrong layout would end the
+        transaction.
 
-        If a migration is possible, reading the columns blocks it until the transaction ends.
+        Reading the columns also blocks migrations until the transaction ends. Nothing is read if no
+        migration is possible.
         """
         if not self.records.is_newest:
             columns = self._execute(self.records.tables.any_column(), {}, key, column_names)
             self.records.use(layout_of(columns))
 
-    def when_ended(self, done: Callable[[], None]) -> bool:
-        """Call *done* once it is committed or rolled back; ``False`` if that cannot be observed.
+    def call_when_ended(self, done: Callable[[], None]) -> bool:
+        """Call *done* once the transaction is committed or rolled back; returns ``False`` if that
+        cannot be observed.
 
-        Django reports only a commit, in ``atomic`` blocks.
+        In an ``atomic`` block of Django only the commit can be observed.
         """
         if isinstance(self._given, Session):
-            tell_at_end(self._given, done)
+            call_at_end(self._given, done)
         elif self.is_of_django and self._given.in_atomic_block:
             self._given.on_commit(done)
         else:
@@ -125,21 +125,19 @@ class JoinedTransaction:
 
     @property
     def is_of_django(self) -> bool:
-        """Whether the connection is Django's, which may still be used after the transaction has
-        ended.
-        """
+        """Whether the connection is Django's, which may be used after the transaction has ended."""
         return hasattr(self._given, "vendor") and callable(getattr(self._given, "on_commit", None))
 
     def is_open(self) -> bool:
-        """Whether it is neither committed nor rolled back."""
+        """Whether the transaction is neither committed nor rolled back."""
         try:
             return self._is_open is not None and self._is_open()
-        except Exception:  # noqa: BLE001 - a connection that cannot be asked is closed
+        except Exception:  # noqa: BLE001 - a connection that raises an error counts as closed
             return False
 
     def is_over(self) -> bool:
-        """Whether this transaction has certainly ended, even if its connection is in another one
-        now; may cost a round trip.
+        """Whether this transaction has certainly ended, even if its connection has begun another
+        one. May cost a round trip.
         """
         return not self.is_open() or (self._mark is not None and self._mark.is_over())
 
@@ -150,13 +148,13 @@ class JoinedTransaction:
             return True
         if isinstance(other, Session | Connection) and not other.in_transaction():
             return False
-        with suppress(Exception):  # a connection that does not answer counts as another one
+        with suppress(Exception):  # a connection that raises an error counts as another one
             return driver_of(other) is driver_of(self._given) is not None
         return False
 
     def roll_back(self) -> bool:
-        """Roll back if this transaction is certainly open; returns whether it was. The connection
-        may be in a later transaction, which must not be rolled back.
+        """Roll back if this transaction is certainly open; returns whether it was open. A later
+        transaction of the same connection is not rolled back.
         """
         if not self.is_open() or (self._mark is not None and not self._mark.is_surely_open()):
             return False
@@ -172,8 +170,8 @@ class JoinedTransaction:
         *,
         look: bool = False,
     ) -> None:
-        """Execute *statement*, which locks the record's row, and identify the transaction again
-        afterwards.
+        """Execute *statement*, which locks the record's row; raise :class:`LeaseLost` if it matches
+        no row. The transaction is marked before, or afterwards if the statement has begun it.
 
         *look*: the driver may report changed rows rather than matched rows, so 0 must be verified
         with a SELECT.
@@ -182,13 +180,13 @@ class JoinedTransaction:
         if self._mark is not None:
             self._mark.set()
         if not self._touched(statement, values, record.key) and not (
-            look and self._execute(self.records.locking, values, record.key, first_row)
+            look and self._execute(self.records.lock_row, values, record.key, first_row)
         ):
-            self._refuse(record)
+            self._raise_lost(record)
         if self._mark is not None:
             self._mark.set()
 
-    def _wrote(self, write: Executable, key: str) -> bool:
+    def _write_touches(self, write: Executable, key: str) -> bool:
         try:
             return self._touched(write, {}, key)
         except Exception as error:
@@ -202,7 +200,9 @@ class JoinedTransaction:
     def _execute(
         self, statement: Executable, values: Mapping[str, Any], key: str, take: Callable[[Any], T]
     ) -> T:
-        """Execute *statement* in it; returns what *take* makes of the result or cursor."""
+        """Execute *statement* in the transaction; returns what *take* reads from the result or
+        cursor.
+        """
         if self.records.database.host_clock:
             values = {**values, "now": self.records.database.host_now()}
         self.join(key)
@@ -219,31 +219,36 @@ class JoinedTransaction:
             raise explained from error
 
     def _explained(self, key: str, error: Exception) -> WrongDatabase | None:
-        """A clearer error for a known error of the database; ``None`` for any other."""
+        """An error with advice for a known error of the database; ``None`` for any other."""
         if LOCKED in str(error):
             return WrongDatabase(
                 f"{key}: SQLite: the database is locked; begin the transaction with BEGIN IMMEDIATE and keep it short, "
                 f"because a plain BEGIN cannot write once another transaction has written ({error})"
             )
         table = self.records.tables.records.name
-        undefined = UNDEFINED_TABLE in _codes(error) or mysql.code_of(error) == mysql.NO_SUCH_TABLE
+        causes = (
+            error,
+            error.__cause__ or error,
+        )  # Django's errors have the driver's as their cause
+        undefined = (
+            postgresql.UNDEFINED_TABLE in map(postgresql.state_of, causes)
+            or mysql.code_of(error) == mysql.NO_SUCH_TABLE
+        )
         if table in str(error) and (NO_SUCH_TABLE in str(error) or undefined):
-            return WrongDatabase(f"{key}: {self._elsewhere()} ({' '.join(str(error).split())})")
+            return WrongDatabase(f"{key}: {self._where_to_join()} ({' '.join(str(error).split())})")
         return None
 
-    def _elsewhere(self) -> str:
+    def _where_to_join(self) -> str:
         return (
             "its record cannot be found through this session or connection; use one on "
-            f"{shown_database(self.records.database.engine.url)}, with the schema of the records"
+            f"{display_database_url(self.records.database.engine.url)}, with the schema of the records"
         )
 
     def _by_cursor(
         self, statement: Executable, values: Mapping[str, Any], take: Callable[[Any], T]
     ) -> T:
         dialect = self.records.database.engine.dialect
-        if hasattr(
-            self._given, "vendor"
-        ):  # Django's cursors take %s on every database, and count on it when they log
+        if hasattr(self._given, "vendor"):  # Django's cursors require %s on every database
             dialect = dialect_by_format(dialect)
         compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined]
         bound = compiled.construct_params(dict(values))
@@ -255,33 +260,26 @@ class JoinedTransaction:
         finally:
             cursor.close()
 
-    def _refuse(self, record: Record) -> None:
+    def _raise_lost(self, record: Record) -> None:
         now = self.records.read(record.stored_key)
         ours = now is not None and now.is_attempt(State.RUNNING, record.owner, record.fence)
         if ours and self.records.database.engine.dialect.name != "sqlite":
             raise WrongDatabase(
-                f"{record.key}: {self._elsewhere()}; or its transaction began before this attempt"
+                f"{record.key}: {self._where_to_join()}; or its transaction began before this attempt"
             )
         message = f"{record.key}: the lease is lost: the record has moved on"
         raise LeaseLost(message, record.key, "the record has moved on")
 
 
-def opening(given: Any) -> Callable[[], bool]:
-    """A function that says whether the transaction of *given* is still open. Begins one if
-    SQLAlchemy manages it.
+def open_check(given: Any) -> Callable[[], bool]:
+    """A function that returns whether the transaction of *given* is still open. Begins a
+    transaction if *given* is a SQLAlchemy session or connection.
     """
     if isinstance(given, Session):
-        given = (
-            given.connection()
-        )  # the session's own transaction is not active any more while it commits
+        given = given.connection()  # a session's own transaction is inactive while it commits
     if isinstance(given, Connection):
         if given.get_transaction() is None:
             given.begin()
         transaction = given.get_transaction()
         return lambda: transaction is not None and transaction.is_active
     return lambda: in_transaction(driver_of(given))
-
-
-def _codes(error: Exception) -> set[str | None]:
-    causes = (error, getattr(error, "orig", None), error.__cause__)
-    return {getattr(cause, name, None) for cause in causes for name in ("sqlstate", "pgcode")}

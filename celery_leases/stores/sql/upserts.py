@@ -1,4 +1,4 @@
-"""Writes whose SQL differs between databases: upserts, and updates with a limit."""
+"""Writes whose SQL differs between databases: upserts, and deletes with a limit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from celery_leases.stores.sql.dialects.mysql import is_mysql
 
 Writes = tuple[Executable, ...]
-"""Statements that are tried in order until one touches a row; an insert whose key exists touches
-none.
+"""Statements that are run in order until one of them touches a row. An insert whose key exists
+touches none.
 """
 
 
@@ -35,19 +35,18 @@ def upsert(
     *,
     where: ColumnElement[bool],
 ) -> Writes:
-    """Give the row of *key* these *values*, if it is not there or *where* holds.
+    """Insert the row of *key* with *values*, or update an existing row for which *where* is true.
 
     MySQL and MariaDB need several statements. The first is an insert, because an update of a
-    missing row may lock its gap. The last is an insert again, because the row may have been deleted
-    meanwhile.
+    missing row may take a gap lock. The last is an insert again, because the row may have been
+    deleted after the first one.
     """
     fresh = {**key, **values}
     if is_mysql(dialect):
         same = and_(*(table.c[name] == value for name, value in key.items()))
         inserted = insert(table).values(fresh)
         return inserted, update(table).where(same, where).values(values), inserted
-    own = sqlite if dialect.name == "sqlite" else postgresql
-    written = own.insert(table).values(fresh)
+    written = _insert(table, dialect).values(fresh)
     places = [table.c[name] for name in key]
     return (
         written.on_conflict_do_update(index_elements=places, set_=values, where=where).returning(
@@ -59,11 +58,10 @@ def upsert(
 def insert_absent(
     table: Table, dialect: Dialect, key: Sequence[str], values: Mapping[str, Any]
 ) -> Writes:
-    """Insert a row unless there is one with its *key*."""
+    """Insert a row unless there is one with the same *key* columns."""
     if is_mysql(dialect):
         return (insert(table).values(values),)
-    own = sqlite if dialect.name == "sqlite" else postgresql
-    written = own.insert(table).values(values)
+    written = _insert(table, dialect).values(values)
     return (
         written.on_conflict_do_nothing(index_elements=key).returning(
             *(table.c[name] for name in key)
@@ -71,8 +69,13 @@ def insert_absent(
     )
 
 
+def _insert(table: Table, dialect: Dialect) -> postgresql.Insert | sqlite.Insert:
+    """An insert that can have ON CONFLICT."""
+    return sqlite.insert(table) if dialect.name == "sqlite" else postgresql.insert(table)
+
+
 def touched(executed: Any) -> bool:
-    """Whether a write has touched a row, by its result or its DB-API cursor."""
+    """Whether a write has inserted, changed or deleted a row, from its result or DB-API cursor."""
     returns = (
         executed.returns_rows
         if isinstance(executed, CursorResult)
@@ -81,8 +84,6 @@ def touched(executed: Any) -> bool:
     return executed.fetchone() is not None if returns else bool(executed.rowcount > 0)
 
 
-def apart(limited: Select[Any]) -> Select[Any]:
-    """The same rows, wrapped in a subquery: MySQL allows LIMIT on the table that is changed only
-    there.
-    """
+def in_subquery(limited: Select[Any]) -> Select[Any]:
+    """*limited* in a subquery: MySQL allows LIMIT on the table that is changed only in one."""
     return select(limited.subquery())

@@ -1,4 +1,4 @@
-"""Converts the values of single columns; errors name the column that cannot be read."""
+"""Converts the values of single columns; an error names the column with the unreadable value."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ SHORT_TEXT: Final = 255
 
 
 def microseconds(seconds: float) -> int:
-    """A span as it is stored."""
+    """The stored form of a span of *seconds*."""
     return round(seconds * MICROSECONDS)
 
 
 def written(failure: Failure | None) -> str | None:
-    """A failure as it is stored."""
+    """The stored form of a failure: JSON."""
     if failure is None:
         return None
     return json.dumps(failure_to(failure), separators=(",", ":"))
 
 
 def short(text: str | None) -> str | None:
-    """A reason as it is stored."""
+    """The stored form of a reason: truncated to the size of its column."""
     return storable(text, SHORT_TEXT) if text else None
 
 
 @dataclass
-class Reading:
-    """Reads the columns of *row* whose values may be unreadable, for example after a change by
-    hand.
+class ColumnReader:
+    """Reads columns of *row* whose values may be unreadable, for example because somebody
+    changed them by hand.
     """
 
     row: Mapping[Any, Any]
     lenient: bool
-    trouble: str | None = field(default=None, init=False)
+    problem: str | None = field(default=None, init=False)
 
     def integers(self, names: Iterable[str], or_null: Iterable[str]) -> None:
-        """Check that these columns have integers: SQLite accepts text in them."""
+        """Check that these columns have integers, because SQLite stores text in an integer
+        column.
+        """
         row = self.row
         wrong = [name for name in names if type(row[name]) is not int]
         wrong += [name for name in or_null if row[name] is not None and type(row[name]) is not int]
@@ -59,15 +61,15 @@ class Reading:
             self.row = {**self.row, name: 0 if name in names else None}
 
     def of(self, column: str, convert: Callable[[Any], Any], *, needed: bool = True) -> Any:
-        """The column's value, converted by *convert*; ``None`` for NULL, and for an unreadable
-        value that is not *needed*.
+        """The value of *column*, converted by *convert*. ``None`` for NULL, and for an unreadable
+        value if it is not *needed*.
         """
         value = self.row[column]
         if value is None:
             return None
         try:
             return convert(value)
-        except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+        except Exception as error:  # noqa: BLE001 - a decoder may raise anything
             if needed:
                 self._refuse(column, error)
             else:
@@ -75,32 +77,32 @@ class Reading:
             return None
 
     def warn(self, column: str, error: Exception) -> None:
-        """Log that a column counts as empty."""
-        _warn(_trouble(self.row, column, error))
+        """Log that an unreadable column counts as empty."""
+        _warn(_problem(self.row, column, error))
 
     def _refuse(self, column: str, error: Exception) -> None:
-        trouble = _trouble(self.row, column, error)
+        problem = _problem(self.row, column, error)
         if not self.lenient:
-            raise RecordUnreadable(trouble, False, self.row["key"], column) from None
-        self.trouble = self.trouble or trouble
+            raise RecordUnreadable(problem, False, self.row["key"], column) from None
+        self.problem = self.problem or problem
 
 
-def _trouble(row: Mapping[str, Any], column: str, error: Exception) -> str:
+def _problem(row: Mapping[str, Any], column: str, error: Exception) -> str:
     return unreadable(row["key"], row["task"], column, row[column], error)
 
 
 @lru_cache(1000)
-def _warn(trouble: str) -> None:
-    logger.warning("%s; it counts as empty", trouble)
+def _warn(problem: str) -> None:
+    logger.warning("%s; it counts as empty", problem)
 
 
 def failure_in(text: str) -> Failure:
-    """The failure in a stored text."""
+    """The failure whose stored form is *text*."""
     return failure_from(json.loads(text))
 
 
 def mapping(text: str) -> Mapping[str, Any]:
-    """The object in a JSON text."""
+    """The object whose JSON is *text*."""
     found = json.loads(text)
     if not isinstance(found, dict):
         raise TypeError(f"{type(found).__name__}, not an object")
@@ -108,10 +110,10 @@ def mapping(text: str) -> Mapping[str, Any]:
 
 
 def progress_in(text: str) -> str:
-    """The saved progress *text*, after checking that the body can read it."""
+    """*text*, after checking that it is saved progress which the body can read."""
     found = mapping(text)
     saved = progress.load(text, found.get("generation", -1))
     decode(saved.value)
     if not isinstance(saved.positions, dict):
-        raise TypeError("positions that are not an object")
+        raise TypeError("positions is not an object")
     return text

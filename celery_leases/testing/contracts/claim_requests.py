@@ -1,4 +1,6 @@
-"""Bids for the contract suites, and reading the answers of both families of lease stores alike."""
+"""Claim requests for the contract suites, and functions that read the answers of all lease
+stores.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ Answer = Acquired | Held | Cooling | Shut | Claimed
 
 
 def fresh_key() -> str:
-    """A stored key nobody has used before."""
+    """A stored key that was never used."""
     return f"t:contract|{uuid4().hex}"
 
 
 def make_claim_request(
     stored_key: str, token: str | None = None, *, ttl: float = 15.0, **more: Any
 ) -> ClaimRequest:
-    """A bid of another call each time, for *ttl* seconds, under a token of its own unless given."""
+    """A request for *ttl* seconds, of a new call and with a new token unless they are given."""
     token = token or uuid4().hex
     given = {
         "task": "contract",
@@ -31,14 +33,14 @@ def make_claim_request(
 
 
 def acquired(answer: Answer) -> bool:
-    """Whether the lease is the bidder's."""
+    """Whether the request got the lease."""
     return isinstance(answer, Acquired) or (
         isinstance(answer, Claimed) and isinstance(answer.claim, Won)
     )
 
 
 def held(answer: Answer) -> Holder | None:
-    """Who holds the lease instead, if *answer* says that somebody does."""
+    """The holder of the lease if *answer* says that another attempt holds it."""
     match answer:
         case Held(holder):
             return holder

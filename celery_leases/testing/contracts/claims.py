@@ -1,4 +1,4 @@
-"""What every record store must do when a row is claimed."""
+"""The contract of record stores for claims."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ THREADS = 8
 
 
 class ClaimContract(RecordCase):
-    """A claim makes the row ours, or leaves it exactly as it is."""
+    """A claim takes the row, or leaves it exactly as it is."""
 
     def test_a_claim_of_an_absent_row_makes_it(self, records: RecordStore, key: str) -> None:
-        """Running, under our token, with everything the bid says."""
+        """The row is running under the token, with all values of the request."""
         claim_request = make_claim_request(key, ttl=15.0, fingerprint="v1:f", digests={"a": "1"})
         assert records.read(key) is None
         record = won(records, claim_request)
@@ -80,10 +80,10 @@ class ClaimContract(RecordCase):
         first = won(records, claim_request)
         assert timeless(won(records, claim_request)) == timeless(first)
 
-    def test_a_repeated_claim_after_a_crash_still_tells_of_the_crash(
+    def test_a_repeated_claim_after_a_crash_still_shows_the_crash(
         self, records: RecordStore, key: str
     ) -> None:
-        """The reply that was lost may have been the one that said so."""
+        """The reply that was lost may have been the one that showed it."""
         won(records, make_claim_request(key))
         claim_request = make_claim_request(key)
         first = won(records, claim_request)
@@ -93,7 +93,7 @@ class ClaimContract(RecordCase):
     def test_a_running_row_whose_lease_is_gone_is_a_crash(
         self, records: RecordStore, key: str
     ) -> None:
-        """It is taken over, with the crash counted and the dead one's host kept."""
+        """The row is taken over, the crash is counted, and the dead attempt's host is stored."""
         dead = won(records, make_claim_request(key))
         for crashes in (1, 2):
             record = won(records, make_claim_request(key))
@@ -107,7 +107,7 @@ class ClaimContract(RecordCase):
     def test_a_running_row_is_left_alone_while_its_lease_store_is_younger_than_its_ttl(
         self, records: RecordStore, key: str
     ) -> None:
-        """However short the bidder's own ttl is: the holder may be about to assert its lease
+        """Even if the request's own ttl is shorter: the holder may be about to write its lease
         again.
         """
         first = make_claim_request(key, ttl=15.0)
@@ -122,36 +122,36 @@ class ClaimContract(RecordCase):
         assert isinstance(second, Won)
         assert second.record.crashes == 1
 
-    def test_the_age_of_the_lease_store_is_asked_only_before_a_takeover(
+    def test_the_age_of_the_lease_store_is_read_only_before_a_takeover(
         self, records: RecordStore, key: str
     ) -> None:
-        """A key without a row, what an earlier attempt of the call has left open, and what is not
-        running need none.
+        """It is not needed for a key without a row, for a row of an earlier attempt of the same
+        call, and for a row that is not running.
         """
 
         def asked() -> float:
-            raise StoreUnavailable("the lease store is away", False)
+            raise StoreUnavailable("the lease store does not answer", False)
 
         first = make_claim_request(key, ttl=15.0)
         assert isinstance(records.claim(first, STORE, age=asked), Won)
         second = records.claim(again(first, prior=(first.token,)), STORE, age=asked)
         assert isinstance(second, Won)
         assert second.record.crashes == 0
-        with pytest.raises(StoreUnavailable, match="the lease store is away"):
+        with pytest.raises(StoreUnavailable, match="the lease store does not answer"):
             records.claim(make_claim_request(key), STORE, age=asked)
         closed(records, second.record, State.PENDING, ended=Ended.LOST)
         third = make_claim_request(key)
         assert isinstance(records.claim(third, STORE, age=asked), Won)
         assert isinstance(records.claim(third, STORE, age=asked), Won)
 
-    def test_a_database_has_one_name_for_ever(self, records: RecordStore) -> None:
-        """A word that can stand in the value of a lease."""
+    def test_the_identity_of_a_database_never_changes(self, records: RecordStore) -> None:
+        """It is a word, because it is stored in the values of leases."""
         name = records.identity()
         assert name.isalnum()
         assert records.identity() == name
 
     def test_an_attempt_that_was_closed_is_no_crash(self, records: RecordStore, key: str) -> None:
-        """The next attempt sees how it ended, with its error and host."""
+        """The next attempt sees how it ended, its error and its host."""
         failure = Failure("shop.errors.Declined", "no", "rule")
         first = won(records, make_claim_request(key))
         closed(records, first, State.PENDING, ended=Ended.LOST, failure=failure, failures=1)
@@ -163,8 +163,8 @@ class ClaimContract(RecordCase):
         assert seen == (Ended.LOST, failure, first.holder)
         assert record.failure is None
 
-    def test_a_crash_is_told_once(self, records: RecordStore, key: str) -> None:
-        """The claim after an attempt that was closed says nothing of the crash before it."""
+    def test_a_crash_is_shown_once(self, records: RecordStore, key: str) -> None:
+        """The claim after an attempt that was settled does not show the crash before it."""
         won(records, make_claim_request(key))
         closed(records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.LOST)
         record = won(records, make_claim_request(key))
@@ -172,7 +172,7 @@ class ClaimContract(RecordCase):
         assert record.crashes == 1
 
     def test_our_own_earlier_attempt_is_no_crash(self, records: RecordStore, key: str) -> None:
-        """A call that may have left its row open says so with ``prior``."""
+        """A call names the attempts that may have left its row running in ``prior``."""
         first = make_claim_request(key)
         won(records, first)
         record = won(records, again(first, prior=(first.token,)))
@@ -194,7 +194,7 @@ class ClaimContract(RecordCase):
     def test_of_claims_at_the_same_time_one_can_settle(
         self, records: RecordStore, key: str
     ) -> None:
-        """Every winner has a fence of its own, and only the last one's outcome counts."""
+        """Each successful claim has its own fence, and only the last one can write an outcome."""
         together = Barrier(THREADS)
 
         def claim(_: int) -> Record | None:
@@ -212,9 +212,7 @@ class ClaimContract(RecordCase):
     # -- refusals ----------------------------------------------------------------------------------
 
     def test_finished_work_is_replayed(self, records: RecordStore, key: str) -> None:
-        """A claim of a row that is done, by its own call or another, gets the row with its
-        result.
-        """
+        """A claim of a done row, by the same call or another, gets the row with its result."""
         claim_request = make_claim_request(key)
         closed(records, won(records, claim_request), result='{"a": 1}')
         for later in (make_claim_request(key), again(claim_request), claim_request):
@@ -227,7 +225,7 @@ class ClaimContract(RecordCase):
 
     @pytest.mark.parametrize("state", [State.FAILED, State.UNCERTAIN])
     def test_failed_work_stays_failed(self, records: RecordStore, key: str, state: State) -> None:
-        """Until an operator says otherwise."""
+        """Until an operator resets it."""
         failure = Failure("builtins.ValueError", "bad", None)
         claim_request = make_claim_request(key)
         closed(records, won(records, claim_request), state, ended=Ended.LOST, failure=failure)
@@ -239,7 +237,7 @@ class ClaimContract(RecordCase):
     def test_a_waiting_row_is_refused_until_its_time(
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
-        """Also to the call that waits, when it comes much too early."""
+        """Also to the waiting call itself, if it comes much too early."""
         claim_request = make_claim_request(key)
         waiting(records, claim_request, self.short, state)
         record = refused(records, make_claim_request(key))
@@ -254,9 +252,7 @@ class ClaimContract(RecordCase):
     def test_the_call_that_waits_is_granted_its_travel_time(
         self, records: RecordStore, key: str
     ) -> None:
-        """And nobody else: another call would overtake the message that was sent for that
-        moment.
-        """
+        """Other calls are not, because they would overtake the message with that countdown."""
         claim_request = make_claim_request(key)
         waiting(records, claim_request, 0.9 * RETRY_GRACE)
         refused(records, make_claim_request(key))
@@ -266,8 +262,8 @@ class ClaimContract(RecordCase):
     def test_another_fingerprint_is_refused(
         self, records: RecordStore, key: str, state: State
     ) -> None:
-        """The key stands for other arguments; nothing is counted, and the row says which arguments
-        it has.
+        """The key belongs to other arguments. Nothing is counted, and the row shows their
+        digests.
         """
         claim_request = make_claim_request(key, fingerprint="v1:a", digests={"x": "1"})
         record = won(records, claim_request)
@@ -276,19 +272,19 @@ class ClaimContract(RecordCase):
         found = refused(records, make_claim_request(key, fingerprint="v1:b", digests={"x": "2"}))
         assert (found.fingerprint, found.digests, found.state) == ("v1:a", {"x": "1"}, state)
 
-    def test_the_same_call_is_never_asked_for_its_fingerprint(
+    def test_the_fingerprint_of_the_same_call_is_not_compared(
         self, records: RecordStore, key: str
     ) -> None:
-        """A deploy may have changed how it is made; the row keeps the first."""
+        """A deployment may have changed how it is computed. The row keeps the first one."""
         claim_request = make_claim_request(key, fingerprint="v1:a")
         closed(records, won(records, claim_request), State.PENDING, ended=Ended.LOST)
         assert won(records, again(claim_request, fingerprint="v2:z")).fingerprint == "v1:a"
 
     @pytest.mark.parametrize("given", [{"fingerprint": "v1:a"}, {"fingerprint": None}])
-    def test_an_agreeing_fingerprint_is_let_in(
+    def test_an_equal_fingerprint_is_accepted(
         self, records: RecordStore, key: str, given: Any
     ) -> None:
-        """So is a bid that asks for no comparison."""
+        """So is a request without a fingerprint."""
         closed(
             records,
             won(records, make_claim_request(key, fingerprint="v1:a")),
@@ -302,8 +298,8 @@ class ClaimContract(RecordCase):
     def test_two_lease_stores_over_one_database_are_noticed(
         self, records: RecordStore, key: str
     ) -> None:
-        """A row running under another lease store may well be alive: an error that names both,
-        never a crash.
+        """The attempt under the other lease store may be alive. So this is an error that names both
+        stores, and not a crash.
         """
         won(records, make_claim_request(key))
         before = row(records, key)
@@ -317,7 +313,7 @@ class ClaimContract(RecordCase):
     def test_a_row_that_does_not_run_may_change_its_lease_store(
         self, records: RecordStore, key: str
     ) -> None:
-        """That is how a system moves to another one."""
+        """So an application can change its lease store."""
         closed(records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.LOST)
         assert won(records, make_claim_request(key), "redis:two").lease_store == "redis:two"
         closed(records, won(records, make_claim_request(key), "redis:two"))
@@ -326,7 +322,7 @@ class ClaimContract(RecordCase):
     # -- rerun -------------------------------------------------------------------------------------
 
     def test_rerun_gives_every_call_a_generation(self, records: RecordStore, key: str) -> None:
-        """With counters anew; what has finished is remembered."""
+        """The counts start at 0, and the finished calls are remembered."""
         finished: dict[str, str | None] = {}
         for generation in range(3):
             claim_request = make_claim_request(key, rerun=True)
@@ -346,7 +342,7 @@ class ClaimContract(RecordCase):
     def test_rerun_never_repeats_a_call_that_has_finished(
         self, records: RecordStore, key: str
     ) -> None:
-        """A copy of it that comes late is refused, in whatever state the key is by then."""
+        """A late copy of its message is refused in every state of the key."""
         claim_request = make_claim_request(key, rerun=True)
         closed(records, won(records, claim_request), finished={claim_request.call_id: '"a"'})
         refused(records, again(claim_request, rerun=True))
@@ -357,14 +353,16 @@ class ClaimContract(RecordCase):
         assert row(records, key).finished_results == {claim_request.call_id: '"a"'}
 
     def test_rerun_waits_like_any_other(self, records: RecordStore, key: str) -> None:
-        """A retry time holds other calls back; the failed one keeps its generation."""
+        """Until its retry time other calls are refused, and the failed call keeps its
+        generation.
+        """
         waiting(records, make_claim_request(key, rerun=True), 60.0)
         refused(records, make_claim_request(key, rerun=True))
 
     def test_rerun_starts_anew_after_a_crash_of_another_call(
         self, records: RecordStore, key: str
     ) -> None:
-        """A dead call's row is taken over by the next call as its own work, with a higher fence."""
+        """The next call takes over the dead call's row for itself, with a higher fence."""
         dead = won(records, make_claim_request(key, rerun=True))
         record = won(records, make_claim_request(key, rerun=True))
         assert record.fence > dead.fence

@@ -1,6 +1,4 @@
-"""What the suites of effects share: the fixtures, and short words for beginning and finishing
-them.
-"""
+"""What the suites of effects share: fixtures, and functions that begin and finish effects."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from celery_leases.testing.contracts.record_case import RecordCase
 
 CHARGE = "charge"
 MARGIN = 30e6
-"""How far apart the store's clock may read within one test, in microseconds."""
+"""The maximum difference of two times within a test, in microseconds."""
 
 
 class EffectCase(RecordCase):
-    """Fixtures of the suites of effects."""
+    """The fixtures of the suites of effects."""
 
     @pytest.fixture
     def effects(self, records: RecordStore) -> EffectStore:
@@ -34,8 +32,8 @@ def begin(
     taken: int | None = None,
     keep: float | None = None,
 ) -> Begun | Found | None:
-    """What the store says to an intent of the attempt on *record*; with *keep* it is one of its
-    call alone.
+    """The store's answer to an intent of the attempt on *record*. With *keep*, a retention in
+    seconds, the effect belongs to the call.
     """
     scope = scope_of(record, rerun=keep is not None, retention=keep or 0.0)
     return effects.begin(record, name, f"{record.stored_key}/{name}"[:64], scope, taken)
@@ -62,13 +60,13 @@ def finished(
 
 
 def found_of(effects: EffectStore, record: Record) -> list[Effect]:
-    """The effects of the record's generation and of its call, without the moment they were read
-    at.
+    """The effects of the record's generation and of its call, without the time at which they were
+    read.
     """
     return [replace(effect, now=0) for effect in effects.of_key(record)]
 
 
 def purge(records: RecordStore, batch: int = 100) -> None:
-    """Purge until nothing is left to be purged."""
+    """Purge until nothing is left to purge."""
     while records.purge(batch):
         pass

@@ -1,5 +1,5 @@
-"""What every store of effects must do when one is begun: by its attempt, by a stale one, by a later
-one.
+"""The contract of effect stores for intents: begun by the attempt itself, by a stale attempt, or
+by a later one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from celery_leases.testing.contracts.record_case import PassTime, closed, row, w
 
 
 class IntentContract(EffectCase):
-    """The intent is fenced by the record, and begun by one attempt only."""
+    """An intent is fenced by the record, and only one attempt begins it."""
 
     # -- the intent --------------------------------------------------------------------------------
 
     def test_an_intent_is_noted_under_the_fence_of_its_attempt(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It is sent now, and has no reply."""
+        """Its state is *sent*, its time is now, and it has no reply."""
         record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         assert (begun.stored_key, begun.name, begun.state) == (key, CHARGE, EffectState.SENT)
@@ -51,7 +51,7 @@ class IntentContract(EffectCase):
     def test_begun_again_by_its_own_attempt_it_is_begun(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """The reply to the commit may have been lost; the time of the intent stays."""
+        """The reply to the commit may have been lost. The time of the intent does not change."""
         record = won(records, make_claim_request(key))
         first, again = sent(effects, record), sent(effects, record)
         assert replace(again, now=0) == replace(first, now=0)
@@ -61,7 +61,7 @@ class IntentContract(EffectCase):
     def test_a_stale_attempt_begins_nothing(
         self, records: RecordStore, effects: EffectStore, key: str, wrong: str
     ) -> None:
-        """And writes nothing."""
+        """Nothing is written."""
         record = won(records, make_claim_request(key))
         stale = (
             replace(record, fence=record.fence - 1)
@@ -74,7 +74,7 @@ class IntentContract(EffectCase):
     def test_an_attempt_that_was_overtaken_begins_nothing(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """Neither anew nor by taking over, whether its successor has begun or not."""
+        """It can neither begin nor take over an effect, whether or not its successor has begun."""
         zombie = won(records, make_claim_request(key))
         successor = won(records, make_claim_request(key))
         assert begin(effects, zombie) is None
@@ -90,7 +90,7 @@ class IntentContract(EffectCase):
     def test_an_attempt_that_was_closed_begins_nothing(
         self, records: RecordStore, effects: EffectStore, key: str, state: State
     ) -> None:
-        """Its body may still be running somewhere."""
+        """Its body may still be running."""
         record = won(records, make_claim_request(key))
         closed(records, record, state)
         assert begin(effects, record) is None
@@ -99,7 +99,7 @@ class IntentContract(EffectCase):
     def test_an_attempt_without_a_row_begins_nothing(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It may have been purged."""
+        """The row may have been purged."""
         record = replace(won(records, make_claim_request(key)), stored_key=fresh_key())
         assert begin(effects, record) is None
         assert found_of(effects, record) == []
@@ -107,7 +107,7 @@ class IntentContract(EffectCase):
     def test_keys_and_names_have_effects_of_their_own(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """Listed in the order in which they were sent."""
+        """They are listed in the order of their intents."""
         record, other = (
             won(records, make_claim_request(key)),
             won(records, make_claim_request(fresh_key())),
@@ -120,10 +120,10 @@ class IntentContract(EffectCase):
         assert finished(effects, sent(effects, other, "alpha"))
         assert {effect.state for effect in effects.of_key(record)} == {EffectState.SENT}
 
-    def test_the_longest_names_are_told_apart(
+    def test_the_longest_names_are_different_effects(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """255 characters, of which the last may be the difference."""
+        """Names of 255 characters that differ in the last one."""
         record = won(records, make_claim_request(key))
         for last in "ab":
             sent(effects, record, "é" * 254 + last)
@@ -135,7 +135,7 @@ class IntentContract(EffectCase):
     def test_a_later_attempt_finds_it_as_it_is(
         self, records: RecordStore, effects: EffectStore, key: str, done: bool
     ) -> None:
-        """However the earlier one ended."""
+        """Whether or not the earlier attempt got a reply."""
         claim_request = make_claim_request(key)
         first = sent(effects, won(records, claim_request))
         if done:
@@ -154,7 +154,7 @@ class IntentContract(EffectCase):
     def test_its_age_is_counted_by_the_stores_clock(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
-        """From the intent to the moment it is found."""
+        """The age is the time from the intent until it is found."""
         sent(effects, won(records, make_claim_request(key)))
         pass_time(self.short)
         later = begin(effects, won(records, make_claim_request(key)))
@@ -164,8 +164,8 @@ class IntentContract(EffectCase):
     def test_a_later_attempt_takes_an_intent_in_doubt_over(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It is sent anew under its fence and the same idempotency key; asked twice, it is the
-        same.
+        """The intent gets the new fence and keeps its idempotency key. Taking it over twice changes
+        nothing.
         """
         first = sent(effects, won(records, make_claim_request(key)))
         record = won(records, make_claim_request(key))
@@ -179,7 +179,7 @@ class IntentContract(EffectCase):
     def test_only_the_intent_that_was_seen_is_taken_over(
         self, records: RecordStore, effects: EffectStore, key: str, case: str
     ) -> None:
-        """It may have been noted, or taken over, since."""
+        """Since then it may have got a reply, or may have been taken over."""
         first = sent(effects, won(records, make_claim_request(key)))
         if case == "done":
             assert finished(effects, first)
@@ -193,8 +193,8 @@ class IntentContract(EffectCase):
     def test_of_two_attempts_at_once_one_begins(
         self, records: RecordStore, effects: EffectStore
     ) -> None:
-        """Either the first did so before the second claimed, which finds it then; or it is
-        refused.
+        """Either the first begins before the second claims, which then finds the effect; or the
+        first is refused.
         """
         seen = set()
         for number in range(40):
@@ -227,12 +227,12 @@ class IntentContract(EffectCase):
                 assert its_answer.effect.fence == successor.fence
             assert len(effects.of_key(successor)) == 1
             seen.add(type(answer))
-        assert seen  # which of them came first is up to the machine
+        assert seen  # which attempt comes first depends on the machine
 
     def test_of_a_late_reply_and_a_takeover_at_once_one_counts(
         self, records: RecordStore, effects: EffectStore
     ) -> None:
-        """Never both: a reply that was accepted is not called for again."""
+        """Never both: a call whose reply was accepted is not made again."""
         for _ in range(40):
             key = fresh_key()
             old = sent(effects, won(records, make_claim_request(key)))

@@ -1,5 +1,5 @@
-"""What every store of effects must do with replies, withdrawals, new generations, and an operator's
-word.
+"""The contract of effect stores for replies, withdrawn intents, new generations, and intents
+that an operator forgets.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from celery_leases.testing.contracts.record_case import PassTime, closed, row, w
 
 
 class ReplyContract(EffectCase):
-    """A reply is a fact: accepted from the attempt whose fence the intent carries, and kept."""
+    """A reply is accepted from the attempt with the intent's fence, and is never changed."""
 
     # -- the reply ---------------------------------------------------------------------------------
 
-    def test_a_reply_is_noted(self, records: RecordStore, effects: EffectStore, key: str) -> None:
-        """With its reference, and when."""
+    def test_a_reply_is_stored(self, records: RecordStore, effects: EffectStore, key: str) -> None:
+        """With its reference and its time."""
         record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         text = '{"long": "' + "x" * 300_000 + '", "ü": "✓"}'
@@ -47,7 +47,7 @@ class ReplyContract(EffectCase):
     def test_a_reply_may_be_nothing(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It has happened all the same."""
+        """The effect is done nevertheless."""
         record = won(records, make_claim_request(key))
         assert effects.finish(sent(effects, record), None, None)
         (done,) = effects.of_key(record)
@@ -56,7 +56,7 @@ class ReplyContract(EffectCase):
     def test_the_same_reply_again_is_accepted_and_another_one_is_not(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """The answer to the commit may have been lost; what was noted stays."""
+        """The reply to the commit may have been lost. The stored reply does not change."""
         record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         assert finished(effects, begun, '"one"', "1")
@@ -68,10 +68,10 @@ class ReplyContract(EffectCase):
         ]
 
     @pytest.mark.parametrize("since", ["nothing", "claimed", "found", "given back", "done"])
-    def test_a_late_reply_is_a_fact_while_nobody_has_taken_its_intent_over(
+    def test_a_late_reply_is_stored_unless_its_intent_was_taken_over(
         self, records: RecordStore, effects: EffectStore, key: str, since: str
     ) -> None:
-        """Lease or no lease: the next attempt uses it."""
+        """Even if the attempt has lost its lease. The next attempt uses the reply."""
         zombie = won(records, make_claim_request(key))
         begun = sent(effects, zombie)
         if since in ("claimed", "found"):
@@ -91,8 +91,8 @@ class ReplyContract(EffectCase):
     def test_an_intent_that_was_taken_over_refuses_the_old_reply(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """Neither that, nor its withdrawal, changes anything, before the new one has its reply and
-        after.
+        """Neither the old reply nor a withdrawal by the old attempt changes anything, before and
+        after the new reply.
         """
         old = sent(effects, won(records, make_claim_request(key)))
         record = won(records, make_claim_request(key))
@@ -107,10 +107,10 @@ class ReplyContract(EffectCase):
 
     # -- withdrawn ---------------------------------------------------------------------------------
 
-    def test_a_withdrawn_intent_has_never_been(
+    def test_a_withdrawn_intent_is_deleted(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """The next attempt begins anew; the reply to a call that was not made is not noted."""
+        """The next attempt begins a new intent. A reply to the withdrawn one is refused."""
         begun = sent(effects, won(records, make_claim_request(key)))
         other = sent(effects, row(records, key), "mail")
         assert effects.withdraw(begun)
@@ -123,7 +123,7 @@ class ReplyContract(EffectCase):
     def test_what_is_done_cannot_be_withdrawn(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It has happened."""
+        """Its call was made."""
         record = won(records, make_claim_request(key))
         begun = sent(effects, record)
         assert finished(effects, begun)
@@ -136,7 +136,7 @@ class ReplyContract(EffectCase):
     def test_effects_outlast_attempts(
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
-        """They belong to the work, not to one attempt of it."""
+        """They belong to the generation, not to one attempt."""
         claim_request = make_claim_request(key)
         record = won(records, claim_request)
         assert finished(effects, sent(effects, record), '"kept"')
@@ -160,7 +160,7 @@ class ReplyContract(EffectCase):
         how: str,
         done: bool,
     ) -> None:
-        """Nothing of the old one counts, nor does its late reply."""
+        """No effect of the old generation counts, and neither does its late reply."""
         old = won(records, make_claim_request(key))
         before = sent(effects, old)
         if done:
@@ -188,12 +188,12 @@ class ReplyContract(EffectCase):
         effects.withdraw(before)
         assert found_of(effects, record) == [replace(begun, now=0)]
 
-    # -- an operator's word ------------------------------------------------------------------------
+    # -- forgotten by an operator ------------------------------------------------------------------
 
-    def test_intents_in_doubt_are_forgotten_by_an_operators_word(
+    def test_an_operator_forgets_the_intents_without_a_reply(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """Those with a reply stay."""
+        """Effects with a reply stay."""
         record = won(records, make_claim_request(key))
         assert finished(effects, sent(effects, record, "mail"))
         sent(effects, record)
@@ -202,10 +202,12 @@ class ReplyContract(EffectCase):
         assert [effect.name for effect in effects.of_key(record)] == ["mail"]
         assert finished(effects, other)
 
-    def test_an_operators_word_says_nothing_of_a_later_attempt(
+    def test_an_operator_forgets_no_intent_of_a_later_attempt(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It may have begun while he was looking, or have taken over what he looked for."""
+        """The later attempt may have begun the intent, or have taken it over, after the operator
+        has read the record.
+        """
         seen = won(records, make_claim_request(key))
         sent(effects, seen)
         begun = sent(effects, seen, "mail")

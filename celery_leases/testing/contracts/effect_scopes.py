@@ -1,6 +1,4 @@
-"""What every store of effects must do where calls have effects of their own, beside those of a
-generation.
-"""
+"""The contract of effect stores for effects that belong to one call, instead of to a generation."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ HOUR = 3600.0
 
 
 class ScopeContract(EffectCase):
-    """Another call that takes the record over meanwhile neither sees, nor changes, the effects of
-    the first.
+    """Another call that takes over the record neither reads nor changes the effects of the
+    first.
     """
 
     def test_a_call_finds_its_effect_after_another_has_had_the_record(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """It crashed inside the effect, the other one took the key over and finished; it is in
-        doubt as it was.
+        """The call crashed inside the effect, and another call took over the key and finished. The
+        effect still has no reply.
         """
         first = make_claim_request(key, rerun=True)
         begun = sent(effects, won(records, first), keep=HOUR)
@@ -56,7 +54,7 @@ class ScopeContract(EffectCase):
     def test_both_kinds_of_effects_are_of_the_record(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """A deploy may have changed what the task says."""
+        """A deployment may have changed the scope."""
         record = won(records, make_claim_request(key))
         sent(effects, record)
         sent(effects, record, keep=HOUR)
@@ -67,10 +65,12 @@ class ScopeContract(EffectCase):
         assert effects.forget_sent(record) == 2
         assert effects.of_key(record) == []
 
-    def test_an_operators_word_says_nothing_of_another_call(
+    def test_an_operator_forgets_no_effect_of_another_call(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """He has looked for what the record shows, which is of the call it is at."""
+        """The operator has checked the effects that the record shows, which are those of its
+        call.
+        """
         first = make_claim_request(key, rerun=True)
         sent(effects, won(records, first), keep=HOUR)
         other = won(records, make_claim_request(key, rerun=True))
@@ -82,7 +82,7 @@ class ScopeContract(EffectCase):
     def test_a_forgotten_record_leaves_the_effects_of_calls(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """They are not shown any more; the same call, should it come again, finds them."""
+        """They are no longer shown, but the same call finds them if it runs again."""
         claim_request = make_claim_request(key, rerun=True)
         assert finished(effects, sent(effects, won(records, claim_request), keep=HOUR))
         forgotten = records.reset(key, keep=False)
@@ -94,11 +94,11 @@ class ScopeContract(EffectCase):
 
     # -- purging -----------------------------------------------------------------------------------
 
-    def test_effects_of_calls_go_when_they_are_over(
+    def test_effects_of_calls_are_purged_when_they_expire(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
-        """However often other calls of the key run meanwhile; younger ones and those of the present
-        call stay.
+        """Even if other calls of the key run meanwhile. Unexpired effects, and those of the
+        record's current call, stay.
         """
         short, long, present = (make_claim_request(key, rerun=True) for _ in range(3))
         self.ran(records, effects, short, self.short)
@@ -107,17 +107,19 @@ class ScopeContract(EffectCase):
         pass_time(1.2 * self.short)
         purge(records)
         assert len(effects.of_key(record)) == 1
-        for claim_request, kept in ((long, 1), (short, 0), (present, 0)):
+        for claim_request, expected in ((long, 1), (short, 0), (present, 0)):
             record = won(records, again(claim_request, rerun=True))
-            purge(records)  # by now another call is the present one
-            assert len(effects.of_key(record)) == kept
+            purge(records)  # now another call is the current one
+            assert len(effects.of_key(record)) == expected
             closed(records, record)
 
     @pytest.mark.parametrize("keep", [0.1, HOUR])
     def test_effects_of_calls_need_no_record(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime, keep: float
     ) -> None:
-        """Purged with the record if they are over, else kept for the call, should it come again."""
+        """They are purged with the record if they have expired; otherwise they stay for the
+        call.
+        """
         claim_request = make_claim_request(key, rerun=True)
         record = won(records, claim_request)
         assert finished(effects, sent(effects, record, keep=keep))
@@ -128,10 +130,10 @@ class ScopeContract(EffectCase):
         assert records.read(key) is None
         assert len(effects.of_key(won(records, again(claim_request, rerun=True)))) == (keep == HOUR)
 
-    def test_an_effect_taken_over_is_kept_from_then_on(
+    def test_an_effect_taken_over_expires_later(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
-        """As from the first intent."""
+        """Its retention counts from the takeover."""
         claim_request = make_claim_request(key, rerun=True)
         begun = sent(effects, won(records, claim_request), keep=self.short)
         sent(effects, won(records, again(claim_request, rerun=True)), taken=begun.fence, keep=HOUR)
@@ -144,7 +146,7 @@ class ScopeContract(EffectCase):
     def test_many_effects_are_purged_in_batches(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
-        """A full batch says that there may be more."""
+        """The result of a full batch shows that there may be more."""
         record = won(records, make_claim_request(key, rerun=True))
         for number in range(5):
             sent(effects, record, f"mail {number}", keep=0.1)
@@ -158,7 +160,7 @@ class ScopeContract(EffectCase):
     def ran(
         self, records: RecordStore, effects: EffectStore, claim_request: ClaimRequest, keep: float
     ) -> Record:
-        """The row after a run with one effect, kept so long."""
+        """The row after a run with one effect, whose retention is *keep*."""
         record = won(records, claim_request)
         assert finished(effects, sent(effects, record, keep=keep))
         return closed(records, record)

@@ -1,6 +1,4 @@
-"""What every store of effects and progress must do: subclass, and give it as the fixture
-``effects``.
-"""
+"""The contract of effect stores: subclass it, and override the fixture ``effects``."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from celery_leases.testing.contracts.progress import ProgressContract
 
 
 class EffectStoreContract(IntentContract, ReplyContract, ScopeContract, ProgressContract):
-    """For every ``EffectStore``, beside the record store it belongs to.
+    """For every ``EffectStore``, together with its record store.
 
-    Override the fixtures ``records`` and ``effects``; and ``pass_time`` where the store's clock can
-    be turned.
+    Override the fixtures ``records`` and ``effects``. Also override ``pass_time`` if the store's
+    clock can be moved.
     """

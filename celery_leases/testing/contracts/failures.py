@@ -1,5 +1,5 @@
-"""What every record store must do with failures: remember them, count them, and know whether the
-call comes back.
+"""The contract of record stores for failures: store them, count them, and know whether the call
+runs again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FAILURE = Failure(
 )
 COUNTED: dict[str, Any] = {"failures": 4, "quick_retries": 3, "cooldowns": 2, "failed": True}
 MARGIN = 30e6
-"""How far apart the store's clock may read within one test, in microseconds."""
+"""The maximum difference of two times within a test, in microseconds."""
 
 
 class FailureContract(RecordCase):
-    """Counts belong to a generation; a call that raised to its caller is not run again, one that
-    resumes is.
+    """Counts belong to a generation. A call that has raised its error to the caller does not run
+    again; a call that resumes does.
     """
 
     @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ class FailureContract(RecordCase):
     def test_a_failure_is_remembered_as_it_was_given(
         self, records: RecordStore, key: str, failure: Failure
     ) -> None:
-        """All of it, also as the failure of the attempt before."""
+        """All its fields, also once it is the failure of the previous attempt."""
         closed(
             records,
             won(records, make_claim_request(key)),
@@ -70,7 +70,7 @@ class FailureContract(RecordCase):
     def test_counts_are_written_and_outlive_the_next_claim(
         self, records: RecordStore, key: str
     ) -> None:
-        """Failures, quick retries, cooldowns, and when the last failure was."""
+        """Failures, quick retries, cooldowns, and the time of the last failure."""
         record = won(records, make_claim_request(key))
         assert counts(record) == (0, 0, 0, False)
         found = closed(records, record, State.COOLING, ended=Ended.FAILED, resumes=True, **COUNTED)
@@ -85,7 +85,7 @@ class FailureContract(RecordCase):
     def test_only_a_failure_moves_the_moment_of_the_last_one(
         self, records: RecordStore, key: str
     ) -> None:
-        """An attempt that ends otherwise keeps it; one that never failed has none."""
+        """Another end of an attempt does not change it. A call that never failed has none."""
         assert (
             closed(
                 records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.SNOOZED
@@ -99,11 +99,11 @@ class FailureContract(RecordCase):
             ended=Ended.FAILED,
             failed=True,
         )
-        kept = closed(
+        snoozed = closed(
             records, won(records, make_claim_request(key)), State.PENDING, ended=Ended.SNOOZED
         )
-        assert kept.failed_at == failed.failed_at
-        assert kept.ended is Ended.SNOOZED
+        assert snoozed.failed_at == failed.failed_at
+        assert snoozed.ended is Ended.SNOOZED
         moved = closed(
             records,
             won(records, make_claim_request(key)),
@@ -116,8 +116,8 @@ class FailureContract(RecordCase):
         assert moved.failed_at > failed.failed_at
 
     def test_counts_end_with_their_generation(self, records: RecordStore, key: str) -> None:
-        """The next call of a ``rerun`` task begins at 0, also where its own first attempt dies;
-        crashes go on.
+        """The next call of a ``rerun`` task begins at 0, also if its own first attempt dies.
+        Crashes are counted on.
         """
         claim_request = make_claim_request(key, rerun=True)
         closed(records, won(records, claim_request), State.PENDING, ended=Ended.FAILED, **COUNTED)
@@ -136,7 +136,7 @@ class FailureContract(RecordCase):
     def test_counts_end_with_the_retention(
         self, records: RecordStore, key: str, pass_time: PassTime
     ) -> None:
-        """A row whose retention is over counts as absent, and so do its failures."""
+        """A row whose retention is over counts as absent, including its failures."""
         more: dict[str, Any] = {"retention": self.short, "resumes": True, **COUNTED}
         closed(
             records,
@@ -148,13 +148,13 @@ class FailureContract(RecordCase):
         pass_time(1.2 * self.short)
         assert counts(won(records, make_claim_request(key))) == (0, 0, 0, False)
 
-    # -- does the call come back? ------------------------------------------------------------------
+    # -- does the call run again? ------------------------------------------------------------------
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
     def test_a_copy_of_a_call_that_raised_is_refused(
         self, records: RecordStore, key: str, state: State
     ) -> None:
-        """Its caller has been told; a fresh message with its id, and any other call, may run."""
+        """Its caller has got the error. A new message with its id, and any other call, may run."""
         claim_request = make_claim_request(key)
         closed(
             records,
@@ -171,8 +171,8 @@ class FailureContract(RecordCase):
     def test_a_fresh_message_that_waits_for_a_failure_runs_once(
         self, records: RecordStore, key: str, state: State
     ) -> None:
-        """A copy of it that comes after that run is refused: it waits for a failure that is not the
-        last one.
+        """A copy of it that comes after that run is refused, because the failure it waited for is
+        no longer the last one.
         """
         claim_request = make_claim_request(key)
         ended: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "failed": True}
@@ -191,7 +191,7 @@ class FailureContract(RecordCase):
     def test_a_copy_of_a_call_that_resumes_runs_at_its_time(
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
-        """And not before; after it any other call may run as well."""
+        """Not before. Afterwards other calls may run too."""
         claim_request = make_claim_request(key)
         wait = 1.0 + 2 * self.short
         given: dict[str, Any] = {
@@ -213,8 +213,8 @@ class FailureContract(RecordCase):
     def test_a_call_that_comes_back_keeps_its_arguments(
         self, records: RecordStore, key: str, state: State, resumes: bool
     ) -> None:
-        """Another call with other arguments may have the key of a call that raised, never that of
-        one that resumes.
+        """A call with other arguments may take the key of a call that has raised its error, but not
+        that of a call that resumes.
         """
         claim_request = make_claim_request(key, fingerprint="v1:a")
         closed(
@@ -249,7 +249,7 @@ class FailureContract(RecordCase):
     def test_another_outcome_of_the_same_attempt_is_not_taken_for_ours(
         self, records: RecordStore, key: str, more: dict[str, Any]
     ) -> None:
-        """The same one again is, as the reply to the first try may have been lost."""
+        """The same outcome is, because the reply to the first try may have been lost."""
         record = won(records, make_claim_request(key))
         given: dict[str, Any] = {
             "ended": Ended.FAILED,
@@ -265,5 +265,5 @@ class FailureContract(RecordCase):
 
 
 def counts(record: Record) -> tuple[int, int, int, bool]:
-    """What belongs to the record's generation."""
+    """The counts of the record's generation, and whether it has failed."""
     return record.failures, record.quick_retries, record.cooldowns, record.failed_at is not None

@@ -1,6 +1,4 @@
-"""What the gate suites share: the fixtures, and short words for closing gates and bidding under
-them.
-"""
+"""What the suites of gates share: fixtures, and functions that close gates and acquire leases."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ POLICY = CooldownPolicy(60, 2, 3600, 0)
 
 
 class GatedLeaseStore(LeaseStore, GateStore, Protocol):
-    """A lease store that keeps the gates its bids are asked at."""
+    """A lease store with gates, which ``acquire()`` reads."""
 
 
 class GateCase:
-    """Fixtures of the gate suites. ``ttl`` outlasts a test, ``short`` is what a test waits for;
-    both are seconds.
+    """The fixtures of the suites of gates. ``ttl`` is longer than a test; ``short`` is a time that
+    tests wait. Both are seconds.
     """
 
     ttl = 15.0
@@ -40,9 +38,7 @@ class GateCase:
     @pytest.fixture
     def store(self) -> GatedLeaseStore:
         """The store under test; override this."""
-        raise NotImplementedError(
-            "override the fixture `store` with a lease store that keeps gates"
-        )
+        raise NotImplementedError("override the fixture `store` with a lease store that has gates")
 
     @pytest.fixture
     def group(self) -> str:
@@ -50,34 +46,36 @@ class GateCase:
         return f"group-{uuid4().hex}"
 
     def claim_request(self, group: str | None, **more: Any) -> ClaimRequest:
-        """A bid for a key of its own in *group*."""
+        """A request for a new key in *group*."""
         return make_claim_request(
             more.pop("key", None) or fresh_key(), group=group, **({"ttl": self.ttl} | more)
         )
 
 
-def closing(told: float | None = None, policy: CooldownPolicy = POLICY, **more: Any) -> Closing:
-    """A failure of a group."""
+def closing(
+    server_delay: float | None = None, policy: CooldownPolicy = POLICY, **more: Any
+) -> Closing:
+    """A failure of a group, with the delay that the server asked for."""
     return Closing(
         policy,
         **({"reason": "rate_limited", "rule": "status:429", "message": "slow"} | more),
-        server_delay=told,
+        server_delay=server_delay,
     )
 
 
-def closed(store: GateStore, group: str, told: float | None = None, **more: Any) -> Gate:
-    """The gate after a failure of somebody who does not probe."""
-    return store.close_gate(group, closing(told, **more), uuid4().hex)
+def closed(store: GateStore, group: str, server_delay: float | None = None, **more: Any) -> Gate:
+    """The gate after a failure of an attempt that is not the probe."""
+    return store.close_gate(group, closing(server_delay, **more), uuid4().hex)
 
 
 def half_open(store: GateStore, group: str) -> None:
-    """Make the gate half-open, with one trip."""
+    """Make the gate half-open after one trip."""
     closed(store, group, 0.02)
     until_half_open(store, group)
 
 
 def until_half_open(store: GateStore, group: str) -> None:
-    """Wait for the gate's time to be over."""
+    """Wait until the gate is half-open."""
     wait_until(lambda: found(store, group).half_open, PATIENCE, "the gate to be half-open")
 
 
@@ -89,7 +87,7 @@ def found(store: GateStore, group: str) -> Gate:
 
 
 def shut(store: LeaseStore, claim_request: ClaimRequest) -> Gate:
-    """The gate that must shut *claim_request* out."""
+    """The gate that refuses *claim_request*, which it must."""
     answer = store.acquire(claim_request)
     assert isinstance(answer, Shut), answer
     assert answer.looked is store.in_records
@@ -97,8 +95,8 @@ def shut(store: LeaseStore, claim_request: ClaimRequest) -> Gate:
     return answer.gate
 
 
-def let_in(store: LeaseStore, claim_request: ClaimRequest) -> ClaimRequest:
-    """The bid, which must be granted, and not as a probe."""
+def admitted(store: LeaseStore, claim_request: ClaimRequest) -> ClaimRequest:
+    """*claim_request*, which must get the lease without being the probe."""
     answer = store.acquire(claim_request)
     assert acquired(answer), answer
     assert not probing(answer)
@@ -106,12 +104,12 @@ def let_in(store: LeaseStore, claim_request: ClaimRequest) -> ClaimRequest:
 
 
 def probe(store: LeaseStore, claim_request: ClaimRequest) -> ClaimRequest:
-    """The bid, which must be granted as the probe."""
+    """*claim_request*, which must get the lease and the probe slot."""
     answer = store.acquire(claim_request)
     assert probing(answer), answer
     return claim_request
 
 
 def probing(answer: Answer) -> bool:
-    """Whether lease and slot are the bidder's."""
+    """Whether the request got the lease and the probe slot."""
     return acquired(answer) and isinstance(answer, Acquired | Claimed) and answer.probe

@@ -1,4 +1,4 @@
-"""What every gate store must do when gates are closed, opened and listed."""
+"""The contract of gate stores for closing, opening and listing gates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from celery_leases.testing.contracts.group_case import (
     POLICY,
     GateCase,
     GatedLeaseStore,
+    admitted,
     closed,
     closing,
     found,
     half_open,
-    let_in,
     probe,
     shut,
     until_half_open,
@@ -48,27 +48,27 @@ LONG = ["x" * 300, "x" * 299 + "y", "x" * 300 + "\0"]
 
 
 class GateClosingContract(GateCase):
-    """A failure of the group closes its gate for all keys: longer when told so, never shorter, one
-    trip at a time.
+    """A failure of a group closes its gate for all keys. Later failures can only extend the
+    time, and add no trip.
     """
 
-    def test_an_open_gate_lets_everybody_in(self, store: GatedLeaseStore, group: str) -> None:
-        """There is none, and nobody is its probe."""
+    def test_an_open_gate_refuses_no_request(self, store: GatedLeaseStore, group: str) -> None:
+        """There is no gate and no probe."""
         assert store.gate(group) is None
         for _ in range(3):
-            let_in(store, self.claim_request(group))
+            admitted(store, self.claim_request(group))
 
     def test_a_closed_gate_shuts_every_key_of_its_group(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """And tells why and for how long; nothing is taken, so that the key is free."""
+        """The answer shows why and for how long. The lease is not taken."""
         gate = closed(store, group, 60.0, reason="quota", rule="code:quota", message="no ü \0")
         assert (gate.group, gate.trips, gate.closed_for) == (group, 1, 60.0)
         for _ in range(3):
             claim_request = self.claim_request(group)
             for seen in (shut(store, claim_request), found(store, group)):
-                told = (seen.group, seen.trips, seen.reason, seen.rule, seen.message)
-                assert told == (group, 1, "quota", "code:quota", "no ü \0")
+                shown = (seen.group, seen.trips, seen.reason, seen.rule, seen.message)
+                assert shown == (group, 1, "quota", "code:quota", "no ü \0")
                 assert 50 < seen.closed_for <= 60
                 assert not seen.half_open
                 assert (seen.probe, seen.probe_for) == (None, 0.0)
@@ -84,7 +84,7 @@ class GateClosingContract(GateCase):
         assert (seen.reason, seen.rule, seen.message) == ("busy", None, "")
 
     def test_groups_do_not_touch_each_other(self, store: GatedLeaseStore, group: str) -> None:
-        """Whatever characters they are made of, and however long they are."""
+        """Not even with special characters or long names."""
         names = [*(f"{group}{tail}" for tail in ODD), *(f"{tail}{group}{tail}" for tail in LONG)]
         for shutting in names[::2]:
             closed(store, shutting, 60.0, message=shutting)
@@ -92,23 +92,23 @@ class GateClosingContract(GateCase):
             gate = store.gate(name)
             if number % 2:
                 assert gate is None
-                let_in(store, self.claim_request(name))
+                admitted(store, self.claim_request(name))
             else:
                 assert gate is not None
                 assert gate.message == name
                 assert shut(store, self.claim_request(name)).message == name
-        let_in(store, self.claim_request(None))
+        admitted(store, self.claim_request(None))
 
     def test_a_gate_is_no_key(self, store: GatedLeaseStore, group: str) -> None:
-        """A key that looks like the gate of a group, or like its slot, is neither listed as one nor
-        touched by it.
+        """A key that is named like a gate or a probe slot is neither listed as a gate nor
+        changed with the gate.
         """
         claim_requests = [
             self.claim_request(None, key=key)
             for key in (group, f"gate:{group}", f"gate:{group}}}:probe")
         ]
         for claim_request in claim_requests:
-            let_in(store, claim_request)
+            admitted(store, claim_request)
         half_open(store, group)
         probe(store, self.claim_request(group))
         assert store.open_gate(group)
@@ -124,19 +124,17 @@ class GateClosingContract(GateCase):
 
     # -- how long, and how often -------------------------------------------------------------------
 
-    def test_a_standing_time_is_extended_and_never_cut(
+    def test_a_closed_gate_is_extended_and_never_shortened(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """Why it is closed is told by the failure that closes it for longest; none of them trips it
-        again.
-        """
+        """The reason is that of the failure that closes it longest. No further trip is counted."""
         closed(store, group, 100.0, reason="first")
-        for told, reason, lasts in (
+        for server_delay, reason, lasts in (
             (50.0, "shorter", 100),
             (200.0, "longer", 200),
             (0.0, "now", 200),
         ):
-            gate = closed(store, group, told, reason=reason)
+            gate = closed(store, group, server_delay, reason=reason)
             for seen in (gate, found(store, group), shut(store, self.claim_request(group))):
                 assert lasts - 10 < seen.closed_for <= lasts
                 assert seen.trips == 1
@@ -145,8 +143,8 @@ class GateClosingContract(GateCase):
     def test_failures_at_the_same_time_trip_it_once(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """Fifty bodies fail together, each with another wait and message: the longest wait counts,
-        and one trip.
+        """Of fifty failures with different delays and messages, the longest delay counts, and one
+        trip.
         """
         together = Barrier(FAILURES)
 
@@ -164,7 +162,7 @@ class GateClosingContract(GateCase):
         assert 100 + FAILURES - 1 - PATIENCE < seen.closed_for <= 100 + FAILURES - 1
 
     def test_every_trip_closes_it_for_longer(self, store: GatedLeaseStore, group: str) -> None:
-        """By the policy of whoever closes it, when the answer does not say."""
+        """By the cooldown policy, if the server gave no delay."""
         policy = CooldownPolicy(self.short / 2, 2, 60, 0)
         token = uuid4().hex
         for trips in (1, 2, 3):
@@ -174,16 +172,16 @@ class GateClosingContract(GateCase):
             until_half_open(store, group)
             token = probe(store, self.claim_request(group)).token
 
-    @pytest.mark.parametrize("told", [None, 60.0])
-    def test_a_late_failure_trips_nothing(
-        self, store: GatedLeaseStore, group: str, told: float | None
+    @pytest.mark.parametrize("server_delay", [None, 60.0])
+    def test_a_late_failure_counts_no_trip(
+        self, store: GatedLeaseStore, group: str, server_delay: float | None
     ) -> None:
-        """A body that began before the gate closed fails while another probes: closed again, the
-        slot stays.
+        """A body that began before the gate closed fails while another one probes. The gate closes
+        again, and the probe keeps its slot.
         """
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group))
-        gate = closed(store, group, told)
+        gate = closed(store, group, server_delay)
         assert (gate.trips, gate.probe) == (1, claim_request.token)
         seen = found(store, group)
         assert (seen.trips, seen.probe) == (1, claim_request.token)
@@ -197,7 +195,7 @@ class GateClosingContract(GateCase):
     def test_an_operator_opens_any_gate(
         self, store: GatedLeaseStore, group: str, probed: bool
     ) -> None:
-        """Its trips are forgotten, and so is its probe; opening an open one is nothing."""
+        """Its trips and its probe are forgotten. Opening an open gate changes nothing."""
         assert not store.open_gate(group)
         if probed:
             half_open(store, group)
@@ -210,15 +208,15 @@ class GateClosingContract(GateCase):
             closed(store, group, 60.0)
         assert store.open_gate(group)
         assert store.gate(group) is None
-        let_in(store, self.claim_request(group))
+        admitted(store, self.claim_request(group))
         assert not store.open_gate(group)
         gate = closed(store, group, 60.0)
         assert (gate.trips, gate.probe) == (1, None)
         assert found(store, group).trips == 1
 
     def test_gates_that_are_not_open_are_listed(self, store: GatedLeaseStore, group: str) -> None:
-        """Closed and half-open ones, each once, under the name of the group, or one that stands for
-        it.
+        """Closed and half-open gates are listed once, by the name of the group, or by a shortened
+        name.
         """
         names = [f"{group}{tail}" for tail in ODD if tail != "\0"]
         for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""What a gate store must do that remembers when its gates were closed."""
+"""The contract of gate stores that remember when gates were closed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from celery_leases.testing.waits import wait_until
 
 
 class RememberingStore(GatedLeaseStore, ClosingStore, Protocol):
-    """A lease store with gates whose closings it remembers."""
+    """A lease store with gates that remembers their closings."""
 
 
 FAILURES = 8
 SECOND = 1.5
-"""A clock of a store's process may differ by so much from that of a test."""
+"""The maximum difference in seconds between the clocks of the store and of the test."""
 
 
 def past(store: ClosingStore, group: str) -> list[PastClosing]:
-    """The closings of one group."""
+    """The closings of a group."""
     return [*store.past_closings([group]).get(group, ())]
 
 
@@ -43,7 +43,7 @@ class GateHistoryContract(GateCase):
     """
 
     def test_an_open_gate_has_no_past(self, store: RememberingStore, group: str) -> None:
-        """Nothing is remembered of what has not been."""
+        """Without a closing nothing is remembered."""
         assert past(store, group) == []
         assert not store.open_gate(group)
         assert past(store, group) == []
@@ -52,7 +52,7 @@ class GateHistoryContract(GateCase):
     def test_a_closing_is_remembered_with_its_rule_and_its_time(
         self, store: RememberingStore, group: str
     ) -> None:
-        """Also once the gate is open again, which says when that was."""
+        """Also once the gate is open again; then with the time of the opening."""
         began = time.time()
         closed(store, group, 60.0, reason="quota", rule="code:quota", message="secret")
         (first,) = past(store, group)
@@ -68,10 +68,10 @@ class GateHistoryContract(GateCase):
         assert [each.reason for each in past(store, group)] == ["again", "quota"]
         assert past(store, group)[1] == opened
 
-    def test_a_probe_that_opens_the_gate_says_when(
+    def test_the_time_at_which_a_probe_opens_the_gate_is_remembered(
         self, store: RememberingStore, group: str
     ) -> None:
-        """One that does not hold the slot opens nothing, and says nothing."""
+        """A token that does not hold the slot opens nothing."""
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group))
         assert not store.open_gate(group, uuid4().hex)
@@ -80,7 +80,7 @@ class GateHistoryContract(GateCase):
         assert past(store, group)[0].opened_at is not None
 
     def test_every_trip_is_a_closing_of_its_own(self, store: RememberingStore, group: str) -> None:
-        """The probe fails, and the gate closes for the second time in a row."""
+        """If the probe fails, the gate closes for the second time in a row."""
         half_open(store, group)
         token = probe(store, self.claim_request(group)).token
         store.close_gate(group, closing(60.0, reason="probed"), token)
@@ -89,7 +89,7 @@ class GateHistoryContract(GateCase):
         assert found[1].opened_at is None
 
     def test_a_closing_that_is_extended_is_one(self, store: RememberingStore, group: str) -> None:
-        """It keeps its beginning; a shorter one changes nothing."""
+        """Its beginning does not change. A failure with a shorter time changes nothing."""
         closed(store, group, 60.0, reason="first")
         (first,) = past(store, group)
         closed(store, group, 600.0, reason="longer")
@@ -101,7 +101,7 @@ class GateHistoryContract(GateCase):
     def test_failures_at_the_same_time_are_one_closing(
         self, store: RememberingStore, group: str
     ) -> None:
-        """As they are one trip."""
+        """Because they are one trip."""
         together = Barrier(FAILURES)
 
         def fail(number: int) -> None:
@@ -115,7 +115,7 @@ class GateHistoryContract(GateCase):
     def test_only_the_last_closings_are_remembered(
         self, store: RememberingStore, group: str
     ) -> None:
-        """So that a group that closes all day takes no more room."""
+        """So the history of a group that closes often stays small."""
         for number in range(KEPT + 2):
             closed(store, group, 60.0, reason=str(number))
             assert store.open_gate(group)
@@ -127,7 +127,7 @@ class GateHistoryContract(GateCase):
     def test_groups_are_listed_that_are_open_again(
         self, store: RememberingStore, group: str
     ) -> None:
-        """Each under its name, or under one that stands for it; no other has their closings."""
+        """By the name of the group, or by a shortened name. No other group has their closings."""
         names = [f"{group}{tail}" for tail in ("", "{x}", "%7D", "}:past", "ключ")]
         for name in names:
             closed(store, name, 60.0, reason=name)
@@ -147,7 +147,7 @@ class GateHistoryContract(GateCase):
     def test_a_closing_after_one_that_ran_out_is_new(
         self, store: RememberingStore, group: str
     ) -> None:
-        """A body that began earlier fails when the gate is half-open already."""
+        """A body that began earlier fails when the gate is already half-open."""
         closed(store, group, self.short)
         until_half_open(store, group)
         wait_until(

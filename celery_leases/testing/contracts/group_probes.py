@@ -1,4 +1,4 @@
-"""What every gate store must do at a half-open gate: one probe at a time, whose slot ends with its
+"""The contract of gate stores for half-open gates: one probe at a time, whose slot ends with its
 lease.
 """
 
@@ -18,11 +18,11 @@ from celery_leases.testing.contracts.group_case import (
     PATIENCE,
     GateCase,
     GatedLeaseStore,
+    admitted,
     closed,
     closing,
     found,
     half_open,
-    let_in,
     probe,
     probing,
     shut,
@@ -30,28 +30,28 @@ from celery_leases.testing.contracts.group_case import (
 )
 from celery_leases.testing.waits import wait_until
 
-BIDS = 32
+REQUESTS = 32
 THREADS = 8
 TURNS = 10
 
 
 class GateProbeContract(GateCase):
-    """The probe alone may start; its success opens the gate, its failure closes it, its end lets
-    the next one try.
+    """Only the probe may start. Its success opens the gate, and its failure closes the gate. If
+    it ends otherwise, the next request becomes the probe.
     """
 
-    def test_one_of_many_bids_is_the_probe(self, store: GatedLeaseStore, group: str) -> None:
-        """Thirty-two different keys at once; the others are told who probes."""
+    def test_one_of_many_requests_is_the_probe(self, store: GatedLeaseStore, group: str) -> None:
+        """Of 32 requests for different keys at once. The others get the token of the probe."""
         half_open(store, group)
-        claim_requests = [self.claim_request(group) for _ in range(BIDS)]
-        together = Barrier(BIDS)
+        claim_requests = [self.claim_request(group) for _ in range(REQUESTS)]
+        together = Barrier(REQUESTS)
 
         def acquire(number: int) -> Answer:
             together.wait(PATIENCE)
             return store.acquire(claim_requests[number])
 
-        with ThreadPoolExecutor(BIDS) as threads:
-            answers = list(threads.map(acquire, range(BIDS)))
+        with ThreadPoolExecutor(REQUESTS) as threads:
+            answers = list(threads.map(acquire, range(REQUESTS)))
         probes = [
             claim_request.token
             for claim_request, answer in zip(claim_requests, answers, strict=True)
@@ -71,7 +71,7 @@ class GateProbeContract(GateCase):
     def test_a_probe_that_asks_again_is_still_the_probe(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """The reply to its first try may have been lost; its longer time is not cut."""
+        """The reply to its first try may have been lost. A longer time is not shortened."""
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group, ttl=2 * self.ttl))
         answer = store.acquire(claim_request)
@@ -84,8 +84,8 @@ class GateProbeContract(GateCase):
         assert not probing(answer)
 
     def test_the_slot_ends_by_itself(self, store: GatedLeaseStore, group: str) -> None:
-        """A dead probe's, after its ttl and not before; the next bid probes, and the gate is as it
-        was.
+        """The slot of a dead probe ends after its ttl, and not before. The next request becomes the
+        probe, and the gate is unchanged.
         """
         half_open(store, group)
         sent = time.monotonic()
@@ -100,7 +100,7 @@ class GateProbeContract(GateCase):
     def test_the_slot_is_renewed_along_with_the_lease(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """Where the renewal says so; a longer time is never cut."""
+        """If the renewal names the group. A longer time is never shortened."""
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group, ttl=self.short))
         for ttl in (2 * self.ttl, self.ttl):
@@ -115,12 +115,12 @@ class GateProbeContract(GateCase):
     def test_a_slot_that_is_not_ours_changes_nothing_for_the_lease(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """Nor does the lease's renewal change it: another's slot, none, and that of a lease which
-        is gone.
+        """Nor does the renewal change the slot: that of another token, that of an open gate, and
+        with a missing lease.
         """
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group))
-        other = let_in(store, self.claim_request(None))
+        other = admitted(store, self.claim_request(None))
         gone = self.claim_request(None)
         renewals = [
             Renewal(other.stored_key, other.token, 4 * self.ttl, group),
@@ -138,8 +138,10 @@ class GateProbeContract(GateCase):
         assert found(store, group).probe_for <= self.ttl
         assert store.gate(f"{group}-open") is None
 
-    def test_a_slot_given_back_is_the_next_ones(self, store: GatedLeaseStore, group: str) -> None:
-        """Whoever did not run the body gives it back; nobody else can."""
+    def test_a_slot_given_back_is_free_for_the_next_request(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """An attempt that does not run the body gives the slot back. No other token can do so."""
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group))
         for token in (
@@ -157,10 +159,12 @@ class GateProbeContract(GateCase):
         assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
         probe(store, self.claim_request(group))
 
-    def test_a_bid_that_is_refused_takes_no_slot(self, store: GatedLeaseStore, group: str) -> None:
-        """Somebody holds the key: that comes before the gate."""
+    def test_a_request_that_is_refused_takes_no_slot(
+        self, store: GatedLeaseStore, group: str
+    ) -> None:
+        """If the key is held, the gate does not matter."""
         half_open(store, group)
-        claim_request = let_in(store, self.claim_request(None))
+        claim_request = admitted(store, self.claim_request(None))
         assert held(store.acquire(self.claim_request(group, key=claim_request.stored_key)))
         assert found(store, group).probe is None
         probe(store, self.claim_request(group))
@@ -168,8 +172,8 @@ class GateProbeContract(GateCase):
     # -- how it ends -------------------------------------------------------------------------------
 
     def test_only_the_probe_opens_the_gate(self, store: GatedLeaseStore, group: str) -> None:
-        """A body that began before the gate closed, and succeeds now, says nothing of it."""
-        early = let_in(store, self.claim_request(group))
+        """The success of a body that began before the gate closed does not open it."""
+        early = admitted(store, self.claim_request(group))
         closed(store, group, 0.02)
         assert not store.open_gate(group, early.token)
         until_half_open(store, group)
@@ -187,13 +191,13 @@ class GateProbeContract(GateCase):
         assert store.open_gate(group, claim_request.token)
         assert store.gate(group) is None
         for _ in range(3):
-            let_in(store, self.claim_request(group))
+            admitted(store, self.claim_request(group))
         assert not store.open_gate(group, claim_request.token)
 
     def test_a_probe_that_has_lost_its_slot_does_not_open(
         self, store: GatedLeaseStore, group: str
     ) -> None:
-        """Another probes by now."""
+        """Another token has the slot now."""
         half_open(store, group)
         lost = probe(store, self.claim_request(group, ttl=self.short))
         claim_request = self.claim_request(group)
@@ -207,7 +211,9 @@ class GateProbeContract(GateCase):
         assert store.open_gate(group, claim_request.token)
 
     def test_the_probes_failure_is_the_next_trip(self, store: GatedLeaseStore, group: str) -> None:
-        """It frees the slot with the same step, so that after the new time the next bid probes."""
+        """The same step frees the slot, so that the next request can probe once the gate is
+        half-open again.
+        """
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group))
         gate = store.close_gate(group, closing(self.short), claim_request.token)
@@ -219,25 +225,25 @@ class GateProbeContract(GateCase):
         assert found(store, group).trips == 2
         probe(store, self.claim_request(group))
 
-    @pytest.mark.parametrize("told", [30.0, 90.0])
-    def test_a_gate_closed_during_a_probe_keeps_closed(
-        self, store: GatedLeaseStore, group: str, told: float
+    @pytest.mark.parametrize("server_delay", [30.0, 90.0])
+    def test_a_gate_closed_during_a_probe_stays_closed(
+        self, store: GatedLeaseStore, group: str, server_delay: float
     ) -> None:
-        """By a late failure: the probe's success does not open it, its failure trips nothing and
-        frees the slot.
+        """A late failure has closed it. The probe's success does not open it; the probe's failure
+        counts no trip, and frees the slot.
         """
         half_open(store, group)
         claim_request = probe(store, self.claim_request(group))
         closed(store, group, 60.0)
         assert not store.open_gate(group, claim_request.token)
-        gate = store.close_gate(group, closing(told), claim_request.token)
+        gate = store.close_gate(group, closing(server_delay), claim_request.token)
         assert (gate.trips, gate.probe) == (1, None)
         seen = found(store, group)
         assert (seen.trips, seen.probe) == (1, None)
-        assert max(60.0, told) - 10 < seen.closed_for <= max(60.0, told)
+        assert max(60.0, server_delay) - 10 < seen.closed_for <= max(60.0, server_delay)
 
-    def test_never_do_two_probe_at_once(self, store: GatedLeaseStore, group: str) -> None:
-        """Eight threads probe, fail and give back, and act late with tokens whose time is over."""
+    def test_there_are_never_two_probes_at_once(self, store: GatedLeaseStore, group: str) -> None:
+        """Eight threads probe, fail and give back the slot, and also act with expired tokens."""
         half_open(store, group)
         inside: list[str] = []
         trips = 1

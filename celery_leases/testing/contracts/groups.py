@@ -1,4 +1,4 @@
-"""What every gate store must do: subclass, and give it as the fixture ``store``."""
+"""The contract of gate stores: subclass it, and override the fixture ``store``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from celery_leases.testing.contracts.group_probes import GateProbeContract
 
 
 class GateStoreContract(GateClosingContract, GateProbeContract):
-    """For every lease store that keeps gates: a ``LeaseStore`` whose bids are asked at them, and a
-    ``GateStore``.
+    """For every lease store with gates: a ``LeaseStore`` that is also a ``GateStore``, and whose
+    ``acquire()`` reads the gate.
     """

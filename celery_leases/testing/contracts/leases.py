@@ -1,4 +1,4 @@
-"""What every lease store must do: subclass, and give it as the fixture ``store``."""
+"""The contract of lease stores: subclass it, and override the fixture ``store``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ PATIENCE = 10.0
 
 
 class LeaseStoreContract:
-    """For every ``LeaseStore``, the records' own database included (``in_records``), where a
-    claimed row is a lease.
+    """For every ``LeaseStore``, also for one whose leases are rows of the records (``in_records``).
 
-    ``ttl`` must be long enough that no lease of that length ends during a test, ``short`` is what a
-    test waits for; both are seconds.
+    No lease of ``ttl`` seconds may expire during a test. Tests wait for leases of ``short`` seconds
+    to expire.
     """
 
     ttl = 15.0
@@ -46,7 +45,7 @@ class LeaseStoreContract:
         return fresh_key()
 
     def test_a_free_key_is_granted_and_shows_its_holder(self, store: LeaseStore, key: str) -> None:
-        """A stranger sees token, call, host, ttl and the time left."""
+        """Other processes see its token, call, host, ttl and remaining time."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert store.holder(key) is None
         assert acquired(store.acquire(claim_request))
@@ -61,9 +60,7 @@ class LeaseStoreContract:
         assert 0 < holder.remaining <= self.ttl
 
     def test_a_held_key_is_refused_and_names_its_holder(self, store: LeaseStore, key: str) -> None:
-        """The refusal carries what the loser needs to know when to come back, and changes
-        nothing.
-        """
+        """The refusal shows for how long the key is held, and changes nothing."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
         for _ in range(2):
@@ -79,7 +76,7 @@ class LeaseStoreContract:
             assert 0 < holder.remaining <= self.ttl
 
     def test_one_of_many_at_once_is_granted(self, store: LeaseStore, key: str) -> None:
-        """Eight threads start together, one gets it."""
+        """Of eight threads that start at the same time, one gets the lease."""
         together = Barrier(THREADS)
 
         def claim_request(_: int) -> bool:
@@ -90,14 +87,16 @@ class LeaseStoreContract:
             assert sum(threads.map(claim_request, range(THREADS))) == 1
 
     def test_a_lease_under_our_own_token_is_ours(self, store: LeaseStore, key: str) -> None:
-        """The reply to an earlier try may have been lost; its ghost must not keep us out."""
+        """The reply to an earlier try may have been lost, so the same token gets its lease
+        again.
+        """
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
         assert acquired(store.acquire(claim_request))
         assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
     def test_keys_do_not_touch_each_other(self, store: LeaseStore) -> None:
-        """Whatever characters they are made of."""
+        """Not even with special characters in a key."""
         stem = fresh_key()
         odd = [
             "",
@@ -122,7 +121,7 @@ class LeaseStoreContract:
             assert holder.token == claim_request.token
 
     def test_a_lease_ends_by_itself_and_not_before(self, store: LeaseStore, key: str) -> None:
-        """A dead worker's key is free after its ttl."""
+        """The key of a dead worker is free after the ttl."""
         sent = time.monotonic()
         assert acquired(store.acquire(make_claim_request(key, ttl=self.short)))
         successor = make_claim_request(key, ttl=self.ttl)
@@ -134,32 +133,32 @@ class LeaseStoreContract:
     # -- renewal -----------------------------------------------------------------------------------
 
     def test_each_lease_of_a_batch_gets_its_own_result(self, store: LeaseStore) -> None:
-        """Ours, another's and missing ones, mixed, in the order they were asked for."""
+        """The results are in the order of the renewals: own, other and missing leases, mixed."""
         renewals: list[Renewal] = []
         expected: list[RenewalResult] = []
         for number in range(BATCH):
             claim_request = make_claim_request(fresh_key(), ttl=self.ttl)
-            kept = (RenewalResult.OURS, RenewalResult.OTHER, RenewalResult.MISSING)[number % 3]
-            if kept is not RenewalResult.MISSING:
+            result = (RenewalResult.OURS, RenewalResult.OTHER, RenewalResult.MISSING)[number % 3]
+            if result is not RenewalResult.MISSING:
                 assert acquired(store.acquire(claim_request))
-            token = uuid4().hex if kept is RenewalResult.OTHER else claim_request.token
+            token = uuid4().hex if result is RenewalResult.OTHER else claim_request.token
             renewals.append(Renewal(claim_request.stored_key, token, 4 * self.ttl))
-            expected.append(kept)
+            expected.append(result)
         assert store.renew(renewals) == expected
-        for renewal, kept in zip(renewals, expected, strict=True):
+        for renewal, result in zip(renewals, expected, strict=True):
             holder = store.holder(renewal.stored_key)
-            if kept is RenewalResult.MISSING:
+            if result is RenewalResult.MISSING:
                 assert holder is None
             else:
                 assert holder is not None
-                assert (holder.remaining > self.ttl) is (kept is RenewalResult.OURS)
+                assert (holder.remaining > self.ttl) is (result is RenewalResult.OURS)
 
     def test_renewing_nothing_is_nothing(self, store: LeaseStore) -> None:
         """An empty batch has no results."""
         assert store.renew([]) == []
 
     def test_a_renewed_lease_outlives_its_first_ttl(self, store: LeaseStore, key: str) -> None:
-        """The new length counts from the renewal."""
+        """The new ttl counts from the renewal."""
         claim_request = make_claim_request(key, ttl=self.short)
         assert acquired(store.acquire(claim_request))
         assert store.renew([Renewal(key, claim_request.token, self.ttl)]) == [RenewalResult.OURS]
@@ -167,7 +166,7 @@ class LeaseStoreContract:
         assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
     def test_renewal_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
-        """A body that has extended its lease for an hour keeps the hour."""
+        """A lease that was extended to an hour is not shortened."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
         for ttl in (60 * self.ttl, self.ttl, self.short):
@@ -177,7 +176,7 @@ class LeaseStoreContract:
         assert holder.remaining > 50 * self.ttl
 
     def test_a_lost_lease_is_not_renewed(self, store: LeaseStore, key: str) -> None:
-        """Once another holds the key the old holder is told so, and its renewal adds nothing."""
+        """Once another token holds the key, the renewal says so, and extends nothing."""
         lost = make_claim_request(key, ttl=self.short)
         assert acquired(store.acquire(lost))
         successor = make_claim_request(key, ttl=self.ttl)
@@ -193,7 +192,7 @@ class LeaseStoreContract:
     # -- release -----------------------------------------------------------------------------------
 
     def test_release_frees_the_key_at_once_and_once(self, store: LeaseStore, key: str) -> None:
-        """The next bid wins; releasing again finds nothing."""
+        """The next request gets the lease; a second release returns ``False``."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
         assert store.release(key, claim_request.token)
@@ -203,7 +202,7 @@ class LeaseStoreContract:
         assert acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
 
     def test_a_stranger_cannot_release(self, store: LeaseStore, key: str) -> None:
-        """Not even one whose token begins or ends like the holder's."""
+        """Nor can a token that begins or ends like the holder's."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
         for token in (
@@ -221,13 +220,13 @@ class LeaseStoreContract:
         assert holder.remaining <= self.ttl
 
     def test_releasing_an_unknown_key_is_no_error(self, store: LeaseStore, key: str) -> None:
-        """There was nothing to free."""
+        """It returns ``False``."""
         assert not store.release(key, uuid4().hex)
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
-    def test_of_many_keys_those_that_are_held_are_told(self, store: LeaseStore) -> None:
-        """Not those that are free, unknown or over; and the look changes nothing."""
+    def test_of_many_keys_those_that_are_held_are_returned(self, store: LeaseStore) -> None:
+        """Free, unknown and expired keys are not; and the call changes nothing."""
         running, ending, freed, unknown = (fresh_key() for _ in range(4))
         claim_requests = {
             key: make_claim_request(key, ttl=self.short if key == ending else self.ttl)
@@ -242,11 +241,11 @@ class LeaseStoreContract:
         assert store.release(running, claim_requests[running].token)
         assert store.held(keys) == set()
 
-    # -- all of it ---------------------------------------------------------------------------------
+    # -- everything at once ------------------------------------------------------------------------
 
     def test_an_unprotected_counter_is_exact(self, store: LeaseStore, key: str) -> None:
-        """Eight threads read, yield and write under leases that are renewed, released, let expire,
-        and tried late.
+        """Eight threads read, yield and write under leases that are renewed, released and left to
+        expire, and also renew and release too late.
         """
         fuzz = LeaseFuzz(store, key, ttl=self.ttl, short=self.short)
         with ThreadPoolExecutor(THREADS) as threads:

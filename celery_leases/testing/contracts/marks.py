@@ -1,4 +1,4 @@
-"""What every mark store must do: subclass, and give it as the fixture ``marks``."""
+"""The contract of mark stores: subclass it, and override the fixture ``marks``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PATIENCE = 10.0
 
 
 class MarkStoreContract:
-    """For every ``MarkStore``. ``ttl`` outlasts a test, ``short`` is what a test waits for; both
-    are seconds.
+    """For every ``MarkStore``. ``ttl`` is longer than a test; ``short`` is a time that tests
+    wait. Both are seconds.
     """
 
     ttl = 15.0
@@ -43,7 +43,7 @@ class MarkStoreContract:
     def test_a_mark_is_changed_only_from_the_expected_value(
         self, marks: MarkStore, key: str
     ) -> None:
-        """Neither from nothing nor from another value."""
+        """Not if the expected value is different, or if no mark is expected."""
         assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
         for expected in (None, "b", "", "A", "a "):
             assert not marks.swap_mark(key, "waiter", expected, "c", self.ttl)
@@ -52,13 +52,13 @@ class MarkStoreContract:
         assert marks.mark(key, "waiter") == "c"
 
     def test_an_empty_mark_is_not_an_absent_one(self, marks: MarkStore, key: str) -> None:
-        """Expecting nothing does not match an empty text."""
+        """An expected ``None`` does not match an empty text."""
         assert marks.swap_mark(key, "waiter", None, "", self.ttl)
         assert not marks.swap_mark(key, "waiter", None, "a", self.ttl)
         assert marks.swap_mark(key, "waiter", "", "a", self.ttl)
 
     def test_an_absent_mark_is_set_whatever_was_expected(self, marks: MarkStore, key: str) -> None:
-        """The one it would replace may have ended."""
+        """The expected mark may have expired."""
         assert marks.swap_mark(key, "waiter", "gone", "a", self.ttl)
         assert marks.mark(key, "waiter") == "a"
 
@@ -68,7 +68,7 @@ class MarkStoreContract:
         assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
 
     def test_marks_end_by_themselves(self, marks: MarkStore, key: str) -> None:
-        """Then the next one is set as if there had been none."""
+        """Afterwards a mark is set as if there had been none."""
         assert marks.swap_mark(key, "waiter", None, "a", self.short)
         wait_until(
             lambda: marks.mark(key, "waiter") is None, self.short + PATIENCE, "the mark to end"
@@ -77,7 +77,7 @@ class MarkStoreContract:
         assert marks.mark(key, "waiter") == "b"
 
     def test_swapping_sets_the_time_anew(self, marks: MarkStore, key: str) -> None:
-        """A mark that is swapped again and again lives on; one swapped to a short time ends."""
+        """The new ttl counts, also if it is shorter."""
         assert marks.swap_mark(key, "waiter", None, "a", self.ttl)
         assert marks.swap_mark(key, "waiter", "a", "b", self.short)
         wait_until(
@@ -85,7 +85,7 @@ class MarkStoreContract:
         )
 
     def test_names_and_keys_do_not_touch_each_other(self, marks: MarkStore, key: str) -> None:
-        """Whatever characters they are made of."""
+        """Not even with special characters."""
         names = [
             (f"{key}{tail}", name)
             for tail in ("", "}:mark:a", "%7D")
@@ -98,7 +98,7 @@ class MarkStoreContract:
         ]
 
     def test_one_of_many_at_once_sets_it(self, marks: MarkStore, key: str) -> None:
-        """Eight threads expect the same value, one of them finds it."""
+        """Of eight threads that expect the same value, one sets the mark."""
         assert marks.swap_mark(key, "waiter", None, "start", self.ttl)
         together = Barrier(THREADS)
 

@@ -15,11 +15,10 @@ PATIENCE = 90.0
 
 
 class LeaseFuzz:
-    """Turns taken by threads at one key. ``counter`` is read and written without any lock but the
-    lease.
+    """Threads that take turns at one key. Only the lease protects ``counter``.
 
-    A thread writes only while it believes in its lease by its own clock, with half of it to spare,
-    so that on a busy machine a turn is skipped rather than counted wrongly.
+    A thread writes only while at least half of its lease is left by its own clock. So on a busy
+    machine a turn is skipped, instead of failing the test.
     """
 
     def __init__(self, store: LeaseStore, key: str, *, ttl: float, short: float) -> None:
@@ -31,8 +30,8 @@ class LeaseFuzz:
         self._until = time.monotonic() + PATIENCE
 
     def take_turns(self, seed: int) -> int:
-        """Take a dozen turns; how many writes were made. The first failure ends the turns of all
-        threads.
+        """Take ``TURNS`` turns; returns the number of writes. The first failure ends the turns of
+        all threads.
         """
         rand = random.Random(seed)
         former: list[str] = []
@@ -74,9 +73,7 @@ class LeaseFuzz:
         return 1
 
     def _act_late(self, former: list[str], rand: random.Random) -> None:
-        """What a zombie does: renew and release with a token whose time is over, or soon will
-        be.
-        """
+        """Renew and release with an expired token, as a process does that was stopped for long."""
         token = rand.choice(former)
         if rand.random() < 0.3:
             self.store.renew([Renewal(self.key, token, self.short)])

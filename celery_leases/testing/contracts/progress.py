@@ -1,4 +1,4 @@
-"""What every store of effects must do with saved progress, and when its records are purged."""
+"""The contract of effect stores for saved progress, and for the purge of records."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from celery_leases.testing.contracts.record_case import PassTime, closed, outcom
 
 
 class ProgressContract(EffectCase):
-    """Progress is fenced by the record, and so are the crashes it ends."""
+    """Saving progress, and resetting the crashes in a row, is fenced by the record."""
 
     # -- progress ----------------------------------------------------------------------------------
 
     def test_progress_is_saved_for_the_next_attempt(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """The last one counts, and nothing else of the row changes."""
+        """The last saved progress counts, and nothing else in the row changes."""
         record = won(records, make_claim_request(key))
         before = row(records, key)
         assert effects.save_progress(record, '{"n": 1}')
@@ -62,10 +62,10 @@ class ProgressContract(EffectCase):
         assert before.progress == (None if how == "forgotten" else '{"n": 1}')
 
     @pytest.mark.parametrize("how", ["progress", "effect"])
-    def test_what_gets_on_ends_the_row_of_crashes(
+    def test_progress_ends_the_crashes_in_a_row(
         self, records: RecordStore, effects: EffectStore, key: str, how: str
     ) -> None:
-        """The next crash is the first."""
+        """The next crash counts as the first."""
         won(records, make_claim_request(key))
         record = won(records, make_claim_request(key))
         assert record.crashes == 1
@@ -79,7 +79,7 @@ class ProgressContract(EffectCase):
     def test_an_outcome_saves_progress_along_or_leaves_it(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
-        """What an attempt has not saved before it ends is saved with that."""
+        """Progress that was not saved before is saved with the outcome."""
         record = won(records, make_claim_request(key))
         assert effects.save_progress(record, '{"n": 1}')
         assert records.settle(
@@ -90,7 +90,7 @@ class ProgressContract(EffectCase):
         assert records.settle(record, outcome(record, State.PENDING, Ended.FAILED))
         assert won(records, make_claim_request(key)).progress == '{"n": 2}'
 
-    def test_the_row_tells_whether_the_attempt_still_runs(
+    def test_the_row_shows_whether_the_attempt_still_runs(
         self, records: RecordStore, effects: EffectStore, key: str
     ) -> None:
         """By state, fence and owner."""
@@ -104,10 +104,10 @@ class ProgressContract(EffectCase):
 
     # -- purging -----------------------------------------------------------------------------------
 
-    def test_effects_go_with_their_record(
+    def test_effects_are_purged_with_their_record(
         self, records: RecordStore, effects: EffectStore, key: str, pass_time: PassTime
     ) -> None:
-        """A key that is as good as new begins anew; the effects of others stay."""
+        """The next record of the key begins without effects. The effects of other keys stay."""
         lasting = won(records, make_claim_request(fresh_key()))
         assert finished(effects, sent(effects, lasting))
         old = won(records, make_claim_request(key))
@@ -123,11 +123,11 @@ class ProgressContract(EffectCase):
         assert isinstance(begin(effects, record), Begun)
         assert len(effects.of_key(lasting)) == 1
 
-    def test_many_may_purge_at_once_and_leave_nothing(
+    def test_purges_at_the_same_time_leave_no_effect(
         self, records: RecordStore, effects: EffectStore, pass_time: PassTime
     ) -> None:
-        """An effect left behind would count for the next record of its key, which is of the same
-        generation.
+        """An effect that stayed would belong to the next record of the key, because that has the
+        same generation.
         """
         keys = [fresh_key() for _ in range(60)]
         for key in keys:

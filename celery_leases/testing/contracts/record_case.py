@@ -1,6 +1,4 @@
-"""What the record suites share: the fixtures, and short words for claiming, closing and comparing
-rows.
-"""
+"""What the suites of records share: fixtures, and functions that claim, settle and compare rows."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ from celery_leases.protocol.records import ClaimRequest, Ended, Outcome, Record,
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
 
 STORE = "redis:one"
-"""The lease store the claims name: one outside the records, so that every lease counts as gone."""
+"""The lease store in the claims. It is separate from the records, so each lease counts as lost."""
 
 PassTime = Callable[[float], None]
 
 
 class RecordCase:
-    """Fixtures of the record suites. ``short`` is a time in seconds that tests let pass."""
+    """The fixtures of the suites of records. ``short`` is a time in seconds that tests let pass."""
 
     short = 0.4
 
@@ -33,7 +31,7 @@ class RecordCase:
 
     @pytest.fixture
     def pass_time(self) -> PassTime:
-        """Lets seconds pass on the store's clock; override this where that clock can be turned."""
+        """Lets seconds pass on the store's clock. Override this if that clock can be moved."""
         return time.sleep
 
     @pytest.fixture
@@ -43,14 +41,14 @@ class RecordCase:
 
 
 def won(records: RecordStore, claim_request: ClaimRequest, lease_store: str = STORE) -> Record:
-    """The row, which the claim must win."""
+    """The row after a claim, which must succeed."""
     claim = records.claim(claim_request, lease_store)
     assert isinstance(claim, Won), claim
     return claim.record
 
 
 def refused(records: RecordStore, claim_request: ClaimRequest, lease_store: str = STORE) -> Record:
-    """The row that refuses the claim, which must not have been written to."""
+    """The row that refuses the claim. The claim must not change the row."""
     before = row(records, claim_request.stored_key)
     claim = records.claim(claim_request, lease_store)
     assert isinstance(claim, Refused), claim
@@ -61,23 +59,21 @@ def refused(records: RecordStore, claim_request: ClaimRequest, lease_store: str 
 
 
 def row(records: RecordStore, key: str) -> Record:
-    """The whole row, without the moment it was read at."""
+    """The row, without the time at which it was read."""
     record = records.read(key)
     assert record is not None
     return timeless(record)
 
 
 def timeless(record: Record) -> Record:
-    """The record without the moment it was read at."""
+    """The record, without the time at which it was read."""
     return replace(record, now=0)
 
 
 def outcome(
     record: Record, state: State = State.DONE, ended: Ended = Ended.RETURNED, **more: Any
 ) -> Outcome:
-    """An outcome that keeps the row's counts and counts for an hour, unless *more* says
-    otherwise.
-    """
+    """An outcome with the row's counts and a retention of an hour, unless *more* changes them."""
     given: dict[str, Any] = {
         "attempt": record.attempt,
         "failures": record.failures,
@@ -88,7 +84,7 @@ def outcome(
 
 
 def closed(records: RecordStore, record: Record, state: State = State.DONE, **more: Any) -> Record:
-    """The row after the attempt was closed, which must succeed."""
+    """The row after the outcome was written, which must succeed."""
     assert records.settle(record, outcome(record, state, **more))
     return row(records, record.stored_key)
 

@@ -1,4 +1,4 @@
-"""What every record store must do: subclass, and give it as the fixture ``records``."""
+"""The contract of record stores: subclass it, and override the fixture ``records``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from celery_leases.testing.contracts.settling import SettleContract
 class RecordStoreContract(ClaimContract, SettleContract, FailureContract, RepairContract):
     """For every ``RecordStore``.
 
-    Override the fixture ``records``; and ``pass_time``, a callable of seconds, where the store's
-    clock can be turned, else the tests wait. ``short`` is how long, in seconds. The store may be
-    shared, but not purged by others meanwhile.
+    Override the fixture ``records``. Also override ``pass_time``, a function of seconds, if the
+    store's clock can be moved; otherwise the tests wait ``short`` seconds. The store may be shared,
+    but no other test may purge it meanwhile.
     """

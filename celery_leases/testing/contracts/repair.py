@@ -1,4 +1,4 @@
-"""What every record store must do for operators: search, and take rows away."""
+"""The contract of record stores for operators: searching and resetting rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from celery_leases.testing.contracts.record_case import RecordCase, again, close
 
 
 class RepairContract(RecordCase):
-    """Reading many rows, and resetting one against its owner's will."""
+    """Operators read many rows, and reset a row even if an attempt owns it."""
 
     def test_rows_are_found_by_state_and_task_latest_first(self, records: RecordStore) -> None:
-        """At most as many as asked for."""
+        """At most *limit* rows."""
         task = f"task-{uuid4().hex}"
         rows = [won(records, make_claim_request(fresh_key(), task=task)) for _ in range(4)]
         keys = [record.stored_key for record in rows]
@@ -44,8 +44,8 @@ class RepairContract(RecordCase):
     def test_a_reset_takes_the_row_from_its_owner(
         self, records: RecordStore, key: str, keep: bool
     ) -> None:
-        """With a new fence: what the owner still says is not believed, and its attempt is no
-        crash.
+        """The row has a new fence, so the owner can no longer write its outcome. Its attempt does
+        not count as a crash.
         """
         owner = won(records, make_claim_request(key))
         after = records.reset(key, keep=keep)
@@ -82,8 +82,8 @@ class RepairContract(RecordCase):
     def test_a_forgiven_row_has_no_counts_but_its_history(
         self, records: RecordStore, key: str, forgive: bool
     ) -> None:
-        """Failures, cooldowns and crashes; the error stays, and so does the call that may still be
-        on its way.
+        """Failures, cooldowns and crashes are 0. The error stays, and the row still belongs to the
+        call, whose message may be on its way.
         """
         failure = Failure("builtins.ValueError", "bad", "rule", "busy", group="g")
         given: dict[str, Any] = {
@@ -119,8 +119,8 @@ class RepairContract(RecordCase):
     def test_a_forgotten_row_is_empty_and_of_the_next_generation(
         self, records: RecordStore, key: str
     ) -> None:
-        """Neither its result nor its arguments bind the next call, and the same call may run
-        again.
+        """The next call may have other arguments and gets no saved result, and the same call may
+        run again.
         """
         claim_request = make_claim_request(key, fingerprint="v1:a")
         given: dict[str, Any] = {
@@ -148,9 +148,7 @@ class RepairContract(RecordCase):
     def test_a_reset_of_a_row_that_has_moved_on_takes_nothing(
         self, records: RecordStore, key: str, keep: bool
     ) -> None:
-        """Somebody has claimed it, or it was closed, since it was looked at; as it was seen it is
-        taken.
-        """
+        """It was claimed or settled since it was read. An unchanged row is reset."""
         seen = won(records, make_claim_request(key))
         record = won(records, make_claim_request(key))
         assert records.reset(key, keep=keep, seen=seen) is None
@@ -167,7 +165,9 @@ class RepairContract(RecordCase):
     def test_a_row_that_was_reset_counts_for_the_retention_of_its_task(
         self, records: RecordStore, key: str, own: float | None, given: float | None, days: int
     ) -> None:
-        """As the claim wrote it down; unless something else is said, or nothing is known."""
+        """The claim has stored the retention. An argument replaces it; without both it is 7
+        days.
+        """
         day = 86_400.0
         won(records, make_claim_request(key, retention=own * day if own else None))
         after = records.reset(key, keep=True, retention=given * day if given else None)
@@ -177,7 +177,7 @@ class RepairContract(RecordCase):
         assert after.retention == (own * day if own else None)
 
     def test_a_reset_of_an_absent_row_makes_none(self, records: RecordStore, key: str) -> None:
-        """There was nothing to take away."""
+        """There is nothing to reset."""
         assert records.reset(key, keep=True) is None
         assert records.reset(key, keep=False) is None
         assert records.read(key) is None

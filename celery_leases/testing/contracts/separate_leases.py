@@ -1,4 +1,4 @@
-"""What lease stores apart from the records must do: subclass, and give it as the fixture
+"""The contract of lease stores outside the records: subclass it, and override the fixture
 ``store``.
 """
 
@@ -23,15 +23,15 @@ from celery_leases.testing.waits import wait_until
 
 
 class SeparateLeaseStoreContract(LeaseStoreContract):
-    """For a lease store apart from the records, which may forget what they remember, and come up
-    empty.
+    """For a lease store outside the records. It may lose leases that the records know of, for
+    example at a restart.
     """
 
-    def test_a_young_store_grants_a_free_key_and_says_how_old_it_is(
+    def test_a_store_shows_for_how_long_it_has_had_its_leases(
         self, store: LeaseStore, key: str
     ) -> None:
-        """The bidder must leave a running row to its holder for as long as that may take to assert
-        its lease again.
+        """A claim does not take over a running row for as long as its holder may need to write the
+        lease again.
         """
         assert acquired(store.acquire(make_claim_request(key, ttl=self.ttl)))
         young = store.age(key)
@@ -39,8 +39,8 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert held(store.acquire(make_claim_request(key, ttl=self.ttl)))
         assert store.age(key) >= young
 
-    def test_a_forgotten_lease_is_asserted_again(self, store: LeaseStore, key: str) -> None:
-        """It is as exclusive as before, and asserting it twice is harmless."""
+    def test_a_lost_lease_is_written_again(self, store: LeaseStore, key: str) -> None:
+        """It is exclusive as before, and writing it twice is harmless."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert store.reassert(claim_request)
         assert store.reassert(claim_request)
@@ -53,8 +53,8 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
             claim_request.holder,
         )
 
-    def test_asserting_again_never_cuts_a_longer_lease(self, store: LeaseStore, key: str) -> None:
-        """Nor does it move a lease that was never forgotten."""
+    def test_writing_again_never_shortens_a_longer_lease(self, store: LeaseStore, key: str) -> None:
+        """Nor does it change a lease that was not lost."""
         claim_request = make_claim_request(key, ttl=60 * self.ttl)
         assert acquired(store.acquire(claim_request))
         assert store.reassert(make_claim_request(key, claim_request.token, ttl=self.short))
@@ -63,7 +63,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert holder.remaining > 50 * self.ttl
 
     def test_a_lease_of_another_is_not_overwritten(self, store: LeaseStore, key: str) -> None:
-        """Whoever came while the store had forgotten us keeps the key."""
+        """An attempt that has taken the key meanwhile keeps it."""
         successor = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(successor))
         assert not store.reassert(make_claim_request(key, ttl=self.ttl))
@@ -72,7 +72,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert holder.token == successor.token
 
     def test_a_bounded_store_has_the_same_leases(self, store: SeparateLeaseStore, key: str) -> None:
-        """The thread that renews leases uses one."""
+        """The thread that renews leases uses a bounded store."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
         bounded = store.bounded(PATIENCE, PATIENCE)
@@ -86,15 +86,15 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert store.release(key, claim_request.token)
 
     def test_a_store_that_works_may_be_used_by_a_worker(self, store: SeparateLeaseStore) -> None:
-        """What it warns of is a text."""
+        """``check()`` returns a warning, or ``None``."""
         warning = store.check()
         assert warning is None or warning
 
     # -- cooldowns ---------------------------------------------------------------------------------
 
-    def test_a_key_that_cools_is_nobodys(self, store: LeaseStore, key: str) -> None:
-        """Every bid learns how long it lasts, the owner's own too; it is no lease, and not listed
-        as one.
+    def test_a_key_that_cools_down_has_no_holder(self, store: LeaseStore, key: str) -> None:
+        """Each request, also the owner's, gets the remaining time. The cooldown is not a lease, and
+        is not listed as one.
         """
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
@@ -109,8 +109,8 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
     def test_nothing_the_owner_still_does_touches_its_cooldown(
         self, store: LeaseStore, key: str
     ) -> None:
-        """A renewal, an assertion or a release may come late; the same cooldown again changes
-        nothing.
+        """A renewal, a second write or a release may come late. Starting the same cooldown again
+        changes nothing.
         """
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert acquired(store.acquire(claim_request))
@@ -129,7 +129,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
     def test_a_cooldown_lasts_as_long_as_it_was_given(
         self, store: LeaseStore, key: str, seconds: float
     ) -> None:
-        """Whatever was left of the lease; then the key is free by itself."""
+        """However much of the lease was left. Afterwards the key is free."""
         claim_request = make_claim_request(key, ttl=self.short)
         assert acquired(store.acquire(claim_request))
         began = time.monotonic()
@@ -143,7 +143,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert time.monotonic() - began >= seconds * self.short * 0.99
 
     def test_only_the_holder_cools_the_key(self, store: LeaseStore, key: str) -> None:
-        """Neither a stranger nor an owner whose lease another has by now."""
+        """Neither an unknown token nor one whose lease another token holds now."""
         assert not store.cool(key, uuid4().hex, self.ttl)
         assert store.acquire(make_claim_request(key, ttl=self.short)) == Acquired()
         claim_request = make_claim_request(key, ttl=self.ttl)
@@ -164,7 +164,7 @@ class SeparateLeaseStoreContract(LeaseStoreContract):
         assert holder.token == claim_request.token
 
     def test_a_cooldown_is_ended_whoever_began_it(self, store: LeaseStore, key: str) -> None:
-        """By an operator; a lease is left alone, and there is nothing to end twice."""
+        """By an operator. A lease is not changed, and ending a cooldown twice changes nothing."""
         claim_request = make_claim_request(key, ttl=self.ttl)
         assert not store.end_cooldown(key)
         assert acquired(store.acquire(claim_request))

@@ -1,4 +1,4 @@
-"""What every record store must do when an attempt is closed, and when its retention is over."""
+"""The contract of record stores for outcomes, and for the end of the retention."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from celery_leases.testing.contracts.record_case import (
 )
 
 MARGIN = 30e6
-"""How far apart the store's clock may read within one test, in microseconds."""
+"""The maximum difference of two times within a test, in microseconds."""
 
 
 class SettleContract(RecordCase):
     """Every outcome is a compare-and-set on state, fence and owner."""
 
     def test_success_is_written_with_its_result(self, records: RecordStore, key: str) -> None:
-        """Done, finished now, and to be kept for the retention."""
+        """The row is done, finished now, and expires after the retention."""
         record = won(records, make_claim_request(key))
         done = closed(records, record, result='{"b": [1, "ü"]}', retention=3600.0, reason="why")
         assert (done.state, done.result, done.reason) == (State.DONE, '{"b": [1, "ü"]}', "why")
@@ -42,7 +42,7 @@ class SettleContract(RecordCase):
     def test_failure_is_written_with_its_error_and_retry_time(
         self, records: RecordStore, key: str
     ) -> None:
-        """And with the counts the outcome gives, whatever they were."""
+        """And with the counts of the outcome, whatever they were before."""
         failure = Failure("shop.errors.Declined", "declined: ü", "rule-7")
         record = won(records, make_claim_request(key))
         found = closed(
@@ -70,7 +70,7 @@ class SettleContract(RecordCase):
     def test_a_waiting_row_does_not_expire_before_its_time(
         self, records: RecordStore, key: str
     ) -> None:
-        """However short the retention is."""
+        """Even with a shorter retention."""
         found = waiting(records, make_claim_request(key), 120.0)
         assert found.retry_at is not None
         assert found.expires_at is None or found.expires_at >= found.retry_at
@@ -91,7 +91,7 @@ class SettleContract(RecordCase):
     def test_an_attempt_that_was_overtaken_cannot_settle(
         self, records: RecordStore, key: str
     ) -> None:
-        """Neither while its successor runs nor after it has finished."""
+        """Neither while its successor runs, nor after the successor has finished."""
         zombie = won(records, make_claim_request(key))
         successor = won(records, make_claim_request(key))
         assert not records.settle(zombie, outcome(zombie, result='"zombie"'))
@@ -100,8 +100,8 @@ class SettleContract(RecordCase):
         assert row(records, key).result == '"right"'
 
     def test_a_repeated_settlement_is_harmless(self, records: RecordStore, key: str) -> None:
-        """The reply to the commit may have been lost: the same outcome again is a success, and
-        writes nothing.
+        """The reply to the commit may have been lost: writing the same outcome again succeeds, and
+        changes nothing.
         """
         record = won(records, make_claim_request(key))
         done = closed(records, record, result='"a"')
@@ -111,8 +111,8 @@ class SettleContract(RecordCase):
     def test_an_attempt_closed_by_another_is_not_settled(
         self, records: RecordStore, key: str
     ) -> None:
-        """Somebody gave the row back for us: a success that was not written must not be taken for
-        written.
+        """Another process has settled the row as crashed: a success that was not written must not
+        count as written.
         """
         record = won(records, make_claim_request(key))
         given_back = closed(records, record, State.PENDING, ended=Ended.TERMINATED, crashes=1)
@@ -120,7 +120,7 @@ class SettleContract(RecordCase):
         assert row(records, key) == given_back
 
     def test_an_unknown_row_cannot_be_settled(self, records: RecordStore, key: str) -> None:
-        """It may have been purged or forgotten."""
+        """The row may have been purged."""
         record = replace(won(records, make_claim_request(key)), stored_key=fresh_key())
         assert not records.settle(record, outcome(record))
         assert records.read(record.stored_key) is None
@@ -131,7 +131,7 @@ class SettleContract(RecordCase):
     def test_a_row_counts_as_absent_after_its_retention(
         self, records: RecordStore, key: str, state: State, pass_time: PassTime
     ) -> None:
-        """The next claim is a first attempt, with nothing of the old one but a higher fence."""
+        """The next claim is a first attempt. Of the old row only the fence matters, which grows."""
         old = closed(
             records,
             won(records, make_claim_request(key, fingerprint="v1:a")),
@@ -157,14 +157,14 @@ class SettleContract(RecordCase):
     def test_a_done_row_is_refused_until_its_retention_is_over(
         self, records: RecordStore, key: str
     ) -> None:
-        """Not a moment less."""
+        """The retention here is 60 seconds."""
         closed(records, won(records, make_claim_request(key)), retention=60.0)
         refused(records, make_claim_request(key))
 
     def test_old_rows_are_purged_in_batches(
         self, records: RecordStore, pass_time: PassTime
     ) -> None:
-        """Others stay: the running, and those whose retention lasts."""
+        """Running rows and rows whose retention is not over stay."""
         old = [fresh_key() for _ in range(5)]
         running, lasting = (
             won(records, make_claim_request(fresh_key())),

@@ -13,35 +13,34 @@ from typing import ClassVar, Literal, Self
 from tests.support.process import GuardedProcess, NotReady
 
 RestartMode = Literal["smart", "fast", "immediate"]
-"""PostgreSQL's words: ``smart`` waits for clients, ``fast`` ends them in order, ``immediate`` is a
-crash.
+"""PostgreSQL's shutdown modes: ``smart`` waits for clients, ``fast`` disconnects them,
+``immediate`` is a crash.
 """
 
 _TRIES = 5
 
 
 class ServerMissing(RuntimeError):
-    """The program of a server is not on this machine; the message says what to install."""
+    """The program of a server is not installed. The message says what to install."""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listened on a moment ago."""
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class LocalServer(abc.ABC):
-    """One private server; a context manager. Start and stop may be repeated: port and data stay
-    until ``stop()``.
+    """A private server; a context manager. Its port and data stay the same until ``stop()``.
 
-    Nothing is left behind: the process ends with ``stop()``, and when this Python process ends in
-    any way. Times are seconds. ``start`` raises ServerMissing without the program, NotReady when it
-    does not come up.
+    The server ends at ``stop()``, and when this Python process ends in any way; its files are
+    removed. Times are seconds. ``start`` raises ServerMissing if the program is not installed, and
+    NotReady if the server does not start.
     """
 
     name: ClassVar[str]
-    """What people call this server, for messages."""
+    """The name of the product, for messages."""
     stop_signals: ClassVar[dict[str, int]] = {"smart": signal.SIGTERM, "fast": signal.SIGTERM}
     start_timeout: ClassVar[float] = 30.0
 
@@ -52,16 +51,16 @@ class LocalServer(abc.ABC):
 
     @abc.abstractmethod
     def _launch(self, home: Path, port: int) -> GuardedProcess:
-        """Start the process; raise ServerMissing when its program is not here."""
+        """Start the process; raise ServerMissing if its program is not installed."""
 
     @abc.abstractmethod
     def _await_ready(self, process: GuardedProcess) -> None:
-        """Return when clients are served; raise NotReady."""
+        """Wait until the server accepts clients; raise NotReady."""
 
     @property
     @abc.abstractmethod
     def url(self) -> str:
-        """Where clients connect."""
+        """The URL for clients."""
 
     @property
     def port(self) -> int:
@@ -70,7 +69,7 @@ class LocalServer(abc.ABC):
 
     @property
     def home(self) -> Path:
-        """The directory of data and log. Raises RuntimeError when the server was never started."""
+        """The directory of data and log. Raises RuntimeError if the server was never started."""
         if self._home is None:
             raise RuntimeError(
                 f"{self.name} is not started: call start() or use it as a context manager"
@@ -79,7 +78,7 @@ class LocalServer(abc.ABC):
 
     @property
     def process(self) -> GuardedProcess:
-        """The running process. Raises RuntimeError when there is none."""
+        """The process. Raises RuntimeError if the server was never started."""
         if self._process is None:
             raise RuntimeError(
                 f"{self.name} is not running: call start() or use it as a context manager"
@@ -93,12 +92,12 @@ class LocalServer(abc.ABC):
 
     @property
     def alive(self) -> bool:
-        """Whether the server's process exists (a paused one does)."""
+        """Whether the server's process exists, paused or not."""
         return self._process is not None and self._process.alive
 
     def start(self) -> Self:
-        """Start, wait until clients are served, and return self; on the same port with the same
-        data as before.
+        """Start, on the same port with the same data as before, and wait until the server accepts
+        clients.
         """
         if self.alive:
             return self
@@ -116,7 +115,7 @@ class LocalServer(abc.ABC):
                 self._end_process()
                 if not chosen:
                     self._remove_home()
-                # Between free_port() and the bind somebody else may have taken it.
+                # Another process may have bound the port since free_port().
                 if (
                     not chosen
                     and isinstance(error, NotReady)
@@ -134,9 +133,7 @@ class LocalServer(abc.ABC):
         return any(sign in str(error) for sign in ("in use", "eaddrinuse", "already running on"))
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Shut down in order, SIGKILL after ``timeout``, and remove the data; safe to call
-        twice.
-        """
+        """Shut down, with SIGKILL after ``timeout``, and remove the data; may be called twice."""
         try:
             self._shut_down("fast", timeout)
         finally:
@@ -144,24 +141,24 @@ class LocalServer(abc.ABC):
             self._port = 0
 
     def kill(self) -> None:
-        """SIGKILL the server with all its processes; port and data stay for ``start()``."""
+        """SIGKILL all processes of the server. ``start()`` uses the same port and data again."""
         self._end_process()
 
     def pause(self) -> None:
-        """SIGSTOP every process of the server: connections stay open and nobody answers."""
+        """SIGSTOP all processes of the server. Connections stay open and get no answer."""
         self.process.pause()
 
     def resume(self) -> None:
-        """SIGCONT every process of the server."""
+        """SIGCONT all processes of the server."""
         self.process.resume()
 
     def restart(self, mode: RestartMode = "fast", timeout: float = 30.0) -> Self:
-        """Stop in the given mode and start again on the same port with the same data."""
+        """Stop in this mode, and start again on the same port with the same data."""
         self._shut_down(mode, timeout)
         return self.start()
 
     def logs(self) -> str:
-        """What the server wrote since its last start."""
+        """What the server has written since its last start."""
         return self._process.logs() if self._process else ""
 
     def _shut_down(self, mode: RestartMode, timeout: float) -> None:

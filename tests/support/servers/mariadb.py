@@ -14,28 +14,27 @@ from tests.support.process import GuardedProcess, NotReady
 from tests.support.servers.local import LocalServer, ServerMissing
 
 PLACES = "/usr/sbin:/usr/local/sbin:/usr/libexec:/opt/homebrew/opt/mariadb/bin:/opt/homebrew/opt/mysql/bin"
-"""Where servers are that are not on everybody's PATH."""
+"""Directories of server programs that are not on every user's PATH."""
 
 
 def find_mariadb_binary(name: str) -> Path:
-    """A program of MariaDB's: ``mariadbd`` or ``mariadb-install-db``. Raises ServerMissing."""
+    """The path of ``mariadbd`` or ``mariadb-install-db``. Raises ServerMissing."""
     if found := shutil.which(name) or shutil.which(name, path=PLACES):
         return Path(found)
     raise ServerMissing("no MariaDB: install its server (Debian: apt-get install mariadb-server)")
 
 
 class MariaServer(LocalServer):
-    """A private MariaDB on 127.0.0.1: user ``root`` without a password, commits written but not
-    synced to the disk.
+    """A private MariaDB on 127.0.0.1, with the user ``root`` without a password. Commits are not
+    synced to disk.
 
-    ``settings`` are server settings such as ``{"max_connections": "20"}``; they go over the
-    defaults.
+    ``settings`` are server settings such as ``{"max_connections": "20"}``, which replace defaults.
     """
 
     name = "MariaDB"
     start_timeout = 60.0
     product_settings: ClassVar[dict[str, str]] = {"innodb-log-file-size": "16M"}
-    """Defaults that only this product knows."""
+    """Default settings that only this product has."""
 
     def __init__(self, *, settings: Mapping[str, str] | None = None) -> None:
         super().__init__()
@@ -121,13 +120,13 @@ class MariaServer(LocalServer):
 
 
 def _as_root() -> list[str]:
-    """Both products run as root only when they are told to."""
+    """The option without which both products refuse to run as root."""
     return ["--user=root"] if os.geteuid() == 0 else []
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """A server that starts removes the temporary tables in its directory, whosever they are: it
-    gets its own.
+    """An environment with a separate temporary directory, because a server that starts removes all
+    temporary tables from it.
     """
     own = home / "tmp"
     own.mkdir(exist_ok=True)

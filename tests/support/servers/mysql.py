@@ -1,6 +1,4 @@
-"""A private MySQL in a temporary directory: what is said of MariaDB is true of it but for its
-programs.
-"""
+"""A private MySQL in a temporary directory. It differs from MariaDB only in its programs."""
 
 import shutil
 import subprocess
@@ -12,16 +10,18 @@ from tests.support.servers.mariadb import PLACES, MariaServer
 
 
 def find_mysqld() -> Path:
-    """MySQL's ``mysqld``; MariaDB installs a program of that name too. Raises ServerMissing."""
+    """The path of MySQL's ``mysqld``. MariaDB installs a program with the same name. Raises
+    ServerMissing.
+    """
     found = shutil.which("mysqld") or shutil.which("mysqld", path=PLACES)
     if found:
-        told = subprocess.run(
+        version = subprocess.run(
             [found, "--no-defaults", "--version"], check=False, capture_output=True, timeout=60
         )
-        if told.returncode == 0 and b"MariaDB" not in told.stdout:
+        if version.returncode == 0 and b"MariaDB" not in version.stdout:
             return Path(found)
     raise ServerMissing(
-        "no MySQL: install its server 8.0.17 or newer, and have its mysqld on the PATH"
+        "no MySQL: install its server 8.0.17 or newer, and put its mysqld on the PATH"
     )
 
 

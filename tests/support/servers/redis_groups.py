@@ -14,14 +14,14 @@ from tests.support.servers.local import free_port
 from tests.support.servers.redis import RedisServer, find_redis_binary
 
 PATIENCE = 30.0
-"""Seconds for servers to agree with each other."""
+"""Seconds to wait for the servers of a group to connect to each other."""
 SLOTS = 16_384
 MASTER = "leases"
-"""What the Sentinels call the primary."""
+"""The name of the primary for the Sentinels."""
 
 
 class _SentinelServer(RedisServer):
-    """One Sentinel that watches a primary."""
+    """A Sentinel that monitors a primary."""
 
     def __init__(self, watched: RedisServer, binary: Path | None) -> None:
         super().__init__(binary=binary)
@@ -43,7 +43,7 @@ class _SentinelServer(RedisServer):
 
 
 class _Group:
-    """Servers that start and stop together; a context manager."""
+    """Several servers that start and stop together; a context manager."""
 
     def __init__(self, binary: Path | None = None) -> None:
         self._binary = binary
@@ -54,15 +54,15 @@ class _Group:
         return server
 
     def stop(self) -> None:
-        """End all servers and remove their data; safe to call twice."""
+        """End all servers and remove their data; may be called twice."""
         with contextlib.ExitStack() as stack:
             for server in self._started:
                 stack.callback(server.stop)
             self._started = []
 
     def start(self) -> Self:
-        """Start the servers and wait until they agree. Raises ServerMissing, NotReady and
-        TimeoutError.
+        """Start the servers and wait until they are connected to each other. Raises ServerMissing,
+        NotReady and TimeoutError.
         """
         try:
             self._begin()
@@ -82,11 +82,10 @@ class _Group:
 
 
 class RedisSentinels(_Group):
-    """A primary, a replica, and three Sentinels that fail over half a second after the primary has
-    gone silent.
+    """A primary, a replica, and three Sentinels, which start a failover half a second after the
+    primary stops answering.
 
-    ``servers`` are the two, ``sentinels`` the three. Which of the two is the primary changes with
-    every failover.
+    ``servers`` are the primary and the replica, which change their roles with each failover.
     """
 
     def _begin(self) -> None:
@@ -96,14 +95,16 @@ class RedisSentinels(_Group):
         second = self._start_one(RedisServer(binary=self._binary, options=following))
         self.servers = [first, second]
         wait_until(
-            lambda: _told(second, "INFO", "replication").find("master_link_status:up") > 0,
+            lambda: _text_reply(second, "INFO", "replication").find("master_link_status:up") > 0,
             PATIENCE,
             "a replica",
         )
         self.sentinels = [self._start_one(_SentinelServer(first, self._binary)) for _ in range(3)]
         for sentinel in self.sentinels:
-            _hurry(sentinel)
-        wait_until(self._agreed, PATIENCE, "the Sentinels to know each other and the replica")
+            _shorten_periods(sentinel)
+        wait_until(
+            self._are_connected, PATIENCE, "the Sentinels to know each other and the replica"
+        )
 
     @property
     def url(self) -> str:
@@ -113,12 +114,12 @@ class RedisSentinels(_Group):
 
     @property
     def primary(self) -> RedisServer:
-        """The server that the first Sentinel takes for the primary."""
+        """The primary according to the first Sentinel."""
         with _client(self.sentinels[0]) as client:
             _, port = client.sentinel_get_master_addr_by_name(MASTER)
         return next(server for server in self.servers if server.port == port)
 
-    def _agreed(self) -> bool:
+    def _are_connected(self) -> bool:
         for sentinel in self.sentinels:
             with _client(sentinel) as client:
                 state = client.sentinel_master(MASTER)
@@ -133,10 +134,10 @@ class RedisSentinels(_Group):
 
 
 class RedisCluster(_Group):
-    """Three primaries that share the slots evenly, without replicas; ``nodes`` has them in the
+    """Three primaries without replicas, each with a third of the slots. ``nodes`` has them in the
     order of their slots.
 
-    A node that is down takes its own slots away only, a second after it went.
+    If a node is down, only its own slots are unavailable; the others notice it after a second.
     """
 
     def _begin(self) -> None:
@@ -157,7 +158,7 @@ class RedisCluster(_Group):
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     def node_of(self, key: str) -> RedisServer:
-        """The node that got the slot of *key* when the cluster was made."""
+        """The node that had the slot of *key* when the cluster was created."""
         from redis.crc import key_slot
 
         slot = key_slot(key.encode())
@@ -169,21 +170,21 @@ class RedisCluster(_Group):
         )
 
     def await_agreed(self) -> None:
-        """Return when every node sees all others again, as after a node was started. Raises
-        TimeoutError.
+        """Wait until each node is connected to all others, for example after a node was started.
+        Raises TimeoutError.
         """
-        wait_until(self._agreed, PATIENCE, "the cluster")
+        wait_until(self._are_connected, PATIENCE, "the cluster")
 
-    def _agreed(self) -> bool:
+    def _are_connected(self) -> bool:
         return all(
-            f"cluster_state:ok\r\ncluster_slots_assigned:{SLOTS}" in told
-            and "cluster_known_nodes:3" in told
-            for told in (_told(node, "CLUSTER", "INFO") for node in self.nodes)
+            f"cluster_state:ok\r\ncluster_slots_assigned:{SLOTS}" in info
+            and "cluster_known_nodes:3" in info
+            for info in (_text_reply(node, "CLUSTER", "INFO") for node in self.nodes)
         )
 
 
 class _ClusterNode(RedisServer):
-    """One node of a cluster."""
+    """A node of a cluster."""
 
     def __init__(self, binary: Path | None) -> None:
         alone = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
@@ -192,7 +193,9 @@ class _ClusterNode(RedisServer):
 
 
 def _port_below_a_free_one() -> int:
-    """A free port for a node that talks to the others at the one 10000 above."""
+    """A free port for a node. Its cluster bus uses the port that is higher by 10000, which must be
+    free too.
+    """
     while True:
         port = free_port()
         with socket.socket() as probe, contextlib.suppress(OSError, OverflowError):
@@ -204,11 +207,11 @@ def _slots_of(number: int, count: int) -> tuple[int, int]:
     return number * SLOTS // count, (number + 1) * SLOTS // count - 1
 
 
-def _hurry(sentinel: RedisServer) -> None:
-    """Let a Sentinel look, talk and vote more often than every few seconds, where it can.
+def _shorten_periods(sentinel: RedisServer) -> None:
+    """Shorten a Sentinel's periods of several seconds, if its version supports that.
 
-    A Sentinel that was paused for two seconds distrusts its clock and does nothing: for one second,
-    and not for 30.
+    A Sentinel that was paused for two seconds enters TILT mode, in which it does nothing; here for
+    one second instead of 30.
     """
     import redis
 
@@ -230,8 +233,8 @@ def _client(server: RedisServer) -> Iterator[Any]:
         yield client
 
 
-def _told(server: RedisServer, *command: str) -> str:
-    """What a server answers to a command that is answered by text."""
+def _text_reply(server: RedisServer, *command: str) -> str:
+    """The text that a server returns for a command."""
     import redis
 
     with redis.Redis(host="127.0.0.1", port=server.port, socket_timeout=5) as client:

@@ -1,1 +1,1 @@
-"""What differs between PostgreSQL, MySQL or MariaDB, and SQLite."""
+"""Differences between PostgreSQL, MySQL or MariaDB, and SQLite."""

@@ -1,7 +1,7 @@
 """MySQL and MariaDB: connection parameters, clock, error codes, and table options.
 
-Statements run in autocommit mode at READ COMMITTED, which takes no gap locks; correctness does not
-depend on that level. A statement that needs a row unchanged locks it.
+Statements run in autocommit mode at READ COMMITTED, which takes no gap locks. Correctness does not
+depend on that level: a statement that needs an unchanged row locks the row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ FAMILY: Final = ("mysql", "mariadb")
 DRIVERS: Final = ("pymysql", "mysqldb")
 
 NOW: Final = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-"""Microseconds since the epoch, one value for the whole statement, whatever the session's time
-zone.
-"""
+"""The time of the statement in microseconds since the epoch, in any time zone of the session."""
 
-# Keys that differ only in case, accents or trailing spaces are different keys. The two servers have
-# different names for that collation. Each server reads only one of these comments, so one text
-# serves both, and older servers refuse it.
+# Keys that differ only in case, accents or trailing spaces must be different keys. The collation
+# for that has different names in MariaDB and MySQL. Each server executes only one of these
+# comments. Older servers execute none, which is a syntax error.
 _COLLATION: Final = "/*M!100600 utf8mb4_nopad_bin */ /*!80017 utf8mb4_0900_bin */"
 
 TABLE_OPTIONS: Final[dict[str, Any]] = {
@@ -36,13 +34,13 @@ TABLE_OPTIONS: Final[dict[str, Any]] = {
 
 DEADLOCK: Final = 1213
 NOT_EXECUTED: Final = frozenset({1205, DEADLOCK, 1020, 3572})
-"""Errors after which nothing of the statement was executed: lock timeouts, and conflicts with other
+"""Errors after which no part of the statement was executed: lock timeouts, and conflicts with other
 transactions.
 """
 
 TOO_LARGE: Final = frozenset({1153, 1301, 1366})
-"""Errors for a value above ``max_allowed_packet``, and for a value that its column's encoding
-cannot hold.
+"""Errors for a value that is larger than ``max_allowed_packet``, or cannot be encoded for its
+column.
 """
 
 NO_SUCH_TABLE: Final = 1146
@@ -56,12 +54,12 @@ _TIMEOUTS: Final = {"connect_timeout": 5, "read_timeout": 15, "write_timeout": 1
 _READ: Final = "read_timeout"
 
 STRICT: Final = (
-    # A value that is too long is an error, not truncated. Lock timeouts are whole seconds here.
+    # A value that is too long is an error instead of being truncated. Lock timeouts are in seconds.
     "SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')",
     "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 5",
 )
 SESSION_NAMES: Final = ("sql_mode", "innodb_lock_wait_timeout", "lock_wait_timeout")
-"""The session variables that ``STRICT`` and a migration set."""
+"""The session variables that ``STRICT`` and migrations set."""
 _SESSION: Final = (*STRICT, "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
@@ -80,7 +78,7 @@ def connect_args(url: URL, *, migrates: bool = False) -> dict[str, Any]:
     }
 
 
-def without_end(url: URL) -> URL:
+def without_read_timeout(url: URL) -> URL:
     """*url* without a limit on the time of a statement."""
     return url.difference_update_query([_READ])
 
@@ -93,36 +91,36 @@ def prepare(connection: Any, _: Any) -> None:
 
 
 def code_of(error: BaseException) -> int | None:
-    """The number of a driver's error, also inside one of SQLAlchemy's."""
+    """The number of a driver's error, also of one inside an error of SQLAlchemy."""
     given = (getattr(error, "orig", None) or error).args
     return given[0] if given and isinstance(given[0], int) else None
 
 
 def is_duplicate(error: BaseException) -> bool:
-    """Whether a row was refused because its key is there already."""
+    """Whether a row was refused because its key exists."""
     return code_of(error) == _DUPLICATE
 
 
-def tells_transactions(connection: Any) -> bool:
-    """Whether a DB-API connection exposes the server's transaction status, as PyMySQL's do."""
+def reports_status(connection: Any) -> bool:
+    """Whether a DB-API connection exposes the server's status flags, as those of PyMySQL do."""
     return hasattr(connection, "server_status")
 
 
 def commits_by_itself(connection: Any) -> bool:
-    """Whether a DB-API connection of one of the drivers is in autocommit mode; ``False`` for any
-    other.
+    """Whether a DB-API connection of a MySQL driver is in autocommit mode; ``False`` for any other
+    driver.
     """
     return hasattr(connection, "get_autocommit") and bool(connection.get_autocommit())
 
 
 def in_transaction(connection: Any) -> bool:
-    """Whether a DB-API connection of one of the drivers is inside a transaction.
+    """Whether a DB-API connection of a MySQL driver is in a transaction.
 
-    MySQLdb does not expose the status. Then autocommit mode decides: Django switches it off while a
-    transaction is open.
+    MySQLdb does not expose the status flags. Then the autocommit mode decides, which Django
+    switches off during a transaction.
     """
     if not getattr(connection, "open", True):
         return False
-    if not tells_transactions(connection):
+    if not reports_status(connection):
         return not connection.get_autocommit()
     return bool(int(connection.server_status) & _IN_TRANSACTION)

@@ -12,8 +12,8 @@ _POSTGRESQL_NOW: Final = "CAST(extract(epoch from statement_timestamp()) * 10000
 
 
 def database_now(dialect: Dialect) -> ColumnElement[int]:
-    """Microseconds since the epoch, one value for the whole statement; for SQLite a parameter with
-    the host's time.
+    """The time of the statement in microseconds since the epoch. For SQLite it is the parameter
+    ``now``, with the host's time.
     """
     if dialect.name == "sqlite":
         return bindparam("now", type_=BigInteger)
@@ -23,18 +23,18 @@ def database_now(dialect: Dialect) -> ColumnElement[int]:
 
 
 def now_in_text(dialect: Dialect) -> str:
-    """The same in a statement that is text."""
+    """The same as SQL text."""
     if mysql.is_mysql(dialect):
         return mysql.NOW
     return ":now" if dialect.name == "sqlite" else _POSTGRESQL_NOW
 
 
 def in_text(table: Table, dialect: Dialect) -> str:
-    """The quoted name of *table* for ``text()``, which doubles percent signs itself and treats
+    """The quoted name of *table* for ``text()``, which doubles percent signs itself and reads
     colons as parameters.
     """
     preparer = dialect.identifier_preparer
     named = preparer.format_table(table)
-    if preparer._double_percents:  # noqa: SLF001 - where the driver reads %
+    if preparer._double_percents:  # noqa: SLF001 - whether the driver reads %
         named = named.replace("%%", "%")
     return named.replace(":", "\\:")

@@ -12,18 +12,21 @@ from sqlalchemy import URL, Dialect
 DRIVERS: Final = ("psycopg", "psycopg2")
 
 SILENCE: Final = 15.0
-"""Seconds a statement may take; then its connection is closed, like ``read_timeout`` on MySQL."""
+"""Seconds that a statement may take. Then its connection is closed, as ``read_timeout`` does on
+MySQL.
+"""
 
 LOCK_TIMEOUT: Final = 1500
-"""Milliseconds; a contender that waits longer for a row is rescheduled."""
+"""Milliseconds for which a statement waits for a locked row. Then the delivery is rescheduled."""
 
 LOCK_TIMEOUT_OF_MIGRATIONS: Final = 60_000
-"""Milliseconds for which ``CREATE INDEX CONCURRENTLY`` waits for transactions that began
-before it.
+"""Milliseconds for which ``CREATE INDEX CONCURRENTLY`` waits for transactions that began before
+it.
 """
 
 LOCK_NOT_AVAILABLE: Final = "55P03"
 UNDEFINED_COLUMN: Final = "42703"
+UNDEFINED_TABLE: Final = "42P01"
 DEADLOCK: Final = "40P01"
 _NOT_SUPPORTED: Final = "0A000"
 
@@ -42,18 +45,18 @@ def connect_args(url: URL) -> dict[str, Any]:
 
 
 def connect(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
-    """Connect as SQLAlchemy would, with a timeout for row locks and one for a server that does not
+    """Connect as SQLAlchemy does, with a timeout for row locks and one for a server that does not
     answer.
 
-    The wait for a locked row ends after ``LOCK_TIMEOUT``, unless the ``options`` of the URL set
-    another time, or a pooler refuses the parameter.
+    ``lock_timeout`` is ``LOCK_TIMEOUT``, unless the ``options`` in the URL set another value, or a
+    connection pooler refuses the parameter.
     """
-    opened = _patient_connection().connect if _tells_of_silence(dialect) else dialect.connect
+    opened = _timed_connection().connect if _wakes_while_waiting(dialect) else dialect.connect
     return _with_lock_timeout(opened, LOCK_TIMEOUT, args, given)
 
 
 def connect_to_migrate(dialect: Dialect, _: Any, args: list[Any], given: dict[str, Any]) -> Any:
-    """Connect for statements that may take long. TCP still detects a dead server."""
+    """Connect for statements that may take long. TCP keepalives still detect a dead server."""
     return _with_lock_timeout(dialect.connect, LOCK_TIMEOUT_OF_MIGRATIONS, args, given)
 
 
@@ -72,56 +75,57 @@ def _with_lock_timeout(
 
 
 def state_of(error: BaseException) -> str | None:
-    """The SQLSTATE of a driver's error."""
-    found = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    """The SQLSTATE of a driver's error, also of one inside an error of SQLAlchemy."""
+    cause = getattr(error, "orig", None) or error
+    found = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     return str(found) if found is not None else None
 
 
 def is_outdated(error: Exception) -> bool:
-    """Whether a prepared statement is invalid because the columns of its table have changed; a new
-    connection helps.
+    """Whether a prepared statement is invalid because the columns of its table have changed. It
+    works on a new connection.
     """
     return state_of(error) == _NOT_SUPPORTED
 
 
-def _tells_of_silence(dialect: Dialect) -> bool:
-    """Whether the driver reports every 0.1 s that nothing was received: psycopg does since
+def _wakes_while_waiting(dialect: Dialect) -> bool:
+    """Whether the driver wakes up every 0.1 s while it waits for data, as psycopg does since
     3.2.11.
     """
     return dialect.driver == "psycopg" and getattr(dialect, "psycopg_version", (0,)) >= (3, 2, 11)
 
 
 @cache
-def _patient_connection() -> Any:
-    """Psycopg's connection with a time limit for each statement: TCP does not detect a server that
-    accepts data and never answers.
+def _timed_connection() -> Any:
+    """The class of psycopg's connections with a time limit for each statement. TCP does not
+    detect a server that accepts data and never answers.
     """
     import psycopg
 
-    class SilentServer(psycopg.OperationalError, TimeoutError):
-        """No answer in time. The statement is not repeated, because that could take as long
-        again.
+    class StatementTimedOut(psycopg.OperationalError, TimeoutError):
+        """No answer within the time limit. The statement is not repeated, because it could take as
+        long again.
         """
 
-    class PatientConnection(psycopg.Connection[Any]):
+    class TimedConnection(psycopg.Connection[Any]):
         def wait(self, gen: Any, *args: Any, **given: Any) -> Any:
             return super().wait(self._within(gen, time.monotonic() + SILENCE), *args, **given)
 
         def _within(
             self, gen: Generator[Any, Any, Any], deadline: float
         ) -> Generator[Any, Any, Any]:
-            """Forward what *gen* yields and receives; psycopg sends 0 for every 0.1 s
-            without data.
+            """Pass values on between *gen* and psycopg, which sends 0 for each 0.1 s without
+            data.
             """
             try:
                 wanted = next(gen)
                 while True:
                     came = yield wanted
                     if not came and time.monotonic() > deadline:
-                        self.close()  # a later reply on it would belong to this statement
-                        raise SilentServer(f"the server has not answered for {SILENCE:g} s")
+                        self.close()  # a late reply would be read as that to the next statement
+                        raise StatementTimedOut(f"the server has not answered for {SILENCE:g} s")
                     wanted = gen.send(came)
             except StopIteration as end:
                 return end.value
 
-    return PatientConnection
+    return TimedConnection

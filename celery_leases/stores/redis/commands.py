@@ -1,4 +1,4 @@
-"""Calls Redis: scripts by their SHA, pipelines, scans, and the translation of errors."""
+"""Sends commands to Redis: scripts by their SHA, pipelines and scans. Converts the errors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from celery_leases.stores.redis.values import as_text
 _SCAN_COUNT = 500
 
 
-class RedisScripts:
-    """Sends commands by *client* for the store called *name*, whose keys begin with *prefix*.
+class RedisCommands:
+    """The commands of the store *name*, whose keys begin with *prefix*, on a redis-py *client*.
 
     Every method raises ``StoreUnavailable``.
     """
 
-    #: Whether keys of one script must share a hash tag.
+    #: Whether the keys of one script must share a hash tag.
     clustered = False
 
     def __init__(self, client: Any, name: str, prefix: str, turns: ResourcePool[Turn]) -> None:
@@ -35,31 +35,32 @@ class RedisScripts:
         self._turns = turns
 
     def run(self, script: Script, *keys_and_args: Any) -> Any:
-        """Run one script; a second round trip only when the server lost it."""
+        """Run a script. A second round trip is needed if the server does not have the script."""
         turn = self._turn()
         try:
             try:
                 return self._call(script, keys_and_args)
             except NoScriptError:
-                return self._ask("EVAL", script.text, script.keys, *keys_and_args)
+                return self._execute("EVAL", script.text, script.keys, *keys_and_args)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
             self._turns.take_back(turn)
 
-    def read(self, key: str) -> str | None:
-        """The value of a key."""
+    def execute(self, *command: Any) -> Any:
+        """Send one command; returns its reply."""
         turn = self._turn()
         try:
-            found = self._ask("GET", key)
+            return self._execute(*command)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
             self._turns.take_back(turn)
-        return None if found is None else as_text(found)
 
     def run_many(self, script: Script, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One reply or error per call; a second round trip only when the server lost the script."""
+        """One reply or error per call. A second round trip is needed if the server does not have
+        the script.
+        """
         replies = self.pipelined([("EVALSHA", script.sha, script.keys, *call) for call in calls])
         unknown = [place for place, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
@@ -76,14 +77,14 @@ class RedisScripts:
             return []
         turn = self._turn()
         try:
-            return self._ask_many(commands)
+            return self._execute_many(commands)
         except REDIS_ERRORS as error:
             raise self.unavailable(error) from None
         finally:
             self._turns.take_back(turn)
 
     def scan(self, pattern: str) -> Iterator[list[str]]:
-        """The names of keys in batches, none of them twice."""
+        """The names of the keys that match *pattern*, in batches and without duplicates."""
         seen: set[str] = set()
         try:
             for client in self.servers():
@@ -91,7 +92,7 @@ class RedisScripts:
                 while cursor:
                     turn = self._turn()
                     try:
-                        cursor, found = self._page(client, max(cursor, 0), pattern)
+                        cursor, found = self._scan_page(client, max(cursor, 0), pattern)
                     finally:
                         self._turns.take_back(turn)
                     names = [
@@ -104,7 +105,7 @@ class RedisScripts:
             raise self.unavailable(error) from None
 
     def eviction_policies(self) -> list[str]:
-        """The ``maxmemory-policy`` of each server that shows it to this user by ``INFO`` or
+        """The ``maxmemory-policy`` of each server on which this user may call ``INFO`` or
         ``CONFIG``.
         """
         found: list[str] = []
@@ -121,40 +122,40 @@ class RedisScripts:
 
     def unavailable(self, error: Exception) -> StoreUnavailable:
         """The error to raise for *error*."""
-        pools = [client.connection_pool for client in self._open()]
+        pools = [client.connection_pool for client in self._open_clients()]
         secret = pools[0].connection_kwargs.get("password") if pools else None
         return unavailable(self._name, error, secret, self._prefix)
 
     def close(self) -> None:
-        """Close all connections, those in use by other threads too; the next call would open new
+        """Close all connections, also those that other threads use. The next call opens new
         ones.
         """
-        for client in self._open():
+        for client in self._open_clients():
             pool = client.connection_pool
             pool.disconnect()
             for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
                 sentinel.connection_pool.disconnect()
 
     def _turn(self) -> Turn:
-        """The right to use one connection to a server."""
+        """Wait for the right to use one connection to a server."""
         try:
             return self._turns.lend()
         except PoolExhausted as error:
-            shared = f"{self._name}: connections of this process: {error}; see leases_pool_size"
-            raise StoreUnavailable(shared, False) from None
+            message = f"{self._name}: connections of this process: {error}; see leases_pool_size"
+            raise StoreUnavailable(message, False) from None
 
-    def _page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
-        """A page of names of keys, and where the next one begins; 0 after the last."""
+    def _scan_page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
+        """The cursor of the next page (0 after the last page), and the names on this page."""
         page: tuple[Any, list[Any]] = client.scan(cursor, match=pattern, count=_SCAN_COUNT)
         return page
 
     def _call(self, script: Script, keys_and_args: Sequence[Any]) -> Any:
-        return self._ask("EVALSHA", script.sha, script.keys, *keys_and_args)
+        return self._execute("EVALSHA", script.sha, script.keys, *keys_and_args)
 
-    def _ask(self, *command: Any) -> Any:
+    def _execute(self, *command: Any) -> Any:
         return self._client.execute_command(*command)
 
-    def _ask_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _execute_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self._client.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
@@ -164,41 +165,39 @@ class RedisScripts:
         """The clients of all servers that have keys."""
         return [self._client]
 
-    def _open(self) -> Sequence[Any]:
-        """The existing clients, without a request to a server."""
+    def _open_clients(self) -> Sequence[Any]:
+        """The clients that exist, without asking a server."""
         return [self._client]
 
 
-class DirectScripts(RedisScripts):
-    """The same, commands sent directly."""
+class DirectCommands(RedisCommands):
+    """The same on a :class:`DirectClient`, without redis-py's pool."""
 
     _client: DirectClient
 
     def close(self) -> None:
-        """Close all connections, those in use by other threads too; the next call would open new
+        """Close all connections, also those that other threads use. The next call opens new
         ones.
         """
         self._client.disconnect()
 
     def _call(self, script: Script, keys_and_args: Sequence[Any]) -> Any:
-        return self._client.ask(packed(keys_and_args, script.called, 3))
+        return self._client.send(packed(keys_and_args, script.called, 3))
 
-    def _ask(self, *command: Any) -> Any:
-        return self._client.ask(packed(command))
+    def _execute(self, *command: Any) -> Any:
+        return self._client.send(packed(command))
 
-    def _ask_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        replies: list[Any] = self._client.ask(b"".join(map(packed, commands)), len(commands))
+    def _execute_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        replies: list[Any] = self._client.send(b"".join(map(packed, commands)), len(commands))
         return replies
 
-    def _page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
-        after, names = self._ask("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+    def _scan_page(self, client: Any, cursor: int, pattern: str) -> tuple[Any, list[Any]]:
+        after, names = self._execute("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
         return after, names
 
 
-class ClusterScripts(RedisScripts):
-    """The same over the nodes of a cluster, where a node that is down fails only the commands meant
-    for it.
-    """
+class ClusterCommands(RedisCommands):
+    """The same on a :class:`Cluster`, where a node that is down fails only its own commands."""
 
     clustered = True
 
@@ -206,18 +205,18 @@ class ClusterScripts(RedisScripts):
         super().__init__(None, name, prefix, turns)
         self._cluster = cluster
 
-    def _ask(self, *command: Any) -> Any:
+    def _execute(self, *command: Any) -> Any:
         (reply,) = self._cluster.send([command])
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    def _ask_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _execute_many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self._cluster.send(commands)
 
     def servers(self) -> Sequence[Any]:
         """The clients of all primaries."""
         return self._cluster.primaries()
 
-    def _open(self) -> Sequence[Any]:
+    def _open_clients(self) -> Sequence[Any]:
         return self._cluster.clients()
