@@ -8,7 +8,7 @@ from hypothesis import settings
 from celery_leases.concurrency import resource_pool
 from tests.combinations import chosen, dealt
 
-# A machine that is busy with something else makes single examples slow, which says nothing about
+# On a busy machine single examples are slow, which is no fault of
 # the code.
 settings.register_profile("without_deadline", deadline=None)
 settings.load_profile("without_deadline")

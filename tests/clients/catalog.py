@@ -40,9 +40,7 @@ pickling.
 """
 
 OPEN: dict[str, str] = {}
-"""Cases that expect what seems right, where the rule table is silent or says otherwise, each with
-why.
-"""
+"""Cases that expect another result than the rule table gives, each with the reason."""
 
 if missing := OPEN.keys() - CASES.keys():
     raise ValueError(f"no such cases: {missing}")

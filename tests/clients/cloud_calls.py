@@ -21,7 +21,7 @@ from tests.clients.expectations import (
 from tests.clients.model_calls import google_says
 from tests.clients.other_servers import grpc_aborts, grpc_hangs
 from tests.clients.servers import (
-    accepts_nobody,
+    accepts_no_connection,
     answers,
     breaks_off,
     hangs_up,
@@ -36,7 +36,7 @@ from tests.clients.servers import (
 
 @cache
 def _session() -> Any:
-    """One per process: it keeps the descriptions of the services, which take long to read."""
+    """One session per process, because reading the service descriptions takes long."""
     from botocore.session import Session
 
     return Session()
@@ -98,7 +98,7 @@ def wrong_parameters(_: Places) -> Any:
 
 
 def no_credentials(_: Places) -> Any:
-    """Nobody to send it for."""
+    """A request without credentials."""
     from botocore.session import Session
 
     session = Session()
@@ -165,7 +165,7 @@ BOTOCORE = [
             "hangs up": (hangs_up, OUTCOME_UNKNOWN),
             "resets": (resets, OUTCOME_UNKNOWN),
             "refuses the connection": (refuses, UNREACHABLE),
-            "accepts nobody": (accepts_nobody, UNREACHABLE),
+            "accepts nobody": (accepts_no_connection, UNREACHABLE),
             "name servers away": (name_servers_away, UNREACHABLE),
             "is not trusted": (is_not_trusted, REFUSED),
         },
@@ -290,7 +290,7 @@ def google_token(url: str) -> Any:
 
 
 def google_credentials(_: Places) -> Any:
-    """Credentials in a file that is not there."""
+    """Credentials in a file that does not exist."""
     from google.auth import default
 
     with patch.dict(os.environ, GOOGLE_APPLICATION_CREDENTIALS="/nowhere/at/all.json"):
@@ -384,7 +384,7 @@ GRPC = [
             "UNAUTHENTICATED": (grpc_aborts("UNAUTHENTICATED"), UNAUTHORIZED),
             "ABORTED": (grpc_aborts("ABORTED"), CONFLICT),
             "refuses the connection": (refuses, UNREACHABLE),
-            # Not a name at all, so that nobody is asked for it.
+            # Not a valid host name, so no resolver is asked.
             "name unknown": (lambda: nullcontext("dns:///127.0.0.1..:1"), UNREACHABLE),
         },
     ),

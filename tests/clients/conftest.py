@@ -1,4 +1,4 @@
-"""The real servers some cases need, and a look at what the others leave behind."""
+"""The real servers that some cases need, and a check for leaked threads and sockets."""
 
 import gc
 import os
@@ -90,9 +90,7 @@ def clients_postgres(leases_postgres: PostgresServer) -> str:
 
 @pytest.fixture(scope="session")
 def clients_redis() -> Iterator[str]:
-    """A private Redis that wants a password and is the replica of nobody, so that nothing can be
-    written to it.
-    """
+    """A private Redis with a password. It is a replica without a primary, so writes fail."""
     server = RedisServer()
     try:
         server.start()
@@ -121,7 +119,7 @@ def places(request: pytest.FixtureRequest) -> Callable[[Case], Places]:
 
 
 def open_sockets() -> set[str]:
-    """The sockets of this process, where the system tells."""
+    """The open sockets of this process, on systems that list them."""
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):

@@ -81,7 +81,7 @@ def serialization(places: Places) -> None:
 
 
 def locked_row(places: Places) -> None:
-    """The row is locked by somebody else, and this one does not wait."""
+    """The row is locked by another transaction, and this one does not wait (NOWAIT)."""
     _at_once(places, "READ COMMITTED", _BOOKING, "SELECT * FROM {} FOR UPDATE NOWAIT")
 
 
@@ -103,7 +103,7 @@ def pool_is_empty(places: Places) -> None:
 
 
 def no_row(places: Places) -> None:
-    """One row was wanted, and there is none."""
+    """``one()`` finds no row."""
     from sqlalchemy import text
 
     with _engine(places.postgres) as engine, engine.connect() as connection:
@@ -121,7 +121,7 @@ def plain_psycopg(places: Places) -> None:
 
 
 def closed_psycopg(places: Places) -> None:
-    """The second thing that is said after an administrator has ended the session."""
+    """The second statement after an administrator has ended the session."""
     import psycopg
 
     with psycopg.connect(places.postgres.replace("+psycopg", "")) as connection:
@@ -131,7 +131,7 @@ def closed_psycopg(places: Places) -> None:
 
 
 def no_database(places: Places) -> None:
-    """A database that nobody has created."""
+    """A database that does not exist."""
     import psycopg
 
     psycopg.connect(f"{places.postgres.replace('+psycopg', '').rpartition('/')[0]}/nowhere")
@@ -302,7 +302,7 @@ MYSQL = [
 
 
 def sqlite_locked(_: Places) -> None:
-    """Somebody else writes."""
+    """Another connection holds the write lock."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "books.db"
         one, other = (sqlite3.connect(file, timeout=0, isolation_level=None) for _ in range(2))
@@ -315,7 +315,7 @@ def sqlite_locked(_: Places) -> None:
 
 
 def sqlite_locked_by_sqlalchemy(_: Places) -> None:
-    """Somebody else writes."""
+    """Another connection holds the write lock."""
     from sqlalchemy import text
 
     with tempfile.TemporaryDirectory() as directory:

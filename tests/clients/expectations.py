@@ -1,6 +1,4 @@
-"""What the rules should say of an error: one constant per row of the rule table, and the case that
-expects it.
-"""
+"""Expected classifications: one constant per row of the rule table, and cases that expect it."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ class Expected:
     raised: str = ""
     #: The answer named a moment, and time has passed since.
     slack: float = 0.0
-    #: What a retry becomes once its tries are used up, when the rule says so.
+    #: What follows after the last quick retry, if the rule defines that.
     then: str | None = None
 
     def after(self, seconds: float) -> Self:
-        """The same, and the answer told how long to wait."""
+        """The same, with a delay in seconds from the response."""
         return replace(self, delay=seconds)
 
     def of(self, name: str) -> Self:
@@ -39,7 +37,7 @@ class Expected:
         return replace(self, raised=name)
 
     def about(self, seconds: float) -> Self:
-        """The same, and the answer told until when to wait."""
+        """The same, with a time from the response until which to wait."""
         return replace(self, delay=seconds, slack=2.0)
 
 
@@ -58,9 +56,7 @@ ERROR = Expected("error", "cooldown")
 
 
 def judged(error: BaseException) -> dict[str, Any]:
-    """What the default rules say of *error* now, as JSON can carry it. A warning is an error
-    here.
-    """
+    """Classify *error* by the default rules, as JSON values. A warning is an error here."""
     from celery_leases.failures.classifier import Rules
 
     with warnings.catch_warnings():

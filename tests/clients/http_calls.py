@@ -21,7 +21,7 @@ from tests.clients.expectations import (
 )
 from tests.clients.servers import (
     Server,
-    accepts_nobody,
+    accepts_no_connection,
     answers,
     answers_slowly,
     breaks_off,
@@ -57,7 +57,7 @@ EVERYWHERE: dict[str, tuple[Server, Expected]] = {
     "breaks off": (breaks_off, OUTCOME_UNKNOWN),
     "speaks nonsense": (speaks_nonsense, OUTCOME_UNKNOWN),
     "refuses the connection": (refuses, UNREACHABLE),
-    "accepts nobody": (accepts_nobody, UNREACHABLE),
+    "accepts nobody": (accepts_no_connection, UNREACHABLE),
     "name servers away": (name_servers_away, UNREACHABLE),
     "name unknown": (name_unknown, UNREACHABLE),
     "is not trusted": (is_not_trusted, REFUSED),
@@ -119,7 +119,7 @@ def requests_unread(url: str) -> Any:
 
 
 def requests_by_proxy(url: str) -> Any:
-    """One GET through somebody else."""
+    """One GET through a proxy."""
     import requests as library
 
     with library.get("http://127.0.0.1:9/", proxies={"http": url}, timeout=patience()) as response:
@@ -183,7 +183,7 @@ def cut_off_of(name: str) -> Callable[[str], Any]:
 
 
 def by_proxy_of(name: str) -> Callable[[str], Any]:
-    """One GET through somebody else."""
+    """One GET through a proxy."""
 
     def get(url: str) -> Any:
         library = importlib.import_module(name)
@@ -349,7 +349,7 @@ AIOHTTP = [
         aiohttp_in_total,
         {
             "does not answer": (never_answers, OUTCOME_UNKNOWN),
-            "accepts nobody": (accepts_nobody, OUTCOME_UNKNOWN),
+            "accepts nobody": (accepts_no_connection, OUTCOME_UNKNOWN),
         },
     ),
 ]

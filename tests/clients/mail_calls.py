@@ -13,11 +13,11 @@ from tests.clients.expectations import (
     cases,
 )
 from tests.clients.other_servers import mail_server
-from tests.clients.servers import name_servers_away, patience, refuses, says_nothing
+from tests.clients.servers import name_servers_away, never_speaks, patience, refuses
 
 
 def smtplib(url: str) -> Any:
-    """One mail to one person, sent by somebody who has logged in."""
+    """One mail to one recipient, after a login."""
     import smtplib as library
 
     where = urlsplit(url)
@@ -46,7 +46,7 @@ SMTPLIB = cases(
         "disconnects": (mail_server(MAIL=None), OUTCOME_UNKNOWN),
         "disconnects after the content": (mail_server(CONTENT=None), OUTCOME_UNKNOWN),
         "disconnects at once": (mail_server(CONNECT=None), OUTCOME_UNKNOWN),
-        "does not answer": (says_nothing, OUTCOME_UNKNOWN),
+        "does not answer": (never_speaks, OUTCOME_UNKNOWN),
         "refuses the connection": (refuses, UNREACHABLE),
         "name servers away": (name_servers_away, UNREACHABLE),
     },

@@ -17,7 +17,7 @@ from tests.clients.expectations import (
 )
 from tests.clients.servers import (
     Server,
-    accepts_nobody,
+    accepts_no_connection,
     answers,
     breaks_off,
     hangs_up,
@@ -223,7 +223,7 @@ OPENAI = [
             "resets": (resets, OUTCOME_UNKNOWN),
             "breaks off": (breaks_off, OUTCOME_UNKNOWN),
             "refuses the connection": (refuses, UNREACHABLE),
-            "accepts nobody": (accepts_nobody, UNREACHABLE),
+            "accepts nobody": (accepts_no_connection, UNREACHABLE),
             "name servers away": (name_servers_away, UNREACHABLE),
             "is not trusted": (is_not_trusted, REFUSED),
         },

@@ -42,11 +42,10 @@ def _talking(scheme: str, conversation: Conversation) -> Iterator[str]:
 
 
 def mail_server(**said: str | None) -> Server:
-    """A mail server that answers a command as told (``RCPT="550 no such user"``) and hangs up at
-    ``None``.
+    """A mail server with given replies to commands (``RCPT="550 no such user"``).
 
-    What is not told goes well; ``CONNECT`` is the greeting, ``CONTENT`` the answer to the mail
-    itself.
+    ``None`` closes the connection. Other commands succeed. ``CONNECT`` is the greeting, and
+    ``CONTENT`` the reply to the mail itself.
     """
     usual = {
         "CONNECT": "220 ready",

@@ -98,18 +98,18 @@ def going_round(url: str) -> None:
 
 
 def published(url: str) -> None:
-    """One more task, while the broker is away."""
+    """Publish a task while the broker is unreachable."""
     from celery import Celery
 
     with Celery("shop", set_as_current=False) as app:
         app.conf.task_publish_retry = False
-        # Without these a connection is tried for long before anybody is told.
+        # Without these, connecting is retried for a long time before an error is raised.
         app.conf.broker_transport_options = {
             "max_retries": 1,
             "interval_start": 0,
             "interval_step": 0,
         }
-        # Given by hand, for in a worker the environment names a broker that is not away.
+        # Given here, because a worker's environment names a broker that answers.
         with app.connection_for_write(url.replace("http:", "amqp:") + "//") as connection:
             app.send_task("shop.charge", connection=connection)
 

@@ -6,12 +6,12 @@ from urllib.parse import urlsplit
 from tests.clients.expectations import ERROR, INFRASTRUCTURE, UNAUTHORIZED, Places, cases, raising
 from tests.clients.other_servers import redis_server
 from tests.clients.servers import (
-    accepts_nobody,
+    accepts_no_connection,
     hangs_up_at_once,
     name_servers_away,
+    never_speaks,
     patience,
     refuses,
-    says_nothing,
 )
 
 
@@ -83,10 +83,10 @@ REDIS = [
                 redis_server("WRONGTYPE Operation against a key holding the wrong kind"),
                 ERROR.of("ResponseError"),
             ),
-            "does not answer": (says_nothing, INFRASTRUCTURE),
+            "does not answer": (never_speaks, INFRASTRUCTURE),
             "hangs up": (hangs_up_at_once, INFRASTRUCTURE),
             "refuses the connection": (refuses, INFRASTRUCTURE),
-            "accepts nobody": (accepts_nobody, INFRASTRUCTURE),
+            "accepts nobody": (accepts_no_connection, INFRASTRUCTURE),
             "name servers away": (name_servers_away, INFRASTRUCTURE),
         },
     ),

@@ -71,7 +71,7 @@ class _HttpServer(ThreadingHTTPServer):
             do_GET = do_POST = do_PUT = _behave  # noqa: N815 - the names http.server asks for
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -138,7 +138,7 @@ def rfc3339(seconds: float) -> HeaderValue:
 
 
 def never_answers() -> AbstractContextManager[str]:
-    """Take the request and say nothing."""
+    """Read the request and never answer."""
     return _running(_wait_for_the_client, answering=False)
 
 
@@ -168,7 +168,7 @@ def hangs_up() -> AbstractContextManager[str]:
 
 @contextmanager
 def _accepting(behave: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Whatever the protocol is; what has been accepted is closed at the end."""
+    """A TCP server for any protocol; accepted connections are closed at the end."""
     with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as listener:
 
         def accept_each() -> None:
@@ -187,14 +187,14 @@ def _accepting(behave: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 @contextmanager
-def says_nothing() -> Iterator[str]:
-    """Take every connection and keep it, whatever the protocol."""
+def never_speaks() -> Iterator[str]:
+    """Accept every connection and never send a byte, for any protocol."""
     with short_patience(), _accepting(lambda _: None) as url:
         yield url
 
 
 def hangs_up_at_once() -> AbstractContextManager[str]:
-    """Take every connection and close it, whatever the protocol."""
+    """Accept every connection and close it at once, for any protocol."""
     return _accepting(socket.socket.close)
 
 
@@ -235,14 +235,14 @@ def speaks_nonsense() -> AbstractContextManager[str]:
 
 @contextmanager
 def refuses() -> Iterator[str]:
-    """A port that is taken, so that nobody else can listen on it, and on which nobody listens."""
+    """A port that is bound, so that no other program can use it, but on which no server listens."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 @contextmanager
-def accepts_nobody() -> Iterator[str]:
+def accepts_no_connection() -> Iterator[str]:
     """A port whose queue is full: the kernel drops what would open a further connection."""
     with short_patience(), contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
@@ -256,8 +256,8 @@ def accepts_nobody() -> Iterator[str]:
 
 
 def has_no_name(errno: int, text: str) -> Server:
-    """A host whose name cannot be resolved, as the system's resolver says it; no resolver is
-    asked.
+    """A host name that cannot be resolved; the error is that of the system's resolver, which is
+    not asked.
     """
 
     @contextmanager
@@ -292,7 +292,7 @@ def _certificate() -> ssl.SSLContext:
 
 
 def is_not_trusted() -> AbstractContextManager[str]:
-    """A TLS server whose certificate is signed by somebody nobody has heard of."""
+    """A TLS server whose certificate is signed by an unknown authority."""
     return _running(lambda _: None, tls=_certificate())
 
 

@@ -49,7 +49,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:
 def test_a_real_error_lands_in_its_row(
     case: Case, places: Callable[[Case], Places], nothing_left: None
 ) -> None:
-    """What the rules say of an error that a real library has just raised is what the table says."""
+    """The default rules classify an error of a real library as the table says."""
     case.check(judged(case.raised(places(case))))
 
 

@@ -21,7 +21,7 @@ PATIENCE = 60.0
 
 
 class Bench:
-    """One worker, and what it says of each case. All are sent at once and run side by side."""
+    """One worker and its classification of each case; all cases run at the same time."""
 
     def __init__(self, url: str, directory: Path, root: Path) -> None:
         env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
@@ -42,7 +42,7 @@ class Bench:
             self._results[name] = self.app.send_task(f"{APP}.judge", (name,), queue=QUEUE)
 
     def judged(self, case: Case) -> dict[str, Any]:
-        """What the rules said of it in the worker."""
+        """How the rules classified the case in the worker."""
         found: dict[str, Any] = self._results[case.name].get(timeout=PATIENCE)
         return found
 
@@ -73,9 +73,7 @@ def bench(
 def test_a_real_error_lands_in_its_row_in_a_worker(
     case: Case, bench: Bench, request: pytest.FixtureRequest
 ) -> None:
-    """What the rules say of an error in the child of a worker is what they say of it anywhere
-    else.
-    """
+    """Errors are classified in a worker's child as in any other process."""
     found = bench.judged(case)
     request.node.add_report_section(
         "call", "log of the worker", "\n".join(bench.worker.full_log().splitlines()[-20:])

@@ -63,9 +63,9 @@ class CuttingProxy:
                         break
                 server.sendall(data)
             if self._before or not doomed.is_set():
-                _shut(server)
+                _close(server)
             back.join()
-        _shut(client)
+        _close(client)
 
     def _matches(self, data: bytes) -> bool:
         with self._lock:
@@ -85,8 +85,8 @@ class CuttingProxy:
                 if self.silent:
                     continue
                 client.sendall(data)
-        _shut(client)
-        _shut(server)
+        _close(client)
+        _close(server)
 
     def __enter__(self) -> Self:
         return self
@@ -95,6 +95,6 @@ class CuttingProxy:
         self.close()
 
 
-def _shut(connection: socket.socket) -> None:
+def _close(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

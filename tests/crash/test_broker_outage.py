@@ -8,12 +8,10 @@ from tests.support.servers import RabbitServer
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_a_put_back_that_is_not_confirmed_loses_nothing(
+def test_a_reschedule_that_is_not_confirmed_loses_no_message(
     scene_factory: CrashDeploymentFactory, own_rabbit: RabbitServer, name: str, how: str
 ) -> None:
-    """The broker goes away while a duplicate waits for the holder; both calls get the one result in
-    the end.
-    """
+    """The broker stops while a duplicate waits for the holder; both calls get the one result."""
     scene = scene_factory(
         ("rabbit", "redis", "postgres"),
         urls={"rabbit": own_rabbit.url},

@@ -93,7 +93,7 @@ def test_a_commit_whose_reply_is_lost_has_succeeded(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The body gets an error, but the record is done: so is the call, and nobody books it again."""
+    """The body gets an error, but the record is done: the call succeeds and does not run again."""
     kind = combination[-1]
     commit = (
         b"\x03COMMIT" if kind == "mariadb" else b"COMMIT"
@@ -145,9 +145,7 @@ def test_a_backend_that_ends_inside_the_transaction_takes_the_completion_along(
 def assert_booked_by_the_second_run(
     scene: CrashDeployment, name: str, script: list[Any], way: str
 ) -> None:
-    """The first run meets an error of the database and leaves nothing behind; it comes back and
-    succeeds.
-    """
+    """The first run gets a database error and writes nothing; the second run succeeds."""
     assert run(scene, name, script, way).get(timeout=30) == "paid"
     first, second = scene.events("begin", name=name)
     assert second["fence"] > first["fence"]

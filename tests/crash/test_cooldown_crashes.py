@@ -1,5 +1,6 @@
-"""Cooldowns and gates while workers die, freeze, and stores go away: nothing runs early, twice
-counted, or lost.
+"""Cooldowns and gates while workers die or freeze and stores are down.
+
+No call runs early or is lost, and no failure is counted twice.
 """
 
 import time
@@ -89,9 +90,7 @@ def test_a_worker_killed_at_any_step_around_a_failure_counts_it_once_and_loses_n
 def test_a_worker_killed_after_it_closed_a_gate_leaves_it_closed(
     scene_factory: CrashDeploymentFactory, tmp_path: Path, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The failure itself was not written, and counts as a crash; the call comes back when the gate
-    lets it.
-    """
+    """The failure was not written and counts as a crash; the call runs when the gate opens."""
     scene = _stopping(scene_factory, tmp_path, combination, {"after close": name})
     result = scene.tasks.grouped.delay(name, [BUSY, OK], name)
     scene.wait_for("failpoint", step="after close", about=name)
@@ -112,9 +111,7 @@ def _stopping(
     combination: tuple[str, ...],
     about: dict[str, str],
 ) -> CrashDeployment:
-    """A worker that has a child for each call, which stops where *about* says: at this step of this
-    key or group.
-    """
+    """A worker with a child for each call; *about* is the key or group that stops at each step."""
     for step, what in about.items():
         (points / f"{step} {what}").touch()
     return scene_factory(
@@ -131,7 +128,7 @@ def _named(name: str, step: str) -> str:
     return f"{name}-{step.replace(' ', '-')}"
 
 
-# -- a lease store that forgets or is away ---------------------------------------------------------
+# -- a lease store that loses its data or is down --------------------------------------------------
 
 
 def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
@@ -156,8 +153,8 @@ def test_a_lease_store_that_comes_back_empty_changes_no_cooldown(
 def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothing_either(
     scene_factory: CrashDeploymentFactory, own_redis: RedisServer, name: str
 ) -> None:
-    """The outcome is written, the call rescheduled, and the key is left alone for as long as the
-    record says.
+    """The outcome is written, the call rescheduled, and the key does not run until the record's
+    ``retry_at``.
     """
     scene = scene_factory(ELSEWHERE, ttl=3, home=COOLING, env={"LEASES_URL": own_redis.url})
     gate = scene.gate()
@@ -174,7 +171,7 @@ def test_a_lease_store_that_dies_before_the_cooldown_is_set_there_changes_nothin
     assert_sound(scene, "resumes", name, logs=[scene.logs()])
 
 
-# -- a database that is away -----------------------------------------------------------------------
+# -- a database that is down -----------------------------------------------------------------------
 
 
 def answers(scene: CrashDeployment, name: str) -> bool:

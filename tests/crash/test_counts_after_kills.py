@@ -28,7 +28,7 @@ def attempts(tally: Tally) -> Counter[str]:
 
 
 def recorded(scene: CrashDeployment) -> Counter[str]:
-    """How many attempts the records tell of, by how they ended."""
+    """How many attempts the records have, by how they ended."""
     return Counter(each.ended for status in scene.client.matching() for each in status.attempts)
 
 
@@ -64,7 +64,7 @@ def test_counts_and_records_agree_after_kills(
     scene.wait_for("begin", 2, name=f"{name}-stands")
     gate.touch()
     stands.get(timeout=PATIENCE)
-    # The record tells of its last attempt alone, so the crash before must have been written.
+    # The record has its last attempt only, so the crash must be counted before that.
     metrics = open_metrics(scene.client._records)
     wait_until(lambda: "crashed" in attempts(metrics.read().tally), PATIENCE, "the count")
     results = [scene.tasks.work.delay(f"{name}-{number}") for number in range(60)]

@@ -30,7 +30,7 @@ def waits(scene: CrashDeployment, task: str, name: str, crashes: int) -> float:
     return float(row["retry_at"] - row["finished_at"]) / 1e6
 
 
-def test_c4_a_crash_loop_ends_in_failed_and_the_caller_is_told(
+def test_c4_a_crash_loop_ends_in_failed_and_the_caller_gets_the_error(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
     """C4: the second attempt follows at once, the third after 5 s, the fourth after 30 s; then it

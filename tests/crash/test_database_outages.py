@@ -1,7 +1,7 @@
-"""The records database restarts, is away, or loses a reply, during the claim and during the settle.
+"""The records database restarts, is down, or loses a reply, during the claim and the settle.
 
-However it happens, the outcome is decided by reading back: never two ends, never none, and nobody
-has crashed.
+In each case the outcome is decided by reading the record again: each call ends exactly once, and no
+crash is counted.
 """
 
 import sqlite3
@@ -32,7 +32,7 @@ SETTLE = b"SET attempt="
 
 @contextmanager
 def table_locked(scene: CrashDeployment) -> Iterator[None]:
-    """Nobody writes a record until the end of the block, or of the server."""
+    """Block all writes to records until the end of the block, or of the server."""
     engine = create_engine(scene.database_url, poolclass=NullPool)
     connection = engine.connect()
     connection.execute(text("LOCK TABLE celery_leases_records IN EXCLUSIVE MODE"))
@@ -147,8 +147,8 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """The row stands open under an attempt that never ran; the call comes back with its token, and
-    counts nothing.
+    """The row belongs to an attempt that never ran; the call is delivered again with its token, and
+    no crash is counted.
     """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
@@ -171,14 +171,14 @@ def test_a_claim_whose_reply_is_lost_for_longer_than_the_lease_is_no_crash(
 
 @pytest.mark.both_lease_stores
 @BOTH_LEASES
-def test_a_database_that_is_away_at_the_settle_gets_the_outcome_afterwards(
+def test_an_outcome_is_written_after_an_outage_at_the_settle(
     scene_factory: CrashDeploymentFactory,
     own_postgres: PostgresServer,
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """Away for longer than the ttl: the outcome is kept and written when it is back, if nobody has
-    claimed since.
+    """The outage is longer than the ttl: the outcome is written afterwards, unless another call has
+    claimed the key.
     """
     scene = scene_factory(
         combination, urls={"postgres": own_postgres.new_database()}, ttl=2, visibility=60
@@ -236,9 +236,7 @@ def test_a_duplicate_that_finds_the_database_back_first_waits_for_the_holder(
 def test_a_database_frozen_beyond_the_ttl_at_the_settle_gets_one_end(
     scene_factory: CrashDeploymentFactory, own_postgres: PostgresServer, name: str
 ) -> None:
-    """Redis leases: the lease goes on being renewed while the statement hangs, so nobody else
-    begins.
-    """
+    """Redis leases: the lease is renewed while the statement hangs, so no other call begins."""
     scene = scene_factory(
         REDIS_LEASES, urls={"postgres": own_postgres.new_database()}, ttl=2, concurrency=2
     )
@@ -312,8 +310,8 @@ def test_a_worker_without_a_descriptor_left_fails_no_call(
     tmp_path: Path,
     name: str,
 ) -> None:
-    """Each connection that it opens raises a bare OSError: a call that has not begun waits, an
-    outcome is kept.
+    """Each new connection raises a bare OSError: calls that have not begun wait, and outcomes are
+    written later.
     """
     starved = tmp_path / "starved"
     url, env = leases_postgres.new_database(), {"STARVED": str(starved)}

@@ -1,6 +1,4 @@
-"""Workers that are told to stop: warm, soft and cold, and by a whole process group. None of it is a
-crash.
-"""
+"""Warm, soft and cold shutdowns, also of a whole process group. None of them counts as a crash."""
 
 import os
 import re

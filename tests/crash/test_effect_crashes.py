@@ -1,8 +1,7 @@
-"""The customer is charged once, the invoice written once, and one done record kept, wherever a
-process dies.
+"""Wherever a process dies: one charge, one invoice and one done record.
 
-By default each step is hit once for each kind of provider, and two random moments;
-``EFFECT_SEEDS=50`` does all of it fifty times over.
+By default a process is killed once at each step for each kind of provider, and at two random times.
+``EFFECT_SEEDS=50`` repeats that fifty times.
 """
 
 import json
@@ -111,7 +110,7 @@ def case_of(wave: Wave, way: str, step: str) -> Case:
 def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(
     wave: Wave, way: str, step: str
 ) -> None:
-    """Where the other side dedupes, or can be asked, nobody needs to look."""
+    """If the provider dedupes or can be asked, no operator is needed."""
     case = case_of(wave, way, step)
     verdict = wave.assert_sound(case)
     wave.wait_until_killed(case)
@@ -123,7 +122,7 @@ def test_a_process_killed_at_any_step_charges_once_and_writes_one_invoice(
 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("step", STEPS)
-def test_where_nobody_can_know_it_is_never_charged_twice(wave: Wave, step: str) -> None:
+def test_an_unknown_outcome_is_never_charged_twice(wave: Wave, step: str) -> None:
     """Either it is certain what has happened, and the work goes on; or the key waits for an
     operator.
     """
@@ -184,7 +183,7 @@ def waiting_case(wave: Wave, step: str) -> Case:
     return case
 
 
-def test_an_operator_sees_what_is_in_doubt_and_says_that_it_is_done(wave: Wave) -> None:
+def test_an_operator_sees_an_uncertain_effect_and_resolves_it_as_done(wave: Wave) -> None:
     """List and show name the key, the effect and what to look for; later callers get what he
     found.
     """
@@ -210,7 +209,7 @@ def test_an_operator_sees_what_is_in_doubt_and_says_that_it_is_done(wave: Wave) 
 
 
 @pytest.mark.parametrize("step", ["after intent", "after reply"])
-def test_an_operator_who_says_retry_lets_it_run_again(wave: Wave, step: str) -> None:
+def test_an_operator_who_resolves_it_as_retry_lets_it_run_again(wave: Wave, step: str) -> None:
     """Under the same idempotency key: whether it is charged a second time is his word and the other
     side's.
     """

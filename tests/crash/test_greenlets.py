@@ -34,26 +34,24 @@ def test_a_loss_at_the_moment_a_greenlets_body_ends_strays_nowhere(report: Repor
     assert min(ended.values()) >= 20  # else the race was none
 
 
-def test_a_body_that_waits_for_the_hub_is_told_at_once(report: Report) -> None:
-    """The threads that renew are the system's: they wake a hub that sleeps, whatever the greenlet
-    waits for.
-    """
+def test_a_body_that_waits_for_the_hub_is_interrupted_at_once(report: Report) -> None:
+    """The renewing OS threads wake a sleeping hub, whatever the greenlet waits for."""
     seconds = report("reach")
     print(seconds)
     assert set(seconds) == {"sleep", "recv", "event", "lock", "select", "subprocess", "join"}
     assert max(seconds.values()) < AT_ONCE
 
 
-def test_a_body_that_was_told_may_clean_up_for_a_moment(report: Report) -> None:
-    """A short one is left alone; a long one is told again, as what was thrown first may have
-    vanished.
+def test_an_interrupted_body_may_clean_up_for_a_short_time(report: Report) -> None:
+    """A short clean-up is not interrupted; a long one is interrupted again, because the first
+    exception may have been swallowed.
     """
     short, long = report("cleaning", "0.3"), report("cleaning", "2")
     assert (short["ended"], short["seen"]) == (["lost"], {"told": 1, "cleaned": 1})
     assert (long["ended"], long["seen"]) == (["lost"], {"told": 1, "told while cleaning": 1})
 
 
-def test_a_body_that_has_asked_is_not_told_again_while_it_cleans_up(report: Report) -> None:
+def test_a_body_that_has_checked_is_not_interrupted_while_it_cleans_up(report: Report) -> None:
     """What was sent to it before it asked comes when it first lets others run, in the middle of its
     cleaning.
     """
@@ -62,17 +60,15 @@ def test_a_body_that_has_asked_is_not_told_again_while_it_cleans_up(report: Repo
 
 
 def test_a_body_that_wants_a_mere_flag_is_not_thrown_into(report: Report) -> None:
-    """``lease_on_lost="flag"``: it sleeps through the loss, and its outcome counts as nobody has
-    taken the key.
+    """``lease_on_lost="flag"``: it sleeps while the lease is lost, and its outcome counts because
+    no other call has taken the key.
     """
     told = report("flagged")
     assert (told["ended"], told["seen"]) == (["done"], {"slept on": 1})
 
 
 def test_a_call_inside_a_body_is_not_thrown_into_for_the_outer_lease(report: Report) -> None:
-    """One greenlet, two deliveries: the inner one comes to its end first, then the outer body is
-    told.
-    """
+    """One greenlet, two deliveries: the inner one ends, then the outer body is interrupted."""
     told = report("outer", "1")
     assert (told["ended"], told["states"]) == (["lost"], {"lost": "pending", "inside": "done"})
 

@@ -1,5 +1,5 @@
-"""``lease_on_lost="kill"``: the kernel ends a body at the deadline of its lease, whatever state the
-process is in.
+"""``lease_on_lost="kill"``: a POSIX timer kills the process at the deadline of its lease, whatever
+the process does.
 """
 
 import os
@@ -44,8 +44,8 @@ def is_there(pid: int) -> bool:
 def test_thirty_stopped_bodies_never_have_an_effect_again(
     scene: CrashDeployment, name: str
 ) -> None:
-    """SIGSTOP beyond the ttl: each is dead before anybody could wake it, and the next attempt ends
-    in its place.
+    """SIGSTOP for longer than the ttl: each process is dead before it could be continued, and the
+    next attempt finishes the work.
     """
     longest = 0.0
     for round_ in range(ROUNDS):
@@ -119,7 +119,7 @@ def test_a_renewed_body_outlives_its_ttl_and_leaves_no_timer_behind(
 def test_an_eager_call_in_the_body_leaves_it_its_timer_and_its_interruption(
     scene: CrashDeployment, name: str
 ) -> None:
-    """It is a part of the body; whoever loses the lease after it is told, and would be killed."""
+    """The call is part of the body; if the body loses its lease later, it is still interrupted."""
     gate = scene.gate()
     result = scene.tasks.nests.delay(name, str(gate))
     (first,) = scene.wait_for("begin", name=name)
@@ -149,7 +149,7 @@ def test_a_worker_without_a_process_for_each_body_refuses_to_start(
 def test_a_body_whose_key_was_released_is_killed_as_soon_as_that_is_seen(
     scene_factory: CrashDeploymentFactory, name: str
 ) -> None:
-    """Not at the end of its lease: nothing keeps the next call from running beside it."""
+    """It is not left until the end of its lease, when the next call could already run."""
     ttl = 12
     scene = scene_factory(BOTH_WAYS[0], home=KILLING, ttl=ttl, visibility=60, concurrency=2)
     result = scene.tasks.clings.delay(name)

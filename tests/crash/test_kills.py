@@ -17,9 +17,7 @@ billiard's five.
 def test_m4_the_work_of_a_killed_pool_child_runs_again_at_once_however_long_its_lease(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
-    """The main process frees the key; the crash is counted and told to the next child, and there is
-    one end.
-    """
+    """The main process frees the key, the crash is counted, and the work ends once."""
     scene = scene_factory(combination, ttl=15, visibility=60)
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
@@ -80,7 +78,7 @@ def test_a_killed_worker_blocks_the_key_for_the_ttl_and_its_work_is_delivered_to
 
 @pytest.mark.both_lease_stores
 @pytest.mark.parametrize("combination", BOTH_WAYS, ids=spelled)
-def test_another_call_of_the_key_takes_over_from_a_killed_worker_within_ttl_and_one_put_back(
+def test_another_call_takes_over_from_a_killed_worker_within_the_ttl_and_one_reschedule(
     scene_factory: CrashDeploymentFactory, name: str, combination: tuple[str, ...]
 ) -> None:
     """A standing-by worker with a duplicate call is let in as soon as the dead one's lease ends."""

@@ -1,8 +1,8 @@
-"""Replies that come late: to a zombie, to an attempt whose lease was taken away, past a database
-that was away.
+"""Replies that arrive late: at a zombie, at an attempt that lost its lease, or during an outage of
+the database.
 
-A process that has lost its lease begins no effect. What it has begun before has happened, and its
-reply is kept while nobody has taken the intent over.
+A process that has lost its lease begins no effect. A reply to an effect that it began before is
+recorded, unless another attempt has taken the intent over.
 """
 
 import time
@@ -68,9 +68,7 @@ def paused(scene: CrashDeployment, pid: int, task: str, name: str) -> Iterator[N
 
 
 def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, name: str) -> None:
-    """Another attempt has charged the customer meanwhile; the zombie is told that its lease is
-    lost.
-    """
+    """Another attempt has charged the customer; the zombie gets ``LeaseLost``."""
     gate = scene.gate()
     zombie = scene.tasks.flagged.delay(name, "stop", str(gate))
     (begun,) = scene.wait_for("begin", name=name)
@@ -85,7 +83,7 @@ def test_a_zombie_begins_no_effect(scene: CrashDeployment, provider: Provider, n
     assert len(provider.lines("asked", name)) == 1
 
 
-def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(
+def test_a_reply_that_reaches_a_zombie_is_recorded_and_resolves_an_uncertain_effect(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
     """The other attempt could not know, and parked the key; the reply is noted all the same, and
@@ -123,8 +121,8 @@ def test_a_reply_that_reaches_a_zombie_is_kept_and_ends_a_doubt(
 def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """Too early to ask, it comes back; by then the zombie has noted the reply, and nobody needs to
-    ask.
+    """It is rescheduled because a look-up would be too early; then the zombie has recorded the
+    reply, and no look-up is needed.
     """
     scene.another()
     zombie, begun, gate = charged(scene, provider, name, "flagged", "later")
@@ -143,7 +141,7 @@ def test_an_attempt_that_waits_to_look_finds_the_reply_that_came(
 def test_an_interrupted_zombie_loses_its_reply_and_the_other_side_is_asked(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """The loss reaches it while it still waits for the answer: what became of it is looked up."""
+    """It is interrupted while it waits for the reply; the next attempt looks the effect up."""
     zombie, begun, gate = charged(scene, provider, name, "interrupted", "verify")
     with paused(scene, begun["pid"], "interrupted", name):
         pass
@@ -162,8 +160,8 @@ def test_a_reply_is_refused_once_another_attempt_has_taken_the_effect_over(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """An operator takes the key away while the reply is held back; the next attempt asks again and
-    is done.
+    """An operator releases the key while the reply is delayed; the next attempt repeats the request
+    and finishes.
     """
     scene = scene_factory(combination, env={"PROVIDER": provider.url}, concurrency=2, **OPTIONS)
     early, late = scene.gate(), scene.gate()
@@ -201,8 +199,8 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """Cut before it arrives or after it was carried out, and refused for a while after that: one
-    call, no operator.
+    """The connection is cut before or after the statement, and later ones are refused for some
+    time: the provider is called once, and no operator is needed.
     """
     url = leases_postgres.new_database()
     with CuttingProxy(leases_postgres.port) as proxy:
@@ -235,14 +233,14 @@ def test_a_statement_whose_reply_is_lost_leaves_nothing_in_doubt(
 
 
 @pytest.mark.parametrize("combination", [REDIS_LEASES, DATABASE_LEASES], ids=spelled)
-def test_a_database_that_is_away_when_the_reply_comes_gets_it_afterwards(
+def test_a_reply_that_arrives_during_an_outage_is_recorded_afterwards(
     scene_factory: CrashDeploymentFactory,
     own_postgres: PostgresServer,
     provider: Provider,
     name: str,
     combination: tuple[str, ...],
 ) -> None:
-    """For longer than the ttl: the reply is kept, and nobody else has begun."""
+    """The outage is longer than the ttl, and no other call begins."""
     urls = {"postgres": own_postgres.new_database()}
     scene = scene_factory(combination, urls=urls, env={"PROVIDER": provider.url}, **OPTIONS)
     result, _, gate = charged(scene, provider, name, "flagged", "stop")

@@ -1,4 +1,4 @@
-"""The Redis that keeps the leases freezes, dies, or forgets everything, in the middle of a body."""
+"""The Redis with the leases freezes, dies, or loses its data while a body runs."""
 
 import time
 
@@ -24,11 +24,11 @@ def scene(scene_factory: CrashDeploymentFactory, own_redis: RedisServer) -> Cras
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
+def test_an_outage_of_the_lease_store_interrupts_a_body_and_its_work_is_done_later(
     scene: CrashDeployment, own_redis: RedisServer, name: str, how: str
 ) -> None:
-    """Told by the stop deadline although no reply ever comes; the message survives, and no crash is
-    counted.
+    """It is interrupted at the stop deadline although no reply arrives; the message survives, and
+    no crash is counted.
     """
     stop = scene.gate()
     result = scene.tasks.checks.delay(name, stop=str(stop))
@@ -40,7 +40,7 @@ def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
     assert lost["t"] - away < scene.ttl
     scene.wait_for_log(result.id, "rescheduled in")
     scene.wait_for_state("checks", f"checks:{name}", "pending")
-    # The copy comes back while the store is still away, finds no lease to take, and stays away
+    # The copy is delivered while the store is still down, cannot acquire, and is rescheduled for
     # longer.
     scene.wait_for_log(result.id, "rescheduled in", 2)
     assert any("WARNING" in line and "lease store" in line for line in scene.log("rescheduled in"))
@@ -57,12 +57,10 @@ def test_a_body_is_told_that_the_lease_store_is_away_and_its_work_is_done_later(
     )
 
 
-def test_a_sleeping_body_is_interrupted_when_the_lease_store_is_away(
+def test_a_sleeping_body_is_interrupted_by_an_outage_of_the_lease_store(
     scene: CrashDeployment, own_redis: RedisServer, name: str
 ) -> None:
-    """The body looks at nothing; the watcher's signal reaches it before its lease can end anywhere
-    else.
-    """
+    """The body checks nothing; the watcher's signal interrupts it before its lease can expire."""
     scene.tasks.sleeps.delay(name, 600)
     scene.wait_for("begin", name=name)
     away = time.monotonic()
@@ -151,7 +149,7 @@ def test_a_newcomer_with_a_shorter_ttl_takes_nothing_over_after_a_flush(
         client.flushall()
         scene.tasks.work.delay(f"{name}-other").get(
             timeout=20
-        )  # somebody has seen that the store came up empty
+        )  # a worker has noticed that the store was empty
         born = client.pttl("celery_leases:epoch")
         wait_until(
             lambda: born - client.pttl("celery_leases:epoch") > 1_200, 10, "the newcomer's ttl"

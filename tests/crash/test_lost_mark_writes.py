@@ -1,6 +1,4 @@
-"""A request that notes the latest copy of a waiting call is lost: the mark lags behind, and no call
-may be lost.
-"""
+"""The write of a mark that names the latest copy of a waiting call is lost; no call may be lost."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +68,7 @@ def test_a_call_that_waits_for_a_key_outlives_a_mark_that_was_not_set(
 def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """It waits in hops, comes back, and is done."""
+    """It is rescheduled several times, runs again, and is done."""
     scene = scene_of(scene_factory, proxy, home=COOLING)
     result = scene.tasks.resumes.delay(name, [limited(4), OK])
     scene.wait_for_log(result.id, "rescheduled in")
@@ -82,7 +80,7 @@ def test_a_call_that_cools_down_outlives_a_mark_that_was_not_set(
 def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """Nothing says which copy it is, so no other can stand for it."""
+    """Its number is unknown, so it cannot be compared with other copies."""
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate = scene.gate()
     holder = scene.tasks.work.delay(name, gate=str(gate))
@@ -101,10 +99,10 @@ def test_a_message_with_an_unreadable_header_is_not_dropped_for_a_mark(
     assert again.get(timeout=PATIENCE) == holder.get(timeout=PATIENCE)
 
 
-def test_the_mark_of_a_call_that_has_ended_stands_for_no_message_of_the_same_id(
+def test_the_mark_of_an_ended_call_drops_no_new_message_with_the_same_id(
     scene_factory: CrashDeploymentFactory, proxy: CuttingProxy, name: str
 ) -> None:
-    """A message sent anew under its id would else be dropped for a copy that has come and gone."""
+    """Otherwise a message that is sent again with this id would be dropped as an old copy."""
     scene = scene_of(scene_factory, proxy, ttl=15)
     gate, holder, waiter = held_and_waited_for(scene, name)
     marks, stored = (

@@ -1,5 +1,5 @@
-"""What systems without a fence, or with one at the wrong place, were seen to do when a first run
-outlives its lease.
+"""Faults of other systems when a first run outlives its lease, without a fence or with one in the
+wrong place.
 """
 
 from itertools import pairwise
@@ -63,7 +63,7 @@ def end_too_late(scene: CrashDeployment, name: str, error: str | None) -> None:
     assert still is not None
     assert still.token == mine.token
     after = scene.row("goes_on", f"goes_on:{name}") or {}
-    # A renewal moves a lease that is kept in the row, and nothing else.
+    # A renewal changes only the lease in the row.
     assert {**after, "lease_until": None, "xmin": None} == {
         **before,
         "lease_until": None,

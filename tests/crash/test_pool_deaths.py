@@ -1,7 +1,6 @@
-"""Every pool and every way to die in it: what is promised happens, one body ends, and nothing is
-left behind.
+"""Every pool and every way to die in it: the guarantees hold, one body ends, and no resource leaks.
 
-What the process of a body survives is in ``tests/integration/test_pool_stalls.py``.
+Stalls that a process survives are in ``tests/integration/test_pool_stalls.py``.
 """
 
 from typing import Any
@@ -18,10 +17,8 @@ from tests.integration.process_resources import resource_counts, wait_until_rele
 
 DYING = "tests.apps.blocking_bodies"
 TTL = 2
-TOLD = 3.0
-"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at
-milliseconds.
-"""
+NOTICED = 3.0
+"""Seconds within which a body must notice the loss on a busy machine; usually milliseconds."""
 
 
 def chosen(pools: tuple[str, ...]) -> Any:
@@ -109,11 +106,11 @@ def test_a_killed_green_worker_on_redis_leaves_its_work_to_one_of_another_pool(
 
 
 @chosen(tuple(POOL_STORES))
-def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
+def test_a_process_that_is_paused_beyond_the_ttl_is_interrupted_and_refused(
     scene_factory: CrashDeploymentFactory, name: str, pool: str
 ) -> None:
-    """SIGSTOP, a takeover, SIGCONT: the zombie is told (by ``check()`` with threads), and the row
-    stays as it was.
+    """SIGSTOP, a takeover, SIGCONT: the zombie is interrupted (by ``check()`` with threads), and
+    the row is not changed.
     """
     skip_without(pool)
     scene = scene_factory(POOL_STORES[pool], home=DYING, ttl=TTL, visibility=60, start=False)
@@ -132,7 +129,7 @@ def test_a_process_that_stands_still_beyond_the_ttl_is_told_and_refused(
     gate.unlink()
     before = scene.version_of("stands", f"stands:{name}")
     scene.worker.resume(pid=first["pid"])
-    (lost,) = scene.wait_for("lost", timeout=TOLD, name=name)
+    (lost,) = scene.wait_for("lost", timeout=NOTICED, name=name)
     assert lost["pid"] == first["pid"]
     scene.wait_for_log(zombie.id, "refused: a later attempt owns the key")
     assert zombie.get(timeout=20) == answer

@@ -25,7 +25,7 @@ COMBINATIONS = (("redis", "redis", "postgres"), ("redis", "database", "sqlite"))
 def scene(
     request: pytest.FixtureRequest, scene_factory: CrashDeploymentFactory, provider: Provider
 ) -> CrashDeployment:
-    """A worker whose broker gives back what a dead one had when it is told so."""
+    """A worker; :func:`give_back` makes the broker deliver the messages of a dead one."""
     return scene_factory(
         request.param,
         home=INVOICING,
@@ -90,7 +90,7 @@ def test_a_call_finds_its_charge_after_another_has_had_the_key(
 def test_a_call_that_cannot_look_waits_for_an_operator(
     scene: CrashDeployment, provider: Provider, name: str
 ) -> None:
-    """Nobody charges a second time for it, whoever has had the key meanwhile."""
+    """It is not charged a second time, whichever call has had the key meanwhile."""
     killed, charges = taken_over(scene, provider, name, "stop")
     with pytest.raises(Uncertain, match="is not known"):
         killed.get(timeout=30)

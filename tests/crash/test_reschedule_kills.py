@@ -38,13 +38,13 @@ def test_c6_a_copy_that_met_the_holder_is_not_the_last_copy(
     [("after publish", True), *((step, False) for step in STEPS)],
     ids=["after publish, the first goes on", *(f"{step}, the first dies too" for step in STEPS)],
 )
-def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
+def test_a_worker_killed_during_a_reschedule_loses_no_message(
     scene_factory: CrashDeploymentFactory, name: str, step: str, first_survives: bool
 ) -> None:
     """Before the publish, between publish and mark, and between mark and acknowledgement.
 
-    A dead first one's lease outlasts the visibility timeout, so that the copy which comes back has
-    to wait again.
+    The dead worker's lease outlasts the visibility timeout, so the redelivered copy has to wait
+    again.
     """
     scene = scene_factory(REDIS, ttl=2 if first_survives else 5, visibility=2, module=FAILING)
     gate = scene.gate()
@@ -64,7 +64,7 @@ def test_a_worker_killed_in_the_middle_of_a_put_back_loses_nothing(
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_put_back_on_rabbitmq_killed_in_the_middle_loses_nothing(
+def test_a_worker_killed_during_a_reschedule_on_rabbitmq_loses_no_message(
     scene_factory: CrashDeploymentFactory, name: str, step: str
 ) -> None:
     """RabbitMQ delivers the old copy again at once; two copies of one call are harmless, none would

@@ -85,10 +85,10 @@ def test_a_cold_shutdown_loses_nothing_and_counts_no_crash(
 @pytest.mark.parametrize(
     "pool", ["gevent"]
 )  # the only other pool whose bodies a revoke reaches is eventlet's
-def test_a_revoked_greenlet_is_not_put_back(scene: CrashDeployment, name: str, pool: str) -> None:
-    """It is killed as in a cold shutdown, but somebody asked for that: REVOKED, no crash, and the
-    key is free.
-    """
+def test_a_revoked_greenlet_is_not_rescheduled(
+    scene: CrashDeployment, name: str, pool: str
+) -> None:
+    """It is killed as in a cold shutdown, but on request: REVOKED, no crash, a free key."""
     gate = scene.gate()
     result = scene.tasks.work.delay(name, gate=str(gate))
     scene.wait_for("begin", name=name)

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-def told(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
+def report(what: str, combination: tuple[str, ...], spans: list[float]) -> None:
     """Print the measured spans."""
     spread = f"{min(spans):.2f} to {max(spans):.2f} s"
     print(
@@ -57,7 +57,7 @@ def test_of_a_killed_child(
     """Its median is below a second, however long the lease."""
     scene = scene_factory(combination, ttl=TTL, visibility=VISIBILITY, concurrency=2)
     spans = [takeover(scene, f"{name}-{number}", whole_worker=False) for number in range(TIMES)]
-    told("killed child", combination, spans)
+    report("killed child", combination, spans)
     assert statistics.median(spans) < 1.0
 
 
@@ -70,5 +70,5 @@ def test_of_a_killed_worker(
         takeover(scene, f"{name}-{number}", whole_worker=True)
         for number in range(max(1, TIMES // 20))
     ]
-    told("killed worker", combination, spans)
+    report("killed worker", combination, spans)
     assert max(spans) < (VISIBILITY if scene.broker == "redis" else 0.0) + 2 * TTL + 5.0

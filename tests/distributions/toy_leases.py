@@ -78,7 +78,7 @@ class ToyLeaseStore:
     # -- leases ------------------------------------------------------------------------------------
 
     def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut:
-        """Take the lease, unless somebody has it, it cools, or its gate is shut."""
+        """Take the lease unless it is held, the key is cooling, or its gate is closed."""
         key, token = claim_request.stored_key, claim_request.token
         with self._memory.lock:
             found = self._found(key)
@@ -123,7 +123,7 @@ class ToyLeaseStore:
         return RenewalResult.OURS
 
     def reassert(self, claim_request: ClaimRequest) -> bool:
-        """Set the lease again, unless the key is somebody else's, or cools."""
+        """Set the lease again, unless another owner has the key or it is cooling."""
         with self._memory.lock:
             found = self._found(claim_request.stored_key)
             if found is None:
@@ -172,7 +172,7 @@ class ToyLeaseStore:
             )
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
-        """Those of the keys that somebody has."""
+        """Those of the keys that are held."""
         return {key for key in stored_keys if self.holder(key) is not None}
 
     def _owned(self, stored_key: str, token: str) -> Lease | None:
@@ -215,7 +215,7 @@ class ToyLeaseStore:
         return islice((gate for gate in found if gate is not None), limit)
 
     def close_gate(self, group: str, closing: Closing, token: str) -> Gate:
-        """Close the gate as the protocol says."""
+        """Close the gate as the protocol requires."""
         with self._memory.lock:
             gate = closed(group, self._gate(group), closing, token)
             return self._note(gate, remembered_for(gate, closing.policy))

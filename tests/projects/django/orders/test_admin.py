@@ -62,7 +62,7 @@ class AdminTests(TransactionTestCase):
         self.done = LeaseRecord.objects.get(key="charge:1")
 
     def login(self, *permissions: str) -> None:
-        """As somebody of the staff with these permissions, and that to view."""
+        """Log in a staff member with these permissions and the permission to view."""
         user = User.objects.create_user(
             f"user{User.objects.count()}", password="secret", is_staff=True
         )
@@ -86,7 +86,7 @@ class AdminTests(TransactionTestCase):
         return self.post(what, *records, confirmed="yes", seen=seen, **more)
 
     def test_the_pages_link_to_the_board(self) -> None:
-        """Where the settings have its address; a wrong one is said."""
+        """If the settings have its URL; a wrong one is an error."""
         self.login()
         key = quote(self.failed.pk, safe="")
         links = {RECORDS: "", GROUPS: "groups", page_of(self.failed): f"key?stored={key}"}
@@ -168,7 +168,7 @@ class AdminTests(TransactionTestCase):
         self.assertIn('rel="prev"', second)
         self.assertNotIn('rel="next"', second)
 
-    def test_the_page_of_a_record_says_what_happened(self) -> None:
+    def test_the_page_of_a_record_shows_what_happened(self) -> None:
         """Its state, its attempts, its error; and no button for what the user may not do."""
         self.login("retry_leaserecord")
         text = self.client.get(page_of(self.failed)).content.decode()
@@ -211,7 +211,7 @@ class AdminTests(TransactionTestCase):
         self.assertEqual((entry.object_id, entry.object_repr), (self.failed.pk, "refund:2"))
         self.assertIn("Retry", entry.get_change_message())
 
-    def test_what_cannot_be_done_is_said_and_leaves_the_rest_done(self) -> None:
+    def test_an_action_that_fails_for_one_key_is_reported_and_done_for_the_others(self) -> None:
         """A key that is done is not retried."""
         self.login("retry_leaserecord")
         text = self.confirmed("retry", self.failed, self.done)
@@ -219,8 +219,8 @@ class AdminTests(TransactionTestCase):
         self.assertIn("charge:1 is done, there is nothing to retry", text)
         self.assertEqual(LogEntry.objects.count(), 1)
 
-    def test_a_key_that_has_changed_before_the_answer_is_left_alone(self) -> None:
-        """Somebody else was quicker."""
+    def test_a_key_that_changes_before_the_confirmation_stays_unchanged(self) -> None:
+        """Another operator was faster."""
         self.login("forget_leaserecord")
         asked = self.post("forget", self.failed)
         seen = re.findall(r'name="seen" value="([^"]+)"', asked)
@@ -229,8 +229,8 @@ class AdminTests(TransactionTestCase):
         self.assertIn("refund:2 has changed meanwhile", text)
         self.assertFalse(LogEntry.objects.exists())
 
-    def test_a_key_that_has_changed_since_its_page_was_shown_is_not_asked_about(self) -> None:
-        """Its own page and the list say what was seen."""
+    def test_a_key_that_has_changed_since_its_page_was_shown_needs_no_confirmation(self) -> None:
+        """Its own page and the list send the version that they showed."""
         actions = ("retry", "release", "forget", "resolve")
         self.login(*(f"{name}_leaserecord" for name in actions))
         shown = [self.client.get(url).content.decode() for url in (page_of(self.failed), RECORDS)]
@@ -286,7 +286,7 @@ class AdminTests(TransactionTestCase):
         self.assertNotIn(">charge:1</a>", self.client.get(RECORDS).content.decode())
 
     def test_resolve_writes_the_result(self) -> None:
-        """One that is no JSON is asked for again."""
+        """If it is not JSON, the page asks for it again."""
         self.login("resolve_leaserecord")
         self.assertIn(
             "The result is not JSON", self.confirmed("resolve_done", self.failed, result="{")
@@ -297,8 +297,8 @@ class AdminTests(TransactionTestCase):
         )
         self.assertEqual(refund.lease_status(2).result, {"a": 1})
 
-    def test_nobody_acts_by_get_or_without_permission(self) -> None:
-        """Nor by a request from elsewhere; whoever may not view sees nothing."""
+    def test_actions_need_a_post_and_a_permission(self) -> None:
+        """Cross-site requests are refused, and pages need the permission to view."""
         self.login("view_leaserecord")
         selected = {"action": "retry", "_selected_action": self.failed.pk, "confirmed": "yes"}
         for what in ("retry", "release", "forget", "resolve_done", "resolve_retry"):

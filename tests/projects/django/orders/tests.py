@@ -40,7 +40,7 @@ def pack(number: int) -> None:
 
 @contextmanager
 def configured(**values: object) -> Iterator[None]:
-    """Settings of the Celery app for a while."""
+    """Change settings of the Celery app in a ``with`` block."""
     before = {name: app.conf.get(name) for name in values}
     app.conf.update(values)
     try:
@@ -77,7 +77,7 @@ class EagerTests(Eager, TestCase):
         self.assertFalse(LeaseRecord.objects.exists())
 
     def test_delay_in_runs_with_the_commit(self) -> None:
-        """Django's own helper stands for the commit, which a TestCase does not make."""
+        """Django's helper runs the callbacks of the commit, which a TestCase does not do."""
         Order.objects.create(number=3)
         with self.captureOnCommitCallbacks(execute=True) as callbacks:
             charge.delay_in(connection, 3)
@@ -90,7 +90,7 @@ class KitTests(TestCase):
     """The test kit of celery_leases, beside Django's transactions."""
 
     def setUp(self) -> None:
-        """Calls are kept, and run when the test says so."""
+        """Calls are queued and run when the test wants it."""
         self.leases = self.enterContext(testing.leases(app, eager=False))
         Order.objects.create(number=8)
 
@@ -117,7 +117,7 @@ class KitTests(TestCase):
 
 
 def queued() -> int:
-    """How many messages there are; they are taken away."""
+    """How many messages are queued; they are removed."""
     with app.connection_for_read() as broker:
         broker.default_channel.queue_declare("celery")
         return int(broker.default_channel.queue_purge("celery"))
@@ -131,7 +131,7 @@ class PublishingTests(TestCase):
         queued()
 
     def test_delay_in_is_published_by_the_commit(self) -> None:
-        """Through Django's connection, as no other one sees the row."""
+        """On Django's connection, because no other connection sees the row before."""
         with self.captureOnCommitCallbacks(execute=True):
             charge.delay_in(connection, 5)
             self.assertEqual(queued(), 0)
@@ -198,7 +198,7 @@ class CommittingTests(TransactionTestCase):
 
     @skipIf(IN_MEMORY, "the records are not in the database")
     def test_the_models_are_read_only(self) -> None:
-        """Whatever way is taken."""
+        """For every write method."""
         with transaction.atomic():
             charge.delay_in(connection, 8)
         record = LeaseRecord.objects.get(key="charge:8")

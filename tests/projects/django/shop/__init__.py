@@ -1,4 +1,4 @@
-"""A small shop: its Celery app is imported with Django, as Celery's documentation says."""
+"""A small shop; its Celery app is imported with Django, as Celery's documentation shows."""
 
 from shop.celery import app as celery_app
 

@@ -1,4 +1,4 @@
-"""Its time is none."""
+"""A task whose lease_ttl is not a duration."""
 
 from celery import shared_task
 
@@ -6,6 +6,6 @@ from celery_leases import LeasedTask
 
 
 @shared_task(base=LeasedTask, lease_ttl="soon")
-def hurried(number: int) -> int:
-    """Ask for a lease of an unknown length."""
+def with_a_wrong_ttl(number: int) -> int:
+    """Return the number."""
     return number

@@ -39,7 +39,7 @@ def test_an_order_is_charged_once(http: Any, ledger: Path) -> None:
 
 
 def test_a_customer_sees_orders_of_their_own(http: Any, ledger: Path) -> None:
-    """Nobody: 401. Another one: 403."""
+    """Without a customer: 401. Another customer: 403."""
     place = http.post("/orders", headers=ANNE | {"Idempotency-Key": "2"}).headers["Location"]
     assert http.get(place).status_code == 401
     assert http.get(place, headers={"Authorization": "bob"}).status_code == 403

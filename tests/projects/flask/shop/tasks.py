@@ -22,7 +22,7 @@ class Order(db.Model):  # type: ignore[name-defined,misc]
 
 
 def charge(idempotency_key: str) -> dict[str, str]:
-    """Stands for somebody else's system, which writes each charge down."""
+    """A stand-in for an external system that records each charge."""
     with Path(os.environ["SHOP_LEDGER"]).open("a") as ledger:
         ledger.write(f"{idempotency_key}\n")
     return {"charge": idempotency_key}

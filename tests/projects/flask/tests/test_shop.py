@@ -44,7 +44,7 @@ def test_an_order_is_charged_once(http: Any, ledger: Path) -> None:
     assert [(order.number, order.amount) for order in Order.query.all()] == [("7", 3)]
 
 
-def test_a_customer_sees_the_order_and_nobody_else(http: Any) -> None:
+def test_only_the_customer_sees_the_order(http: Any) -> None:
     """At the place that the first answer names."""
     place = http.post("/orders/7").headers["Location"]
     assert http.get(place).status_code == 403
