@@ -225,7 +225,7 @@ def test_autogenerate_would_drop_the_tables_without_it(tmp_path: Path) -> None:
 
 
 def test_the_session_waits_afterwards_as_it_did_before(server_url: str) -> None:
-    """What the user's next statements wait for is theirs to say."""
+    """The user's own lock timeout applies to later statements again."""
     engine = create_engine(make_url(server_url))
     of_mysql = engine.dialect.name in ("mysql", "mariadb")
     names = (
@@ -286,7 +286,7 @@ def test_a_version_that_does_not_exist_is_refused(to: Any) -> None:
 def test_the_sql_of_new_tables_can_be_printed_and_run_twice(
     server_url: str, tmp_path: Path
 ) -> None:
-    """That of a conversion cannot, and says so."""
+    """The SQL of a conversion cannot be printed, and the error says so."""
     config = project(tmp_path, server_url, PLAIN, first=2)
     buffer = config.output_buffer = StringIO()
     command.upgrade(config, "b", sql=True)

@@ -48,7 +48,7 @@ def test_it_is_a_failure_like_any_other_and_counts(error: BaseException) -> None
 
 
 def test_what_a_body_raises_after_its_lease_is_lost_is_no_failure() -> None:
-    """Whatever it is: nothing that attempt says about the outcome is believed."""
+    """Every outcome of that attempt is refused."""
     app = Celery("lost", broker="memory://", set_as_current=False)
 
     @app.task(

@@ -104,7 +104,7 @@ def pictures() -> Path | None:
 
 
 @pytest.mark.timeout(400)  # many pages, each of which a busy machine may take long to show
-def test_an_operator_filters_selects_confirms_and_sees_what_became_of_it(
+def test_an_operator_filters_selects_confirms_and_sees_the_result(
     shop: Shop, board: str, browser: Browser, pictures: Path | None, tmp_path: Path
 ) -> None:
     """Nothing that the pages do is refused by their own policy."""

@@ -68,7 +68,7 @@ def test_a_first_run_is_two_redis_trips_and_two_statements(bench: Bench, name: s
 def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_nothing(
     bench: Bench, name: str
 ) -> None:
-    """The refused claim tells the result; the row's tuple is the one that was there before."""
+    """The refused claim returns the result; the row's tuple does not change."""
     stage = bench.stage
     value = stage.tasks.work.delay(name).get(timeout=PATIENCE)
     before = bench.version(f"work:{name}")
@@ -83,8 +83,8 @@ def test_a_duplicate_by_another_call_is_answered_by_one_statement_that_writes_no
 
 
 def test_a_redelivered_copy_is_answered_by_one_select(bench: Bench, name: str) -> None:
-    """A delivery that says it is a repeat reads before it claims: no lease is taken, nothing is
-    written.
+    """A delivery with the redelivered flag reads before it claims: no lease is acquired, and
+    nothing is written.
     """
     stage, side = bench.stage, bench.stage.side_queue()
     call = str(uuid4())
@@ -156,8 +156,8 @@ def test_replays_leave_no_dead_tuple_behind(bench: Bench, name: str) -> None:
 
 
 def _statistics_of_writes(bench: Bench) -> list[dict[str, Any]]:
-    """What has been written to our tables so far. A backend tells its last numbers when it ends, so
-    the worker is.
+    """What was written to the tables so far. A backend reports its last numbers when it ends, so
+    the worker is stopped first.
     """
     bench.stage.worker.stop()
     others = "SELECT count(*) AS n FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> "
@@ -175,7 +175,7 @@ def _statistics_of_writes(bench: Bench) -> list[dict[str, Any]]:
 def test_an_empty_redis_costs_nothing_more(
     stage_factory: DeploymentFactory, postgres: PostgresServer, lease_server: RedisServer, name: str
 ) -> None:
-    """Two trips and two statements from the first call on, whatever the ttl of its task is."""
+    """Two round trips and two statements from the first call on, for any ttl of the task."""
     stage = stage_factory(
         REDIS_REDIS_POSTGRES,
         env={"TTL": str(TTL), "LEASES_URL": lease_server.url},

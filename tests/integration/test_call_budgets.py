@@ -38,5 +38,5 @@ def test_a_task_stays_within_its_budget_of_calls(
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     counted = json.loads(done.stdout.splitlines()[-1])
     assert counted["plain"] <= PLAIN
-    # The mean of many: what happens once in a while, such as a purge, is not of each task.
+    # The mean of many runs: rare work, such as a purge, does not belong to each task.
     assert PLAIN < int(counted["counted"]) <= BUDGETS[run, leases]

@@ -126,9 +126,7 @@ def test_another_call_of_the_key_gets_the_result_and_its_own_callbacks(
 def test_a_chord_with_a_member_delivered_three_times_calls_its_body_once(
     stage: Deployment, name: str
 ) -> None:
-    """Each member counts once, whatever is delivered: the copy's result is the same bytes, or it is
-    dropped.
-    """
+    """Each member counts once: a copy has the same result, or it is dropped."""
     side, gate = stage.side_queue(), stage.gate()
     header = [stage.tasks.work.s(f"{name}-{n}", gate=str(gate)).set(queue=side) for n in range(2)]
     outcome = chord(header, stage.tasks.gather.s())

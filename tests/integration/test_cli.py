@@ -24,7 +24,7 @@ WORK, RERUN = f"{APP}.work", f"{APP}.rerun"
 
 
 class Operator:
-    """Somebody at a terminal, with an app whose leases and records are in one database."""
+    """A terminal with an app whose leases and records are in one database."""
 
     def __init__(self, database_url: str) -> None:
         self.env = os.environ | {
@@ -76,7 +76,7 @@ def operator(tmp_path: Path) -> Operator:
 def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(
     operator: Operator,
 ) -> None:
-    """What the holder still says is refused afterwards: its fence is gone."""
+    """The holder's outcome is refused afterwards, because its fence is no longer valid."""
     operator.runs(WORK, "invoice:1")
     shown = json.loads(operator.sees("show", "invoice:1", "--json"))
     assert (shown["state"], shown["task"], shown["attempt"]) == ("running", WORK, 1)
@@ -99,7 +99,7 @@ def test_a_running_key_is_shown_with_its_holder_and_forgotten_only_by_force(
     [("retry",), ("forget",), ("resolve", "--done"), ("resolve", "--retry"), ("release",)],
     ids=" ".join,
 )
-def test_a_record_counts_for_as_long_as_an_operator_says(
+def test_a_record_is_kept_for_the_retention_that_an_operator_gives(
     operator: Operator, words: tuple[str, ...]
 ) -> None:
     """Instead of the retention of its task."""
@@ -126,7 +126,7 @@ def test_a_released_key_is_free_and_keeps_its_history(operator: Operator) -> Non
     assert (record.state, record.attempt, record.lease_remaining) == (State.PENDING, 1, 0.0)
 
 
-def test_a_failed_key_is_freed_by_forget_and_release_says_so(operator: Operator) -> None:
+def test_forget_frees_a_failed_key_and_release_refers_to_it(operator: Operator) -> None:
     """A tired operator should not have to guess which of the two it is."""
     operator.finished(WORK, "invoice:3", State.FAILED)
     assert "leases retry" in operator.types("release", "invoice:3").stderr
@@ -164,7 +164,7 @@ def test_a_key_of_two_tasks_asks_which(operator: Operator) -> None:
     [("list",), ("show", "invoice:5"), ("retry", "invoice:5"), ("forget", "invoice:5")],
     ids=" ".join,
 )
-def test_a_task_that_does_not_exist_is_no_empty_answer(
+def test_an_unknown_task_is_an_error_and_not_an_empty_list(
     operator: Operator, words: tuple[str, ...]
 ) -> None:
     """Exit code 2 and the names that could be meant. A task whose records are older than its name
@@ -216,7 +216,7 @@ def test_a_key_is_found_by_its_namespace_or_by_a_task_that_has_it(operator: Oper
     assert states == {"t:ours|shared:1": State.PENDING, f"t:{WORK}|shared:1": State.DONE}
 
 
-def test_a_key_nobody_knows_is_said_to_be_absent(operator: Operator) -> None:
+def test_an_unknown_key_is_absent(operator: Operator) -> None:
     """With exit code 1, for scripts; and there is nothing to release."""
     asked = operator.types("show", "nothing", "--json")
     assert asked.returncode == 1
@@ -245,7 +245,7 @@ def test_without_tables_the_command_to_run_is_named_and_runs(leases_postgres_url
     assert "install celery_leases 9.9 or later" in refused.stderr
 
 
-def test_a_database_that_is_away_is_one_line(tmp_path: Path) -> None:
+def test_an_unreachable_database_is_one_line(tmp_path: Path) -> None:
     """No traceback, no password."""
     operator = Operator("postgresql+psycopg://me:secret@127.0.0.1:1/x?connect_timeout=2")
     asked = operator.types("list")

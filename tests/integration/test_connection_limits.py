@@ -21,7 +21,7 @@ POOLS = {
     "prefork": ("prefork", CHILDREN, REDIS_REDIS_POSTGRES),
 }
 AT_MOST = dict.fromkeys(POOLS, (10, 10)) | {"prefork": (CHILDREN * 3 + 2, CHILDREN * 3 + 1)}
-"""Connections to the database and to the lease store, as the page on operating says it."""
+"""The number of connections to the database and the lease store, as in docs/operating.md."""
 
 
 @pytest.fixture(params=POOLS)

@@ -37,7 +37,7 @@ def shaped(stage: Deployment, task: str, *args: object, **kwargs: object) -> obj
 def test_another_call_does_not_jump_the_queue_during_the_countdown_of_a_retry(
     stage: Deployment, name: str
 ) -> None:
-    """The key waits for its own call; the other one comes back, and gets the result of the
+    """The key waits for its own call; the other call is rescheduled, and gets the result of the
     retry.
     """
     first = stage.tasks.retries.delay(name, 1, countdown=2)
@@ -94,7 +94,7 @@ def test_what_the_body_rejects_for_another_time_runs_again(stage: Deployment, na
 
 
 def test_a_replaced_task_gives_the_result_of_its_replacement(stage: Deployment, name: str) -> None:
-    """``replace()`` keeps the id and ends the run; the key is done, and not held."""
+    """``replace()`` uses the same id and ends the run; the key is done and not held."""
     assert stage.tasks.passes.delay(name, "replace").get(timeout=PATIENCE) == name
     stage.wait_for_state("passes", f"passes:{name}", "done")
     assert not stage.is_held("passes", f"passes:{name}")
@@ -203,9 +203,7 @@ def test_every_shape_of_task_runs_once_under_its_lease(
 
 
 def test_the_hooks_of_another_base_class_are_called(stage: Deployment, name: str) -> None:
-    """The mixin comes before somebody else's ``Task``: its ``on_success`` sees the run and the
-    replay.
-    """
+    """``on_success`` of a third-party ``Task`` behind the mixin gets the run and the replay."""
     assert shaped(stage, "mixed", name) == name
     assert shaped(stage, "mixed", name) == name
     seen = stage.wait_for("on_success", 2, name=name)
@@ -278,8 +276,8 @@ def test_task_always_eager_replays_retries_and_shows_errors(
 def test_an_eager_call_of_a_held_key_raises_lease_held(
     stage: Deployment, name: str, eager: Any
 ) -> None:
-    """Nothing can be rescheduled where nobody delivers: the caller is told, and the holder is not
-    touched.
+    """An eager call cannot be rescheduled: the caller gets the error, and the holder is not
+    affected.
     """
     eager.app.conf.update(
         leases_eager_stores=True, task_always_eager=True, task_eager_propagates=True

@@ -41,7 +41,7 @@ def bench(request: pytest.FixtureRequest, bench_factory: BenchFactory) -> Iterat
 def _fails(bench: Bench, task: str, *arguments: object) -> None:
     call = getattr(bench.stage.tasks, task).delay(*arguments)
     assert isinstance(call.get(timeout=PATIENCE, propagate=False), Exception)
-    # What comes after the caller was told belongs to the call too.
+    # What happens after the caller has its answer belongs to the call too.
     wait_until(lambda: bool(bench.stage.log(f"{call.id}] raised")), PATIENCE, "the end of the call")
 
 
@@ -99,7 +99,7 @@ def test_closing_a_gate_costs_two_looks_and_two_writes_more(bench: Bench, name: 
         assert len(statements) == 2
 
 
-def test_a_press_at_a_shut_gate_is_refused_by_one_statement_that_writes_nothing(
+def test_a_call_at_a_closed_gate_is_refused_by_one_statement_that_writes_nothing(
     bench: Bench, name: str
 ) -> None:
     """A key that never ran: no row is made for it; and one that did is replayed at the same

@@ -123,8 +123,8 @@ def test_a_soft_limit_in_the_body_cools_the_key_as_ambiguous(stage: Deployment, 
 def test_a_body_without_memory_cools_the_key_as_ambiguous_and_its_worker_lives(
     stage: Deployment, name: str
 ) -> None:
-    """A ``MemoryError`` that reached Celery's main process would end the worker; the call that
-    resumes keeps it.
+    """A ``MemoryError`` in Celery's main process would end the worker; the rescheduled call does
+    not carry it there.
     """
     script = [["raise", "MemoryError"], OK]
     stage.tasks.resumes.delay(name, script)
@@ -176,7 +176,7 @@ def test_a_read_timeout_is_retried_where_repeating_is_harmless_and_cools_elsewhe
     assert (shown.rule, shown.error.ambiguous) == ("outcome-unknown", True)
 
 
-def test_the_next_attempt_is_told_how_the_last_one_failed(stage: Deployment, name: str) -> None:
+def test_the_next_attempt_can_read_how_the_last_one_failed(stage: Deployment, name: str) -> None:
     """``current_lease.previous``: class, message, rule and host; a clear failure is not
     ambiguous.
     """
@@ -242,7 +242,7 @@ def test_a_chain_fails_where_a_cooldown_is_to_fail_it(stage: Deployment, name: s
     assert first.get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
-def test_a_plain_call_is_put_back_where_it_shall_wait(stage: Deployment, name: str) -> None:
+def test_a_call_without_a_key_is_rescheduled(stage: Deployment, name: str) -> None:
     """``lease_on_cooling="reschedule"``: it is not refused, and gets the result of the call that
     resumes.
     """
@@ -268,7 +268,7 @@ def test_a_plain_call_is_dropped_where_a_cooldown_is_to_be_ignored(
 
 
 def test_without_events_none_are_published(stage: Deployment, name: str) -> None:
-    """A worker without ``-E``: the watcher hears its own mark, and no word about the call."""
+    """A worker without ``-E`` sends no events about the call."""
     watcher = Watcher(stage)
     try:
         call = stage.tasks.resumes.delay(name, [limited(1.2), OK])
@@ -296,12 +296,10 @@ def eager(stage: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("step", [limited(60), BROKEN], ids=["limited", "broken"])
-def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
+def test_an_eager_call_gets_its_original_error_and_the_next_one_is_refused(
     stage: Deployment, name: str, eager: Any, step: list[Any]
 ) -> None:
-    """Nothing can be rescheduled where nobody delivers; the whole protocol runs on stores in
-    memory.
-    """
+    """An eager call cannot be rescheduled; the whole protocol runs with stores in memory."""
     with pytest.raises((Answered, KeyError)):
         eager.slow.apply(args=(name, [step, OK])).get()
     with pytest.raises(CoolingDown) as told:
@@ -314,7 +312,7 @@ def test_an_eager_call_gets_its_original_error_and_the_next_one_is_told_to_wait(
 def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
     stage: Deployment, name: str, eager: Any
 ) -> None:
-    """There is no soon where nobody delivers; the next call runs as soon as the record lets it."""
+    """It cannot be rescheduled; the next call runs as soon as the record allows it."""
     with pytest.raises(Answered):
         eager.resumes.apply(args=(name, [TAKEN, OK])).get()
     assert len(paid(stage, name)) == 1
@@ -323,7 +321,7 @@ def test_an_eager_call_that_would_be_retried_soon_gets_its_original_error(
 @pytest.mark.parametrize(
     "step", [["cooldown", 60, "draft not ready"], ["later", 60], ["snooze", 60]]
 )
-def test_an_eager_call_that_asks_to_wait_tells_its_caller_when(
+def test_an_eager_call_that_asks_to_wait_returns_the_time_to_its_caller(
     stage: Deployment, name: str, eager: Any, step: list[Any]
 ) -> None:
     """Control flow is no error of the caller's: it gets ``CoolingDown`` with the time it asked
@@ -337,9 +335,7 @@ def test_an_eager_call_that_asks_to_wait_tells_its_caller_when(
 def test_a_direct_call_raises_what_its_body_raises(
     stage: Deployment, name: str, eager: Any
 ) -> None:
-    """Without a lease there is nobody to obey the body's wishes but the caller; nothing is
-    written.
-    """
+    """It has no lease, so only the caller can act on the error; nothing is written."""
     for step, error in (
         (["cooldown", 60, "draft not ready"], Cooldown),
         (["later", 60], RetryLater),
@@ -358,7 +354,7 @@ def test_a_direct_call_raises_what_its_body_raises(
 def test_an_operators_retry_ends_the_wait_of_a_call_that_stopped(
     stage: Deployment, name: str
 ) -> None:
-    """Growth and failures start anew, and the next press runs at once."""
+    """Waits and failures start again at the beginning, and the next call runs at once."""
     script = [BROKEN, OK]
     with pytest.raises(KeyError):
         stage.tasks.slow.delay(name, script).get(timeout=PATIENCE)

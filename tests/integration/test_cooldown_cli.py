@@ -23,12 +23,12 @@ def module_stage(stage_factory: DeploymentFactory) -> Deployment:
 
 @pytest.fixture(scope="module")
 def operator(module_stage: Deployment) -> Iterator[Terminal]:
-    """Somebody at a terminal with the settings of the worker."""
+    """A terminal with the settings of the worker."""
     with Terminal(COOLING, module_stage.env) as terminal:
         yield terminal
 
 
-def test_explain_says_which_rule_a_failure_meets_and_what_follows(operator: Terminal) -> None:
+def test_explain_shows_which_rule_matches_a_failure_and_what_follows(operator: Terminal) -> None:
     """For people in lines, for programs in JSON; rules and options are those of the task that is
     named.
     """
@@ -84,7 +84,7 @@ def test_what_cannot_be_meant_is_refused_with_a_word_of_help(
     assert "Traceback" not in done.stderr
 
 
-def test_a_key_that_waits_is_listed_shown_and_let_go(
+def test_a_cooling_key_is_listed_shown_and_retried(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """``leases retry`` ends the wait and says that no message was published; the next call runs at
@@ -116,10 +116,10 @@ def test_a_key_that_waits_is_listed_shown_and_let_go(
     assert "leases forget" in again.stderr
 
 
-def test_a_key_that_has_failed_for_good_is_listed_shown_and_revived(
+def test_a_failed_key_is_listed_shown_and_retried(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """Its error is told in the first line; after ``leases retry`` the next call runs."""
+    """Its error is in the first line; after ``leases retry`` the next call runs."""
     script = [["raise", "ValueError", f"no document {name}"], OK]
     with pytest.raises(ValueError, match="no document"):
         stage.tasks.firm.delay(name, script).get(timeout=PATIENCE)
@@ -138,7 +138,7 @@ def test_a_key_that_has_failed_for_good_is_listed_shown_and_revived(
 def test_the_gate_of_a_group_is_closed_listed_and_opened(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """Callers are told why; a key's own ``retry`` names the command that opens its group."""
+    """Callers get the reason; ``retry`` of a key names the command that opens its group."""
     group = f"model-{name}"
     assert f"model-{name}" not in operator.sees("group", "list")
     (closed,) = _about(
@@ -172,7 +172,7 @@ def test_the_gate_of_a_group_is_closed_listed_and_opened(
     assert "was already open" in again.stderr
 
 
-def test_retry_of_a_key_whose_group_is_shut_says_so(
+def test_retry_of_a_key_whose_group_is_closed_says_so(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """The operator learns that the key alone is not what waits."""

@@ -40,7 +40,7 @@ def module_stage(
 def test_a_rate_limited_call_resumes_and_presses_meanwhile_are_refused(
     stage: Deployment, name: str
 ) -> None:
-    """Ten presses at once; the record holds the time, whatever holds the leases."""
+    """Ten calls at once; the time is in the record, for any lease store."""
     script = [limited(3), OK]
     first = stage.tasks.resumes.delay(name, script)
     row = cooled(stage, "resumes", name)

@@ -61,8 +61,8 @@ def shown_elsewhere(stage: Deployment, *asked: dict[str, Any]) -> list[tuple[dic
 def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
     stage: Deployment, name: str
 ) -> None:
-    """Three hundred seconds read as five minutes, with reason, rule and scope; and a key that
-    nobody has called.
+    """Three hundred seconds are shown as five minutes, with reason, rule and scope; also for a key
+    that was never called.
     """
     stage.tasks.slow.delay(name, [["cooldown", 300, f"draft {name} not ready"]])
     cooled(stage, "slow", name)
@@ -83,10 +83,10 @@ def test_a_web_process_without_tasks_shows_when_a_key_can_be_tried_again(
     assert (absent["state"], nothing) == ("absent", "Not started yet")
 
 
-def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(
+def test_a_web_process_shows_a_closed_group_for_keys_that_never_ran(
     stage: Deployment, name: str
 ) -> None:
-    """The key that failed knows its group; another one is told by the group that is asked about."""
+    """The record of the failed key has its group; for another key the caller names the group."""
     group = f"model-{name}"
     stage.tasks.gated.delay(name, [["cooldown", 300, "too many tokens", "group"]], group)
     stage.wait_for_state("gated", f"gated:{name}", "cooling")
@@ -106,9 +106,7 @@ def test_a_web_process_shows_a_shut_group_for_keys_that_never_ran(
 def test_secrets_in_an_error_are_not_remembered_nor_logged_nor_shown(
     stage: Deployment, name: str, task: str
 ) -> None:
-    """Not in the row, not in the gate, not in a line of ``celery_leases``, whether the call stops
-    or comes back.
-    """
+    """Neither the row nor the gate nor the log has them, whether or not the call resumes."""
     result = getattr(stage.tasks, task).delay(name, [["raise", "RuntimeError", TELLING], OK])
     row = cooled(stage, task, name)
     shown = status(stage, task, name)
@@ -143,7 +141,7 @@ def told(stage: Deployment, call: str) -> list[str]:
 
 @pytest.fixture
 def watcher(stage: Deployment) -> Iterator[Watcher]:
-    """Somebody who watches the events of this stage's broker."""
+    """A monitor of the events at the deployment's broker."""
     made = Watcher(stage)
     yield made
     made.close()
@@ -152,8 +150,8 @@ def watcher(stage: Deployment) -> Iterator[Watcher]:
 def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
-    """Custom task events, with key, wait and reason; a failure that comes back is Celery's retry
-    besides.
+    """Custom task events, with key, wait and reason; a failure that is retried is also a retry for
+    Celery.
     """
     gate = stage.gate()
     script = [["snooze", 0.2], TAKEN, limited(2), ["when", str(gate), "ok"]]
@@ -173,7 +171,7 @@ def test_celerys_event_state_shows_cooldowns_backoffs_and_snoozes(
 
 
 def kinds(watcher: Watcher, call: str) -> list[str]:
-    """The events that say why a call does not run now."""
+    """The events with the reason why a call does not run now."""
     return [
         event["type"]
         for event in watcher.of(call)
@@ -181,7 +179,7 @@ def kinds(watcher: Watcher, call: str) -> list[str]:
     ]
 
 
-def test_the_event_of_a_call_that_waits_for_anothers_cooldown_says_so(
+def test_the_event_of_a_call_that_waits_for_another_calls_cooldown_names_it(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
     """And so does that of a call which is not to resume, before Celery's own failure."""

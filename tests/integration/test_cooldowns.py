@@ -44,11 +44,11 @@ def module_stage(
 # -- presses ---------------------------------------------------------------------------------------
 
 
-def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
+def test_twenty_calls_within_a_minute_are_one_paid_call_and_nineteen_refusals(
     stage: Deployment, name: str
 ) -> None:
-    """The one that ran gets the original error, the others are told until when and why; nothing
-    else is paid.
+    """The call that ran gets the original error, the others get the time and the reason; only one
+    call was paid.
     """
     presses = [stage.tasks.stops.delay(name, [limited(60)]) for _ in range(20)]
     errors = [press.get(timeout=PATIENCE, propagate=False) for press in presses]
@@ -71,7 +71,7 @@ def test_twenty_presses_within_a_minute_are_one_paid_call_and_nineteen_refusals(
     assert_sound(stage, "stops", name)
 
 
-def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(
+def test_the_call_that_failed_resumes_by_itself_after_the_server_delay(
     stage: Deployment, name: str
 ) -> None:
     """Its own result arrives; nineteen presses meanwhile are refused, and a later one gets the same
@@ -99,9 +99,9 @@ def test_the_call_that_failed_resumes_by_itself_after_the_time_it_was_told(
     assert_sound(stage, "resumes", name)
 
 
-def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Deployment, name: str) -> None:
-    """Once its worker has discarded the message: it does not come back, and the key goes on cooling
-    for others.
+def test_the_status_of_a_waiting_call_shows_its_revocation(stage: Deployment, name: str) -> None:
+    """After its worker has discarded the message: it does not run again, and the key continues to
+    cool for others.
     """
     first = stage.tasks.resumes.delay(name, [limited(5), OK])
     before = cooled(stage, "resumes", name)
@@ -127,11 +127,11 @@ def test_a_revoked_call_that_waits_is_said_to_be_revoked(stage: Deployment, name
     }
 
 
-def test_a_call_that_stops_is_not_run_again_and_the_next_press_after_the_time_is(
+def test_a_call_that_does_not_resume_ends_and_the_next_call_after_the_time_runs(
     stage: Deployment, name: str
 ) -> None:
-    """For jobs a person restarts: the error goes to its caller, nobody is queued, and the key waits
-    all the same.
+    """For jobs that a person restarts: the caller gets the error, no copy is published, and the key
+    cools nevertheless.
     """
     script = [limited(1.5), OK]
     with pytest.raises(Answered):
@@ -160,7 +160,9 @@ def test_a_fresh_message_under_the_id_of_a_call_that_stopped_waits_for_its_time_
     assert_sound(stage, "stops", name)
 
 
-def test_a_copy_of_a_call_whose_caller_was_told_does_not_run(stage: Deployment, name: str) -> None:
+def test_a_copy_of_a_call_whose_caller_got_the_error_does_not_run(
+    stage: Deployment, name: str
+) -> None:
     """Delivered once more by the broker, during the cooldown and after it: its outcome is known."""
     script, during, after = [limited(1.5), OK], stage.side_queue(), stage.side_queue()
     call = stage.tasks.stops.delay(name, script)
@@ -205,7 +207,7 @@ def test_the_second_failure_in_a_row_waits_twice_as_long_and_a_success_forgets_b
 # -- failures for good -----------------------------------------------------------------------------
 
 
-def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(
+def test_every_later_caller_gets_a_permanent_failure_without_a_run(
     stage: Deployment, name: str
 ) -> None:
     """Class, message and rule are remembered; the first caller has the original error."""
@@ -224,7 +226,7 @@ def test_a_permanent_failure_is_told_to_every_later_caller_without_a_run(
     assert stage.tasks.firm.delay(name, script).get(timeout=PATIENCE) == {"name": name, "paid": 2}
 
 
-def test_a_body_that_says_so_fails_for_good(stage: Deployment, name: str) -> None:
+def test_a_body_can_fail_for_good(stage: Deployment, name: str) -> None:
     """``PermanentFailure`` from user code needs no rule."""
     script = [["permanent", "unknown invoice"], OK]
     for _ in range(2):
@@ -234,9 +236,7 @@ def test_a_body_that_says_so_fails_for_good(stage: Deployment, name: str) -> Non
 
 
 def test_the_last_failure_that_is_allowed_ends_the_key(stage: Deployment, name: str) -> None:
-    """``lease_max_failures=2``: the call resumes once, then its caller gets the error and later
-    ones are told.
-    """
+    """``lease_max_failures=2``: the call resumes once, then it and later calls get the error."""
     first = stage.tasks.breaks.delay(name, [BROKEN])
     with pytest.raises(KeyError):
         first.get(timeout=PATIENCE)
@@ -281,7 +281,7 @@ def test_quick_retries_count_in_the_record_and_end_in_a_cooldown(
 def test_another_call_does_not_jump_the_queue_during_a_quick_retry(
     stage: Deployment, name: str
 ) -> None:
-    """It comes back after the key's own call and gets its result; it is neither run nor refused."""
+    """It runs after the key's own call and gets its result; it is neither run nor refused."""
     script = [["later", 3], OK]
     first = stage.tasks.refuses.delay(name, script)
     stage.wait_for_state("refuses", f"refuses:{name}", "pending")

@@ -33,7 +33,7 @@ def play(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Path:
-    """Where a demo that is started beside the test keeps its temporary files."""
+    """The directory for the temporary files of a demo that a test starts."""
     made = tmp_path / "temporary"
     made.mkdir()
     return made
@@ -46,8 +46,8 @@ def begin(command: list[str], temporary: Path) -> GuardedProcess:
 
 
 def test_the_demo_keeps_its_promises_and_leaves_no_file(tmp_path: Path) -> None:
-    """Both kills are told, taken over from and within their bounds; exit code 0, in lines of at
-    most 100 columns.
+    """Both kills are shown, and the takeovers are in time; exit code 0; lines have at most 100
+    columns.
     """
     done = play(tmp_path, *DEMO)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_the_timeline_is_sorted_by_time(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_demo_finds_broken_promises(tmp_path: Path) -> None:
-    """The same story without leases: invoices are mailed twice, and the demo says so and fails."""
+    """Without leases invoices are mailed twice, and the demo reports that and fails."""
     done = play(tmp_path, *DEMO, "--without-leases")
     assert done.returncode == 1
     assert "BROKEN: invoice:1842:2026-04 was mailed 2 times, not once" in done.stdout

@@ -1,6 +1,6 @@
 """Django's admin in a real Chromium, under a content security policy.
 
-``LEASES_PICTURES=docs`` makes the picture of docs/django.md anew.
+``LEASES_PICTURES=docs`` takes the screenshot of docs/django.md again.
 """
 
 import json

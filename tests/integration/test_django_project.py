@@ -81,7 +81,7 @@ ELSEWHERE = {"CELERY_LEASES": {"url": "redis://127.0.0.1:1/0"}}
 
 
 def test_tests_without_a_test_database_do_not_meet_the_configured_one() -> None:
-    """Nobody answers there, nor at the lease store."""
+    """No server answers at the configured database and lease store."""
     manage = manage_with(
         "postgresql://nobody@127.0.0.1:1/shop", **{SETTINGS: json.dumps(ELSEWHERE)}
     )
@@ -175,7 +175,7 @@ def test_a_schema_that_django_does_not_look_into_is_named(sqlite_url: str) -> No
     assert "The records are in the schema leases" in found["W001"]
 
 
-def test_tasks_that_do_not_do_what_they_say_are_named(sqlite_url: str) -> None:
+def test_checks_name_tasks_whose_options_have_no_effect(sqlite_url: str) -> None:
     """And a call that no relay would publish after a crash."""
     found = checked(sqlite_url, CELERY_BEAT_SCHEDULE={}, MORE_APPS=["faulty"])
     assert found.keys() == {"W003", "W004", "W007"}
@@ -219,7 +219,7 @@ def test_the_command_line_is_a_command_of_the_project(sqlite_url: str) -> None:
 
 
 def reflected(engine: Engine) -> dict[str, Any]:
-    """The tables of celery_leases as the server tells of them."""
+    """The tables of celery_leases, reflected from the server."""
     found = inspect(engine)
     return {
         name: {
@@ -289,7 +289,7 @@ charge.delay_on_commit(1)
 def test_a_worker_runs_what_a_transaction_has_enqueued(
     worker_factory: WorkerFactory, leases_redis_url: str, leases_postgres_url: str
 ) -> None:
-    """It is started by Celery's own command line, and nobody runs a relay; it logs the checks."""
+    """It is started by Celery's command line without a relay, and it logs the checks."""
     env = {
         "SHOP_BROKER_URL": leases_redis_url,
         "SHOP_DATABASE_URL": leases_postgres_url,

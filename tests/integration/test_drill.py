@@ -28,7 +28,7 @@ from tests.support.guard import descendants, parents
 ROOT = Path(__file__).parents[2]
 CELERY = [sys.executable, "-m", "celery", "-A", "tests.apps.leased"]
 SOMEBODYS = json.dumps([{"body": "e30="}, "", "celery"])
-"""A message of another queue that a worker has not acknowledged yet, as kombu keeps it in Redis."""
+"""An unacknowledged message of another queue, as kombu stores it in Redis."""
 
 
 class Place:
@@ -92,7 +92,7 @@ def ended(drill: subprocess.Popen[str]) -> tuple[int, list[Any], str]:
 
 
 def test_a_good_set_up_passes(place: Place) -> None:
-    """Each step is met, every takeover is measured, and what it saw is told."""
+    """Each step passes, every takeover is measured, and the events are shown."""
     code, steps, err = ended(place.drills("--ttl", "5s", visibility=6))
     assert code == 0, (steps, err)
     assert [(step["step"], step["met"]) for step in steps] == [
@@ -120,9 +120,7 @@ def test_a_good_set_up_passes(place: Place) -> None:
 
 
 def test_a_ttl_that_is_too_long_fails_and_is_named(place: Place) -> None:
-    """And so is the visibility timeout; what the dead worker had is deleted, although it has not
-    come back.
-    """
+    """The visibility timeout is named too. The dead worker's unacknowledged message is deleted."""
     drill = place.drills("--ttl", "1m", "--takeover-slo", "2s", "--step", "worker", visibility=600)
     code, (step,), err = ended(drill)
     assert code == 1

@@ -1,6 +1,4 @@
-"""Effects under real workers: what the provider's ledger says after failures, refusals, timeouts
-and repairs.
-"""
+"""Effects with real workers: the ledger after failures, refusals, timeouts and repairs."""
 
 import json
 from collections.abc import Iterator
@@ -104,7 +102,7 @@ def test_several_effects_are_each_made_once(
     assert status(stage, name).reference == result["charges"][1]
 
 
-def test_an_effect_that_cannot_be_read_keeps_its_call_waiting_until_it_is_repaired(
+def test_a_call_whose_effect_cannot_be_read_waits_until_it_is_repaired(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Celery does not take it for the task's failure; no call is made, and no attempt is spent."""
@@ -153,7 +151,7 @@ def test_a_rate_limited_call_is_made_again_once_the_key_has_cooled(
     assert len(provider.keys(name)) == 2
 
 
-def test_a_declined_charge_fails_and_is_made_again_when_an_operator_says_so(
+def test_a_declined_charge_fails_and_is_repeated_after_an_operators_retry(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
     """Nothing is in doubt; the customer has another card now."""
@@ -171,10 +169,8 @@ def test_a_declined_charge_fails_and_is_made_again_when_an_operator_says_so(
     assert len(set(provider.keys(name))) == 1
 
 
-def test_a_call_that_found_nobody_is_made_again(
-    stage: Deployment, provider: Provider, name: str
-) -> None:
-    """Twice nobody listened."""
+def test_a_refused_connection_is_retried(stage: Deployment, provider: Provider, name: str) -> None:
+    """The provider's port was closed twice."""
     (charge,) = stage.tasks.pay.delay(name, away=[0, 1]).get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == [charge]
     assert len(stage.events("begin", name=name)) == 3
@@ -200,7 +196,7 @@ def test_after_a_timeout_it_is_looked_up_and_found(
 def test_what_is_not_found_is_called_again(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """The provider said 500 and has done nothing, which nobody can know without a look."""
+    """The provider answered 500 and did nothing, which only a look-up can find out."""
     provider.script(name, {"status": 500})
     (charge,) = stage.tasks.pay.delay(name, way="verify").get(timeout=PATIENCE)["charges"]
     assert provider.charges(name) == [charge]
@@ -222,10 +218,10 @@ def test_a_provider_that_dedupes_is_simply_asked_again(
 
 
 @pytest.mark.parametrize("way", ["stop", "unsure"])
-def test_what_nobody_can_tell_is_parked_for_an_operator(
+def test_an_uncertain_effect_waits_for_an_operator(
     stage: Deployment, provider: Provider, name: str, way: str
 ) -> None:
-    """The caller is told, others are refused, nothing runs; the row says what to look for."""
+    """The caller gets the error, others are refused, nothing runs; the row names the effect."""
     provider.script(name, SILENT)
     error = raised(stage.tasks.pay.delay(name, way=way, timeout=0.3), Uncertain)
     (key,) = provider.keys(name)
@@ -244,7 +240,9 @@ def test_what_nobody_can_tell_is_parked_for_an_operator(
     assert len(stage.events("begin", name=name)) == 2
 
 
-def test_an_operator_who_found_it_says_so(stage: Deployment, provider: Provider, name: str) -> None:
+def test_an_operator_resolves_an_effect_that_happened(
+    stage: Deployment, provider: Provider, name: str
+) -> None:
     """Later callers get what he gave, and nothing runs."""
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
@@ -274,7 +272,7 @@ def test_an_operator_who_did_not_find_it_lets_it_run(
 def test_a_mere_retry_does_not_make_it_certain(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """It is parked again: only ``resolve`` says that it has not happened."""
+    """It becomes uncertain again: only ``resolve`` records that it did not happen."""
     provider.script(name, SILENT)
     raised(stage.tasks.pay.delay(name, timeout=0.3), Uncertain)
     stage.client.retry(f"pay:{name}", task=f"{INVOICING}.pay")
@@ -285,7 +283,7 @@ def test_a_mere_retry_does_not_make_it_certain(
 def test_it_is_not_looked_up_before_the_first_request_is_over(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
-    """The call comes back, as after a snooze, without spending an attempt."""
+    """The call is rescheduled as after a snooze, without counting an attempt."""
     provider.script(name, SILENT)
     (charge,) = stage.tasks.pay.delay(name, way="later", timeout=0.3).get(timeout=PATIENCE)[
         "charges"
@@ -300,13 +298,13 @@ def test_it_is_not_looked_up_before_the_first_request_is_over(
     assert stage.wait_for_log(f"key pay:{name}:", "is unknown, and verify_after has not passed yet")
 
 
-# -- replies that cannot be kept -------------------------------------------------------------------
+# -- replies that cannot be stored -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("reply", "why"), [("object", "result_not_json"), ("large", "result_too_large")]
 )
-def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
+def test_a_reply_that_cannot_be_stored_is_an_error_and_the_request_is_never_repeated(
     stage: Deployment, provider: Provider, name: str, reply: str, why: str
 ) -> None:
     """It has happened, and is parked at once, until an operator gives a result."""
@@ -330,7 +328,7 @@ def test_a_reply_that_cannot_be_kept_is_told_and_the_call_never_made_again(
     assert len(charges) == len(provider.lines("asked", name)) == 1
 
 
-def test_a_reply_that_was_not_kept_can_be_looked_up(
+def test_a_reply_that_was_not_stored_can_be_looked_up(
     stage: Deployment, provider: Provider, name: str
 ) -> None:
     """By a task that can ask for it, once an operator lets it run again."""
@@ -348,7 +346,7 @@ def test_a_reply_that_was_not_kept_can_be_looked_up(
 def test_a_reference_is_enough_to_go_on_with(
     stage: Deployment, provider: Provider, name: str, reply: str
 ) -> None:
-    """The value is not kept, in no attempt."""
+    """The value is stored in no attempt."""
     given: dict[str, Any] = {"reply": reply, "reference": "fixed"}
     result = stage.tasks.pay.delay(name, [["later", 0.1]], **given).get(timeout=PATIENCE)
     assert result == {"charges": ["fixed"]}
@@ -388,7 +386,7 @@ def test_a_name_twice_in_one_attempt_is_refused(
 
 
 @pytest.mark.parametrize("effect", ["", "x" * 256, 7])
-def test_a_name_that_is_none_is_refused(
+def test_an_invalid_name_is_refused(
     stage: Deployment, provider: Provider, name: str, effect: Any
 ) -> None:
     """Before any call."""
@@ -462,10 +460,10 @@ def test_an_eager_call_uses_what_one_before_it_has_done(
     assert eager.status(key).reference == done["charges"][0]
 
 
-def test_an_eager_call_in_doubt_is_parked(
+def test_an_eager_call_with_an_unknown_outcome_becomes_uncertain(
     stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
-    """Its caller gets the error at once, as nothing can come back."""
+    """Its caller gets the error at once, because it cannot be rescheduled."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     provider.script(name, SILENT)
     raised(apply((name,), {"timeout": 0.3}), TimeoutError)
@@ -476,10 +474,10 @@ def test_an_eager_call_in_doubt_is_parked(
     assert len(provider.charges(name)) == 1
 
 
-def test_an_eager_call_that_is_too_early_to_look_is_told_when(
+def test_an_eager_call_before_the_look_up_gets_the_time(
     stage: Deployment, provider: Provider, eager: LeaseClient, name: str
 ) -> None:
-    """It cannot come back by itself."""
+    """It cannot be rescheduled."""
     apply, key = stage.tasks.stops.apply, f"t:{INVOICING}.stops|stops:{name}"
     provider.script(name, SILENT)
     given = {"timeout": 0.3, "way": "later"}

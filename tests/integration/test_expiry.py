@@ -14,9 +14,7 @@ from tests.integration.deployments import PATIENCE, Deployment
 def test_a_copy_with_expires_never_revokes_a_call_that_has_begun(
     stage: Deployment, name: str
 ) -> None:
-    """The copy's time runs out while it is rescheduled: it keeps coming back, and the call
-    succeeds.
-    """
+    """The copy expires while it is rescheduled: it still runs, and the call succeeds."""
     gate, call = stage.gate(), str(uuid4())
     running = stage.send("keyless", name, 0.0, str(gate), task_id=call)
     stage.wait_for("begin", name=name)

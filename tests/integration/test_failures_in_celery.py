@@ -45,7 +45,7 @@ def module_stage(
 
 @pytest.fixture
 def watcher(stage: Deployment) -> Iterator[Watcher]:
-    """Somebody who watches the events of this stage's broker."""
+    """A monitor of the events at the deployment's broker."""
     made = Watcher(stage)
     yield made
     made.close()
@@ -59,7 +59,7 @@ def signalled(stage: Deployment, call: Any, number: int = 1) -> list[tuple[str, 
 
 
 def reported(stage: Deployment, call: Any) -> list[list[str]]:
-    """The errors that Sentry was told of one call."""
+    """The errors that Sentry received for one call."""
     return [event["types"] for event in stage.events("sentry", id=call.id)]
 
 
@@ -74,7 +74,7 @@ def shown(stage: Deployment, call: Any, state: str) -> dict[str, Any]:
     return found
 
 
-# -- what nobody knows to pass ---------------------------------------------------------------------
+# -- unknown errors and unknown outcomes -----------------------------------------------------------
 
 
 def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
@@ -106,7 +106,7 @@ def test_a_bug_fails_now_as_in_celery_and_its_key_cools_down(
     assert_sound(stage, "usual", name)
 
 
-def test_an_unknown_outcome_fails_now_and_every_later_word_says_that_it_may_have_happened(
+def test_an_unknown_outcome_fails_and_later_messages_say_that_it_may_have_been_executed(
     stage: Deployment, name: str
 ) -> None:
     """The call that failed has its own error; the log, the page and the next caller know of the
@@ -156,20 +156,18 @@ def test_wrong_arguments_fail_for_good(stage: Deployment, name: str) -> None:
     assert (stage.row("unkeyed", own.id) or {})["state"] == "cooling"
 
 
-def test_a_failure_for_good_is_told_with_the_class_of_its_error(
-    stage: Deployment, name: str
-) -> None:
-    """A message alone, such as 'customer', says nothing to who comes later."""
+def test_a_permanent_failure_shows_the_class_of_its_error(stage: Deployment, name: str) -> None:
+    """A message alone, such as 'customer', does not help later callers."""
     with pytest.raises(ValueError, match="no document"):
         stage.tasks.firm.delay(name, [["raise", "ValueError", "no document"]]).get(timeout=PATIENCE)
     with pytest.raises(PermanentFailure, match=r"^ValueError: no document$"):
         stage.tasks.firm.delay(name, [OK]).get(timeout=PATIENCE)
 
 
-# -- what comes back -------------------------------------------------------------------------------
+# -- calls that are rescheduled --------------------------------------------------------------------
 
 
-def test_a_call_that_comes_back_is_a_retry_for_celery(
+def test_a_failed_call_that_is_rescheduled_is_a_retry_for_celery(
     stage: Deployment, name: str, watcher: Watcher
 ) -> None:
     """State, exception and traceback, ``task_retry`` with its reason, both events and Celery's
@@ -213,9 +211,11 @@ def test_so_is_a_quick_retry(stage: Deployment, name: str, step: list[Any]) -> N
     ]
 
 
-def test_a_hop_of_the_wait_is_no_second_retry(stage: Deployment, name: str) -> None:
-    """The copy looks at the record and goes on waiting: the state stays RETRY, also where starts
-    are noted.
+def test_a_further_reschedule_of_the_same_wait_is_not_a_second_retry(
+    stage: Deployment, name: str
+) -> None:
+    """The copy reads the record and is rescheduled again: the state stays RETRY, also with
+    ``task_track_started``.
     """
     call = stage.tasks.tracked.delay(name, [["cooldown", 3, "not yet"], OK])
     shown(stage, call, "RETRY")
@@ -231,7 +231,7 @@ def test_a_hop_of_the_wait_is_no_second_retry(stage: Deployment, name: str) -> N
     assert [what for what, _ in signalled(stage, call, 2)] == ["task_retry", "task_success"]
 
 
-def test_an_unknown_error_that_comes_back_is_logged_at_error_with_its_traceback(
+def test_an_unknown_error_that_is_retried_is_logged_at_error_with_its_traceback(
     stage: Deployment, name: str
 ) -> None:
     """``lease_resume="always"``: Celery logs a retry in one line, and a bug must not be
@@ -261,7 +261,7 @@ def test_a_snooze_and_a_wait_for_anothers_key_are_no_retries(stage: Deployment, 
 # -- the gate of a group ---------------------------------------------------------------------------
 
 
-def test_a_fresh_call_waits_at_a_closed_gate_and_its_page_says_until_when(
+def test_a_new_call_waits_at_a_closed_gate_and_its_status_shows_the_time(
     stage: Deployment, name: str
 ) -> None:
     """No FAILURE without a run; a second call of the key that failed is refused as ever."""

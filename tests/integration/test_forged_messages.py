@@ -1,6 +1,4 @@
-"""Messages whose headers somebody else has written: no name of ours in them switches the protection
-off.
-"""
+"""Messages with headers that another program has written: none of them disables the protection."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -92,7 +90,7 @@ def test_the_third_part_of_a_body_sets_nothing_either(
 def test_a_header_with_another_key_gives_neither_its_result_nor_a_run_under_it(
     stage: Deployment, name: str
 ) -> None:
-    """Whatever it says of the past of its call; the arguments make the key."""
+    """The key is made from the arguments, whatever the header contains."""
     other, call = f"{name}-other", str(uuid4())
     answer = stage.tasks.work.delay(other, answer="secret").get(timeout=PATIENCE)
     before = stage.row("work", f"work:{other}")

@@ -1,6 +1,4 @@
-"""What the real threads that renew tell a process of greenlets: logging has locks of greenlets
-there.
-"""
+"""Log records of OS threads in a greenlet process, where logging uses locks of greenlets."""
 
 import subprocess
 import sys

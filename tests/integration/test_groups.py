@@ -74,12 +74,12 @@ def wait_for_lines(stage: Deployment, about: str, number: int) -> list[str]:
 def test_keys_behind_a_limit_waste_less_than_a_tenth_of_the_calls_in_a_group(
     stage: Deployment, name: str
 ) -> None:
-    """The limit counts what it rejects, as real ones do: alone, the keys keep it shut for one
-    another.
+    """The limit counts rejected calls, as real ones do: without a group, keys use up the limit of
+    each other.
 
-    Both runs are counted by the limited server. In its group every key gets through by itself and
-    is accepted once; alone they have wasted ten times as many calls before they are through, and
-    finish only once the limit is lifted.
+    The server counts the calls of both runs. In the group every key is accepted once, without any
+    other help; without it ten times as many calls are rejected, and the keys finish only when the
+    limit is lifted.
     """
     keys = 60 if stage.lease_store == "database" else 200
     with Limiter(25, 1.5, stage.directory / f"{name}-together") as limiter:
@@ -198,11 +198,11 @@ def test_a_probe_that_fails_of_something_else_opens_its_group(
 
 
 @pytest.mark.parametrize("word", ["later", "snooze"])
-def test_a_probe_that_comes_back_itself_leaves_its_group_half_open(
+def test_a_probe_that_is_rescheduled_leaves_its_group_half_open(
     stage: Deployment, name: str, group: str, word: str
 ) -> None:
-    """A quick retry or a snooze says nothing of the dependency: the call probes once more, and then
-    opens the gate.
+    """A quick retry or a snooze does not test the dependency: the call probes again, and then opens
+    the gate.
     """
     stage.client.close_group(group, 1.0)
     gates = [stage.gate(), stage.gate()]
@@ -235,9 +235,7 @@ def test_a_probe_whose_failure_is_ambiguous_leaves_its_group_half_open(
 def test_finished_work_is_replayed_through_a_closed_gate(
     stage: Deployment, name: str, group: str
 ) -> None:
-    """A gate stops bodies only; a key that never ran is refused meanwhile, and told of the
-    group.
-    """
+    """A gate stops bodies only; a key that never ran is refused, with the name of the group."""
     value = stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE)
     stage.client.close_group(group, 60, "invoice overdue")
     assert stage.tasks.gated.delay(name, [OK], group).get(timeout=PATIENCE) == value

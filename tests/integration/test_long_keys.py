@@ -1,5 +1,5 @@
-"""A key of 20,000 ids: AMQP wants all headers of a message in one frame of 128 KB, and nobody wants
-such log lines.
+"""A key of 20,000 ids: the headers of an AMQP message must fit in a frame of 128 KB, and log lines
+must stay short.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def module_stage(
     made.close()
 
 
-def test_a_call_with_a_long_key_is_retried_and_put_back(stage: Deployment, name: str) -> None:
+def test_a_call_with_a_long_key_is_retried_and_rescheduled(stage: Deployment, name: str) -> None:
     """By Celery and by us; its body sees all of the key, and a log line the beginning."""
     gate = stage.gate()
     first = stage.send("exports", name, IDS, str(gate))

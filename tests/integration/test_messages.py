@@ -1,6 +1,4 @@
-"""What a call's message looks like when it comes back, and what becomes of one that cannot be
-written again.
-"""
+"""Messages of rescheduled calls, and messages that a worker cannot serialize again."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -48,7 +46,7 @@ def module_stage(
     made.close()
 
 
-def test_a_message_comes_back_as_it_was_sent(stage: Deployment, name: str) -> None:
+def test_a_rescheduled_message_is_like_the_one_that_was_sent(stage: Deployment, name: str) -> None:
     """Serializer, compression, redacted arguments, headers, stamps and all else; only its ETA is
     new.
     """
@@ -83,7 +81,7 @@ def test_a_message_comes_back_as_it_was_sent(stage: Deployment, name: str) -> No
 
 
 def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> None:
-    """They come back as they were, and stand for nothing but themselves."""
+    """They are published again unchanged, and are not taken for options."""
     headers = {"stamped_headers": OPTIONS, "stamps": {stamp: ["monday"] for stamp in OPTIONS}}
     call = stage.send("reschedules_once", name, headers=headers)
     assert call.get(timeout=PATIENCE) == "NoneType"
@@ -98,7 +96,7 @@ def test_stamps_may_have_the_names_of_options(stage: Deployment, name: str) -> N
 def test_a_call_whose_message_cannot_be_written_again_fails_at_once(
     stage: Deployment, name: str
 ) -> None:
-    """Its caller and its record are told, and the only slot of the worker is free for others."""
+    """The error is at the caller and in the record, and the worker's only slot is free again."""
     call = stage.tasks.reschedules_once.apply_async((name,), {"delay": 600}, serializer="read-only")
     with pytest.raises(RescheduleFailed, match="a worker does not write this"):
         call.get(timeout=PATIENCE)

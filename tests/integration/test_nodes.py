@@ -77,7 +77,7 @@ def test_a_killed_child_is_replaced_and_a_killed_worker_takes_its_children_along
         worker.kill_child()
 
 
-def test_a_paused_worker_answers_nobody_until_it_is_resumed(
+def test_a_paused_worker_does_not_answer_until_it_is_resumed(
     worker_factory: WorkerFactory, leases_redis_url: str
 ) -> None:
     """SIGSTOP of the tree and of one child, seen in the process table; SIGCONT lets the task

@@ -86,7 +86,7 @@ def test_x4_the_same_key_with_other_arguments_is_refused_and_changes_nothing(
 def test_without_a_key_two_calls_with_equal_arguments_both_run(
     stage: Deployment, name: str
 ) -> None:
-    """A call is its own key: nothing is taken for a duplicate that nobody called one."""
+    """Each call is its own key, so no other call is a duplicate."""
     first, second = stage.tasks.keyless.delay(name), stage.tasks.keyless.delay(name)
     assert [call.get(timeout=PATIENCE)["name"] for call in (first, second)] == [name, name]
     assert {event["id"] for event in stage.events("begin", name=name)} == {first.id, second.id}
@@ -109,7 +109,7 @@ def test_ten_deliveries_of_one_call_run_once_and_leave_one_waiting_copy(
     stage.wait_for_log(call, "dropped: another copy of this call waits already", 8)
     gate.touch()
     assert first.get(timeout=PATIENCE)["name"] == name
-    # Nothing but Celery's id tells this one from a new call, and it gets the result that is there.
+    # Only Celery's id distinguishes this copy from a new call; it gets the saved result.
     stage.send(task, name, 0.0, str(gate), task_id=call)
     stage.wait_for_log(call, "answered with the saved result")
     stage.wait_until_drained()

@@ -7,7 +7,7 @@ from celery_leases.testing.waits import wait_until
 from tests.integration.deployments import PATIENCE, Deployment
 
 
-def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(
+def test_with_wait_the_duplicate_waits_in_its_worker_until_the_key_is_done(
     stage: Deployment, name: str
 ) -> None:
     """Nothing is rescheduled: the waiting delivery answers with the result as soon as it is
@@ -24,8 +24,8 @@ def test_wait_keeps_the_duplicate_in_its_worker_until_the_key_is_done(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_wait_ends_with_a_put_back_when_it_takes_too_long(stage: Deployment, name: str) -> None:
-    """After ``lease_wait`` the delivery stops blocking its worker, and comes back."""
+def test_a_wait_that_is_too_long_ends_with_a_reschedule(stage: Deployment, name: str) -> None:
+    """After ``lease_wait`` the delivery no longer blocks its worker, and is rescheduled."""
     gate = stage.gate()
     first = stage.tasks.impatient.delay(name, gate=str(gate))
     stage.wait_for("begin", name=name)
@@ -54,7 +54,9 @@ def test_ignore_drops_other_calls_while_the_key_is_held_and_when_it_is_done(
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_fail_tells_other_calls_that_the_key_is_held_or_done(stage: Deployment, name: str) -> None:
+def test_with_raise_other_calls_get_the_error_that_the_key_is_held_or_done(
+    stage: Deployment, name: str
+) -> None:
     """The caller gets the error with its details; the record stays as it is."""
     gate = stage.gate()
     first = stage.tasks.refuses.delay(name, gate=str(gate))
@@ -108,8 +110,8 @@ def test_rerun_runs_the_next_call_and_replays_the_copies_of_finished_ones(
 def test_a_body_that_raises_leaves_its_key_cooling_and_a_later_call_runs(
     stage: Deployment, name: str
 ) -> None:
-    """With ``stop`` the caller gets the body's own exception; the failure is counted, and told to
-    the next attempt.
+    """With ``never`` the caller gets the body's own exception; the failure is counted, and the next
+    attempt can read it.
     """
     failed = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match=f"no luck with {name}"):

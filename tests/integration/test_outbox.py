@@ -73,7 +73,7 @@ def test_an_enqueued_call_is_published_once_its_transaction_has_committed(
     assert begins(stage, name) == [handle.id]
 
 
-def test_an_enqueued_call_keeps_its_options(stage: Deployment, engine: Engine, name: str) -> None:
+def test_an_enqueued_call_has_its_options(stage: Deployment, engine: Engine, name: str) -> None:
     """Those of ``apply_async``; a countdown counts from the call."""
     tasks = stage.tasks
     with Session(engine) as session:
@@ -95,10 +95,10 @@ def test_an_enqueued_call_keeps_its_options(stage: Deployment, engine: Engine, n
     stage.wait_for("begin", name=f"{name}-linked")
 
 
-def test_options_that_a_record_cannot_keep_are_refused(
+def test_options_that_a_record_cannot_store_are_refused(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """With those it keeps; and the earlier name with the one of today."""
+    """The error names the options that it can store, and the new name of a renamed one."""
     order = stage.tasks.order
     with Session(engine) as session, session.begin():
         with pytest.raises(
@@ -183,7 +183,7 @@ def test_the_same_key_twice_by_a_driver_is_one_call(stage: Deployment, name: str
 def test_a_connection_leaves_the_publishing_to_the_relay(
     stage: Deployment, engine: Engine, name: str, kind: str
 ) -> None:
-    """Nobody tells of its commit; the relay publishes what is due, and nothing a second time."""
+    """Its commit cannot be observed; the relay publishes due messages, each of them once."""
     if kind == "connection":
         with engine.begin() as connection:
             handle = stage.tasks.order.delay_in(connection, name)
@@ -254,7 +254,7 @@ def test_the_chore_in_a_worker_relays_too(stage: Deployment, engine: Engine, nam
 def test_two_relays_at_once_publish_each_call_once(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Whoever takes a message first publishes it."""
+    """The relay that locks a message first publishes it."""
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(5)
@@ -281,12 +281,10 @@ def test_a_relay_and_a_publish_at_once_are_one_run(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_commit_succeeds_while_the_broker_is_away(
+def test_a_commit_succeeds_during_an_outage_of_the_broker(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay publishes once the broker is back, and says of a try without it that nothing was
-    published.
-    """
+    """During the outage the relay reports that nothing was published; afterwards it publishes."""
     copies = app_components.parts_of(stage.app).copies
     copies.close()
     with monkeypatch.context() as patch:
@@ -361,7 +359,7 @@ def test_other_content_under_the_same_key_is_refused(
     assert first.get(timeout=PATIENCE) == by(name, first.id)
 
 
-def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(
+def test_a_key_whose_call_will_not_run_again_is_enqueued_again(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
     """Its cooldown is over, and it was left to its callers: this one is published, and runs."""
@@ -379,10 +377,10 @@ def test_a_key_whose_call_will_not_come_back_is_enqueued_anew(
     assert begins(stage, name)[1:] == [handle.id]
 
 
-def test_a_key_an_operator_has_released_is_enqueued_anew(
+def test_a_key_that_an_operator_has_released_is_enqueued_again(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Nothing is queued for it, as the operator was told."""
+    """No message of it exists, as the output of ``release`` says."""
     stage.client.resolve(doubtful(stage, name), "retry", task=f"{ORDERING}.order")
     with Session(engine) as session, session.begin():
         handle = stage.tasks.order.delay_in(session, name, None, "doubt")
@@ -399,7 +397,7 @@ def let_expire(patch: pytest.MonkeyPatch, task: Any) -> None:
     patch.setattr(task, "_exec_options", None)
 
 
-def test_a_key_whose_enqueued_call_has_expired_is_enqueued_anew(
+def test_a_key_whose_enqueued_call_has_expired_is_enqueued_again(
     stage: Deployment, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Published and discarded: no rescue publishes it again, and the next call has the key."""
@@ -449,8 +447,8 @@ def test_a_relay_drops_what_has_expired_and_an_enqueue_replaces_it(
 def test_a_key_whose_enqueued_call_was_revoked_is_free_once_it_is_forgotten(
     stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """Nobody tells the records of a revocation, so an operator does; a release would leave the
-    message to a rescue.
+    """A revocation does not change the record, so an operator uses ``forget``; after a release, a
+    rescue would publish the message.
     """
     with engine.begin() as connection:
         revoked = stage.tasks.order.delay_in(connection, name)
@@ -502,7 +500,7 @@ def test_an_enqueued_call_whose_first_delivery_was_lost_runs_at_the_next(
     assert begins(stage, name) == [handle.id]
 
 
-def test_a_client_of_the_app_relays_and_any_other_says_that_it_cannot(
+def test_a_client_of_the_app_relays_and_other_clients_raise(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
     """It takes the app to publish a message."""
@@ -572,7 +570,7 @@ def test_arguments_that_would_not_arrive_as_they_are_cannot_be_enqueued(
 def test_a_call_whose_arguments_json_would_change_is_not_stored(
     stage: Deployment, name: str
 ) -> None:
-    """The worker says so once; others of the task are stored."""
+    """The worker logs that once; other calls of the task are stored."""
     for number, content in enumerate([(2, 3), {1: "x"}]):
         assert stage.tasks.typed.delay(f"{name}-{number}", content).get(timeout=PATIENCE) == repr(
             content
@@ -608,7 +606,7 @@ def test_a_locked_record_does_not_keep_the_relay_from_the_others(
 
 
 def test_beat_relays_by_itself(stage_factory: DeploymentFactory, name: str) -> None:
-    """As the documentation's schedule says, with a beat inside the worker."""
+    """With the schedule of the documentation, and beat inside the worker."""
     stage = stage_factory(
         PG_DATABASE, home=ORDERING, start=False, env={"CHORES_EVERY": "0.5", "TTL": f"{TTL:g}"}
     )

@@ -49,7 +49,7 @@ def test_m1_a_body_that_fails_twice_is_retried_until_it_succeeds(
     assert not stage.is_held(task, key)
 
 
-def test_m2_a_message_delivered_again_while_its_first_copy_runs_comes_back_later(
+def test_m2_a_message_delivered_again_while_its_first_copy_runs_is_rescheduled(
     stage: Deployment, name: str
 ) -> None:
     """One of the two runs; the other is rescheduled, and answered from the record when it is
@@ -162,10 +162,10 @@ def test_m12_an_argument_that_json_turns_into_a_list_makes_one_key(
 
 
 @pytest.mark.parametrize("kind", ["redis", "database"])
-def test_m13_a_call_outlives_a_lease_store_that_is_away(
+def test_m13_a_call_survives_an_outage_of_the_lease_store(
     stage_factory: DeploymentFactory, name: str, kind: str
 ) -> None:
-    """The message is rescheduled while the store is away, and runs once when it is there again."""
+    """The message is rescheduled during the outage, and runs once afterwards."""
     if kind == "redis":
         server: RedisServer | PostgresServer = RedisServer().start()
         stage = stage_factory(REDIS_REDIS_POSTGRES, env={"LEASES_URL": server.url})
@@ -221,7 +221,7 @@ def test_m14_the_errors_of_duplicates_arrive_with_their_class_and_their_details(
 
 
 def test_c1_a_replayed_member_of_a_chord_is_never_ignored(stage: Deployment, name: str) -> None:
-    """Members whose key is done, in every way a duplicate can be told to end without a result."""
+    """Members whose key is done, with every option that ends a duplicate without a result."""
     for task in ("work", "ignores"):
         leased = getattr(stage.tasks, task)
         value = leased.delay(name).get(timeout=PATIENCE)
@@ -250,10 +250,10 @@ def test_c2_a_copy_of_a_running_member_never_fails_it(stage: Deployment, name: s
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_x4_an_error_of_the_connection_is_not_remembered_for_ever(
+def test_x4_a_connection_error_is_not_stored_for_ever(
     stage_factory: DeploymentFactory, name: str
 ) -> None:
-    """Its caller is told, the key cools down for a minute, and the next call after that runs."""
+    """Its caller gets the error, the key cools for a minute, and the next call after that runs."""
     stage = stage_factory(REDIS_DATABASE_SQLITE, home=COOLING)
     script = [["raise", "ConnectionError", "gone"], OK]
     with pytest.raises(ConnectionError, match="gone"):

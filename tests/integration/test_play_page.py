@@ -1,6 +1,6 @@
 """``make play`` in a real Chromium: with real workers, and with a server that has no events.
 
-``LEASES_PICTURES=docs`` makes the picture of docs/play.md anew.
+``LEASES_PICTURES=docs`` takes the screenshot of docs/play.md again.
 """
 
 import os
@@ -29,7 +29,7 @@ class Page:
         self.browser = browser
 
     def text(self, css: str) -> str:
-        """What the elements for a selector say now."""
+        """The texts of the elements for a selector."""
         script = (
             "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText).join(' ')"
         )
@@ -85,8 +85,8 @@ def test_what_the_page_promises_happens(
     play: GuardedProcess, browser: Browser, tmp_path: Path
 ) -> None:
     """A double click is paid once, a rate limit counts down and drains, a dead worker's document is
-    taken over, a person decides about a charge; in the end the connection is lost, and the page
-    says so.
+    taken over, and a person resolves a charge. At the end the connection is lost, and the page
+    shows that.
     """
     browser.open(play.wait_for_log(r"Open (http://\S+)", 60)[1])
     browser.driver.set_window_size(1100, 800)
@@ -108,7 +108,7 @@ def test_what_the_page_promises_happens(
 
 
 def pays_once(page: Page) -> None:
-    """Whatever is pressed."""
+    """For every button."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     number = page.submit()
@@ -216,7 +216,7 @@ STATE: dict[str, Any] = {
 
 
 def test_a_page_without_events_asks_again_and_again(browser: Browser) -> None:
-    """And says so, and what a button's answer was."""
+    """The page shows that, and the answer to a button."""
     from werkzeug.serving import make_server
 
     from example_project.play import web

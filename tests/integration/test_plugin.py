@@ -1,6 +1,4 @@
-"""The pytest plugin says what it could not test: a skip and one line on a laptop, a failure in
-CI.
-"""
+"""The pytest plugin reports missing servers: a skip and one line on a laptop, a failure in CI."""
 
 import tomllib
 
@@ -35,7 +33,7 @@ def test_needs_docker(): ...
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A project of two tests that need a Redis where there is none."""
+    """A project of two tests that need a Redis, which is not installed."""
     monkeypatch.delenv("CI", raising=False)
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)

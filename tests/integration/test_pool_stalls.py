@@ -16,10 +16,8 @@ from tests.integration.deployments import PATIENCE, POOL_STORES, Deployment
 from tests.integration.process_resources import resource_counts
 
 TTL = 2
-TOLD = 3.0
-"""By when a body that goes on must have been told, in seconds, on a busy machine; measured at
-milliseconds.
-"""
+NOTICED = 3.0
+"""Seconds within which a body must notice the loss on a busy machine; usually milliseconds."""
 
 GREEN = ("gevent", "eventlet")
 """Where a call may block the hub and let threads run; elsewhere that is any sleep."""
@@ -69,16 +67,16 @@ def process(stage: Deployment, name: str) -> Iterator[int]:
         raise TimeoutError(f"{error}; there are too many of {counted() - before}") from error
 
 
-def test_a_body_that_holds_the_interpreter_beyond_the_ttl_is_told_and_runs_again(
+def test_a_body_that_holds_the_gil_beyond_the_ttl_is_interrupted_and_runs_again(
     stage: Deployment, name: str, process: int
 ) -> None:
-    """One regular expression: nobody can renew meanwhile. The attempt is given back, which is no
-    crash.
+    """One regular expression, during which no thread can renew. The attempt is given back, and no
+    crash is counted.
     """
     once = stage.gate()
     result = stage.tasks.hogs.delay(name, str(once), 1.2 * TTL, stage.worker.pool == "threads")
     held, *_ = stage.wait_for("held", name=name)
-    (lost,) = stage.wait_for("lost", timeout=TOLD, name=name)
+    (lost,) = stage.wait_for("lost", timeout=NOTICED, name=name)
     first, second = stage.wait_for("begin", 2, name=name)
     assert result.get(timeout=PATIENCE)["fence"] == second["fence"] > first["fence"]
     assert (lost["pid"], held["pid"]) == (process, process)
@@ -102,7 +100,7 @@ def test_a_body_that_hangs_fails_once_it_was_held_for_too_long(
     assert len(stage.events("begin", name=name)) == len(stage.events("lost", name=name)) == 1
 
 
-def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(
+def test_a_body_that_blocks_the_hub_beyond_the_ttl_does_not_lose_its_lease(
     stage: Deployment, name: str, process: int
 ) -> None:
     """The threads that renew are the system's: they run while no greenlet can."""
@@ -124,10 +122,10 @@ def test_a_body_that_blocks_the_hub_beyond_the_ttl_keeps_its_lease(
 
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
-def test_a_process_that_the_body_has_forked_never_comes_back_into_the_protocol(
+def test_a_process_that_the_body_has_forked_takes_no_step_of_the_protocol(
     stage: Deployment, name: str, process: int, how: str, code: int
 ) -> None:
-    """It ends where the body would have; the parent keeps the lease, and its outcome is the only
+    """It ends at the end of the body; the parent still has the lease, and its outcome is the only
     one.
     """
     result = stage.tasks.forks.delay(name, how)

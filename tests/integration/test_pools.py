@@ -53,7 +53,7 @@ def test_twenty_calls_of_one_key_run_one_body_in_every_pool(stage: Deployment, n
     assert len(stage.events("begin", name=name)) == 1
 
 
-def test_a_body_of_twice_the_ttl_keeps_its_lease_by_renewals(stage: Deployment, name: str) -> None:
+def test_renewals_hold_the_lease_of_a_body_of_twice_the_ttl(stage: Deployment, name: str) -> None:
     """A renewal comes every third of a ttl; after seven of them the key is still held, and the
     outcome is accepted.
     """
@@ -84,12 +84,10 @@ def test_several_bodies_in_one_process_keep_their_own_leases(stage: Deployment, 
         assert (ended["key"], ended["fence"]) == (results[n].id, fences[n])
 
 
-def test_check_tells_the_body_when_its_lease_was_released_from_outside(
+def test_check_raises_when_the_lease_was_released_by_an_operator(
     stage: Deployment, name: str
 ) -> None:
-    """An operator takes the key away: ``check()`` raises, and the call runs again under a higher
-    fence.
-    """
+    """``check()`` raises, and the call runs again with a higher fence."""
     running = stage.tasks.checks.delay(name, gate="once")
     (begun,) = stage.wait_for("begin", name=name)
     stage.client.release(f"checks:{name}", task=stage.tasks.checks.name)

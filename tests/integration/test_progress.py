@@ -101,10 +101,8 @@ def test_a_failure_loses_nothing(stage: Deployment, name: str, every: int | None
     assert len(stage.events("begin", name=name)) == 4
 
 
-def test_a_lease_that_was_taken_away_stops_the_loop_between_two_items(
-    stage: Deployment, name: str
-) -> None:
-    """The body is told by the next item; the run after it goes on where the last save was."""
+def test_a_lost_lease_stops_the_loop_between_two_items(stage: Deployment, name: str) -> None:
+    """The next item raises; the next run continues after the last saved item."""
     gate = stage.gate()
     result = stage.tasks.loops.delay(name, 20, every=1, waits_at=5, gate=str(gate))
     (waits,) = stage.wait_for("waits", name=name)
@@ -128,7 +126,7 @@ def test_two_loops_have_their_own_positions(stage: Deployment, name: str) -> Non
     assert result.get(timeout=PATIENCE) == [["body", 2], ["body", 3], ["body", 4]]
 
 
-def test_a_loop_keeps_a_lease_that_nobody_renews(stage: Deployment, name: str) -> None:
+def test_a_loop_extends_a_lease_without_renewal(stage: Deployment, name: str) -> None:
     """Under ``lease_renew=False`` what is saved pushes it out, for longer than it would last."""
     result = stage.tasks.quietly.delay(name, 45, 0.1)
     result.get(timeout=PATIENCE)

@@ -1,5 +1,5 @@
-"""RabbitMQ's quorum queues, on topic and direct exchanges: what waits comes back, to its queue, and
-blocks nobody.
+"""Quorum queues of RabbitMQ on topic and direct exchanges: waiting calls return to their queue and
+block no other call.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def kind_of(stage: Deployment, queue: str) -> Any:
     return Queue(queue, exchange, queue, queue_arguments={"x-queue-type": "quorum"})
 
 
-def test_waits_in_sequence_come_back(stage: Deployment, name: str) -> None:
+def test_a_call_returns_after_several_waits(stage: Deployment, name: str) -> None:
     """Short and long: each is a message that is new to RabbitMQ, and none costs one of the
     deliveries it allows.
     """
@@ -105,7 +105,7 @@ def refusing(
 
 
 def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, name: str) -> None:
-    """Its caller and its record are told, and no delivery is spent without a line in the log."""
+    """The error is at the caller and in the record, and each delivery has a log line."""
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)
     with pytest.raises(RescheduleFailed, match="the broker takes nothing"):
@@ -115,7 +115,9 @@ def test_a_call_fails_before_its_queue_would_discard_it(refusing: Deployment, na
     assert (status.state, status.resumes) == ("pending", False)
 
 
-def test_a_call_comes_back_that_is_taken_at_last(refusing: Deployment, name: str) -> None:
+def test_a_call_whose_reschedule_succeeds_at_last_runs_again(
+    refusing: Deployment, name: str
+) -> None:
     """It is published again and again by the worker that holds its delivery."""
     Path(refusing.env["REFUSED"]).touch()
     call = refusing.tasks.reschedules_once.delay(name)

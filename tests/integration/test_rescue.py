@@ -1,6 +1,4 @@
-"""Records that are with nobody, and keys that wait for an operator: what rescue and resolve do for
-them.
-"""
+"""``rescue`` for records whose work has stopped, and ``resolve`` for keys that are uncertain."""
 
 import pytest
 import redis
@@ -47,7 +45,7 @@ __all__ = ["driver", "engine", "module_stage", "operator"]
 def test_what_was_published_and_never_delivered_is_rescued(
     stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """The broker has lost the message of an enqueued call: ``--dry-run`` tells, ``rescue``
+    """The broker has lost the message of an enqueued call: ``--dry-run`` lists it, ``rescue``
     publishes it.
     """
     with engine.begin() as connection:
@@ -96,7 +94,7 @@ def test_a_record_that_changed_since_it_was_read_is_not_published(
 def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
     stage_factory: DeploymentFactory, name: str
 ) -> None:
-    """Beat comes round more often than that; nobody works off the queue."""
+    """Beat runs the rescue more often than that, and no worker consumes the queue."""
     stage = stage_factory(PG_REDIS, home=ORDERING, start=False, env={"TTL": f"{TTL:g}"})
     made = create_engine(stage.database_url, poolclass=NullPool)
     with Session(made) as session, session.begin():
@@ -114,8 +112,8 @@ def test_a_key_that_waits_in_a_backlog_gets_one_copy_in_each_interval(
 def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
     stage: Deployment, engine: Engine, operator: Terminal, name: str
 ) -> None:
-    """The broker is away: the command fails and says why, and nothing is lost for those who only
-    rescue.
+    """During an outage of the broker the command fails and says why; a later rescue publishes the
+    message.
     """
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
@@ -137,7 +135,7 @@ def test_what_a_rescue_could_not_publish_is_not_counted_and_the_next_one_does(
 def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """It died before it published, and nobody relays."""
+    """It died before it published, and no relay runs."""
     with engine.begin() as connection:
         handle = stage.tasks.order.delay_in(connection, name)
     change(stage, name, "publish_at = NULL")
@@ -156,17 +154,17 @@ def test_what_a_killed_rescue_has_marked_is_published_by_the_next(
 def test_an_enqueued_record_knows_the_retention_of_its_task(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """Before anybody has claimed it."""
+    """Before a worker has claimed it."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     assert record(stage, name)["retention"] == stage.tasks.order.lease_options.retention * 1e6
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
 
 
-def test_a_call_enqueued_after_the_key_was_reset_is_kept_until_it_is_published(
+def test_a_call_enqueued_after_the_key_was_reset_stays_until_it_is_published(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """An operator's retention is for what nobody asks for any more."""
+    """The retention that an operator gave does not apply to a new call."""
     with engine.begin() as connection:
         stage.tasks.order.delay_in(connection, name)
     stage.client.forget(f"order:{name}", task=f"{ORDERING}.order")
@@ -205,7 +203,7 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
         with Session(engine) as session, session.begin():
             handle = stage.tasks.order.delay_in(session, name, None, "cool")
     assert record(stage, name)["publish_at"] is None
-    with Session(engine) as session, session.begin():  # it is queued, as far as anybody knows
+    with Session(engine) as session, session.begin():  # it may still be queued
         assert stage.tasks.order.delay_in(session, name, None, "cool").id == handle.id
     assert rescued(stage, name) == 0
     let_be_old(stage, name, "order")
@@ -219,7 +217,7 @@ def test_a_lost_message_of_a_key_whose_last_call_had_failed_is_rescued(
 def test_a_call_that_celery_has_ended_is_not_rescued(
     stage: Deployment, name: str, how: str
 ) -> None:
-    """Whoever revoked it, or waits for it, was told that it is over."""
+    """Its callers have already got the final state."""
     limit = {} if how == "revoked" else {"time_limit": 1}
     result = stage.tasks.kept.apply_async((name, str(stage.gate())), **limit)
     stage.wait_for("begin", name=name)
@@ -255,10 +253,10 @@ def test_live_ones_do_not_hide_a_stranded_one(
 
 
 @pytest.mark.only(database="postgres")  # there are no row locks on SQLite
-def test_a_locked_record_does_not_keep_a_rescue_from_the_others(
+def test_a_rescue_skips_a_locked_record_and_publishes_the_others(
     stage: Deployment, engine: Engine, name: str
 ) -> None:
-    """What somebody has locked is with somebody."""
+    """A locked record is in use."""
     with engine.begin() as connection:
         handles = [
             stage.tasks.order.delay_in(connection, f"{name}-{number}") for number in range(2)
@@ -344,7 +342,7 @@ def test_a_limit_below_one_is_refused(operator: Terminal) -> None:
 # -- resolve ---------------------------------------------------------------------------------------
 
 
-def test_an_operator_may_say_that_an_uncertain_key_is_done(
+def test_an_operator_may_resolve_an_uncertain_key_as_done(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
     """By client and command; later callers get the result he gives, and nothing runs."""
@@ -374,7 +372,7 @@ def test_an_operator_may_say_that_an_uncertain_key_is_done(
 def test_an_operator_may_let_an_uncertain_key_run_again(
     stage: Deployment, operator: Terminal, name: str
 ) -> None:
-    """Nothing is queued by that, as he is told; the next call runs."""
+    """No message is published, and the output says so; the next call runs."""
     key = doubtful(stage, name)
     done = operator.types("resolve", key, "--retry")
     assert (done.returncode, "no message was published" in done.stderr) == (0, True)
@@ -384,9 +382,7 @@ def test_an_operator_may_let_an_uncertain_key_run_again(
 
 
 def test_a_live_lease_is_not_resolved_unless_forced(stage: Deployment, name: str) -> None:
-    """What its holder still says about the outcome is refused then: its caller gets the operator's
-    answer.
-    """
+    """With force the holder's outcome is refused, and its caller gets the operator's result."""
     gate = stage.gate()
     task, key = f"{ORDERING}.order", f"order:{name}"
     running = stage.tasks.order.delay(name, str(gate))

@@ -1,4 +1,4 @@
-"""The private servers start, die, freeze and come back as asked, and leave nothing behind."""
+"""The private servers of the tests: start, kill, freeze, restart, and clean up."""
 
 import os
 import signal
@@ -134,7 +134,7 @@ def test_the_wheel_stands_in_for_an_installed_redis(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_does_not_come_up_shows_its_log() -> None:
-    """The error of a start that failed holds what the server said, and no directory stays."""
+    """The error of a failed start contains the server's log, and no directory is left."""
     server = RedisServer(options=("--no-such-option", "1"))
     with pytest.raises(NotReady, match="no-such-option"):
         server.start()

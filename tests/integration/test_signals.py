@@ -63,8 +63,8 @@ def lines_of(stage: Deployment, call: str) -> list[str]:
     return [event["event"] for event in stage.events("line", id=call) if event["level"] != "DEBUG"]
 
 
-def test_a_run_is_told_as_acquired_and_settled(stage: Deployment, name: str) -> None:
-    """The sender is the task; the events say who, which attempt, and how it ended."""
+def test_a_run_sends_lease_acquired_and_attempt_settled(stage: Deployment, name: str) -> None:
+    """The sender is the task; the events have the call, the attempt, and how it ended."""
     call = stage.tasks.work.delay(name)
     fence = call.get(timeout=PATIENCE)["fence"]
     acquired, settled = (
@@ -93,7 +93,9 @@ def test_a_run_is_told_as_acquired_and_settled(stage: Deployment, name: str) -> 
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_receiver_for_one_task_hears_of_that_one_only(stage: Deployment, name: str) -> None:
+def test_a_receiver_for_one_task_gets_events_of_that_task_only(
+    stage: Deployment, name: str
+) -> None:
     """``connect(sender=task)``, as with Celery's signals."""
     for task in (stage.tasks.rerun, stage.tasks.work):
         task.delay(name).get(timeout=PATIENCE)
@@ -101,7 +103,7 @@ def test_a_receiver_for_one_task_hears_of_that_one_only(stage: Deployment, name:
     assert {event["task"] for event in stage.events("settled")} == {stage.tasks.work.name}
 
 
-def test_a_failure_is_told_with_its_class_and_message(stage: Deployment, name: str) -> None:
+def test_the_event_of_a_failure_has_its_class_and_message(stage: Deployment, name: str) -> None:
     """The settled event of an attempt that raised."""
     call = stage.tasks.fails.delay(name)
     with pytest.raises(ValueError, match="no luck"):
@@ -119,7 +121,9 @@ def test_a_failure_is_told_with_its_class_and_message(stage: Deployment, name: s
     assert lines_of(stage, call.id) == ["attempt_settled"]
 
 
-def test_a_duplicate_is_told_as_held_put_back_and_replayed(stage: Deployment, name: str) -> None:
+def test_a_duplicate_sends_lease_held_call_rescheduled_and_result_replayed(
+    stage: Deployment, name: str
+) -> None:
     """The holder's identity and the first call's id are in the events; each delivery ends with one
     line.
     """
@@ -141,7 +145,7 @@ def test_a_duplicate_is_told_as_held_put_back_and_replayed(stage: Deployment, na
     assert one(stage, "result_replayed", other.id)["event"]["first_call_id"] == first.id
 
 
-def test_a_superfluous_copy_is_told_as_dropped(stage: Deployment, name: str) -> None:
+def test_a_superfluous_copy_sends_call_dropped(stage: Deployment, name: str) -> None:
     """The third copy of a running call, with its reason."""
     gate, call = stage.gate(), str(uuid4())
     first = stage.send("work", name, 0.0, str(gate), task_id=call)
@@ -165,7 +169,7 @@ def test_a_superfluous_copy_is_told_as_dropped(stage: Deployment, name: str) -> 
     ]
 
 
-def test_a_refusal_is_told_with_its_error(stage: Deployment, name: str) -> None:
+def test_the_event_of_a_refusal_has_its_error(stage: Deployment, name: str) -> None:
     """The same key with other arguments."""
     assert stage.tasks.work.delay(name, answer=1).get(timeout=PATIENCE) == 1
     call = stage.tasks.work.delay(name, answer=2)
@@ -175,7 +179,7 @@ def test_a_refusal_is_told_with_its_error(stage: Deployment, name: str) -> None:
     assert signals_of(stage, call.id) == lines_of(stage, call.id) == ["call_refused"]
 
 
-def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(
+def test_renewals_and_a_loss_send_events_and_the_outcome_is_refused(
     stage: Deployment, name: str
 ) -> None:
     """A key released by an operator under a running body: lost, refused, rescheduled, and done by
@@ -199,10 +203,8 @@ def test_renewals_and_a_loss_are_told_and_the_outcome_is_refused(
     assert told[-1] == "attempt_settled"
 
 
-def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Deployment, name: str) -> None:
-    """The body kills its own pool child once; the next attempt says on which host and how often in
-    a row.
-    """
+def test_the_next_attempt_sends_crash_seen(stage: Deployment, name: str) -> None:
+    """The body kills its own pool child once; the event has the host and the crashes in a row."""
     call = stage.tasks.dies.delay(name, 1)
     assert call.get(timeout=PATIENCE)["name"] == name
     crash = one(stage, "crash_seen", call.id)
@@ -211,7 +213,7 @@ def test_a_crash_is_told_by_the_attempt_that_comes_after_it(stage: Deployment, n
     assert crash["frozen"]
 
 
-def test_a_renewal_that_fails_is_told_and_the_lease_goes_on(
+def test_a_failed_renewal_sends_an_event_and_the_lease_continues(
     stage_factory: DeploymentFactory, name: str
 ) -> None:
     """Redis stands still for a moment: warnings with what is left, then renewals again, and one

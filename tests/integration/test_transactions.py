@@ -1,6 +1,4 @@
-"""Completion in the body's own transaction: whatever happens, there are as many invoices as done
-records.
-"""
+"""Completion in the body's own transaction: there are always as many invoices as done records."""
 
 import time
 from collections.abc import Iterator
@@ -50,7 +48,7 @@ def make_books(stage: Deployment) -> Deployment:
 def module_stage(
     request: pytest.FixtureRequest, stage_factory: DeploymentFactory
 ) -> Iterator[Deployment]:
-    """A worker that keeps books; at its end nothing may be left in the queue."""
+    """A worker of :mod:`tests.apps.transaction_scripts`; its queue must be empty at the end."""
     made = make_books(stage_factory(request.param, home=BOOKING, env={"TTL": f"{TTL:g}"}))
     yield made
     made.close_when_drained(request.session)
@@ -63,7 +61,7 @@ ON_POSTGRES = pytest.mark.only(database="postgres")
 ROW_IS_LEASE = pytest.mark.only(leases="database", database=("postgres", "mariadb"))
 """Where the row is the lease, and can be locked."""
 TELLS_TRANSACTIONS = pytest.mark.only(database=("postgres", "sqlite"))
-"""A connection to MariaDB does not tell one transaction from the next."""
+"""A connection to MariaDB has no transaction ids."""
 
 
 def run(stage: Deployment, name: str, *scripts: list[Any], way: str = "session") -> AsyncResult:
@@ -148,7 +146,7 @@ def test_a_rollback_takes_the_done_record_along(stage: Deployment, name: str, wa
 def test_a_transaction_that_is_left_open_is_rolled_back(
     stage: Deployment, name: str, way: str
 ) -> None:
-    """Nobody could commit it any more, and the row would stay locked."""
+    """It could never be committed, and the row would stay locked."""
     with pytest.raises(Exception, match="its transaction was not committed"):
         answer(stage, name, [OPEN, WRITE, COMPLETE], way=way)
     assert_balanced(stage, name, done=False)
@@ -175,7 +173,7 @@ def test_what_commits_each_statement_by_itself_is_refused(
 def test_another_database_is_refused_and_nothing_is_lost(
     stage: Deployment, name: str, way: str
 ) -> None:
-    """The record is not there; the call goes on and completes where it is."""
+    """The record is not in that database; the call continues and completes in its own."""
     script = [["open", f"{way} elsewhere"], ["try", *COMPLETE], ROLLBACK, *BOOKED]
     assert answer(stage, name, script) == "paid"
     assert raised(stage, name) == ["WrongDatabase"]
@@ -193,10 +191,8 @@ def test_a_result_that_is_no_json_is_refused_before_anything_is_written(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Deployment, name: str) -> None:
-    """As with any result: the success stands, the caller gets it, and a replay says that it is
-    missing.
-    """
+def test_a_result_above_the_limit_is_returned_but_not_stored(stage: Deployment, name: str) -> None:
+    """The call succeeds and its caller gets the result; a replay raises that it is missing."""
     large = "x" * 300_000
     assert answer(stage, name, [OPEN, WRITE, ["complete", large], COMMIT]) == large
     assert_balanced(stage, name, done=True)
@@ -210,12 +206,10 @@ def test_a_result_above_the_limit_is_returned_but_not_kept(stage: Deployment, na
 
 
 @pytest.mark.parametrize("kind", ["value", "snooze", "retry", "ignore", "reject"])
-def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(
+def test_a_call_that_raises_after_the_commit_has_succeeded(
     stage: Deployment, name: str, kind: str
 ) -> None:
-    """Its result is the completed one, nothing runs again, and the signal tells of the
-    exception.
-    """
+    """Its result is the completed one, nothing runs again, and the signal has the exception."""
     result = run(stage, name, [*BOOKED, ["raise", kind]])
     assert result.get(timeout=PATIENCE) == "paid"
     stage.wait_until_drained()
@@ -230,7 +224,7 @@ def test_whatever_is_raised_after_the_commit_the_call_has_succeeded(
 def test_what_the_body_returns_after_the_commit_does_not_count(
     stage: Deployment, name: str
 ) -> None:
-    """The record says what was committed, and so does the call."""
+    """The call returns the result that was committed to the record."""
     assert answer(stage, name, [*BOOKED, ["say", "something else"]]) == "paid"
     assert_balanced(stage, name, done=True)
 
@@ -254,10 +248,10 @@ def test_a_second_completion_is_refused_in_the_transaction_and_after_it(
     assert_balanced(stage, name, done=True)
 
 
-def test_a_body_that_goes_on_after_the_commit_is_left_alone(stage: Deployment, name: str) -> None:
-    """For longer than the lease lasts: nobody interrupts it, nobody takes over, and callers are
-    answered.
-    """
+def test_a_body_that_continues_after_the_commit_is_not_interrupted(
+    stage: Deployment, name: str
+) -> None:
+    """It continues for longer than the ttl; no other call takes over; callers get the result."""
     result = run(
         stage, name, [*BOOKED, ["note", "committed"], ["sleep", 2 * TTL], ["note", "went on"]]
     )
@@ -301,7 +295,9 @@ def test_an_error_before_the_commit_is_the_failure_of_the_call(
     assert not stage.events("stands", about=f"books:{name}")
 
 
-def test_a_snooze_before_the_commit_comes_back_and_completes(stage: Deployment, name: str) -> None:
+def test_a_call_that_snoozes_before_the_commit_runs_again_and_completes(
+    stage: Deployment, name: str
+) -> None:
     """Its first run left nothing behind."""
     assert answer(stage, name, [OPEN, WRITE, COMPLETE, ["raise", "snooze"]], BOOKED) == "paid"
     assert len(stage.events("begin", name=name)) == 2
@@ -342,7 +338,7 @@ def test_a_savepoint_that_is_rolled_back_for_good_leaves_the_call_unfinished(
 def test_after_the_commit_of_a_completion_nothing_else_is_written(
     stage: Deployment, name: str, word: str
 ) -> None:
-    """The error says so, and the lease is not lost."""
+    """The error names the reason, and the lease is not lost."""
     assert answer(stage, name, [*BOOKED, ["try", word], ["note", "went on"]]) == "paid"
     (told,) = stage.events("raised", name=name)
     assert told["error"] == "AlreadyCompleted"
@@ -374,7 +370,7 @@ def test_guarded_rows_commit_while_the_fence_is_ours(
 def test_a_guarded_transaction_that_is_left_open_is_a_failure(
     stage: Deployment, name: str, way: str
 ) -> None:
-    """Its rows are rolled back, so the call has not succeeded, whatever its body returned."""
+    """Its rows are rolled back, so the call has failed although its body returned."""
     result = run(stage, name, [OPEN, GUARD, WRITE, ["say", "paid"]], BOOKED, way=way)
     with pytest.raises(
         Exception, match=r"after guard\(\), but its transaction was not committed"
@@ -412,8 +408,8 @@ def test_a_connection_that_is_closed_after_its_commit_guards_nothing(
 def test_with_a_stale_fence_the_rows_do_not_commit(
     stage: Deployment, name: str, step: list[Any], way: str
 ) -> None:
-    """The key was taken away meanwhile: the body is told, its work rolls back, and the call is run
-    again.
+    """Another call has taken the key over: the body gets an error, its work rolls back, and the
+    call runs again.
     """
     gate = stage.gate()
     first = [
@@ -505,7 +501,7 @@ def test_in_repeatable_read_a_guard_comes_first(stage: Deployment, name: str) ->
 def test_in_repeatable_read_an_error_40001_by_a_driver_is_its_own(
     stage: Deployment, name: str
 ) -> None:
-    """No wrapping, so that whoever retries such transactions recognises it."""
+    """It is not wrapped, so that code which retries such transactions recognises it."""
     level = ["sql", "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"]
     early = [OPEN, level, ["read"], ["sleep", TTL], WRITE, ["try", *COMPLETE], ROLLBACK]
     assert answer(stage, name, [*early, *BOOKED], way="driver") == "paid"
@@ -558,9 +554,9 @@ def contend(stage: Deployment, name: str) -> list[AsyncResult]:
 
 
 @ON_SERVER
-def test_a_long_transaction_keeps_the_key_and_succeeds(stage: Deployment, name: str) -> None:
-    """Three times the ttl after ``complete()``: nobody takes over, contenders are rescheduled soon,
-    all get one answer.
+def test_a_long_transaction_holds_the_key_and_succeeds(stage: Deployment, name: str) -> None:
+    """Three times the ttl after ``complete()``: no other call takes over, other calls are
+    rescheduled, and all get one result.
     """
     script = [
         OPEN,
@@ -607,7 +603,7 @@ def test_contenders_of_a_locked_row_give_up_soon(stage: Deployment, name: str) -
 def test_a_long_transaction_that_is_rolled_back_leaves_no_second_invoice(
     stage: Deployment, name: str
 ) -> None:
-    """Whoever is the next then, one of them books it, and all get its answer."""
+    """One of the waiting calls runs next, and all get its result."""
     first = [
         OPEN,
         WRITE,
@@ -682,17 +678,17 @@ def test_who_waits_for_a_long_guard_all_along_does_not_come_in_at_its_commit(
 
 
 def waiting_for_rows(stage: Deployment) -> int:
-    """How many statements wait for somebody's lock in the stage's database."""
+    """How many statements wait for a lock in the deployment's database."""
     with stage._engine.connect() as connection:
         return waiting_in(connection)
 
 
 @ROW_IS_LEASE
-def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody_came(
+def test_a_guard_whose_session_has_ended_renews_the_lease_if_no_other_call_has_taken_it(
     stage: Deployment, name: str
 ) -> None:
-    """The lock is gone while the transaction says that it is open: the row is renewed again, and
-    nobody else runs.
+    """The lock is lost while the transaction still seems to be open: the row is renewed again, and
+    no other call runs.
     """
     gone = [
         OPEN,
@@ -717,7 +713,7 @@ def test_a_guard_whose_session_the_server_has_ended_keeps_the_lease_where_nobody
 
 
 @ROW_IS_LEASE
-def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
+def test_a_guard_that_is_taken_over_while_its_process_is_frozen_raises_at_once(
     stage: Deployment, name: str, request: pytest.FixtureRequest
 ) -> None:
     """The server has ended the idle transaction, and another attempt has done the work: lost,
@@ -756,9 +752,11 @@ def test_a_guard_that_is_taken_over_while_its_process_is_frozen_is_told_at_once(
 
 
 @pytest.mark.only(database="sqlite")
-def test_a_plain_begin_on_sqlite_is_told_of_begin_immediate(stage: Deployment, name: str) -> None:
-    """Read first, another writer in between: SQLite refuses for ever, so the message says how to
-    begin.
+def test_the_error_of_a_plain_begin_on_sqlite_names_begin_immediate(
+    stage: Deployment, name: str
+) -> None:
+    """After a read and another transaction's write, SQLite refuses every write, so the message
+    shows how to begin.
     """
     gate = stage.gate()
     plain = [["read"], ["note", "read"], ["wait", str(gate)], ["try", *COMPLETE], ROLLBACK]

@@ -80,7 +80,7 @@ def test_a_call_that_comes_while_others_wait_does_not_go_to_a_process(
     stage.wait_for("begin", name=name)
     second = stage.tasks.rerun.delay(name)
     stage.wait_for_log(second.id, "another call holds the key")
-    stage.wait_for_log(second.id, "received", 2)  # its copy has come back to wait
+    stage.wait_for_log(second.id, "received", 2)  # its copy waits again
     later = [stage.tasks.rerun.delay(name) for _ in range(5)]
     for call in later:
         stage.wait_for_log(call.id, "received")
@@ -109,8 +109,8 @@ def test_twenty_calls_of_finished_work_are_answered_together(stage: Deployment, 
 def test_a_call_with_other_arguments_does_not_wait_behind_the_others(
     stage: Deployment, name: str
 ) -> None:
-    """With leases in the database it is refused while the key is held, as the row says what it
-    stands for.
+    """With leases in the database it is refused while the key is held, because the row has the
+    fingerprint of the arguments.
     """
     gate = stage.gate()
     running = stage.tasks.work.delay(name, gate=str(gate), answer="first")
@@ -136,7 +136,7 @@ def test_a_call_that_is_revoked_while_it_waits_lets_the_next_one_pass(
     stage.wait_for("begin", name=name)
     calls = [stage.tasks.rerun.delay(name)]
     stage.wait_for_log(calls[0].id, "another call holds the key")
-    stage.wait_for_log(calls[0].id, "received", 2)  # its copy has come back to wait
+    stage.wait_for_log(calls[0].id, "received", 2)  # its copy waits again
     calls += [stage.tasks.rerun.delay(name) for _ in range(2)]
     for call in calls[1:]:
         stage.wait_for_log(call.id, "waits here")

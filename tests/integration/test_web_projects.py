@@ -55,7 +55,7 @@ class Shop:
         return {**kept, **self.env, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def runs(self, *command: str) -> str:
-        """What a command of Python's says in the project; it must succeed."""
+        """The output of a Python command in the project, which must succeed."""
         done = subprocess.run(
             [sys.executable, *command],
             cwd=self.home,
