@@ -34,7 +34,7 @@ class Paused(Exception):
 
 @dataclass(frozen=True)
 class Caller:
-    """One call: the replies that its claim has had, and what has become of it."""
+    """One call: the replies that its claim has got so far, and its state."""
 
     claim_request: ClaimRequest
     replies: tuple[InsertOrReadResult | bool, ...] = ()
@@ -217,9 +217,7 @@ def _going_on(world: World, place: int) -> World:
 
 
 def _losing(world: World, place: int) -> World:
-    """The step is carried out, its reply is lost, and the claim begins anew under the same
-    token.
-    """
+    """The step is executed, its reply is lost, and the claim starts again with the same token."""
     caller = world.callers[place]
     claim = _Claim(world, caller)
     with suppress(Paused):
@@ -285,8 +283,8 @@ def _with(world: World, place: int, **changes: Any) -> World:
 
 
 def beginnings(accidents: int) -> Iterator[tuple[str, World]]:
-    """No row, a row whose call comes back by itself, a dead holder's row, and one whose retention
-    is over.
+    """No row, a row whose call resumes by itself, a dead holder's row, and one whose retention is
+    over.
     """
     claim_request = ClaimRequest(
         KEY, "task", "key", "token-one", "call-one", TTL, "host/1", repeat=True, message="of one"

@@ -1,4 +1,4 @@
-"""Calls, rows, holders, gates and failures to decide on."""
+"""Calls, rows, holders, gates and failures as inputs of the decisions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from celery_leases.protocol.verdicts import Call, Facts, Raise, Reschedule, Verd
 NOW = 1_000_000_000_000
 SECOND = 1_000_000
 TODAY = 1_800_000_000.0
-"""The wall clock, as far as people are told."""
+"""The wall clock, for times in messages."""
 OURS, THEIRS = "call-ours", "call-theirs"
 GROUP = "openai:large"
 KEY = CallKey("invoice:1842", "t:billing.send|invoice:1842", "v1:same", {"month": "m1"})
@@ -83,7 +83,7 @@ def waiting(state: State, seconds: float, call_id: str = THEIRS, **changes: Any)
 RUNNING = a_record(State.RUNNING, OURS, attempt=4, failures=2, crashes=1)
 FRESH = a_record(State.RUNNING, OURS, started_at=NOW)
 MOST = 1 - 1e-9
-"""The chance that makes a wait as long as it can be."""
+"""The random number that makes a wait as long as possible."""
 
 
 def held_by(call_id: str, remaining: float = 9.0) -> Holder:
@@ -91,7 +91,7 @@ def held_by(call_id: str, remaining: float = 9.0) -> Holder:
     return Holder("token-1", call_id, "host-a/17", 15.0, remaining)
 
 
-def shut(seconds: float, **changes: Any) -> Gate:
+def closed_gate(seconds: float, **changes: Any) -> Gate:
     """The gate of the group, closed for so many seconds; 0: half-open."""
     given: dict[str, Any] = {
         "group": GROUP,
@@ -107,13 +107,13 @@ def probed(seconds: float) -> Gate:
     """The gate of the group, half-open, its probe's slot taken by another attempt for so many
     seconds.
     """
-    return shut(0.0, probe="probe", probe_for=seconds)
+    return closed_gate(0.0, probe="probe", probe_for=seconds)
 
 
 def judged(
     ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
 ) -> Classification:
-    """What the rules say of a failure; *delay* is what its answer told."""
+    """A classification of a failure; *delay* is the server delay."""
     return Classification(rule, ruling, reason, delay)
 
 
@@ -138,7 +138,7 @@ def refusal(verdict: Verdict) -> BaseException:
 
 
 def reschedule(verdict: Verdict) -> Reschedule:
-    """The verdict, as that of a call that comes back."""
+    """The verdict, which must be a reschedule."""
     assert isinstance(verdict, Reschedule), verdict
     return verdict
 

@@ -1,6 +1,4 @@
-"""Effects and progress in memory, and a desk at which bodies of one key are attempted over and
-over.
-"""
+"""Effects and progress in memory, and a bench that runs many attempts of one key."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ CHARGE = "charge"
 
 
 class MemoryEffects(SqlEffectStore):
-    """Effects beside *records*; each step is noted."""
+    """Effects next to *records*; each step is recorded."""
 
     def __init__(self, records: MemoryRecords, journal: Journal) -> None:
         super().__init__(records.database, records.tables)
         self.journal = journal
-        #: While it is away it says that nothing was written, as for a row that is locked.
+        #: An outage is reported as "nothing was written", as for a locked row.
         self.refuses = False
         writing = {"finish": "finish", "withdraw": "withdraw", "save_progress": "save"}
         noted(self, journal, clear_crashes="clear crashes", **writing)
@@ -45,19 +43,21 @@ class MemoryEffects(SqlEffectStore):
         begin = super().begin
         try:
             return self.journal.step("begin", lambda: begin(*given, **more))
-        except StoreUnavailable as error:  # a database that is away does not say what it has done
+        except (
+            StoreUnavailable
+        ) as error:  # during an outage it is not known what the database has done
             raise StoreUnavailable(str(error), False if self.refuses else None) from None
 
 
 class FakeRenewer:
-    """Extends at once, and notes it."""
+    """Extends at once, and records it."""
 
     def __init__(self, journal: Journal, clock: ManualClock) -> None:
         self.journal = journal
         self.clock = clock
 
     def extend(self, held_lease: HeldLease, seconds: float) -> None:
-        """Push the lease out."""
+        """Extend the lease."""
         held_lease.check()
         self.journal.step("extend", lambda: held_lease.extended(self.clock.now(), seconds))
 
@@ -92,12 +92,12 @@ class Attempt:
         transaction: Any = None
         steps = Steps(renewer, desk.store, self.effects, self.closed, transaction, transaction)
         self.lease = Lease(self.held_lease, record, lambda: steps, os.getpid())
-        #: Raised at the end of the next step that signals are kept away from.
+        #: Raised at the end of the next step that is protected from signals.
         self.pending: BaseException | None = None
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """A step that signals are kept away from."""
+        """A step that is protected from signals."""
         yield
         pending, self.pending = self.pending, None
         if pending is not None:
@@ -114,13 +114,13 @@ class Attempt:
         return self.effects.perform(name, calls_of(self.desk.calling(call), **known))
 
     def lose(self) -> None:
-        """The lease is over by the clock."""
+        """Let the lease expire by the clock."""
         self.desk.clock.sleep(2 * self.desk.ttl)
 
 
 @dataclass
 class EffectBench:
-    """The stores, the clock, and all calls that were made, by their idempotency keys."""
+    """The stores, the clock, and all requests that were made, by their idempotency keys."""
 
     ttl: float = 15.0
     clock: ManualClock = field(default_factory=ManualClock)
@@ -132,7 +132,7 @@ class EffectBench:
         self.store = MemoryEffects(self.records, self.journal)
 
     def attempt(self, call_id: str = "call", **options: Any) -> Attempt:
-        """Claim the key, from whoever has it."""
+        """Claim the key, also from another holder."""
         claim = self.records.others.claim(
             make_claim_request(KEY, call_id=call_id, rerun=options.get("rerun", False)), "fake"
         )
@@ -146,9 +146,7 @@ class EffectBench:
         return outcome
 
     def calling(self, call: Any = None) -> Callable[[str], Any]:
-        """A callable that notes its idempotency key and does *call*, raises it, or replies with
-        it.
-        """
+        """A callable that records its idempotency key, and then calls, raises or returns *call*."""
 
         def made(key: str) -> Any:
             self.called.append(key)
@@ -160,7 +158,7 @@ class EffectBench:
         return made
 
     def steps(self) -> list[str]:
-        """The steps so far, forgotten by this."""
+        """The steps since the last call of this method."""
         taken = list(self.journal)
         self.journal.clear()
         return taken
@@ -171,7 +169,7 @@ class EffectBench:
 
     @property
     def state(self) -> str | None:
-        """Where the charge stands."""
+        """The state of the charge."""
         found = self.effect()
         return found.state.value if found is not None else None
 

@@ -1,5 +1,5 @@
-"""Errors that look like those of client libraries which are not installed here: same names, same
-attributes.
+"""Errors like those of client libraries, with the same names and attributes, without the
+libraries.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The stores of the product in the memory of this process, under a clock that stands still: every
-step is noted, may be made to fail, and may be waited for.
+"""The stores of the product in memory, with a manual clock.
+
+Every step is recorded; a test can make it fail, or do something before it.
 
 The published contracts hold for them: records, effects and database leases are those of SQLite,
 and the leases beside them are in the store of :mod:`tests.distributions.toy_leases`.
@@ -30,7 +31,7 @@ EPOCH = 1_000_000 * SECOND
 
 
 class ManualClock:
-    """Stands still until it is told otherwise, or somebody waits."""
+    """A clock that advances only when it is set or when a caller sleeps."""
 
     def __init__(self) -> None:
         self.time = 1000.0
@@ -40,7 +41,7 @@ class ManualClock:
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        """Let the time pass."""
+        """Advance the clock."""
         self.time += seconds
 
 
@@ -53,15 +54,11 @@ class Journal(list[str]):
         self._before: dict[str, Callable[[], object]] = {}
 
     def away(self, *names: str, times: int = 10**9, done: bool = False) -> None:
-        """Let steps fail so many times; *done*: they are carried out, and only the reply is
-        lost.
-        """
+        """Make steps fail *times* times; with *done* they are executed and the reply is lost."""
         self._away |= dict.fromkeys(names, (times, done))
 
     def before(self, name: str, what: Callable[[], object]) -> None:
-        """Do something just before the next step of that name: what another worker does
-        meanwhile.
-        """
+        """Do something just before the next step of this name, as another worker would."""
         self._before[name] = what
 
     def step(self, name: str, do: Callable[[], T]) -> T:
@@ -78,14 +75,14 @@ class Journal(list[str]):
 
 
 class Seen(list[Event]):
-    """All that was observed."""
+    """An observer that stores all events."""
 
     def hears(self, kind: type[Event]) -> bool:
-        """Always."""
+        """Observe every kind of event."""
         return True
 
     def observe(self, event: Event) -> None:
-        """Remember."""
+        """Store the event."""
         self.append(event)
 
     def of(self, kind: type[E]) -> list[E]:
@@ -94,9 +91,7 @@ class Seen(list[Event]):
 
 
 class FixedAvailability:
-    """A given availability: whether the database is known to have been there for the holders of
-    lapsed leases.
-    """
+    """Whether the database counts as available to the holders of lapsed leases."""
 
     def __init__(self) -> None:
         self.answering = True
@@ -106,16 +101,14 @@ class FixedAvailability:
         return ALWAYS if self.answering else NEVER
 
     def answered(self, sent: float, at: float, now: int) -> None:
-        """Nothing to learn."""
+        """Ignore it."""
 
     def failed(self, at: float) -> None:
-        """Nothing to learn."""
+        """Ignore it."""
 
 
 def noted(store: object, journal: Journal, **steps: str) -> None:
-    """Have each of these methods of *store* be a step of *journal*, under the name that is
-    given.
-    """
+    """Make each of these methods of *store* a step of *journal*, with the given name."""
 
     def as_step(name: str, do: Callable[..., T]) -> Callable[..., T]:
         return lambda *given, **more: journal.step(name, lambda: do(*given, **more))
@@ -137,7 +130,7 @@ def _leases_in_memory() -> DatabaseLeaseStore:
 
 
 class Rows(MutableMapping[str, Record]):
-    """The rows of all keys, to look at and to put in place."""
+    """The rows of all keys, to read and to set."""
 
     def __init__(self, store: SqlRecordStore) -> None:
         self._store = store
@@ -169,30 +162,30 @@ class Rows(MutableMapping[str, Record]):
 
 
 class MemoryRecords(SqlRecordStore):
-    """Records in SQLite in memory, without any row; each step is noted. *look* is the name of the
-    step that inserts or reads. The latest store has the database for itself.
+    """Empty records in SQLite in memory; each step is recorded. *look* is the name of the step that
+    inserts or reads. Only the latest store may use the database.
     """
 
     def __init__(self, clock: ManualClock, journal: Journal, look: str = "claim") -> None:
-        # Its statements are those of the first store: to write them takes 30 times as long.
+        # It shares the statements of the first store, because building them takes 30 times as long.
         vars(self).update(vars(_in_memory()))
         self.availability: Any = FixedAvailability()
         self.database.host_now = lambda: EPOCH + round(clock.now() * SECOND)
         with self.database.engine.connect() as connection:
             for table in ("records", "effects", "marks", "gates"):
                 connection.exec_driver_sql(f"DELETE FROM {getattr(self.tables, table)}")  # noqa: S608
-        #: The same records, for what others do without a note.
+        #: The same records, for steps of others that are not recorded.
         self.others = copy(_in_memory())
         self.others.availability = self.availability
         self.rows = Rows(self.others)
         noted(self, journal, insert_or_read=look, swap="swap", read="read", settle="settle")
 
     def row(self, stored_key: str) -> Record | None:
-        """The row, read by nobody."""
+        """The row, without a recorded step."""
         return self.rows.get(stored_key)
 
     def retry(self, stored_key: str) -> None:
-        """What an operator's retry does: a new fence, nothing to wait for, nothing counted."""
+        """An operator's retry: a new fence, no wait, and all counts zero."""
         self.others.reset(stored_key, keep=True, forgive=True)
 
     def leases(self) -> DatabaseLeaseStore:

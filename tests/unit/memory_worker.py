@@ -1,4 +1,4 @@
-"""Workers on stores in memory: calls are run to their end under a clock that stands still."""
+"""A worker with stores in memory and a manual clock; each call runs to its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RATE_LIMITED = Closing(
 
 
 class NoRenewer:
-    """Renews nothing: under this clock no lease ends unless the test says so."""
+    """Renews nothing: with a manual clock leases expire only when a test advances it."""
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
@@ -49,13 +49,13 @@ class NoRenewer:
         self.kept.add(held_lease.claim_request.token)
 
     def drop(self, held_lease: HeldLease) -> None:
-        """It has ended."""
+        """A body has ended."""
         self.kept.discard(held_lease.claim_request.token)
 
 
 @dataclass
 class Bench:
-    """A worker, its stores, and what has been seen of both."""
+    """A worker, its stores, and the events and steps of both."""
 
     in_records: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
@@ -102,7 +102,7 @@ class Bench:
         return store
 
     def call(self, **changes: Any) -> Call:
-        """A call of the group that comes back whatever it fails of, under a token of its own."""
+        """A call of the group with its own token, which resumes after every failure."""
         given: dict[str, Any] = {
             "group": GROUP,
             "resume": "always",
@@ -111,7 +111,7 @@ class Bench:
         return a_call(**(given | changes))
 
     def again(self, call: Call, **changes: Any) -> Call:
-        """A copy of *call* that came back by itself."""
+        """The rescheduled copy of *call*."""
         back: dict[str, Any] = {
             "token": f"attempt-{next(self._tokens)}",
             "repeat": True,
@@ -120,15 +120,13 @@ class Bench:
         return replace(call, **(back | changes))
 
     def redelivered(self, call: Call) -> Call:
-        """The message of *call* once more, as its dead process left it: it knows nothing of the
-        run.
-        """
+        """The message of *call* again, as its dead process left it, without a trace of the run."""
         return self.again(call, started=False)
 
     def run(
         self, call: Call, *endings: Ending, during: Callable[[HeldLease], object] = lambda _: None
     ) -> Answer:
-        """Run *call*: its body does *during*, and ends so (by default with a value)."""
+        """Run *call*: its body does *during* and ends with *ending*, by default a value."""
 
         def body(held_lease: HeldLease, record: Record) -> Ending:
             self.ran.append(held_lease.claim_request.token)
@@ -139,14 +137,14 @@ class Bench:
 
     # -- situations --------------------------------------------------------------------------------
 
-    def shut(self, closing: Closing = RATE_LIMITED) -> None:
+    def close_gate(self, closing: Closing = RATE_LIMITED) -> None:
         """A failure elsewhere has closed the gate."""
         self.stores.close_gate(GROUP, closing, "elsewhere")
         self.journal.clear()
 
     def half_open(self, closing: Closing = RATE_LIMITED) -> None:
-        """So it had, and its time is over: whoever comes next is the probe."""
-        self.shut(closing)
+        """The gate is half-open: the next call is the probe."""
+        self.close_gate(closing)
         self.clock.sleep(closing.wait(1))
 
     # -- findings ----------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ class Bench:
 
     @property
     def state(self) -> State:
-        """Where the key stands."""
+        """The state of the key."""
         return self.row.state
 
     def steps(self, *names: str) -> list[str]:
@@ -174,7 +172,7 @@ class Bench:
 
     @property
     def held(self) -> bool:
-        """Whether somebody holds the key."""
+        """Whether the key is held."""
         return self.stores.holder(KEY.stored) is not None
 
     @property

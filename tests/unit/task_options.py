@@ -18,7 +18,7 @@ def gathered_options(
     parameters: tuple[str, ...] | None = PARAMETERS,
     **given: Any,
 ) -> LeaseOptions:
-    """The options of a task, as it gives them."""
+    """The options of a task with these attributes."""
     return gather("billing.send", given, defaults or {}, parameters)
 
 
@@ -28,7 +28,7 @@ def refused(
     parameters: tuple[str, ...] | None = PARAMETERS,
     **given: Any,
 ) -> str:
-    """The message with which they are refused."""
+    """The message of the error for these attributes."""
     with pytest.raises(LeaseConfigurationError) as caught:
         gathered_options(defaults=defaults, parameters=parameters, **given)
     return str(caught.value)

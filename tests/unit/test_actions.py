@@ -1,4 +1,4 @@
-"""The words rules are written in."""
+"""The functions that rules are written with."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_permanent_failure_may_call_an_operator() -> None:
     )
 
 
-def test_an_exact_retry_neither_grows_nor_jitters_nor_listens() -> None:
-    """Whoever said seven seconds meant seven seconds."""
+def test_an_exact_retry_neither_grows_nor_jitters_nor_uses_a_server_delay() -> None:
+    """``exactly`` seven seconds are seven seconds."""
     ruling = exactly("7s")
     assert ruling.policy is not None
     assert [ruling.policy.delay(n, rand) for n, rand in ((1, 0.0), (5, 0.9))] == [7.0, 7.0]

@@ -65,7 +65,7 @@ def test_it_reads_what_a_client_reads(urls: tuple[str, str]) -> None:
 
 
 def test_the_loop_goes_on_while_a_store_does_not_answer() -> None:
-    """A read that waits for its store keeps nobody else waiting."""
+    """A read that waits for its store does not block other reads."""
     answered, turns = threading.Event(), []
 
     class Silent:
@@ -86,8 +86,8 @@ def test_the_loop_goes_on_while_a_store_does_not_answer() -> None:
     assert not any(turns)
 
 
-def test_changes_are_told_once_each_and_end_with_the_work() -> None:
-    """What stays as it was is not told again, nor that time passes."""
+def test_each_change_is_yielded_once_and_the_last_one_is_the_end_of_the_work() -> None:
+    """An unchanged status is not yielded again, even if its times have changed."""
     running = a_status("running", attempt=1, fence=1)
     cooling = a_status("cooling", attempt=1, fence=1, retry_after=9.0)
     client = Scripted(
@@ -157,8 +157,8 @@ def test_waiting_for_a_state_ends_with_it_and_by_default_with_the_work() -> None
         assert asyncio.run(wait(Scripted(a_status("running"), a_status(end)))) == end
 
 
-def test_waiting_in_vain_says_where_the_key_stands() -> None:
-    """And a timeout of somebody else is left to them."""
+def test_a_timeout_while_waiting_names_the_state_of_the_key() -> None:
+    """A timeout of the caller's own is passed on."""
 
     async def wait(span: Any) -> None:
         async with on(Scripted(a_status("running"))) as reads:
@@ -189,7 +189,7 @@ def test_a_state_that_does_not_exist_is_refused() -> None:
         asyncio.run(wait())
 
 
-def test_a_store_that_does_not_answer_is_told_to_whoever_waits() -> None:
+def test_a_store_that_does_not_answer_raises_in_the_waiting_caller() -> None:
     """Not swallowed."""
 
     async def wait() -> None:
@@ -200,7 +200,7 @@ def test_a_store_that_does_not_answer_is_told_to_whoever_waits() -> None:
         asyncio.run(wait())
 
 
-def test_a_read_that_nobody_waits_for_any_more_ends_by_itself() -> None:
+def test_a_read_whose_caller_was_cancelled_ends_by_itself() -> None:
     """Who is cancelled is free at once, and closing waits for the thread."""
     began, answered = threading.Event(), threading.Event()
 
@@ -252,7 +252,7 @@ def test_a_version_changes_with_what_a_client_sees() -> None:
 
 
 def test_the_stores_of_an_app_are_those_that_its_settings_name_when_it_is_asked() -> None:
-    """Whoever imports a web app may change its settings after that."""
+    """Settings may change after the import of a web app."""
     first, second = Scripted(a_status("running")), Scripted(a_status("done"))
     clients: list[Any] = [first, second]
 
@@ -290,7 +290,7 @@ os._exit(0)
 
 
 def test_it_needs_neither_celery_nor_a_framework() -> None:
-    """As the page about FastAPI says."""
+    """As docs/fastapi.md says."""
     script = """
 import sys
 import celery_leases.async_client, celery_leases.http

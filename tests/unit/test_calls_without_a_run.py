@@ -1,4 +1,4 @@
-"""Calls whose bodies do not run: the key cools, or the gate of its group is shut."""
+"""Calls whose bodies do not run: the key is cooling, or the gate of its group is closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bench() -> Bench:
 class TestAKeyThatCools:
     """The lease store's value only saves the way to the record, which is the truth."""
 
-    def test_another_call_is_told_by_the_record(self, bench: Bench) -> None:
+    def test_another_call_gets_its_answer_from_the_record(self, bench: Bench) -> None:
         """And the value stays."""
         bench.run(bench.call(), OF_THE_KEY)
         bench.journal.clear()
@@ -43,9 +43,7 @@ class TestAKeyThatCools:
         assert bench.steps() == ["read"]
         assert bench.row == before
 
-    def test_those_who_watch_are_told_of_the_whole_wait_and_not_of_a_hop(
-        self, bench: Bench
-    ) -> None:
+    def test_events_have_the_whole_wait_and_not_one_reschedule(self, bench: Bench) -> None:
         """The broker is trusted with 10 s at a time; the key waits for a minute."""
         call = bench.call(longest_hop=10.0)
         bench.run(call, OF_THE_KEY)
@@ -66,8 +64,8 @@ class TestAKeyThatCools:
     def test_a_value_that_the_record_knows_nothing_of_is_removed_or_answered(
         self, bench: Bench, record: str
     ) -> None:
-        """Where the record says run it is removed, and the key taken; else the record's answer
-        counts.
+        """If the record allows a run, the value is removed and the key acquired; otherwise the
+        record decides.
         """
         bench.run(bench.call(), OF_THE_KEY)
         row = bench.row
@@ -102,8 +100,10 @@ class TestAKeyThatCools:
         assert bench.steps() == ["acquire", "claim", "release"]
         assert (len(bench.ran), bench.held) == (1, False)
 
-    def test_a_store_of_two_minds_is_left_alone(self, bench: Bench) -> None:
-        """The key cools again by the time it is taken: somebody was faster."""
+    def test_after_contradictory_answers_of_the_lease_store_the_call_is_rescheduled(
+        self, bench: Bench
+    ) -> None:
+        """The key cools again when it is acquired, because another call was faster."""
         bench.run(bench.call(), OF_THE_KEY)
         bench.records.retry(KEY.stored)
         lasting = Lease("other", None, bench.clock.now() + 60)
@@ -121,9 +121,9 @@ class TestAShutGate:
 
     @KINDS
     def test_no_body_starts_and_nothing_is_taken(self, in_records: bool) -> None:
-        """Neither lease nor row; the call is told of the group's wait."""
+        """Neither lease nor row is written; the call gets the group's wait."""
         bench = Bench(in_records)
-        bench.shut()
+        bench.close_gate()
         reply = bench.run(bench.call(on_cooling="raise"))
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
@@ -139,7 +139,7 @@ class TestAShutGate:
         bench = Bench(in_records)
         call = bench.call()
         bench.run(call)
-        bench.shut()
+        bench.close_gate()
         for copy in (bench.again(call), bench.call(call_id=THEIRS)):
             assert bench.run(copy) == Return(1, OURS)
         assert len(bench.ran) == 1
@@ -148,11 +148,13 @@ class TestAShutGate:
     def test_a_call_without_a_group_does_not_see_it(self, in_records: bool) -> None:
         """Another dependency."""
         bench = Bench(in_records)
-        bench.shut()
+        bench.close_gate()
         assert bench.run(bench.call(group=None)) == Return(1)
 
     @KINDS
-    def test_a_call_that_failed_of_the_group_comes_back_and_probes(self, in_records: bool) -> None:
+    def test_a_call_that_failed_because_of_the_group_resumes_as_the_probe(
+        self, in_records: bool
+    ) -> None:
         """Its own time and the gate's end together."""
         bench = Bench(in_records)
         call = bench.call()

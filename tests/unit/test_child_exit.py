@@ -1,6 +1,4 @@
-"""What the main process does for a dead child never holds it up for long, whatever stores or tasks
-do.
-"""
+"""The main process never blocks for long after the exit of a child, whatever stores or tasks do."""
 
 import os
 import select
@@ -31,7 +29,7 @@ def dead() -> int:
 
 
 class Stores:
-    """Stand for the stores: they answer when they are let."""
+    """Fake stores, which answer when the test allows it."""
 
     def __init__(self) -> None:
         self.answer = threading.Event()
@@ -80,7 +78,9 @@ def test_an_attempt_is_closed_before_its_message_goes_back(stores: Stores, dead:
     assert stores.closed == ["one"]
 
 
-def test_stores_that_do_not_answer_hold_up_the_first_burial_only(stores: Stores, dead: int) -> None:
+def test_stores_that_do_not_answer_delay_only_the_first_child_exit(
+    stores: Stores, dead: int
+) -> None:
     """A hundred children killed at once would stop the worker for a hundred patiences."""
     assert took(dead, "one") >= PATIENCE
     assert sum(took(dead, f"number {number}") for number in range(20)) < 10 * PATIENCE
@@ -94,7 +94,7 @@ def test_stores_that_do_not_answer_hold_up_the_first_burial_only(stores: Stores,
 @pytest.mark.parametrize(
     "error", [SystemExit(3), RuntimeError("no such customer")], ids=["exit", "error"]
 )
-def test_a_key_that_cannot_be_made_here_harms_no_other(
+def test_a_key_that_cannot_be_made_here_does_not_affect_others(
     stores: Stores, dead: int, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The task's own code runs in a thread of its own, and may do what it likes there."""
@@ -109,8 +109,8 @@ def test_a_key_that_cannot_be_made_here_harms_no_other(
     assert stores.closed == ["one"]
 
 
-def test_a_key_that_hangs_harms_no_other(stores: Stores, dead: int) -> None:
-    """It is waited for in vain, but the others are waited for as ever."""
+def test_a_key_function_that_hangs_does_not_affect_others(stores: Stores, dead: int) -> None:
+    """The wait for it times out; the wait for the others does not change."""
     stores.answer.set()
     go_on = threading.Event()
     assert took(dead, "hangs", call=lambda: go_on.wait(10)) >= PATIENCE
@@ -130,8 +130,8 @@ def test_a_child_that_lives_is_left_alone(stores: Stores) -> None:
         child.communicate(b"\n", timeout=10)
 
 
-def test_a_child_that_celery_kills_is_waited_for_by_nobody_but_its_burial(stores: Stores) -> None:
-    """The hard limit is told before the process is gone."""
+def test_only_the_handling_of_the_exit_waits_for_a_child_that_celery_kills(stores: Stores) -> None:
+    """The hard limit is reported before the process has ended."""
     stores.answer.set()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert took(child.pid, "limited", death=Death.TIME_LIMIT) < PATIENCE

@@ -33,7 +33,7 @@ STORE = "redis://one"
 
 
 def a_claim_request(call: Call | None = None, **changes: Any) -> ClaimRequest:
-    """The bid of a call, as a worker makes it."""
+    """The claim request of a call, as a worker makes it."""
     call = call or a_call()
     given: dict[str, Any] = {
         "stored_key": KEY.stored,
@@ -64,7 +64,7 @@ def a_claim(
 
 
 class TestOneRule:
-    def test_a_call_and_its_bid_are_asked_alike(self) -> None:
+    def test_a_call_and_its_claim_request_have_the_same_answers(self) -> None:
         for row, call in situations():
             assert refusal(row, call) == refusal(row, a_claim_request(call)), (row, call)
 
@@ -118,7 +118,7 @@ class TestARunningRow:
     def test_one_under_a_store_that_came_up_empty_is_left_alone_for_its_own_ttl(
         self, age: float, why: Refusal | None
     ) -> None:
-        """However long that of the bid is."""
+        """The ttl of the claim request does not matter."""
         for ttl in (0.1, 600.0):
             assert decide(a_record(State.RUNNING), a_claim(age=age, ttl=ttl)) is why
         assert decide(a_record(State.RUNNING), a_claim(age=age, prior=("token-1",))) is None
@@ -128,7 +128,7 @@ class TestARunningRow:
     def test_the_age_of_the_lease_store_is_asked_only_where_the_row_of_another_attempt_would_be_taken(
         self,
     ) -> None:
-        """Not where the row is a lease, which no other store can lose."""
+        """If the row is the lease, no other store can lose it."""
         running = a_record(State.RUNNING)
         assert decide(running, a_claim(age=None)) is Question.AGE
         assert decide(running, a_claim(age=None, prior=("token-1",))) is None
@@ -162,7 +162,7 @@ class TestARunningRow:
 
 
 class TestTheRowAfterwards:
-    def test_a_new_row_says_what_the_bid_says(self) -> None:
+    def test_a_new_row_has_the_values_of_the_claim_request(self) -> None:
         claim = a_claim(message="{}", retention=60.0, retries=2)
         row = claimed(None, claim, NOW)
         assert (row.state, row.owner, row.call_id, row.retries) == (
@@ -205,12 +205,12 @@ class TestTheRowAfterwards:
         assert after.previous == Attempt(Ended.FAILED, failure, row.holder)
         assert (after.ended, after.failure, after.just_crashed) == (None, None, False)
 
-    def test_a_running_row_that_nobody_closed_is_a_crash(self) -> None:
+    def test_a_running_row_without_an_outcome_is_a_crash(self) -> None:
         after = claimed(a_record(State.RUNNING, crashes=1), a_claim(), NOW)
         assert (after.crashes, after.crashed_call, after.just_crashed) == (2, THEIRS, True)
         assert after.previous == Attempt(Ended.CRASHED, None, "host-a/17")
 
-    def test_one_that_we_left_open_ourselves_is_none(self) -> None:
+    def test_a_row_that_the_same_attempt_left_open_is_no_crash(self) -> None:
         after = claimed(a_record(State.RUNNING, crashes=1), a_claim(prior=("token-1",)), NOW)
         assert (after.crashes, after.crashed_call, after.just_crashed) == (1, None, False)
         assert after.previous == Attempt(Ended.LOST, None, "host-a/17")
@@ -243,7 +243,7 @@ class TestTheRowAfterwards:
         )
         assert after.finished_calls == (THEIRS,)
 
-    def test_a_row_whose_retention_is_over_begins_anew(self) -> None:
+    def test_a_row_whose_retention_is_over_starts_again(self) -> None:
         row = a_record(State.FAILED, attempt=3, crashes=2, finished_calls=("x",), expires_at=NOW)
         assert decide(row, a_claim()) is None
         after = claimed(row, a_claim(), NOW)
@@ -255,7 +255,7 @@ class TestTheRowAfterwards:
         )
         assert (after.expires_at, after.created_at) == (None, row.created_at)
 
-    def test_a_call_keeps_the_content_it_came_with(self) -> None:
+    def test_a_call_retains_its_fingerprint(self) -> None:
         row = a_record(State.PENDING, OURS)
         assert claimed(row, a_claim(fingerprint="v2:new"), NOW).fingerprint == row.fingerprint
         for other in (a_record(State.PENDING), a_record(State.PENDING, OURS, fingerprint=None)):
@@ -270,7 +270,7 @@ class TestTheRowAfterwards:
             (None, None, "b", "b"),
         ],
     )
-    def test_a_message_that_is_still_to_be_published_is_kept(
+    def test_a_message_that_must_still_be_published_stays(
         self, kept: str | None, publish_at: int | None, given: str | None, message: str
     ) -> None:
         row = a_record(State.PENDING, message=kept, publish_at=publish_at)

@@ -22,7 +22,7 @@ SHUT = Gate("g", 1, 60.0, "rate_limited", "status:429", "a secret")
 FIRST = PastClosing(NOW, NOW + 60.0, 1, "rate_limited", "status:429")
 
 
-def test_a_gate_that_is_not_shut_closes_anew() -> None:
+def test_a_gate_that_is_not_closed_starts_a_new_closing() -> None:
     """The latest comes first."""
     assert with_closing([], SHUT, NOW) == [FIRST]
     later = PastClosing(NOW + 70.0, NOW + 130.0, 1, "rate_limited", "status:429")
@@ -59,7 +59,7 @@ def test_the_next_trip_is_a_closing_of_its_own() -> None:
     assert len(with_closing([FIRST], replace(SHUT, trips=2), NOW + 59.9)) == 2
 
 
-def test_only_the_latest_are_kept() -> None:
+def test_only_the_latest_are_stored() -> None:
     """Twenty."""
     past: list[PastClosing] = []
     for number in range(30):
@@ -67,7 +67,7 @@ def test_only_the_latest_are_kept() -> None:
     assert [each.closed_at - NOW for each in past] == [2900.0 - 100 * n for n in range(KEPT)]
 
 
-def test_an_opening_belongs_to_the_latest_closing_and_is_said_once() -> None:
+def test_an_opening_belongs_to_the_latest_closing_and_is_recorded_once() -> None:
     """What happened before stays as it was."""
     opened = with_opening([FIRST, FIRST], NOW + 5.0)
     assert [each.opened_at for each in opened] == [NOW + 5.0, None]

@@ -36,9 +36,9 @@ from tests.unit.decision_inputs import (
     THEIRS,
     a_call,
     a_record,
+    closed_gate,
     held_by,
     probed,
-    shut,
 )
 
 
@@ -172,7 +172,7 @@ def cooldowns() -> list[Combination]:
             (False, True),
         )
     ]
-    gates = (None, shut(60), shut(7_200), shut(0), probed(14))
+    gates = (None, closed_gate(60), closed_gate(7_200), closed_gate(0), probed(14))
     found = []
     for call, row, gate in product(calls, list(rows(ROWS | COOLED, FINGERPRINTS[:2])), gates):
         facts = Facts(record=row, gate=gate)
@@ -204,7 +204,7 @@ class TestEveryCombination:
     def test_a_held_key_never_runs(self) -> None:
         assert self.breaches(lambda one: isinstance(one.verdict, Run) and one.live) == []
 
-    def test_what_this_call_has_finished_is_answered_and_never_run_or_put_back(self) -> None:
+    def test_what_this_call_has_finished_is_answered_and_never_run_or_rescheduled(self) -> None:
         assert (
             self.breaches(
                 lambda one: one.finished and not isinstance(one.verdict, Return | Drop | Raise)
@@ -222,7 +222,7 @@ class TestEveryCombination:
 
         assert self.breaches(unasked) == []
 
-    def test_the_options_about_other_calls_say_nothing_about_the_same_call(self) -> None:
+    def test_the_options_about_other_calls_do_not_apply_to_the_same_call(self) -> None:
         seen: dict[Any, Verdict] = {}
         for one in combinations():
             if one.same:
@@ -279,9 +279,7 @@ class TestEveryCooldown:
         assert self.breaches(early) == []
 
     def test_a_gate_changes_nothing_but_a_run_or_a_wait(self) -> None:
-        """Whatever is answered at an open gate is answered at a shut one: replays, drops and
-        refusals.
-        """
+        """Replays, drops and refusals are the same at an open and at a closed gate."""
         answers: dict[Any, Verdict] = {}
         for one in cooldowns():
             known = (repr(one.facts.record), repr(one.call))
@@ -317,7 +315,7 @@ class TestEveryCooldown:
             == []
         )
 
-    def test_only_a_copy_of_the_call_that_was_told_is_told_again(self) -> None:
+    def test_only_a_copy_of_the_call_that_got_the_error_gets_it_again(self) -> None:
         def told(one: Combination) -> bool:
             record = one.facts.record
             if record is None or record.ended is not Ended.FAILED or record.resumes or one.finished:

@@ -94,7 +94,7 @@ def call(app: Celery, *numbers: int) -> None:
         app.tasks[NAME].apply((number,))
 
 
-def keep_message(app: Celery, number: int) -> None:
+def store_message(app: Celery, number: int) -> None:
     """As a worker does of a task with ``lease_store_arguments``."""
     client = LeaseClient.from_app(app)
     call_id = client.status(f"k:{number}", task=NAME).call_id
@@ -135,7 +135,7 @@ def test_pages_go_on_where_the_one_before_ended(app: Celery, types: Types) -> No
     assert types("list", "--page", "nonsense").code == 2
 
 
-def test_show_tells_the_attempts_and_what_happens_next(app: Celery, types: Types) -> None:
+def test_show_prints_the_attempts_and_what_happens_next(app: Celery, types: Types) -> None:
     app.broken.add(2)
     call(app, 2)
     types("retry", "k:2")
@@ -205,7 +205,7 @@ def test_runs_saved_are_shown_by_task(app: Celery, types: Types) -> None:
 def test_a_filter_is_tried_confirmed_and_carried_out(app: Celery, types: Types) -> None:
     app.broken |= {1, 2}
     call(app, 0, 1, 2, 100)
-    keep_message(app, 1)
+    store_message(app, 1)
     tried = types("retry", "--reason", "error", "--dry-run")
     assert (tried.code, "2 keys would be retried" in tried.err) == (0, True)
     assert [line.split()[1] for line in tried.out.splitlines()[1:]] == ["k:1", "k:2"]
@@ -222,10 +222,10 @@ def test_a_filter_is_tried_confirmed_and_carried_out(app: Celery, types: Types) 
     assert (nothing.code, "no key was found to retry" in nothing.err) == (0, True)
 
 
-def test_several_keys_are_changed_and_what_is_left_is_told(app: Celery, types: Types) -> None:
+def test_several_keys_are_changed_and_unchanged_ones_are_listed(app: Celery, types: Types) -> None:
     app.broken.add(1)
     call(app, 0, 1)
-    keep_message(app, 1)
+    store_message(app, 1)
     done = types("retry", "k:0", "k:1", "k:9", "--json")
     assert done.code == 1
     assert [(row["key"], row["done"], row["published"]) for row in done.lines] == [
@@ -238,10 +238,10 @@ def test_several_keys_are_changed_and_what_is_left_is_told(app: Celery, types: T
     assert states(types) == {}
 
 
-def test_retry_publishes_the_kept_message_and_says_so(app: Celery, types: Types) -> None:
+def test_retry_publishes_the_stored_message_and_says_so(app: Celery, types: Types) -> None:
     app.broken.add(1)
     call(app, 1)
-    keep_message(app, 1)
+    store_message(app, 1)
     done = types("retry", "k:1")
     assert (done.code, "its stored message was published" in done.err) == (0, True)
     with app.connection_for_read() as connection:
@@ -526,7 +526,7 @@ def test_a_table_is_cut_to_the_terminal() -> None:
     assert "k" * 300 in piped.stdout
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     """As after ``| head``: nothing is printed about it."""
     code = f"import click\n@click.command()\ndef main():\n    exec({PRINTING % 100_000!r})\nmain()"
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""For how long each step of a call may wait for a connection that the whole process shares."""
+"""How long each step of a call may wait for a connection of the process's pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TTL = 12.0
 
 
 def now() -> float | None:
-    """How long one may wait here; ``None``: as long as the pool says."""
+    """The wait that is allowed here; ``None`` for that of the pool."""
     own = patience.get()
     return own() if own is not None else None
 
@@ -86,7 +86,7 @@ def test_a_call_inside_the_body_of_another_has_a_patience_of_its_own(bench: Benc
 
 
 @pytest.mark.parametrize("fails", ["acquire", "claim", "settle"])
-def test_nothing_is_left_of_it_whatever_comes(
+def test_it_ends_with_its_block_after_any_exception(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """The thread goes on to other work."""

@@ -1,4 +1,4 @@
-"""How long a delivery may be kept on RabbitMQ, and when one may be given back to it."""
+"""RabbitMQ's consumer timeout: how long a delivery may wait, and when it may be returned."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_shortest_consumer_timeout_of_a_queue_counts() -> None:
     assert settings_of(an_app()).consumer_timeout == 1800.0
 
 
-def test_a_time_limit_that_is_longer_with_its_wait_is_told() -> None:
+def test_a_time_limit_that_with_its_wait_exceeds_the_timeout_is_reported() -> None:
     """With native delayed delivery the wait does not count."""
     for conf, told in (({}, True), ({"task_default_queue_type": "quorum"}, False)):
         app = an_app(**conf)

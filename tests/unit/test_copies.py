@@ -1,10 +1,9 @@
-"""Every way in which the copies of one waiting call can go wrong: no schedule may end with none of
-them left.
+"""All schedules of the copies of one waiting call: none of them may end without a copy.
 
 A broker delivers messages at least once, a store keeps the mark, and :meth:`Copies.reschedule` runs
-as it is, one step at a time: between two of its steps its process may be killed, another delivery
-may take any number of steps, and the mark may be forgotten or go back to an earlier value. States
-that were seen before are not explored again.
+unchanged, one step at a time. Between two steps its process may be killed, another delivery may
+take any number of steps, and the mark may be lost or return to an earlier value. Known states are
+not explored again.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Process:
 
 @dataclass(frozen=True)
 class World:
-    """Everything there is. ``past``: what the mark has said before. The other numbers bound what
-    may still happen.
+    """The whole state. ``past`` are earlier values of the mark; the other numbers bound what may
+    still happen.
     """
 
     queue: tuple[Message, ...] = (Message(),)
@@ -131,7 +130,7 @@ def without(items: tuple[Any, ...], item: Any) -> tuple[Any, ...]:
 
 
 def successors(world: World) -> Iterator[tuple[str, World]]:
-    """Whatever may happen next."""
+    """The states that may follow."""
     for message in set(world.queue):
         yield from delivered(world, message)
     for process in set(world.processes):

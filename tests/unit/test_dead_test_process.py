@@ -1,4 +1,4 @@
-"""What becomes of a run of tests when a test ends the process that runs it."""
+"""A test run in which a test kills the process that runs it."""
 
 import re
 

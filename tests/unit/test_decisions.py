@@ -28,10 +28,10 @@ from tests.unit.decision_inputs import (
     THEIRS,
     a_call,
     a_record,
+    closed_gate,
     decide,
     held_by,
     refusal,
-    shut,
     waiting,
 )
 
@@ -41,7 +41,7 @@ WAITING = [State.PENDING, State.COOLING]
 class TestFinishedByThisCall:
     @pytest.mark.parametrize("on_held", ON_HELD)
     @pytest.mark.parametrize("on_done", ON_DONE)
-    def test_it_gets_its_own_result_whatever_the_options_say(
+    def test_it_gets_its_own_result_with_any_options(
         self, on_held: OnHeld, on_done: OnDone
     ) -> None:
         done = a_record(State.DONE, OURS, result='{"charge": 1}')
@@ -68,7 +68,7 @@ class TestFinishedByThisCall:
         assert isinstance(decide(a_call(canvas=True), done), Drop)
 
     @pytest.mark.parametrize("reason", [TOO_LARGE, NOT_JSON])
-    def test_a_result_that_was_not_kept_is_said_to_be_missing(self, reason: str) -> None:
+    def test_a_result_that_was_not_stored_is_reported_as_missing(self, reason: str) -> None:
         error = refusal(decide(a_call(), a_record(State.DONE, OURS, reason=reason)))
         assert isinstance(error, ResultMissing)
         assert (error.key, error.reason) == (KEY.key, reason)
@@ -107,7 +107,7 @@ class TestDoneByAnotherCall:
         assert (error.key, error.call_id) == (KEY.key, THEIRS)
 
     @pytest.mark.parametrize("reason", [TOO_LARGE, NOT_JSON])
-    def test_a_result_that_was_not_kept_is_said_to_be_missing(self, reason: str) -> None:
+    def test_a_result_that_was_not_stored_is_reported_as_missing(self, reason: str) -> None:
         error = refusal(decide(a_call(), a_record(State.DONE, reason=reason)))
         assert isinstance(error, ResultMissing)
         assert reason in str(error)
@@ -147,7 +147,7 @@ class TestABegunCall:
     """
 
     @pytest.mark.parametrize("on_held", ON_HELD)
-    def test_it_comes_back_when_another_call_holds_the_key(self, on_held: OnHeld) -> None:
+    def test_it_is_rescheduled_when_another_call_holds_the_key(self, on_held: OnHeld) -> None:
         assert isinstance(
             decide(a_call(on_held=on_held, started=True), holder=held_by(THEIRS)), Reschedule
         )
@@ -165,17 +165,15 @@ class TestABegunCall:
             assert verdict.started
 
     def test_a_copy_of_an_attempt_that_was_retried_since_is_dropped(self) -> None:
-        """The message of the retry is the one that counts: its copy would count the retries
-        anew.
-        """
+        """The message of the retry counts; the copy would start the retries again."""
         retried = a_record(State.PENDING, OURS, retries=1, ended=Ended.RETRIED)
         assert isinstance(decide(a_call(retries=0, canvas=True), retried), Drop)
         assert decide(a_call(retries=1), retried) == Run()
 
     @pytest.mark.parametrize("wait", [-60, 60])
     @pytest.mark.parametrize("state", WAITING)
-    @pytest.mark.parametrize("gate", [None, shut(60)], ids=["open", "shut"])
-    def test_a_copy_of_a_call_whose_caller_was_told_is_told_again_and_does_not_run(
+    @pytest.mark.parametrize("gate", [None, closed_gate(60)], ids=["open", "shut"])
+    def test_a_copy_of_a_call_whose_caller_got_the_error_gets_it_again_and_does_not_run(
         self, state: State, wait: int, gate: Gate | None
     ) -> None:
         told = waiting(state, wait, OURS, ended=Ended.FAILED, failure=FAILURE)
@@ -185,8 +183,8 @@ class TestABegunCall:
         assert str(verdict.error) == "ValueError: boom"
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_copy_of_a_call_that_comes_back_by_itself_waits_and_runs(self, state: State) -> None:
-        """It may be the copy that comes back, or the only one left."""
+    def test_a_copy_of_a_call_that_resumes_waits_and_runs(self, state: State) -> None:
+        """It may be the rescheduled copy, or the only one that is left."""
         failed: dict[str, Any] = {"ended": Ended.FAILED, "failure": FAILURE, "resumes": True}
         assert isinstance(
             decide(a_call(repeat=True), waiting(state, 60, OURS, **failed)), Reschedule
@@ -194,10 +192,10 @@ class TestABegunCall:
         assert decide(a_call(repeat=True), waiting(state, 0, OURS, **failed)) == Run()
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_fresh_message_under_the_id_of_a_call_whose_caller_was_told_runs(
+    def test_a_new_message_with_the_id_of_a_call_whose_caller_got_the_error_runs(
         self, state: State
     ) -> None:
-        """From a dead-letter queue, or sent again by hand: somebody wants it tried once more."""
+        """From a dead-letter queue, or sent again by hand: another run is wanted."""
         assert (
             decide(
                 a_call(repeat=False), waiting(state, 0, OURS, ended=Ended.FAILED, failure=FAILURE)
@@ -206,7 +204,7 @@ class TestABegunCall:
         )
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_a_fresh_message_that_was_put_back_waits_for_the_failure_it_has_met(
+    def test_a_new_message_that_was_rescheduled_waits_for_the_failure_that_it_has_seen(
         self, state: State
     ) -> None:
         """And for no later one: its copy is a copy of the run that it has had."""
@@ -224,7 +222,7 @@ class TestABegunCall:
             )
 
     @pytest.mark.parametrize("state", WAITING)
-    def test_another_call_may_try_with_other_arguments_once_the_caller_was_told(
+    def test_another_call_may_have_other_arguments_once_the_caller_got_the_error(
         self, state: State
     ) -> None:
         told: dict[str, Any] = {
@@ -237,7 +235,7 @@ class TestABegunCall:
 
     @pytest.mark.parametrize("state", WAITING)
     @pytest.mark.parametrize("wait", [0, 60])
-    def test_a_call_that_comes_back_by_itself_keeps_its_key_from_other_arguments(
+    def test_other_arguments_are_refused_while_the_call_will_resume(
         self, state: State, wait: int
     ) -> None:
         coming: dict[str, Any] = {"fingerprint": "v1:other", "ended": Ended.FAILED, "resumes": True}
@@ -287,16 +285,16 @@ class TestFailedForGood:
         ("repeat", "call_id", "own"),
         [(True, OURS, True), (False, OURS, False), (True, THEIRS, False)],
     )
-    def test_only_a_copy_of_the_call_that_failed_is_no_news_where_celery_knows(
+    def test_only_a_copy_of_the_failed_call_is_dropped_if_celery_has_its_failure(
         self, repeat: bool, call_id: str, own: bool
     ) -> None:
-        """Said once more, the first error would be overwritten, and error callbacks sent twice."""
+        """Otherwise the first error would be overwritten, and error callbacks be sent twice."""
         verdict = decide(a_call(repeat=repeat), a_record(State.FAILED, call_id, failure=FAILURE))
         assert isinstance(verdict, Raise)
         assert verdict.own is own
 
     @pytest.mark.parametrize("call_id", [OURS, THEIRS])
-    def test_every_call_is_told_how_it_failed(self, call_id: str) -> None:
+    def test_every_call_gets_the_failure(self, call_id: str) -> None:
         failure = Failure("shop.errors.Declined", "card declined", "card")
         error = refusal(decide(a_call(), a_record(State.FAILED, call_id, failure=failure)))
         assert isinstance(error, PermanentFailure)
@@ -317,10 +315,10 @@ class TestFailedForGood:
             ),
         ],
     )
-    def test_the_error_is_told_with_its_class_and_its_doubt(
+    def test_the_error_has_its_class_and_says_whether_it_may_have_been_executed(
         self, failure: Failure, said: str
     ) -> None:
-        """What the body has said by itself needs no class."""
+        """A message that the body itself has given needs no class."""
         assert (
             str(refusal(decide(a_call(), a_record(State.FAILED, THEIRS, failure=failure)))) == said
         )
@@ -336,7 +334,7 @@ class TestHeldByThisCall:
     @pytest.mark.parametrize("on_held", ON_HELD)
     @pytest.mark.parametrize("on_done", ON_DONE)
     @pytest.mark.parametrize("canvas", [False, True])
-    def test_a_copy_is_put_back_until_the_lease_ends_whatever_the_options_say(
+    def test_a_copy_is_rescheduled_until_the_lease_ends_with_any_options(
         self, on_held: OnHeld, on_done: OnDone, canvas: bool
     ) -> None:
         """A redelivered copy may be the last copy."""
@@ -360,7 +358,7 @@ class TestHeldByThisCall:
         assert isinstance(verdict, Reschedule)
         assert 9.1 <= verdict.delay <= 9.5
 
-    def test_how_often_it_came_back_does_not_matter(self) -> None:
+    def test_the_number_of_its_reschedules_does_not_matter(self) -> None:
         assert decide(a_call(tries=9), holder=held_by(OURS)) == decide(
             a_call(), holder=held_by(OURS)
         )
@@ -371,19 +369,19 @@ class TestHeldByAnotherCall:
         ("tries", "delay"),
         [(0, 1.0), (1, 2.0), (2, 4.0), (3, 8.0), (4, 9.0), (5, 9.0), (10_000, 9.0)],
     )
-    def test_put_back_waits_a_second_doubling_up_to_the_remaining_ttl(
+    def test_a_reschedule_waits_a_second_doubling_up_to_the_remaining_ttl(
         self, tries: int, delay: float
     ) -> None:
         verdict = decide(a_call(tries=tries), holder=held_by(THEIRS, 9.0), rand=0.0)
         assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(delay + 0.1)
 
-    def test_put_back_waits_a_second_at_least_even_when_the_lease_is_nearly_over(self) -> None:
+    def test_a_reschedule_waits_at_least_a_second_even_when_the_lease_is_nearly_over(self) -> None:
         verdict = decide(a_call(), holder=held_by(THEIRS, 0.01))
         assert isinstance(verdict, Reschedule)
         assert verdict.delay >= 1.0
 
-    def test_wait_tries_again_soon_and_puts_back_when_its_time_is_over(self) -> None:
+    def test_wait_tries_again_soon_and_reschedules_when_its_time_is_over(self) -> None:
         call = a_call(options=LeaseOptions(key="k", wait=5.0))
         assert decide(call, holder=held_by(THEIRS), waited=0.0, rand=0.0) == Wait(0.2)
         last = decide(call, holder=held_by(THEIRS), waited=4.9, rand=0.9)
@@ -394,18 +392,18 @@ class TestHeldByAnotherCall:
     def test_ignore_drops(self) -> None:
         assert isinstance(decide(a_call(on_held="ignore"), holder=held_by(THEIRS)), Drop)
 
-    def test_ignore_with_a_canvas_is_put_back_because_the_rest_would_hang(self) -> None:
+    def test_ignore_with_a_canvas_reschedules_because_the_rest_would_hang(self) -> None:
         assert isinstance(
             decide(a_call(on_held="ignore", canvas=True), holder=held_by(THEIRS)), Reschedule
         )
 
-    def test_fail_says_who_holds_the_key_and_for_how_long(self) -> None:
+    def test_raise_names_the_holder_and_the_remaining_time(self) -> None:
         error = refusal(decide(a_call(on_held="raise"), holder=held_by(THEIRS, 9.0)))
         assert isinstance(error, LeaseHeld)
         assert (error.key, error.remaining, error.holder) == (KEY.key, 9.0, "host-a/17")
 
     @pytest.mark.parametrize("remaining", [-1, 0])
-    def test_a_lease_in_the_row_that_is_over_holds_nobody(self, remaining: int) -> None:
+    def test_an_expired_lease_in_the_row_has_no_holder(self, remaining: int) -> None:
         assert decide(a_call(), a_record(State.RUNNING, lease_until=NOW + remaining)) == Run()
 
     def test_a_running_row_whose_lease_lives_elsewhere_is_for_the_lease_store_to_judge(

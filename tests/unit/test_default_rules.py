@@ -416,7 +416,7 @@ def ruling_of(row: str) -> Ruling:
 
 
 @pytest.mark.parametrize("row", DOES)
-def test_a_row_does_what_the_table_says(row: str) -> None:
+def test_each_row_of_the_table_has_its_verdict(row: str) -> None:
     """Kind, scope, flags and reason; what is not named has its default."""
     wanted = {
         "scope": "key",
@@ -432,8 +432,8 @@ def test_a_row_does_what_the_table_says(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", WAITS)
-def test_a_row_waits_as_the_table_says(row: str) -> None:
-    """The upper bounds, before chance shortens them."""
+def test_each_row_of_the_table_has_its_wait(row: str) -> None:
+    """The upper bounds, before jitter shortens them."""
     policy = ruling_of(row).policy
     assert policy is not None
     assert [policy.longest(n) for n, _ in enumerate(WAITS[row], 1)] == pytest.approx(WAITS[row])
@@ -478,7 +478,7 @@ def test_names_are_what_an_operator_can_read() -> None:
 # -- delays ----------------------------------------------------------------------------------------
 
 
-def test_a_rate_limit_carries_the_delay_that_was_told() -> None:
+def test_a_rate_limit_has_the_server_delay() -> None:
     """With where it was found, and whether it was cut."""
     judgement = judged(http_error(429, retry_after="37"))
     assert (judgement.delay, judgement.source, judgement.clamped) == (37.0, "retry-after", False)
@@ -488,6 +488,6 @@ def test_a_rate_limit_carries_the_delay_that_was_told() -> None:
     assert judged(http_error(503, retry_after_ms="1500")).delay == 1.5
 
 
-def test_what_cooling_down_tells_is_kept() -> None:
+def test_a_cooling_down_error_retains_its_details() -> None:
     """The error of another leased task, met in the body of this one."""
     assert judged(CoolingDown("not now", key="k", retry_at=NOW + 5, retry_after=5.0)).delay == 5.0

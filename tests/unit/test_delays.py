@@ -1,4 +1,4 @@
-"""How long the other side says to wait."""
+"""Server delays: how long a response says to wait."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ WRONG: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda value: str(value)[:60])
-def test_what_is_malformed_past_or_about_something_else_is_not_told(
+def test_malformed_past_or_unrelated_values_are_ignored(
     headers: dict[str, str],
 ) -> None:
     """The policy decides then."""
@@ -200,7 +200,7 @@ def test_of_several_empty_windows_the_last_to_fill_counts() -> None:
 
 
 @pytest.mark.parametrize("status", [404, 409, 500, 502])
-def test_the_state_of_a_limit_says_nothing_of_another_failure(status: int) -> None:
+def test_the_state_of_a_limit_does_not_apply_to_other_failures(status: int) -> None:
     """GitHub sends its window with every answer; waiting an hour after a 500 would be for
     nothing.
     """
@@ -231,7 +231,7 @@ def test_the_state_of_a_limit_says_nothing_of_another_failure(status: int) -> No
         st.text(alphabet="0129TZ:.,;+-= rtm\x1f\u0665", max_size=40) | st.just(IN_A_MINUTE),
     )
 )
-def test_no_header_whatever_it_says_breaks_the_reading(headers: dict[str, str]) -> None:
+def test_no_header_value_breaks_the_parser(headers: dict[str, str]) -> None:
     """A delay is above 0 and at most six hours, or none."""
     found = server_delay(ErrorFacts(status=429, headers=headers), NOW)
     assert found is None or 0 < found.seconds <= 21_600

@@ -282,7 +282,7 @@ def test_the_first_example_is_about_twenty_lines() -> None:
     assert 15 <= len(lines) <= 22
 
 
-def test_the_status_example_tells_where_an_invoice_stands(readme: dict[str, Any]) -> None:
+def test_the_status_example_shows_the_state_of_an_invoice(readme: dict[str, Any]) -> None:
     """The client sees what the task did, and knows nothing of other invoices."""
     assert readme["invoice_state"](1842, "2026-04") == (
         "done",
@@ -310,7 +310,9 @@ def test_the_reminder_example_cools_down_on_request(readme: dict[str, Any]) -> N
     assert readme["send_reminder"].lease_status(7, "").state == "cooling"
 
 
-def test_the_alert_tells_what_only_a_human_can_mend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_alert_example_reports_failures_that_need_an_operator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """docs/operating.md shows a receiver that does."""
     names: dict[str, Any] = {}
     (source,) = (block for block in blocks(operating(), "python") if "def alert" in block)

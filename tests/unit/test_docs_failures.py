@@ -289,7 +289,7 @@ def test_the_example_of_a_limit_is_one_paid_call_for_twenty_presses(texts: dict[
     assert texts["what_to_show"](7) == "Done"
 
 
-def test_the_rules_of_the_example_do_what_is_said_of_them(texts: dict[str, Any]) -> None:
+def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -> None:
     """Each rule that docs/failures.md writes is met, the hook before the others."""
     rules, now = texts["RULES"], time.time()
     assert rules is texts["send_order"].lease_options.rules

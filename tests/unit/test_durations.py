@@ -1,4 +1,4 @@
-"""Spans of time as people write them and read them."""
+"""Durations: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def test_what_is_written_with_every_unit_adds_up(
     ],
 )
 def test_a_span_in_words_is_rounded_up(span: float, said: str) -> None:
-    """Nobody who comes back after that time is too early by more than five seconds."""
+    """After that time it is at most five seconds too early."""
     assert in_words(span) == said

@@ -181,7 +181,7 @@ def test_a_connection_leaves_its_calls_to_the_relay(shop: Shop, engine: Engine) 
     assert not client.relay()
 
 
-def test_a_connection_that_tells_nobody_of_its_commit_is_refused(shop: Shop) -> None:
+def test_a_connection_whose_commit_cannot_be_observed_is_refused(shop: Shop) -> None:
     """With the line to write."""
     with pytest.raises(WrongDatabase, match="leases_eager_stores=True"):
         shop.ship.delay_in(sqlite3.connect(":memory:"), 1)
@@ -224,7 +224,7 @@ def test_with_the_real_stores_all_of_it_is_there(tmp_path: Path) -> None:
     app_components.forget()
 
 
-def test_tables_that_are_missing_are_told_at_once(
+def test_missing_tables_are_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as a held key, after all tries."""
@@ -246,7 +246,7 @@ def test_tables_that_are_missing_are_told_at_once(
 def test_an_eager_call_says_that_a_store_does_not_answer(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not held by anybody."""
+    """The key has no holder."""
     records = app_components.parts_of(shop.app).records
 
     def unavailable(*_: Any, **__: Any) -> Any:

@@ -58,7 +58,7 @@ READ_TIMEOUT = "requests.exceptions.ReadTimeout"
 
 @pytest.fixture
 def desk() -> EffectBench:
-    """Nobody has attempted anything."""
+    """Without any attempt so far."""
     return EffectBench()
 
 
@@ -201,7 +201,7 @@ class TestNamesAndReferences:
         ("said", "kept"),
         [("ch_1", "ch_1"), (17, "17"), (None, None), ("", ""), ("a\x00b", "ab"), ("\ud800", "?")],
     )
-    def test_a_reference_is_kept_as_text(self, said: Any, kept: str | None) -> None:
+    def test_a_reference_is_stored_as_text(self, said: Any, kept: str | None) -> None:
         """Without what a database would refuse."""
         assert reference_of(lambda reply: reply, said) == kept
 
@@ -224,7 +224,7 @@ class TestWhetherACallWasCarriedOut:
         "error", [*codes(400, 401, 402, 404, 409, 422, 429), ConnectionRefusedError()], ids=str
     )
     def test_what_was_refused_was_not(self, error: Any) -> None:
-        """The answer says so, or there was nobody to say anything."""
+        """The response says so, or no server was reached."""
         assert self.known(error) is False
 
     @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ class TestWhetherACallWasCarriedOut:
         """Also an error of the callable's own, which may come after its request."""
         assert self.known(error) is None
 
-    def test_a_tasks_own_rules_say_nothing_of_a_fact(self) -> None:
+    def test_a_tasks_own_rules_do_not_change_whether_an_effect_happened(self) -> None:
         """It may call a timeout permanent and retry a refusal, for reasons of its own."""
         rules = Rules.default().on(status=504, to=permanent()).on(exc=READ_TIMEOUT, to=permanent())
         rules = rules.on(status=429, to=retry("10s")).on(status=402, to=cooldown("1h"))
@@ -347,10 +347,10 @@ class TestOneAttempt:
         assert desk.steps() == ["begin", "withdraw"]
         assert (desk.called, desk.state) == ([], None)
 
-    def test_a_reply_is_kept_though_the_lease_was_lost_meanwhile(
+    def test_a_reply_is_recorded_even_if_the_lease_was_lost_meanwhile(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """It is a fact; the body is told of the loss."""
+        """The effect has happened; the body gets the loss afterwards."""
         with pytest.raises(LeaseLost):
             attempt.effect(lambda _: (attempt.lose(), "ch_1")[1])
         assert (desk.steps(), desk.state) == (["begin", "call", "finish"], "done")
@@ -358,7 +358,7 @@ class TestOneAttempt:
         assert len(desk.called) == 1
 
     @pytest.mark.parametrize("pending", [SystemExit(), LeaseLost()])
-    def test_a_reply_is_kept_though_a_signal_came_meanwhile(
+    def test_a_reply_is_recorded_even_if_a_signal_arrived_meanwhile(
         self, desk: EffectBench, attempt: Attempt, pending: BaseException
     ) -> None:
         """It is raised once the reply is written down."""
@@ -480,7 +480,7 @@ class TestStoresAway:
     def test_an_intent_that_was_certainly_not_written_is_not_tried_again(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """Its row is locked by somebody else: the attempt may come back."""
+        """Its row is locked by another transaction: the call may be rescheduled."""
         desk.journal.away("begin")
         desk.store.refuses = True
         with pytest.raises(StoreUnavailable):
@@ -531,7 +531,7 @@ class TestACallThatRaises:
     def test_what_was_not_carried_out_is_withdrawn(
         self, desk: EffectBench, attempt: Attempt, error: Any
     ) -> None:
-        """The next attempt begins anew."""
+        """The next attempt starts again."""
         with pytest.raises(type(error)):
             attempt.effect(error)
         assert desk.steps() == ["begin", "call", "withdraw"]
@@ -594,7 +594,7 @@ class TestACallThatRaises:
             attempt.effect(call)
         assert desk.state == state
 
-    def test_an_error_that_was_there_before_says_nothing_of_the_call(
+    def test_an_error_from_before_the_call_does_not_decide_about_it(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
         """The effect may be what is done about it."""
@@ -658,7 +658,7 @@ class TestALaterAttempt:
     @pytest.mark.parametrize(
         "error", [http_error(429), ConnectionRefusedError(), Snooze(5)], ids=repr
     )
-    def test_a_refusal_of_the_second_call_says_nothing_of_the_first(
+    def test_a_refusal_of_the_second_call_does_not_decide_about_the_first(
         self, desk: EffectBench, attempt: Attempt, error: BaseException
     ) -> None:
         """It stays in doubt: an operator would else be shown a key without any effect."""
@@ -743,7 +743,9 @@ class TestVerify:
             "id": "ch_1"
         }
 
-    def test_one_that_cannot_tell_parks(self, desk: EffectBench, later: Attempt) -> None:
+    def test_a_look_up_without_an_answer_makes_it_uncertain(
+        self, desk: EffectBench, later: Attempt
+    ) -> None:
         """With its own words, and the key to look for."""
 
         def verify(_: str) -> None:
@@ -770,7 +772,7 @@ class TestVerify:
         assert (desk.called, desk.effect()) == ([], before)
 
     def test_it_is_not_asked_before_its_time(self, desk: EffectBench, attempt: Attempt) -> None:
-        """The first request may still be on its way: the attempt comes back, as from a snooze."""
+        """The first request may still be in transit: the call is rescheduled as after a snooze."""
         with pytest.raises(RuntimeError):
             attempt.effect(RuntimeError())
         desk.clock.sleep(20.0)
@@ -783,9 +785,7 @@ class TestVerify:
         desk.attempt().effect(verify=asked.append)
         assert (len(asked), len(desk.called)) == (1, 2)
 
-    def test_its_time_is_counted_anew_from_each_call(
-        self, desk: EffectBench, later: Attempt
-    ) -> None:
+    def test_its_time_starts_again_with_each_call(self, desk: EffectBench, later: Attempt) -> None:
         """The second request may be on its way just as well."""
         with pytest.raises(RuntimeError):
             later.effect(RuntimeError(), verify=lambda _: None)
@@ -794,7 +794,7 @@ class TestVerify:
         assert caught.value.delay == pytest.approx(60.0)
 
     def test_a_reply_that_came_while_it_looked_counts(self, desk: EffectBench) -> None:
-        """The zombie has noted it at the last moment: the attempt comes back and uses it."""
+        """The zombie has recorded it at the last moment: the rescheduled call uses it."""
         zombie = desk.attempt()
 
         def slow(_: str) -> str:
@@ -855,8 +855,8 @@ class TestRepliesThatCannotBeKept:
     def test_it_is_done_and_never_called_again(
         self, desk: EffectBench, attempt: Attempt, reply: Any, why: str
     ) -> None:
-        """It is parked at once, and by each later attempt: the error says that it has happened, and
-        what to do.
+        """It becomes uncertain at once and in each later attempt; the error says that the effect
+        has happened, and what to do.
         """
         with pytest.raises(
             Uncertain, match=f"HAS happened.*{why}.*reference=.*resolve .* --done"
@@ -888,7 +888,7 @@ class TestRepliesThatCannotBeKept:
     @pytest.mark.parametrize(
         ("found", "why"), [(object(), "result_not_json"), (Uncertain("two of them"), "two of")]
     )
-    def test_what_is_looked_up_and_cannot_be_kept_either_parks(
+    def test_a_looked_up_reply_that_cannot_be_stored_makes_it_uncertain(
         self, desk: EffectBench, attempt: Attempt, found: Any, why: str
     ) -> None:
         """With a reference it is enough."""
@@ -993,7 +993,7 @@ def _generating(key: str) -> Any:
 
 
 class TestWhatIsGiven:
-    """Slips are told at once, before anything happens."""
+    """Wrong arguments raise at once, before anything happens."""
 
     @pytest.mark.parametrize(
         ("given", "error"),

@@ -38,7 +38,7 @@ def test_the_sqlstate_is_found_wherever_a_driver_keeps_it(error: BaseException) 
 
 
 @pytest.mark.parametrize("value", ["4000", "400011", "4000a", "", None, 40001, Mock()])
-def test_what_is_no_sqlstate_is_none(value: Any) -> None:
+def test_other_values_are_not_taken_for_a_sqlstate(value: Any) -> None:
     """Five capital letters or digits."""
     assert facts_of(fake_error("psycopg.Error", sqlstate=value)).sqlstate is None
 
@@ -118,7 +118,7 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
     )
 
 
-# -- what errors say of themselves -----------------------------------------------------------------
+# -- attributes with which errors describe themselves ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_mildest_reply_about_several_recipients_counts() -> None:
     ],
     ids=stable_id,
 )
-def test_an_error_may_say_whether_it_is_worth_a_retry(
+def test_an_error_may_have_an_attribute_that_allows_or_forbids_a_retry(
     attributes: dict[str, Any], said: bool | None
 ) -> None:
     """Only plain truth values count."""
@@ -147,7 +147,7 @@ def test_an_error_may_say_whether_it_is_worth_a_retry(
 @pytest.mark.parametrize(
     "name", ["stripe._error.APIConnectionError", "google.auth.exceptions.TransportError"]
 )  # fmt: skip
-def test_a_false_that_nobody_has_set_says_nothing(name: str) -> None:
+def test_a_default_false_is_ignored(name: str) -> None:
     """It is the default of errors of a connection, whose outcome is unknown."""
     assert facts_of(fake_error(name, should_retry=False, retryable=False)).retryable is None
 
@@ -178,7 +178,7 @@ def test_a_false_that_nobody_has_set_says_nothing(name: str) -> None:
     ],
     ids=stable_id,
 )
-def test_an_error_may_tell_how_long_to_wait(value: Any, seconds: float | None) -> None:
+def test_an_error_may_have_a_delay(value: Any, seconds: float | None) -> None:
     """As telegram's and discord's do."""
     assert facts_of(fake_error("shop.Error", retry_after=value)).retry_after == seconds
 
@@ -218,14 +218,14 @@ def test_retry_info_is_read_in_all_its_forms(error: BaseException) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_status_tell_nothing(data: bytes) -> None:
-    """Whatever a server sends."""
+def test_bytes_that_are_not_a_status_are_ignored(data: bytes) -> None:
+    """For any bytes that a server sends."""
     told = facts_of(RpcError("INTERNAL", metadata=(("grpc-status-details-bin", data),))).retry_info
     assert told is None or told > 0
 
 
 @given(st.integers(0, len(STATUS_BYTES)), st.integers(0, 255))
-def test_a_damaged_status_tells_nothing_or_a_delay(at: int, byte: int) -> None:
+def test_a_damaged_status_is_ignored_except_for_its_delay(at: int, byte: int) -> None:
     """A flipped byte is no reason to fail."""
     damaged = STATUS_BYTES[:at] + bytes([byte]) + STATUS_BYTES[at + 1 :]
     told = facts_of(
@@ -252,7 +252,7 @@ def raised_through(*modules: str) -> BaseException:
     return raised.value
 
 
-def test_pydantic_errors_of_the_tasks_own_arguments_are_told_from_others() -> None:
+def test_pydantic_errors_of_the_tasks_own_arguments_are_distinguished_from_others() -> None:
     """An answer of a language model that is not as it should be is no mistake of the caller."""
     assert facts_of(raised_through("celery.app.base", "pydantic.main")).arguments is True
     assert (

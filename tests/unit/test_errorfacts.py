@@ -198,7 +198,7 @@ def test_a_body_that_would_take_long_to_parse_is_left_alone() -> None:
 
 
 def test_a_body_that_was_not_read_is_not_read_now() -> None:
-    """The socket may block, and the response belongs to somebody else."""
+    """The socket may block, and the response belongs to other code."""
     read = []
 
     class Response:
@@ -273,7 +273,7 @@ def test_headers_come_in_many_forms(headers: Any) -> None:
 @pytest.mark.parametrize(
     "headers", [None, 5, "Retry-After: 3", Mock(), MagicMock(), object(), [1, 2], {"a": object()}]
 )
-def test_what_is_no_header_is_none(headers: Any) -> None:
+def test_other_values_are_not_taken_for_headers(headers: Any) -> None:
     """Whatever the attribute holds."""
     assert facts_of(fake_error("shop.Error", headers=headers)).headers == {}
 
@@ -288,7 +288,7 @@ def test_headers_of_botocore_and_grpc_are_found_too() -> None:
     }
 
 
-def test_values_are_cut_and_the_windows_of_anthropic_are_kept() -> None:
+def test_values_are_cut_and_the_windows_of_anthropic_are_retained() -> None:
     """A header is not a place to store megabytes."""
     error = http_error(
         429, retry_after="9" * 1000, anthropic_ratelimit_input_tokens_reset="later", cookie="secret"
@@ -299,6 +299,6 @@ def test_values_are_cut_and_the_windows_of_anthropic_are_kept() -> None:
     }
 
 
-def test_a_header_that_a_rule_of_the_user_looks_at_is_kept() -> None:
+def test_a_header_that_a_users_rule_reads_is_retained() -> None:
     """Besides those of the default rules."""
     assert facts_of(http_error(500, x_shop="closed"), {"x-shop"}).headers == {"x-shop": "closed"}

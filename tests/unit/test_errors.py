@@ -81,7 +81,7 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"type": type(error), "text": str(error), **vars(error)}
 
 
-def test_there_are_errors_to_look_at() -> None:
+def test_the_list_of_errors_is_not_empty() -> None:
     assert {LeasesError, LeaseLost, KeyReused, LeaseHeld} <= set(EVERY)
 
 
@@ -159,11 +159,11 @@ def test_a_lost_lease_and_a_snooze_pass_through_except_exception(kind: type[Base
 
 @pytest.mark.parametrize("delay", [300, 300.0, "5m", "300", timedelta(minutes=5)])
 @pytest.mark.parametrize("kind", ASKED)
-def test_a_delay_may_be_any_duration_and_is_kept_as_seconds(kind: Any, delay: Any) -> None:
+def test_a_delay_may_be_any_duration_and_is_stored_as_seconds(kind: Any, delay: Any) -> None:
     assert (kind(delay).delay, type(kind(delay).delay)) == (300.0, float)
 
 
-def test_a_cooldown_may_end_at_a_moment_which_is_kept_as_epoch_seconds() -> None:
+def test_a_cooldown_may_end_at_a_time_which_is_stored_as_epoch_seconds() -> None:
     moment = datetime(2026, 4, 1, 12, tzinfo=UTC)
     assert Cooldown(until=moment).until == Cooldown(until=moment.timestamp()).until == 1775044800.0
 
@@ -217,7 +217,7 @@ def test_the_text_of_what_was_asked_names_the_span_and_the_reason() -> None:
     assert str(Snooze(60, "busy")) == "the task asked to be rescheduled in 60 s: busy"
 
 
-def test_cooling_down_tells_when_to_come_back() -> None:
+def test_cooling_down_has_the_time_of_the_next_try() -> None:
     told = CoolingDown(
         "wait",
         key="k",
@@ -230,7 +230,7 @@ def test_cooling_down_tells_when_to_come_back() -> None:
     assert told.args == ("wait", "k", 5.0, 2.0, "error", "anything-else", "key")
 
 
-def test_a_subclass_of_a_user_keeps_the_details() -> None:
+def test_a_subclass_of_a_user_has_the_details() -> None:
     class Declined(PermanentFailure):
         """The card was declined."""
 

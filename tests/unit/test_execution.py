@@ -1,6 +1,4 @@
-"""One delivery from acquire to release: which store is told what, in which order, and what is given
-back when.
-"""
+"""One delivery from acquire to release: the steps in the stores and their order."""
 
 from __future__ import annotations
 
@@ -41,17 +39,15 @@ class TestAFailure:
     """The order of effects, and what Celery gets."""
 
     def test_a_success_is_settled_and_released(self, bench: Bench) -> None:
-        """No gate is asked or told."""
+        """No gate is read or written."""
         assert bench.run(bench.call()) == Return(1)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         assert (bench.state, bench.held, bench.renewer.kept) == (State.DONE, False, set())
 
-    def test_what_nobody_hears_is_not_made_but_for_a_failure(
+    def test_events_without_a_receiver_are_not_built_except_for_a_failure(
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A failure may have been executed, which is told at a higher level than the end of an
-        attempt usually is.
-        """
+        """A failure that may have been executed is logged at a higher level than other ends."""
         monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
         bench.run(bench.call())
         assert not bench.seen
@@ -66,8 +62,8 @@ class TestAFailure:
     def test_a_failure_of_the_key_is_settled_before_the_lease_becomes_its_cooldown(
         self, bench: Bench
     ) -> None:
-        """Between the two the lease keeps everybody out; the value ends a little earlier than the
-        row's time.
+        """In between, the lease blocks other calls; its value expires slightly before the row's
+        ``retry_at``.
         """
         reply = bench.run(bench.call(), OF_THE_KEY)
         assert bench.steps() == ["acquire", "claim", "settle", "cool"]
@@ -109,7 +105,7 @@ class TestAFailure:
     def test_the_key_waits_as_long_as_its_gate(self, bench: Bench) -> None:
         """Which may know of a longer wait than this failure's."""
         longer = replace(RATE_LIMITED, server_delay=600.0)
-        reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.shut(longer))
+        reply = bench.run(bench.call(), OF_THE_GROUP, during=lambda _: bench.close_gate(longer))
         assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.row.waits) == (600.0, 600.0)
 
@@ -122,8 +118,8 @@ class TestAFailure:
         assert isinstance(reply, Reschedule)
         assert (reply.delay, bench.state, bench.gate) == (60.0, State.COOLING, None)
 
-    def test_a_quick_retry_is_released_and_put_back(self, bench: Bench) -> None:
-        """The row says when."""
+    def test_a_quick_retry_is_released_and_rescheduled(self, bench: Bench) -> None:
+        """The row has the time."""
         reply = bench.run(bench.call(), SOON)
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         expected: dict[str, Any] = {
@@ -141,8 +137,8 @@ class TestAFailure:
         assert bench.run(bench.call(), FOR_GOOD) == Raise(FOR_GOOD.error)
         assert (bench.state, bench.held, bench.cools) == (State.FAILED, False, False)
 
-    def test_a_failure_no_rule_knows_to_pass_is_raised_and_cools(self, bench: Bench) -> None:
-        """By default; what is known to pass comes back."""
+    def test_an_unknown_failure_is_raised_and_cools(self, bench: Bench) -> None:
+        """By default; a transient failure resumes."""
         assert bench.run(bench.call(resume="transient"), OF_THE_KEY) == Raise(
             OF_THE_KEY.error, news=News("cooldown", 60.0, "error")
         )
@@ -158,7 +154,7 @@ class TestAFailure:
         assert reply == Raise(OF_THE_KEY.error, news=News("cooldown", 60.0, "error"))
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
 
-    def test_a_snooze_is_put_back_without_an_attempt(self, bench: Bench) -> None:
+    def test_a_snooze_is_rescheduled_without_an_attempt(self, bench: Bench) -> None:
         """And without a failure."""
         reply = bench.run(bench.call(), Snoozed(Snooze(60), 60.0, "draft not ready"))
         assert isinstance(reply, Reschedule)
@@ -188,7 +184,7 @@ class TestWhatTheBodyAskedFor:
 
     @pytest.mark.parametrize("comes_back", [True, False])
     @pytest.mark.parametrize("error", [Cooldown(60), RetryLater(60)], ids=["cooldown", "retry"])
-    def test_one_failure_too_many_is_told_as_such_and_not_as_a_time(
+    def test_the_last_allowed_failure_raises_a_permanent_failure(
         self, bench: Bench, error: Any, comes_back: bool
     ) -> None:
         """The key has failed for good: there is nothing to wait for."""
@@ -200,7 +196,7 @@ class TestWhatTheBodyAskedFor:
         assert reply.error.__cause__ is error
         assert bench.state is State.FAILED
 
-    def test_a_call_that_shall_stop_is_told_when_to_ask_again(self, bench: Bench) -> None:
+    def test_a_call_that_does_not_resume_gets_the_time_of_the_next_try(self, bench: Bench) -> None:
         """Not that the task has asked for something."""
         ending = Raised(
             Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
@@ -212,7 +208,7 @@ class TestWhatTheBodyAskedFor:
 
 
 class TestEagerCalls:
-    """They cannot come back, so their callers are told."""
+    """They cannot be rescheduled, so their callers get an error."""
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP, SOON, FOR_GOOD])
     def test_an_error_is_raised_as_it_was(self, bench: Bench, ending: Raised) -> None:
@@ -226,7 +222,7 @@ class TestEagerCalls:
         ("error", "ruling"),
         [(Cooldown(60), cooldown("60s", jitter=0.0)), (RetryLater(60), retry("60s", jitter=0.0))],
     )
-    def test_what_the_body_asked_for_is_told_as_a_cooldown(
+    def test_a_wait_that_the_body_asked_for_is_raised_as_a_cooldown(
         self, bench: Bench, error: Any, ruling: Any
     ) -> None:
         """With the time; what it raised is the cause."""
@@ -243,7 +239,7 @@ class TestEagerCalls:
         assert reply.error.__cause__ is error
 
     @pytest.mark.parametrize("max_failures", [1, 10])
-    def test_what_the_caller_is_told_has_no_secret_and_is_one_printable_line(
+    def test_the_error_for_the_caller_has_no_secret_and_is_one_printable_line(
         self, bench: Bench, max_failures: int
     ) -> None:
         """A body may put the text of a client's error into what it asks for; Celery logs what is
@@ -262,7 +258,7 @@ class TestEagerCalls:
             assert told.isprintable()
             assert len(told) < 3000
 
-    def test_a_snooze_is_told_as_a_cooldown(self, bench: Bench) -> None:
+    def test_a_snooze_is_raised_as_a_cooldown(self, bench: Bench) -> None:
         """An exception that no ``except Exception`` sees must not reach the caller."""
         reply = bench.run(bench.call(comes_back=False), Snoozed(Snooze(60), 60.0))
         assert isinstance(reply, Raise)
@@ -271,7 +267,9 @@ class TestEagerCalls:
         assert reply.error.scope == "key"
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, SOON])
-    def test_the_next_call_is_told_when_to_ask_again(self, bench: Bench, ending: Raised) -> None:
+    def test_the_next_call_gets_the_time_of_the_next_try(
+        self, bench: Bench, ending: Raised
+    ) -> None:
         """A cooldown refuses it; a countdown would reschedule it, and carries what to raise
         instead.
         """
@@ -316,10 +314,10 @@ class TestStoresAwayAfterTheRun:
         assert bench.steps("settle", "cool") == ["settle", "settle", "cool"]
         assert (bench.row.failures, bench.row.cooldowns) == (1, 1)
 
-    def test_an_outcome_that_cannot_be_written_is_put_back_and_leaves_the_lease_to_expire(
+    def test_a_call_whose_outcome_cannot_be_written_is_rescheduled_and_its_lease_expires(
         self, bench: Bench
     ) -> None:
-        """The gate knows of the failure all the same; the next attempt is told of the token."""
+        """The failure still closes the gate; the next attempt knows the token."""
         bench.journal.away("settle")
         call = bench.call(settle_timeout=5.0)
         reply = bench.run(call, OF_THE_GROUP)
@@ -330,7 +328,7 @@ class TestStoresAwayAfterTheRun:
 
 
 class TestALostLease:
-    """It is somebody else's now: nothing is sent for it any more."""
+    """Another owner has it: no command is sent for it."""
 
     def test_its_row_is_closed_though_the_database_comes_back_later(self, bench: Bench) -> None:
         """While the row is open, the next claim of the key counts a crash of a process that
@@ -359,7 +357,7 @@ class TestALostLease:
         assert bench.steps("cool", "release", "give_back_probe", "open_gate") == []
 
     def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
-        """Somebody has reset the row; his retry must not meet our cooldown."""
+        """An operator has reset the row; the retry must not wait for this cooldown."""
         reply = bench.run(
             bench.call(), OF_THE_KEY, during=lambda _: bench.records.retry(KEY.stored)
         )
@@ -383,7 +381,7 @@ class TestPassingThrough:
     def test_it_goes_on_to_celery_and_frees_the_key(
         self, bench: Bench, ending: Any, state: State
     ) -> None:
-        """Classified by nobody."""
+        """It is not classified."""
         assert bench.run(bench.call(), ending) == Raise(ending.error)
         assert (bench.state, bench.held, bench.cools, bench.row.failures) == (
             state,
@@ -392,7 +390,7 @@ class TestPassingThrough:
             0,
         )
 
-    def test_what_has_failed_for_good_is_told_to_every_later_call(self, bench: Bench) -> None:
+    def test_every_later_call_gets_a_permanent_failure(self, bench: Bench) -> None:
         """Without a body."""
         call = bench.call()
         bench.run(call, FOR_GOOD)
@@ -415,9 +413,7 @@ class TestPassingThrough:
         assert len(bench.ran) == 2
 
     def test_no_gate_is_opened_without_a_probe(self, bench: Bench) -> None:
-        """A body that began before the gate closed, and succeeds, says nothing of what came
-        after.
-        """
+        """The success of a body that began before the gate closed does not open it."""
         bench.run(bench.call(), during=lambda _: bench.half_open())
         assert bench.gate is not None
         assert bench.seen.of(GateOpened) == []
@@ -500,7 +496,7 @@ class TestAnUnexpectedError:
             False,
         )
 
-    def test_of_a_result_that_cannot_be_read_keeps_the_delivery(self, bench: Bench) -> None:
+    def test_a_result_that_cannot_be_read_does_not_lose_the_delivery(self, bench: Bench) -> None:
         """It names the key, the column and the command."""
         assert bench.run(bench.call()) == Return(1)
         bench.records.rows[KEY.stored] = replace(bench.row, result="{")

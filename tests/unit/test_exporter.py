@@ -147,15 +147,15 @@ def test_records_are_counted_for_at_most_a_twentieth_of_the_time(app: Celery) ->
     assert counted == [0.0, 210.0, 420.0]
 
 
-class Kept:
-    """Keeps what a process writes; away while it is told so."""
+class StoredCounts:
+    """Stores what a process writes; fails while ``away``."""
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[Written, bool]] = {}
         self.away = False
 
     def write(self, process: str, written: Written, *, first: bool, closed: bool) -> bool:
-        """As the port says."""
+        """Write the sums."""
         if self.away:
             raise StoreUnavailable("away")
         assert first is (process not in self.rows)
@@ -167,8 +167,8 @@ class Kept:
         return 0
 
 
-class Deaf:
-    """Hears nothing."""
+class NoReceivers:
+    """Has no receiver for any event."""
 
     def observe(self, event: Any) -> None:
         """Nothing."""
@@ -181,15 +181,15 @@ class Deaf:
 CRASH = CrashSeen(task="t", key="k", call_id="c", crashes=1, host=None)
 
 
-def counts(kept: Kept) -> int:
+def counts(kept: StoredCounts) -> int:
     """The crashes that were written."""
     return sum(written.tally.counts["abandonments", "t"] for written, _ in kept.rows.values())
 
 
 def test_events_of_many_threads_are_counted_once_each_and_the_last_are_written_at_the_end() -> None:
     """Also those after the end, as those of another process."""
-    kept = Kept()
-    counting = Counting(Deaf(), kept, "{}:{}".format)
+    kept = StoredCounts()
+    counting = Counting(NoReceivers(), kept, "{}:{}".format)
 
     def observe() -> None:
         for _ in range(1000):
@@ -209,12 +209,10 @@ def test_events_of_many_threads_are_counted_once_each_and_the_last_are_written_a
 
 
 def test_what_could_not_be_written_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums stay in the process while the database is away, and nothing is written without
-    news.
-    """
+    """The sums stay in the process during an outage, and unchanged sums are not written."""
     monkeypatch.setattr(Counting, "_start", lambda _: None)
-    kept, now = Kept(), [0.0]
-    counting = Counting(Deaf(), kept, "{}:{}".format, lambda: now[0])
+    kept, now = StoredCounts(), [0.0]
+    counting = Counting(NoReceivers(), kept, "{}:{}".format, lambda: now[0])
     kept.away = True
     for _ in range(2):
         counting.observe(CRASH)
@@ -230,7 +228,7 @@ def test_what_could_not_be_written_is_written_later(monkeypatch: pytest.MonkeyPa
         counting.flush()
 
 
-def test_renewals_on_time_and_late_ones_are_told_apart() -> None:
+def test_renewals_on_time_and_late_ones_are_counted_separately() -> None:
     """A time on a bound counts to its bucket, and sums are whole microseconds."""
     tally = Tally()
     for late in (0.0, 0.005, 0.3, 99.0, None):
@@ -283,7 +281,7 @@ def test_the_command_serves_on_the_loopback_until_it_is_stopped(tmp_path: Path) 
             made.kill()
 
 
-def test_a_missing_library_or_a_taken_port_is_said(
+def test_a_missing_library_or_a_port_in_use_is_an_error(
     types: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2 for the first, 1 for the second; a wrong port is wrong use."""

@@ -72,9 +72,7 @@ class TestEachKind:
         scope: Scope,
         delay: float | None,
     ) -> None:
-        """Kind, scope and delay come out as the ruling says, whatever the task's other options
-        are.
-        """
+        """Kind, scope and delay are those of the ruling, with any other options of the task."""
         ruling = Ruling(kind, CooldownPolicy(100.0, jitter=0.0), scope=scope, server_delay=told)
         verdict = after(raised(ruling, delay), group=group, idempotent=idempotent)
         assert isinstance(
@@ -130,18 +128,20 @@ class TestWhatTheAnswerTold:
         assert delay <= wait <= delay + min(LONGEST_SPREAD, 0.1 * delay)
 
     @given(CHANCES)
-    def test_told_instead_counts_where_the_policy_says_longer(self, rand: float) -> None:
+    def test_a_server_delay_may_shorten_the_wait_of_the_policy(self, rand: float) -> None:
         """The other side knows best when its window begins."""
         ruling = replace(cooldown("1h"), server_delay="instead")
         assert 20.0 <= cooled(raised(ruling, 20.0), rand=rand).delay <= 22.0
 
     @given(CHANCES)
-    def test_told_at_least_never_cuts_the_policy(self, rand: float) -> None:
+    def test_a_minimal_server_delay_never_shortens_the_wait_of_the_policy(
+        self, rand: float
+    ) -> None:
         """It raises a shorter wait only."""
         assert cooled(raised(cooldown("1h"), 20.0), rand=rand).delay >= 1800.0
         assert cooled(raised(cooldown("1s"), 20.0), rand=rand).delay >= 20.0
 
-    def test_what_the_body_asked_for_is_kept_exactly(self) -> None:
+    def test_a_wait_that_the_body_asked_for_is_exact(self) -> None:
         """``Cooldown(300)`` is no hint of a crowded window: nothing is added."""
         ruling = replace(cooldown(), server_delay="instead")
         assert cooled(raised(ruling, 300.0, Reason.ASKED), rand=MOST).delay == 300.0
@@ -154,14 +154,14 @@ class TestWhatTheAnswerTold:
         ruling = replace(cooldown("30s", scope="group"), server_delay="instead")
         assert cooled(raised(ruling, 0.012), group=group).delay == SHORTEST_SERVER_DELAY
 
-    def test_a_retry_the_body_asked_for_is_kept_exactly(self) -> None:
+    def test_a_retry_that_the_body_asked_for_is_exact(self) -> None:
         """``RetryLater(0)`` is soon."""
         assert retried(raised(exactly(0), 0.0, Reason.ASKED)).delay == pytest.approx(0.0, abs=0.002)
         assert retried(raised(exactly(10), 10.0, Reason.ASKED), rand=0.3).delay == 10.0
 
 
 class TestGrowth:
-    """Without a told wait the waits double, and are shown as upper bounds."""
+    """Without a server delay the waits double; the values are upper bounds."""
 
     def test_the_second_failure_waits_twice_as_long_as_the_first(self) -> None:
         """Up to the policy's cap."""
@@ -204,7 +204,7 @@ class TestGrowth:
             "what counts for the key while the store of gates does not answer"
         )
 
-    def test_growth_starts_anew_after_a_quiet_time(self) -> None:
+    def test_growth_starts_again_after_a_quiet_time(self) -> None:
         """Twice the cap, at least a day."""
         record = replace(FRESH, failures=3, quick_retries=2, cooldowns=3)
         quiet = replace(record, failed_at=NOW - int((DAY + 1) * SECOND))
@@ -230,10 +230,10 @@ class TestGrowth:
 
 
 class TestAnEffectInDoubt:
-    """Nobody knows whether it has happened, so an operator must look."""
+    """It is unknown whether it has happened, so an operator must check."""
 
     @pytest.mark.parametrize("ruling", [cooldown(), retry(), permanent(), cooldown(scope="group")])
-    def test_it_is_parked_whatever_the_rules_say(self, ruling: Ruling) -> None:
+    def test_it_becomes_uncertain_with_any_rules(self, ruling: Ruling) -> None:
         """And counts as nothing: neither failure, nor retry, nor the group's."""
         doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, judged(ruling))
         record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
@@ -246,12 +246,12 @@ class TestAnEffectInDoubt:
 
 
 class TestComingBack:
-    """Whether the call is rescheduled, or its caller told."""
+    """Whether the call is rescheduled, or its caller gets the error."""
 
     @pytest.mark.parametrize("comes_back", [True, False])
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     @pytest.mark.parametrize("group", [None, GROUP])
-    def test_a_groups_failure_resumes_where_the_option_says_so_and_it_can(
+    def test_a_groups_failure_resumes_if_the_option_allows_it(
         self, comes_back: bool, resume: Resume, group: str | None
     ) -> None:
         """Also without a group; an eager call cannot."""
@@ -316,7 +316,7 @@ class TestWhatAProbeFound:
         ],
         ids=["quick retry", "ambiguous", "key", "permanent"],
     )
-    def test_a_retry_or_an_unknown_outcome_says_nothing(
+    def test_a_retry_or_an_unknown_outcome_does_not_affect_the_gate(
         self, failing: Raised, nothing: bool
     ) -> None:
         """The gate stays half-open, for the next probe."""

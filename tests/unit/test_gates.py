@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.groups import Closing, Gate, closed, remembered_for
-from tests.unit.decision_inputs import GROUP, probed, shut
+from tests.unit.decision_inputs import GROUP, closed_gate, probed
 
 POLICY = CooldownPolicy(30.0, cap=3600.0)
 FAILED = Closing(POLICY, "rate_limited", "status:429", "slow down")
@@ -47,25 +47,27 @@ class TestWhileItIsClosed:
 
     def test_no_failure_is_another_trip(self) -> None:
         """One trip per closing, however many bodies were under way."""
-        gate = shut(20.0, trips=3)
+        gate = closed_gate(20.0, trips=3)
         for token in (OURS, LATE):
             assert closed(GROUP, gate, FAILED, token).trips == 3
             assert closed(GROUP, gate, told(600.0), token).trips == 3
 
     def test_a_longer_wait_extends_the_standing_one(self) -> None:
         """And says why."""
-        gate = closed(GROUP, shut(20.0), replace(told(600.0), rule="quota", message="empty"), LATE)
+        gate = closed(
+            GROUP, closed_gate(20.0), replace(told(600.0), rule="quota", message="empty"), LATE
+        )
         assert (gate.closed_for, gate.rule, gate.message) == (600.0, "quota", "empty")
 
     @pytest.mark.parametrize("wait", [1.0, 19.9, 20.0])
     def test_a_shorter_one_changes_nothing(self, wait: float) -> None:
         """Not even what is said to be the reason."""
-        gate = shut(20.0)
+        gate = closed_gate(20.0)
         assert closed(GROUP, gate, told(wait), LATE) == gate
 
     def test_a_failure_after_many_trips_waits_as_long_as_those(self) -> None:
         """The gate's own trips say how far it has grown."""
-        assert closed(GROUP, shut(20.0, trips=4), FAILED, LATE).closed_for == 240.0
+        assert closed(GROUP, closed_gate(20.0, trips=4), FAILED, LATE).closed_for == 240.0
 
     def test_a_probe_under_way_keeps_its_slot(self) -> None:
         """A late failure has closed the gate over it; its own end gives the slot back."""
@@ -81,7 +83,9 @@ class TestWhileItIsClosed:
         """Whether its wait is longer or not; and it is no trip, since the gate was closed
         already.
         """
-        gate = closed(GROUP, shut(20.0, trips=2, probe=OURS, probe_for=14.0), told(wait), OURS)
+        gate = closed(
+            GROUP, closed_gate(20.0, trips=2, probe=OURS, probe_for=14.0), told(wait), OURS
+        )
         assert (gate.trips, gate.closed_for) == (2, max(20.0, wait))
         assert (gate.probe, gate.probe_for) == (None, 0.0)
 
@@ -95,7 +99,7 @@ class TestWhileItIsHalfOpen:
         assert (gate.trips, gate.closed_for) == (2, 60.0)
         assert (gate.probe, gate.probe_for) == (None, 0.0)
 
-    @pytest.mark.parametrize("gate", [probed(14.0), shut(0.0)], ids=["probed", "free"])
+    @pytest.mark.parametrize("gate", [probed(14.0), closed_gate(0.0)], ids=["probed", "free"])
     def test_a_body_that_began_before_closes_it_again_without_a_trip(self, gate: Gate) -> None:
         """It fails of the same outage that the gate has closed for."""
         late = closed(GROUP, gate, FAILED, LATE)
@@ -114,7 +118,7 @@ class TestWhileItIsHalfOpen:
 
 
 GATES = st.builds(
-    shut,
+    closed_gate,
     st.sampled_from([0.0, 0.5, 20.0, 7_200.0]),
     trips=st.integers(1, 20),
     probe=st.sampled_from([None, OURS, "another"]),
@@ -155,7 +159,11 @@ class TestWhatItSays:
 
     @pytest.mark.parametrize(
         ("gate", "half_open", "shut_for"),
-        [(shut(20.0), False, 20.0), (shut(0.0), True, 0.0), (probed(14.0), True, 14.0)],
+        [
+            (closed_gate(20.0), False, 20.0),
+            (closed_gate(0.0), True, 0.0),
+            (probed(14.0), True, 14.0),
+        ],
     )
     def test_for_how_long_nothing_can_start(
         self, gate: Gate, half_open: bool, shut_for: float
@@ -165,9 +173,12 @@ class TestWhatItSays:
 
     def test_a_closed_gate_counts_for_its_time_whoever_probes(self) -> None:
         """The slot of a probe whose gate was closed over it keeps nobody out."""
-        assert shut(20.0, probe=OURS, probe_for=90.0).shut_for == 20.0
+        assert closed_gate(20.0, probe=OURS, probe_for=90.0).shut_for == 20.0
 
     def test_it_is_remembered_until_its_trips_are_forgotten(self) -> None:
         """Its time, and the quiet time of the policy: twice the cap, at least a day."""
-        assert remembered_for(shut(20.0), POLICY) == 20.0 + 86_400.0
-        assert remembered_for(shut(20.0), CooldownPolicy(30.0, cap=86_400.0)) == 20.0 + 2 * 86_400.0
+        assert remembered_for(closed_gate(20.0), POLICY) == 20.0 + 86_400.0
+        assert (
+            remembered_for(closed_gate(20.0), CooldownPolicy(30.0, cap=86_400.0))
+            == 20.0 + 2 * 86_400.0
+        )

@@ -88,7 +88,7 @@ class TestAKill:
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         bench.clock.sleep(60.0)
-        bench.shut()
+        bench.close_gate()
         reply = bench.run(bench.redelivered(call))
         assert isinstance(reply, Reschedule)
         assert reply.started

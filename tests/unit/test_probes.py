@@ -190,7 +190,7 @@ class TestAGateClosedOverItsProbe:
         it.
         """
         short = replace(RATE_LIMITED, server_delay=2.0)
-        bench.run(bench.call(), ending, during=lambda _: bench.shut(short))
+        bench.run(bench.call(), ending, during=lambda _: bench.close_gate(short))
         assert bench.gate is not None
         assert (bench.gate.closed_for, bench.gate.trips, bench.gate.probe) == (2.0, 1, None)
         assert bench.seen.of(GateOpened) == []
@@ -203,7 +203,7 @@ class TestAGateClosedOverItsProbe:
         bench.run(
             bench.call(),
             OF_THE_GROUP,
-            during=lambda _: bench.shut(replace(RATE_LIMITED, server_delay=late)),
+            during=lambda _: bench.close_gate(replace(RATE_LIMITED, server_delay=late)),
         )
         assert bench.gate is not None
         assert (bench.gate.trips, bench.gate.closed_for, bench.gate.probe) == (

@@ -37,7 +37,7 @@ from tests.unit.effect_attempts import Attempt, EffectBench
 
 @pytest.fixture
 def desk() -> EffectBench:
-    """Nobody has attempted anything."""
+    """Without any attempt so far."""
     return EffectBench()
 
 
@@ -175,9 +175,7 @@ class TestSaveProgress:
         assert attempt.lease.progress is None
         assert desk.attempt().lease.progress == "theirs"
 
-    def test_a_store_that_does_not_answer_is_told(
-        self, desk: EffectBench, attempt: Attempt
-    ) -> None:
+    def test_a_store_that_does_not_answer_raises(self, desk: EffectBench, attempt: Attempt) -> None:
         """What was not saved is not shown as saved."""
         desk.journal.away("save", times=1)
         with pytest.raises(StoreUnavailable):
@@ -273,7 +271,7 @@ class TestEach:
     def test_items_are_taken_only_when_they_are_asked_for(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """They may be pages of somebody's API."""
+        """They may be pages of an external API."""
         taken: list[int] = []
 
         def pages() -> Iterator[int]:
@@ -383,7 +381,7 @@ class TestEach:
             attempt.lease.each("ab", every=every)
 
     @pytest.mark.parametrize("name", [None, 1, ("a",)])
-    def test_a_wrong_name_is_told_at_once(self, attempt: Attempt, name: Any) -> None:
+    def test_a_wrong_name_raises_at_once(self, attempt: Attempt, name: Any) -> None:
         """JSON would make another one of it."""
         with pytest.raises(EffectMisused, match=r"each\(name="):
             attempt.lease.each("ab", name=name)
@@ -410,7 +408,7 @@ class TestEach:
     def test_under_lease_renew_false_it_is_what_pushes_the_lease_out(
         self, desk: EffectBench, renew: bool, steps: list[str]
     ) -> None:
-        """A loop of any length keeps its lease, as nobody else renews it."""
+        """A loop of any length extends its lease, which has no other renewal."""
         attempt = desk.attempt(renew=renew)
         for _ in attempt.lease.each(range(100 if not renew else 1)):
             desk.clock.sleep(1.0)

@@ -30,11 +30,11 @@ from tests.unit.decision_inputs import (
     THEIRS,
     a_call,
     a_record,
+    closed_gate,
     decide,
     held_by,
     raised,
     refusal,
-    shut,
     waiting,
 )
 
@@ -107,9 +107,11 @@ class TestRerun:
             Reschedule,
         )
 
-    def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_shut_gate(self) -> None:
+    def test_a_call_on_the_list_is_answered_during_a_cooldown_and_behind_a_closed_gate(
+        self,
+    ) -> None:
         cooling = self.listed(State.COOLING, retry_at=NOW + 60 * SECOND)
-        assert decide(a_call(on_done="rerun"), cooling, gate=shut(60)) == Return(1, OURS)
+        assert decide(a_call(on_done="rerun"), cooling, gate=closed_gate(60)) == Return(1, OURS)
 
 
 class TestCrashesUnderRerun:

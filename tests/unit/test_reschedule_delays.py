@@ -17,9 +17,9 @@ from tests.unit.decision_inputs import (
     THEIRS,
     a_call,
     a_record,
+    closed_gate,
     decide,
     held_by,
-    shut,
     waiting,
 )
 
@@ -32,7 +32,7 @@ class TestHops:
             Facts(holder=held_by(THEIRS, 7_200.0)),
             Facts(record=waiting(State.PENDING, 7_200)),
             Facts(record=waiting(State.COOLING, 7_200, OURS)),
-            Facts(gate=shut(7_200)),
+            Facts(gate=closed_gate(7_200)),
         ],
         ids=["own copy", "another call", "retry time", "cooldown", "gate"],
     )

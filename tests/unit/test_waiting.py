@@ -29,11 +29,11 @@ from tests.unit.decision_inputs import (
     TODAY,
     a_call,
     a_record,
+    closed_gate,
     decide,
     probed,
     refusal,
     reschedule,
-    shut,
     waiting,
 )
 
@@ -41,7 +41,11 @@ ON_COOLING: tuple[OnCooling, ...] = (None, "raise", "reschedule", "ignore")
 LIMITED = Failure("openai.RateLimitError", "slow down", "status:429", "rate_limited")
 COOLING = waiting(State.COOLING, 300, ended=Ended.FAILED, resumes=True, failure=LIMITED)
 ITS_OWN = replace(COOLING, call_id=OURS)
-CLOSED: list[dict[str, Any]] = [{"record": COOLING}, {"gate": shut(300)}, {"gate": probed(14)}]
+CLOSED: list[dict[str, Any]] = [
+    {"record": COOLING},
+    {"gate": closed_gate(300)},
+    {"gate": probed(14)},
+]
 """What keeps another call from running: the key's own cooldown, its group's, and its group's
 probe.
 """
@@ -110,13 +114,15 @@ class TestWaitingForItsRetryTime:
 
 class TestAnotherCallMeetsACooldown:
     @pytest.mark.parametrize(
-        "facts", [{}, {"gate": shut(60)}, {"gate": shut(600)}, {"gate": probed(14)}], ids=str
+        "facts",
+        [{}, {"gate": closed_gate(60)}, {"gate": closed_gate(600)}, {"gate": probed(14)}],
+        ids=str,
     )
     def test_by_default_it_is_told_when_to_ask_again(self, facts: dict[str, Any]) -> None:
         """The key's own cooldown counts, whatever its group waits for."""
         assert isinstance(refusal(decide(a_call(), COOLING, **facts)), CoolingDown)
 
-    @pytest.mark.parametrize("gate", [shut(300), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize("gate", [closed_gate(300), probed(14)], ids=["shut", "probed"])
     @pytest.mark.parametrize(
         "record",
         [None, waiting(State.COOLING, 0, failure=LIMITED), waiting(State.PENDING, 600)],
@@ -171,7 +177,9 @@ class TestItsOwnCooldown:
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
     @pytest.mark.parametrize("canvas", [False, True])
     @pytest.mark.parametrize("repeat", [False, True])
-    @pytest.mark.parametrize("gate", [None, shut(60), probed(14)], ids=["open", "shut", "probed"])
+    @pytest.mark.parametrize(
+        "gate", [None, closed_gate(60), probed(14)], ids=["open", "shut", "probed"]
+    )
     def test_the_same_call_is_put_back_whatever_the_options_say(
         self, on_cooling: OnCooling, canvas: bool, repeat: bool, gate: Gate | None
     ) -> None:
@@ -186,7 +194,7 @@ class TestItsOwnCooldown:
         assert verdict.started
         assert verdict.delay == pytest.approx(300.1)
 
-    @pytest.mark.parametrize("gate", [shut(60), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize("gate", [closed_gate(60), probed(14)], ids=["shut", "probed"])
     @pytest.mark.parametrize(
         "record",
         [
@@ -198,7 +206,7 @@ class TestItsOwnCooldown:
         ],
         ids=["cooled", "nearly cooled", "snoozed", "lost", "crashed"],
     )
-    def test_a_copy_without_a_memory_of_its_run_is_put_back_from_a_shut_gate(
+    def test_a_copy_without_a_memory_of_its_run_is_put_back_from_a_closed_gate(
         self, record: Record, gate: Gate
     ) -> None:
         """Its process died before it could publish a copy that knows: the row still tells that the
@@ -212,12 +220,12 @@ class TestItsOwnCooldown:
         gone = replace(ITS_OWN, expires_at=NOW)
         assert decide(a_call(), gone) == Run()
         assert isinstance(
-            refusal(decide(a_call(on_cooling="raise"), gone, gate=shut(60))), CoolingDown
+            refusal(decide(a_call(on_cooling="raise"), gone, gate=closed_gate(60))), CoolingDown
         )
 
 
 class TestAShutGateStopsBodiesOnly:
-    @pytest.mark.parametrize("gate", [shut(60), probed(14)], ids=["shut", "probed"])
+    @pytest.mark.parametrize("gate", [closed_gate(60), probed(14)], ids=["shut", "probed"])
     @pytest.mark.parametrize("call_id", [OURS, THEIRS])
     def test_finished_work_is_replayed(self, gate: Gate, call_id: str) -> None:
         assert decide(a_call(), a_record(State.DONE, call_id, result="7"), gate=gate) == Return(
@@ -226,20 +234,20 @@ class TestAShutGateStopsBodiesOnly:
 
     def test_what_has_failed_for_good_is_told_so(self) -> None:
         failed = a_record(State.FAILED, failure=Failure("ValueError", "boom"))
-        assert str(refusal(decide(a_call(), failed, gate=shut(60)))) == "ValueError: boom"
+        assert str(refusal(decide(a_call(), failed, gate=closed_gate(60)))) == "ValueError: boom"
 
     def test_a_call_with_other_arguments_is_told_so(self) -> None:
         record = a_record(State.PENDING, fingerprint="v1:other", digests={"month": "m2"})
-        assert "other arguments" in str(refusal(decide(a_call(), record, gate=shut(60))))
+        assert "other arguments" in str(refusal(decide(a_call(), record, gate=closed_gate(60))))
 
     def test_a_call_whose_callbacks_are_out_is_dropped(self) -> None:
         assert isinstance(
-            decide(a_call(canvas=True), None, gate=shut(60), callbacks_out=True), Drop
+            decide(a_call(canvas=True), None, gate=closed_gate(60), callbacks_out=True), Drop
         )
 
     def test_a_running_key_is_held_by_its_holder(self) -> None:
         running = a_record(State.RUNNING, lease_until=NOW + 9 * SECOND)
-        assert reschedule(decide(a_call(), running, gate=shut(60))).what == "held"
+        assert reschedule(decide(a_call(), running, gate=closed_gate(60))).what == "held"
 
 
 class TestHowLong:
@@ -251,14 +259,14 @@ class TestHowLong:
     ) -> None:
         record = waiting(State.COOLING, own, failure=LIMITED)
         error = cooling_down(
-            decide(a_call(on_cooling="raise"), record, gate=shut(gate) if gate else None)
+            decide(a_call(on_cooling="raise"), record, gate=closed_gate(gate) if gate else None)
         )
         assert error.retry_after == waits
         verdict = reschedule(
             decide(
                 a_call(on_cooling="reschedule"),
                 record,
-                gate=shut(gate) if gate else None,
+                gate=closed_gate(gate) if gate else None,
                 rand=0.0,
             )
         )
@@ -283,11 +291,11 @@ class TestHowLong:
         self, rand: float
     ) -> None:
         by_key = reschedule(decide(a_call(canvas=True), COOLING, rand=rand)).delay
-        by_gate = reschedule(decide(a_call(canvas=True), gate=shut(300), rand=rand)).delay
+        by_gate = reschedule(decide(a_call(canvas=True), gate=closed_gate(300), rand=rand)).delay
         assert 300.1 <= by_key <= 300.5
         assert 300.1 <= by_gate <= 302.0
 
-    @pytest.mark.parametrize("gate", [None, shut(7_200)], ids=["key", "gate"])
+    @pytest.mark.parametrize("gate", [None, closed_gate(7_200)], ids=["key", "gate"])
     def test_a_long_wait_goes_in_hops(self, gate: Gate | None) -> None:
         verdict = reschedule(
             decide(
@@ -312,9 +320,9 @@ class TestWhatIsTold:
         [
             (COOLING, None, "key"),
             (replace(COOLING, failure=replace(LIMITED, group="g")), None, "group"),
-            (None, shut(300), "group"),
-            (COOLING, shut(2), "key"),
-            (COOLING, shut(900), "group"),
+            (None, closed_gate(300), "group"),
+            (COOLING, closed_gate(2), "key"),
+            (COOLING, closed_gate(900), "group"),
         ],
     )
     def test_it_says_whose_wait_that_is(
@@ -323,9 +331,12 @@ class TestWhatIsTold:
         """The longer one; a failure of the group is the group's."""
         assert cooling_down(decide(a_call(on_cooling="raise"), record, gate=gate)).scope == scope
 
-    def test_a_shut_gate_speaks_for_its_group(self) -> None:
+    def test_a_closed_gate_speaks_for_its_group(self) -> None:
         error = cooling_down(
-            decide(a_call(on_cooling="raise"), gate=shut(300, reason="out_of_quota", rule="quota"))
+            decide(
+                a_call(on_cooling="raise"),
+                gate=closed_gate(300, reason="out_of_quota", rule="quota"),
+            )
         )
         assert (error.key, error.retry_after, error.reason, error.rule) == (
             KEY.key,
@@ -340,7 +351,9 @@ class TestWhatIsTold:
     )
     def test_whoever_keeps_it_longer_says_why(self, own: int, gate: int, by: str) -> None:
         record = waiting(State.COOLING, own, failure=replace(LIMITED, rule="row"))
-        assert cooling_down(decide(a_call(), record, gate=shut(gate, rule="gate"))).rule == by
+        assert (
+            cooling_down(decide(a_call(), record, gate=closed_gate(gate, rule="gate"))).rule == by
+        )
 
     def test_an_ambiguous_failure_is_told_as_such(self) -> None:
         """Who asks again may ask for the second time of two."""
