@@ -22,7 +22,7 @@ NOW = 1_800_000_000.0
 
 
 def judged(error: BaseException) -> Classification:
-    """What the default rules say of *error* now."""
+    """How the default rules classify *error* now."""
     return Rules.default().judge(error, NOW)
 
 

@@ -113,7 +113,7 @@ def test_notes_are_read_line_by_line(tmp_path: Path) -> None:
     assert [note.what for note in notes.all()] == ["began", "returned"]
 
 
-def test_a_dry_run_says_what_would_be_done(types: Types, app: Celery) -> None:
+def test_a_dry_run_shows_what_would_be_done(types: Types, app: Celery) -> None:
     """With the longest ttl of the app's tasks, and the bounds that follow from its settings. It
     asks no server and registers no task.
     """

@@ -40,7 +40,7 @@ SECRET = "secret of the server"
 
 
 async def may(key: str, request: Request) -> bool:
-    """The authoriser: ``me`` may, ``nobody`` is not known, and the rest may not."""
+    """The authoriser: it accepts ``me``, raises 401 for ``nobody``, and refuses all others."""
     request.app.state.asked.append(key)
     who = request.headers.get("authorization")
     if who == "nobody":
@@ -149,7 +149,7 @@ def test_the_same_key_with_other_content_and_a_missing_key_are_problems(shop: An
 def test_a_failure_cools_down_and_its_text_stays_inside(
     shop: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """429 for whoever asks again; what a store said is in the log."""
+    """The next request gets 429; the store's error is in the log."""
     header = {"Idempotency-Key": "k-1"}
     ask(shop.app, "POST", "/orders?amount=-1", header)
     again = ask(shop.app, "POST", "/orders?amount=-1", header)
@@ -176,7 +176,7 @@ def test_the_authoriser_decides_before_anything_is_looked_up(
 
 @pytest.mark.parametrize("authorise", [None, True, "me"])
 def test_a_router_without_an_authoriser_is_refused(authorise: Any) -> None:
-    """When the app starts, not when somebody finds out."""
+    """The error is raised when the app starts."""
     with pytest.raises(LeaseConfigurationError, match="anyone could see"):
         leases_router(authorise, AsyncLeaseClient(Scripted(a_status("done"))))  # type: ignore[arg-type]
 
@@ -249,7 +249,7 @@ def test_each_change_is_an_event_and_the_stream_ends_with_the_work() -> None:
     assert len({one["id"] for one in told}) == 3
 
 
-def test_a_browser_that_comes_back_gets_what_it_has_not_seen() -> None:
+def test_a_browser_that_reconnects_gets_what_it_has_not_received() -> None:
     """Not the status again whose id it sends."""
     running = a_status("running", attempt=1)
     app = scripted(running, running, a_status("done"))
@@ -257,8 +257,8 @@ def test_a_browser_that_comes_back_gets_what_it_has_not_seen() -> None:
     assert [one["data"]["state"] for one in events(sent.text)[1:]] == ["done"]
 
 
-def test_a_browser_that_has_seen_the_end_is_told_to_stay_away() -> None:
-    """204 is what ends an EventSource; whoever has not seen the end gets it."""
+def test_a_browser_that_has_received_the_end_gets_204() -> None:
+    """204 ends an EventSource; a browser that has not received the end gets it."""
     done = a_status("done")
     seen = ask(
         scripted(done), "GET", f"/leases/{KEY}", STREAM | {"Last-Event-ID": version_of(done)}
@@ -268,15 +268,15 @@ def test_a_browser_that_has_seen_the_end_is_told_to_stay_away() -> None:
     assert events(other.text)[1]["data"]["state"] == "done"
 
 
-def test_silence_is_broken_by_heartbeats_and_a_stream_ends_after_a_while() -> None:
-    """So that a proxy keeps it open; and whoever comes back is authorised anew."""
+def test_a_stream_has_heartbeats_and_ends_after_its_maximal_time() -> None:
+    """Proxies keep it open, and a browser that reconnects is authorised again."""
     app = scripted(a_status("running"), heartbeat=0.001, longest=0.5, slowest=5.0)
     sent = ask(app, "GET", f"/leases/{KEY}", STREAM)
     assert sent.text.count("event: status") == 1
     assert sent.text.count("\n\n:\n\n") > 2
 
 
-def test_a_store_that_is_away_for_a_while_is_an_event_of_its_own(
+def test_an_outage_of_a_store_is_an_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the stream goes on when it is back."""
@@ -289,7 +289,7 @@ def test_a_store_that_is_away_for_a_while_is_an_event_of_its_own(
     assert SECRET not in json.dumps(told)
 
 
-def test_who_goes_away_is_not_read_for_any_more() -> None:
+def test_reading_stops_when_the_client_disconnects() -> None:
     """The stream of a browser that is gone ends with its request."""
     client = Scripted(a_status("running"))
     reads = AsyncLeaseClient(client)  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_the_loop_goes_on_while_the_broker_is_slow(
 
 
 def test_a_function_that_calls_an_async_authoriser_is_awaited(shop: Any) -> None:
-    """A coroutine that nobody has awaited is true."""
+    """A coroutine that is not awaited would be true."""
 
     async def only_1(key: str) -> bool:
         return key == "order:1"

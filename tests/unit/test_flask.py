@@ -130,10 +130,8 @@ def test_the_records_are_in_the_database_of_flask_sqlalchemy(shop: Any, tmp_path
         assert shop.db.session.scalar(select(func.count()).select_from(shop.Order)) == 1
 
 
-def test_a_database_of_its_own_is_kept(apps: None, tmp_path: Path) -> None:
-    """What the settings name comes before Flask-SQLAlchemy; a database in memory is nobody
-    else's.
-    """
+def test_a_configured_database_is_used(apps: None, tmp_path: Path) -> None:
+    """The settings take precedence over Flask-SQLAlchemy; its database in memory is not shared."""
     for url, named in (
         ("sqlite:///other.db", "sqlite:///records.db"),
         ("sqlite:///:memory:", None),
@@ -186,7 +184,7 @@ def test_the_same_key_with_other_content_is_422_and_runs_nothing(shop: Any) -> N
 
 
 def test_a_failure_cools_down_and_its_text_stays_inside(shop: Any) -> None:
-    """429 for whoever asks again, and for whoever looks 200 with the state."""
+    """The next request for the work gets 429, and a request for the status 200 with the state."""
     assert shop.http.post("/orders/x?amount=-1").status_code == 202
     again = shop.http.post("/orders/x?amount=-1")
     assert (again.status_code, again.json["code"]) == (429, "cooling_down")
@@ -234,12 +232,12 @@ def test_nothing_is_changed_by_the_view(shop: Any) -> None:
 
 @pytest.mark.parametrize("authorise", [None, True, "me"])
 def test_a_blueprint_without_an_authoriser_is_refused(authorise: Any) -> None:
-    """When the app starts, not when somebody finds out."""
+    """The error is raised when the app starts."""
     with pytest.raises(LeaseConfigurationError, match="anyone could see"):
         leases_blueprint(authorise)
 
 
-def test_an_error_is_a_problem_and_what_it_says_is_in_the_log(
+def test_an_error_is_a_problem_and_its_text_is_in_the_log(
     shop: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An operator wants the text that a client must not see."""
@@ -282,7 +280,7 @@ def test_the_celery_app_of_flasks_documentation_is_taken_as_it_is(apps: None) ->
         assert named.apply().get() == "shop"
 
 
-def test_a_task_without_a_flask_app_says_what_to_write(apps: None) -> None:
+def test_the_error_of_a_task_without_a_flask_app_shows_what_to_write(apps: None) -> None:
     """The worker imports another module than the web server does."""
     celery = Celery("lost", task_cls=FlaskTask, broker="memory://")
     celery.conf.task_always_eager = celery.conf.task_eager_propagates = True
@@ -325,7 +323,7 @@ def test_flask_leases_is_the_command_line_of_celery_leases(shop: Any) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["async def", "a function that calls one"])
 def test_an_async_authoriser_is_awaited(shop: Any, wrapped: bool) -> None:
-    """A coroutine that nobody has awaited is true."""
+    """A coroutine that is not awaited would be true."""
     pytest.importorskip("asgiref", reason="asgiref is not installed: Django brings it")
 
     async def only_1(key: str, task: str | None) -> bool:
@@ -358,8 +356,8 @@ def test_flask_leases_exits_as_its_command_does(
     assert asked == ["doctor"]
 
 
-def test_a_broker_that_is_away_is_503(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the time to come back; the address of the broker stays inside."""
+def test_an_outage_of_the_broker_is_503(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``Retry-After``; the broker's address is not in the response."""
 
     def away(*_: Any, **__: Any) -> None:
         raise OperationalError("secret host refused")

@@ -20,7 +20,7 @@ OURS, LATE = "probe", "some-body-that-began-before"
 
 
 def told(seconds: float, *, instead: bool = True) -> Closing:
-    """A failure whose answer said when to come back."""
+    """A failure with a server delay."""
     return Closing(POLICY, "rate_limited", server_delay=seconds, instead=instead)
 
 
@@ -34,7 +34,7 @@ class TestTheFirstFailure:
         )
 
     @pytest.mark.parametrize(("instead", "wait"), [(True, 5.0), (False, 30.0)])
-    def test_a_told_wait_counts_instead_or_where_it_is_longer(
+    def test_a_server_delay_counts_instead_or_if_it_is_longer(
         self, instead: bool, wait: float
     ) -> None:
         """As the rule says."""
@@ -61,15 +61,15 @@ class TestWhileItIsClosed:
 
     @pytest.mark.parametrize("wait", [1.0, 19.9, 20.0])
     def test_a_shorter_one_changes_nothing(self, wait: float) -> None:
-        """Not even what is said to be the reason."""
+        """Not even the reason."""
         gate = closed_gate(20.0)
         assert closed(GROUP, gate, told(wait), LATE) == gate
 
     def test_a_failure_after_many_trips_waits_as_long_as_those(self) -> None:
-        """The gate's own trips say how far it has grown."""
+        """The trips of the gate decide how long it waits."""
         assert closed(GROUP, closed_gate(20.0, trips=4), FAILED, LATE).closed_for == 240.0
 
-    def test_a_probe_under_way_keeps_its_slot(self) -> None:
+    def test_a_running_probe_retains_its_slot(self) -> None:
         """A late failure has closed the gate over it; its own end gives the slot back."""
         gate = closed(GROUP, probed(14.0), FAILED, LATE)
         assert (gate.closed_for, gate.probe, gate.probe_for) == (30.0, OURS, 14.0)
@@ -91,7 +91,7 @@ class TestWhileItIsClosed:
 
 
 class TestWhileItIsHalfOpen:
-    """Its time is over, and somebody may be trying."""
+    """The time of the closing is over, and a probe may be running."""
 
     def test_the_failure_of_the_probe_is_the_next_trip(self) -> None:
         """It waits twice as long, and its slot is given back."""
@@ -134,9 +134,9 @@ CLOSINGS = st.builds(
 
 
 @given(st.none() | GATES, CLOSINGS, st.sampled_from([OURS, LATE]))
-def test_whatever_happens(gate: Gate | None, closing: Closing, token: str) -> None:
-    """A standing time is never cut, one failure is at most one trip, and its own slot is never
-    kept.
+def test_invariants_of_any_sequence(gate: Gate | None, closing: Closing, token: str) -> None:
+    """A closing is never shortened, one failure is at most one trip, and a probe that failed gives
+    its slot back.
     """
     after = closed(GROUP, gate, closing, token)
     assert after.closed_for >= max(
@@ -171,8 +171,8 @@ class TestWhatItSays:
         """The time it is closed, or that of its probe's slot."""
         assert (gate.half_open, gate.shut_for) == (half_open, shut_for)
 
-    def test_a_closed_gate_counts_for_its_time_whoever_probes(self) -> None:
-        """The slot of a probe whose gate was closed over it keeps nobody out."""
+    def test_a_closed_gate_counts_for_its_time_with_any_probe(self) -> None:
+        """If the gate is closed while a probe runs, its slot blocks no other call."""
         assert closed_gate(20.0, probe=OURS, probe_for=90.0).shut_for == 20.0
 
     def test_it_is_remembered_until_its_trips_are_forgotten(self) -> None:

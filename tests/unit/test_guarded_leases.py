@@ -29,7 +29,7 @@ AGAIN = TTL / 12
 
 
 class Transaction:
-    """Open until a test says otherwise."""
+    """A transaction that is open until the test ends it."""
 
     open = True
 
@@ -42,7 +42,7 @@ class Transaction:
         return not self.open
 
     def is_of(self, given: Any) -> bool:
-        """Whatever is given is in it."""
+        """Everything belongs to it."""
         return True
 
     def join(self, key: str) -> None:
@@ -97,7 +97,7 @@ def test_a_lock_is_looked_at_more_than_twice_before_it_does_not_count_any_more(
     assert lock_believed(ttl) > 2 * renewal_retry(0.0, ttl)
 
 
-def test_a_lock_that_is_seen_keeps_the_lease_beyond_its_ttl(bench: Bench) -> None:
+def test_a_lock_that_is_found_extends_the_lease_beyond_its_ttl(bench: Bench) -> None:
     """For a third of the ttl after the look was sent; then only the ordinary deadline counts, which
     has passed.
     """
@@ -139,7 +139,7 @@ def test_a_lease_in_redis_gains_nothing_from_a_guard(bench: Bench) -> None:
     assert not bench.leases.renewed
 
 
-def test_a_guard_that_raised_is_none(bench: Bench) -> None:
+def test_a_guard_that_raised_does_not_count(bench: Bench) -> None:
     """The transaction before counts on."""
     held_lease, first = guarded(bench)
     other: Any = Transaction()
@@ -149,7 +149,7 @@ def test_a_guard_that_raised_is_none(bench: Bench) -> None:
     assert not held_lease.work.guarded
 
 
-def test_the_keeper_says_which_rows_the_body_may_have_locked(bench: Bench) -> None:
+def test_the_renewer_knows_which_rows_the_body_may_have_locked(bench: Bench) -> None:
     """It must not wait for the body, and all other leases with it."""
     held_lease, transaction = guarded(bench)
     see(bench, held_lease, RenewalResult.LOCKED, 1)
@@ -184,7 +184,7 @@ def test_a_body_that_is_to_be_killed_lives_as_long_as_the_lock_is_seen(bench: Be
 
 
 def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench) -> None:
-    """Whatever the transaction object says; nobody has come in between."""
+    """The transaction object does not matter; no other call has taken the key."""
     held_lease, _ = guarded(bench)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     see(bench, held_lease, RenewalResult.OURS, 2 * TTL + 0.5)
@@ -199,7 +199,7 @@ def test_a_lock_that_is_gone_leaves_a_lease_that_is_simply_renewed(bench: Bench)
 def test_a_lock_that_is_gone_and_used_by_another_means_lost(
     bench: Bench, kept: RenewalResult, row: Row | None, reason: str
 ) -> None:
-    """At the next look, while the transaction object still says that it is open."""
+    """At the next check, while the transaction object still seems to be open."""
     held_lease, _ = guarded(bench)
     bench.leases.reasserts = False
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
@@ -210,7 +210,7 @@ def test_a_lock_that_is_gone_and_used_by_another_means_lost(
 
 
 def test_a_completion_that_has_committed_needs_no_renewal(bench: Bench) -> None:
-    """The row is done under our fence: nobody comes."""
+    """The row is done with this fence: no other call can take it."""
     held_lease, transaction = guarded(bench)
     held_lease.work.completing = True
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
@@ -255,7 +255,7 @@ def test_without_renewal_a_transaction_that_has_outlasted_the_lease_leaves_a_who
 
 
 def outlasted(bench: Bench, **options: Any) -> tuple[HeldLease, Transaction]:
-    """A lease that only the lock on its row keeps, two ttls later."""
+    """A lease that only the lock on its row extends, two ttls later."""
     held_lease, transaction = guarded(bench, **options)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * TTL)
     bench.leases.renewed.clear()
@@ -263,7 +263,7 @@ def outlasted(bench: Bench, **options: Any) -> tuple[HeldLease, Transaction]:
 
 
 def test_before_the_lease_is_over_a_check_is_arithmetic(bench: Bench) -> None:
-    """Nobody else can claim the row, locked or not."""
+    """No other call can claim the row, locked or not."""
     held_lease, _ = guarded(bench)
     see(bench, held_lease, RenewalResult.LOCKED, 2)
     bench.leases.renewed.clear()
@@ -302,7 +302,7 @@ def test_a_check_after_the_transaction_renews_the_lease(bench: Bench, renew: boo
 def test_a_check_that_finds_another_owner_raises(
     bench: Bench, kept: RenewalResult, row: Row | None, reason: str, is_open: bool
 ) -> None:
-    """Whatever the transaction object says: its session may have died."""
+    """Its session may have died although the transaction object seems to be open."""
     held_lease, transaction = outlasted(bench)
     transaction.open = is_open
     bench.leases.reasserts, bench.records.row = False, row
@@ -361,9 +361,9 @@ def test_a_lock_whose_transaction_is_over_counts_for_a_few_seconds_at_most(
     assert lock_believed(ttl, still=False) > 2 * renewal_retry(0.0, ttl)
 
 
-def test_a_lock_is_not_believed_for_long_after_its_transaction(bench: Bench) -> None:
-    """A third of a long ttl is for one that is open; after a rollback whoever waits for the row has
-    taken the key.
+def test_a_lock_does_not_count_for_long_after_its_transaction(bench: Bench) -> None:
+    """A third of a long ttl is for an open transaction; after a rollback a call that waits for the
+    row has taken the key.
     """
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
@@ -377,7 +377,7 @@ def test_a_lock_is_not_believed_for_long_after_its_transaction(bench: Bench) -> 
 
 
 def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: Bench) -> None:
-    """The next look renews the lease, if nobody else has come."""
+    """The next check renews the lease, if no other call has taken it."""
     held_lease, transaction = guarded(bench, ttl=LONG)
     see(bench, held_lease, RenewalResult.LOCKED, 2 * LONG)
     transaction.open = False
@@ -386,7 +386,7 @@ def test_a_late_answer_after_the_transaction_is_as_good_as_an_early_one(bench: B
 
 
 def test_a_lease_that_is_lost_is_not_asked_about(bench: Bench) -> None:
-    """Whatever the answer would be."""
+    """The answer would not matter."""
     held_lease, _ = outlasted(bench)
     bench.renewer._lose(held_lease, DEADLINE)
     with pytest.raises(LeaseLost):

@@ -1,4 +1,4 @@
-"""What travels with a message: headers are read as they were written or not at all, owners are of
+"""Headers of messages: they are read as they were written or not at all, owners are of
 one process.
 """
 
@@ -54,7 +54,7 @@ def test_two_processes_never_share_an_owner() -> None:
 
 
 def test_an_owner_fits_its_column() -> None:
-    """64 characters, whatever the largest process id."""
+    """64 characters, with the largest process id."""
     assert len(owner_of("f" * 32, 2**22)) <= 64
 
 
@@ -88,10 +88,10 @@ class TestAHeader:
         ],
         ids=["none", "text", "list", "empty", "null", "another task", "another call"],
     )
-    def test_of_anybody_else_is_none(
+    def test_of_another_call_is_ignored(
         self, headers: object, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Members of a group share one headers dict; nothing is said about that."""
+        """Members of a group share one headers dict; that is not reported."""
         assert arrived(headers, "billing.send", "call") is None
         assert not caplog.records
 
@@ -153,7 +153,7 @@ class TestAHeader:
 
     @pytest.mark.parametrize("length", [1, 200, KEY_CARRIED, KEY_CARRIED + 1, 140_000])
     def test_is_of_bounded_length(self, length: int) -> None:
-        """Whatever the key, the group and the past of the call."""
+        """With any key, group and history of the call."""
         key = "é" * length
         header = FULL.of_key(
             CallKey(key, stored_key("billing.send", key), FINGERPRINT), "g" * length
@@ -184,7 +184,7 @@ def begun(task: Any, *args: Any, **changes: Any) -> Header:
 class TestTheKeyInAHeader:
     """It counts for a call that has begun, and where it can be one of its task."""
 
-    def test_stays_whatever_arguments_a_retry_brings(self) -> None:
+    def test_stays_with_any_arguments_of_a_retry(self) -> None:
         """With its fingerprint."""
         task = a_task()
         key = key_of(task, begun(task, 7), "call", (8,), {}, 1)
@@ -216,7 +216,7 @@ class TestTheKeyInAHeader:
         assert len(found.key) < STORED_KEY_MAX
 
     def test_of_a_call_that_has_not_begun_does_not_count(self) -> None:
-        """Its arguments are those it was sent with, and they say what it is about."""
+        """Its arguments are those it was sent with, and make its key."""
         task = a_task()
         header = Header(
             **{name: getattr(begun(task, 7), name) for name in ("task", "id", "key", "fingerprint")}

@@ -1,4 +1,4 @@
-"""The history of a record: what each attempt leaves there, and what its status tells of it."""
+"""The history of a record: what each attempt writes, and what its status shows."""
 
 # ruff: noqa: D103 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -47,13 +47,13 @@ def succeed(row: Record, at: int) -> Record:
 
 
 def told(row: Record) -> list[tuple[str, float | None, str]]:
-    """How each attempt ended, how long it took, and where it ran, as a status says it."""
+    """How each attempt ended, how long it took, and where it ran, from the status."""
     found = status_of("k", row.task, row, None, wall_time=TODAY).attempts
     return [(each.ended, each.runtime, each.host) for each in found]
 
 
 def test_a_first_success_writes_no_history() -> None:
-    """Its outcome leaves the document of the claim as it is, and its own columns tell of it."""
+    """Its outcome does not change the document of the claim; it has its own columns."""
     row = claim(None, 0)
     outcome = settlement.after_run(a_call(call_id=OURS), row, Returned(1, "1"))
     assert "new_details" not in NARROW.settle_parameters(row, outcome)
@@ -67,7 +67,7 @@ def test_a_first_success_writes_no_history() -> None:
     assert status_of("k", done.task, done, None, wall_time=TODAY).runtime == 3.0
 
 
-def test_each_attempt_is_told_once_in_its_order_with_its_time_its_host_and_its_error() -> None:
+def test_the_history_has_each_attempt_once_in_order_with_time_host_and_error() -> None:
     row = fail(claim(None, 0), 2, "  File x")
     assert told(row) == [("failed", 2.0, "vm/1")]
     row = claim(row, 10, "vm/2")
@@ -84,7 +84,7 @@ def test_a_process_that_died_has_no_end_and_counts_as_crashed() -> None:
     assert told(succeed(row, 61)) == [("crashed", None, "vm/7"), ("returned", 1.0, "vm/1")]
 
 
-def test_the_last_ten_attempts_are_kept() -> None:
+def test_the_last_ten_attempts_are_stored() -> None:
     row: Record | None = None
     for number in range(14):
         row = fail(claim(row, number * 10, f"vm/{number}"), number * 10 + 1)
@@ -110,9 +110,7 @@ def test_a_claim_that_is_given_back_unrun_is_no_attempt() -> None:
 
 
 def test_what_an_operator_does_is_no_attempt() -> None:
-    """Releasing ends the attempt that runs, forgetting takes all of them away, the others leave
-    them.
-    """
+    """Release ends the running attempt, forget deletes all, and the others do not change them."""
     running = replace(claim(None, 0), now=NOW + 5 * SECOND)
     assert told(reset(running, keep=True)) == [("released", 5.0, "vm/1")]
     failed = replace(fail(running, 2), now=NOW + 5 * SECOND)
@@ -153,7 +151,7 @@ def test_a_history_that_cannot_be_read_is_left_out(damage: str) -> None:
     assert found["lease_ttl"] == 15.0
 
 
-def test_an_eager_task_that_fails_and_succeeds_tells_its_attempts(tmp_path: object) -> None:
+def test_the_status_of_an_eager_task_has_its_attempts(tmp_path: object) -> None:
     """Through the stores: runtimes, errors without secrets, and the traceback of the last
     failure.
     """

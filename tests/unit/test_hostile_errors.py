@@ -1,4 +1,4 @@
-"""Whatever an error holds, it is read: fast, and without importing anything."""
+"""Errors with any content are read: fast, and without imports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def values() -> list[Any]:
 
 
 @given(st.dictionaries(st.sampled_from(ATTRIBUTES), st.sampled_from(range(len(values())))))
-def test_no_attribute_whatever_it_holds_breaks_the_reading(drawn: dict[str, int]) -> None:
+def test_no_value_of_an_attribute_breaks_the_reading(drawn: dict[str, int]) -> None:
     """The facts of any soup are of the types they promise."""
     facts = facts_of(
         fake_error("shop.SMTPSoup", **{name: values()[index] for name, index in drawn.items()})
@@ -129,7 +129,7 @@ class Counting(Exception):
 
 
 def test_each_attribute_is_read_once() -> None:
-    """A property may be slow, or say something else the next time."""
+    """A property may be slow, or return another value the next time."""
     error = Counting()
     assert facts_of(error).grpc == "UNAVAILABLE"
     del error.asked["__deepcopy__"]
@@ -224,8 +224,8 @@ def test_a_message_of_30_mb_costs_milliseconds(make: Any) -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_small_message_is_what_python_says(error: Exception) -> None:
-    """Whatever the error was raised with."""
+def test_a_short_message_is_that_of_python(error: Exception) -> None:
+    """For any arguments of the error."""
     assert failure_of(error).message == str(error)
 
 

@@ -145,7 +145,7 @@ def test_the_table_has_every_state_and_every_error() -> None:
 
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: f"{row[0]}: {row[1]}")
-def test_no_answer_tells_what_an_exception_said_and_none_is_425(row: list[str]) -> None:
+def test_no_answer_contains_the_text_of_an_exception_and_none_is_425(row: list[str]) -> None:
     """Neither body nor headers; the text for people is the message of the status."""
     for sent in answers_of(row):
         assert SECRET not in sent.content().decode() + str(sent.headers)
@@ -154,7 +154,7 @@ def test_no_answer_tells_what_an_exception_said_and_none_is_425(row: list[str]) 
         assert json.loads(sent.content()) == sent.body
 
 
-def test_a_problem_has_what_rfc_9457_asks_for_and_when_to_come_back() -> None:
+def test_a_problem_has_the_members_of_rfc_9457_and_the_time_of_the_next_try() -> None:
     """With the members that a client waits by."""
     sent = answer(a_status("cooling", 299.2), asked="work", location="/orders/7")
     assert sent.body == {
@@ -183,8 +183,8 @@ def test_the_fields_of_a_body_are_those_of_the_page() -> None:
         assert f"`{name}`" in problem
 
 
-def test_a_failed_key_is_a_state_and_no_error_for_whoever_only_looks() -> None:
-    """The status resource is there, whatever it says."""
+def test_a_failed_key_is_a_state_and_no_error_for_a_status_request() -> None:
+    """The status resource exists in every state."""
     sent = answer(a_status("failed"))
     assert (sent.status, sent.body["state"], sent.body["message"]) == (
         200,
@@ -194,7 +194,7 @@ def test_a_failed_key_is_a_state_and_no_error_for_whoever_only_looks() -> None:
 
 
 def test_what_failed_for_its_caller_may_be_asked_for_again_under_the_same_idempotency_key() -> None:
-    """Its call does not come back, so a conflict would never end."""
+    """Its call does not resume, so a conflict would never end."""
     told = replace(a_status("pending"), resumes=False)
     assert answer(told, asked="work", idempotent=True).accepted
     assert answer(replace(told, error=None), asked="work", idempotent=True).status == 409
@@ -275,7 +275,7 @@ def test_a_header_is_read_as_a_quoted_string_or_as_it_is(header: str, key: str) 
         r'"\a"',
     ],
 )
-def test_a_header_that_is_none_is_refused_with_a_line_for_the_client(header: str | None) -> None:
+def test_an_invalid_header_is_refused_with_a_line_for_the_client(header: str | None) -> None:
     """400, and the text says what to send."""
     with pytest.raises(IdempotencyKeyRefused) as refused:
         idempotency_key(header, 7)
@@ -298,7 +298,7 @@ VISIBLE = st.text(
 
 @given(st.tuples(st.text(min_size=1), VISIBLE), st.tuples(st.text(min_size=1), VISIBLE))
 def test_two_callers_never_share_a_key(one: tuple[str, str], other: tuple[str, str]) -> None:
-    """Whatever characters their names and headers have."""
+    """With any characters in their names and headers."""
     keys = []
     for caller, header in (one, other):
         try:

@@ -55,7 +55,7 @@ def test_every_public_name_can_be_imported_and_is_listed() -> None:
         _ = celery_leases.no_such_name
 
 
-def test_a_name_of_another_module_says_where_it_is() -> None:
+def test_the_error_for_a_name_of_another_module_names_that_module() -> None:
     """Exceptions and what rules are written with have modules of their own."""
     for module, name in (("errors", "LeaseHeld"), ("rules", "Rules"), ("client", "GroupStatus")):
         with pytest.raises(ImportError, match=f"write: from celery_leases.{module} import {name}"):
@@ -65,7 +65,7 @@ def test_a_name_of_another_module_says_where_it_is() -> None:
 
 
 def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
-    """Those at the top too; what only the stores tell one another is not."""
+    """Also those at the top; errors that only stores use are not."""
     kinds = [
         kind
         for kind in vars(core_errors).values()
@@ -79,7 +79,7 @@ def test_every_exception_is_in_the_module_of_the_exceptions() -> None:
     }
 
 
-def test_what_became_a_method_says_of_what() -> None:
+def test_the_error_for_a_function_that_became_a_method_names_its_class() -> None:
     """``relay`` and ``rescue`` are asked of a client."""
     for name in ("relay", "rescue"):
         with pytest.raises(ImportError, match=rf"write: LeaseClient.from_app\(app\).{name}\(\)"):

@@ -35,7 +35,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 class TestAnotherCallDuringACooldown:
     """It must not run, must not spoil anything, and may run afterwards."""
 
-    def test_it_is_told_and_the_first_call_resumes(self, bench: Bench) -> None:
+    def test_it_gets_the_error_and_the_first_call_resumes(self, bench: Bench) -> None:
         """In time, with its counts."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
@@ -54,7 +54,7 @@ class TestAnotherCallDuringACooldown:
         assert bench.run(bench.again(call)) == Return(1, THEIRS)
         assert len(bench.ran) == 2
 
-    def test_it_may_fail_in_its_turn_and_both_come_back(self, bench: Bench) -> None:
+    def test_it_may_fail_too_and_both_resume(self, bench: Bench) -> None:
         """The counts are those of the key."""
         first, second = bench.call(), bench.call(call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
@@ -70,7 +70,7 @@ class TestAnotherCallDuringACooldown:
     def test_it_meets_the_lease_of_a_call_that_is_just_writing_its_failure(
         self, bench: Bench
     ) -> None:
-        """Between settling and cooling it is rescheduled, or told by the row; it never runs."""
+        """Between settling and cooling it is rescheduled or refused by the row; it never runs."""
         met: list[Answer] = []
         bench.journal.before("cool", lambda: met.append(bench.run(bench.call(call_id=THEIRS))))
         bench.run(bench.call(), OF_THE_KEY)
@@ -78,8 +78,8 @@ class TestAnotherCallDuringACooldown:
         assert len(bench.ran) == 1
         assert bench.state is State.COOLING
 
-    def test_in_the_last_second_it_does_not_keep_the_call_that_comes_back_out(self) -> None:
-        """The value has ended a second before the row's time: its look at the row is short."""
+    def test_in_the_last_second_it_does_not_block_the_call_that_resumes(self) -> None:
+        """The value has expired a second before the row's ``retry_at``: the row is read only."""
         bench = Bench()
         call = bench.call()
         bench.run(call, OF_THE_KEY)
@@ -94,8 +94,8 @@ class TestAnotherCallDuringACooldown:
         assert bench.run(bench.again(call)) == Return(1)
 
     def test_two_that_find_the_cooldown_over_do_not_run_together(self) -> None:
-        """One of them may remove the cooldown the other has just left: the row still keeps it
-        out.
+        """One of them may remove the cooldown that the other has just set: the row still blocks
+        it.
         """
         bench = Bench()
         bench.run(bench.call(), OF_THE_KEY)
@@ -111,8 +111,8 @@ class TestAnotherCallDuringACooldown:
 
 
 class TestAFreshMessage:
-    """Bears the id of a call that has failed and was told so: from a dead-letter queue, or sent by
-    hand.
+    """A message with the id of a call whose caller got the failure: from a dead-letter queue, or
+    sent by hand.
     """
 
     def test_that_comes_during_the_cooldown_runs_once_after_it(self, bench: Bench) -> None:
@@ -133,8 +133,8 @@ class TestAFreshMessage:
         assert str(error(bench.run(bench.again(copy)))) == "ValueError: boom"
         assert len(bench.ran) == 2
 
-    def test_that_comes_while_a_store_is_away_is_still_fresh_afterwards(self, bench: Bench) -> None:
-        """Nobody has read the record that it is measured by."""
+    def test_that_arrives_during_an_outage_is_still_new_afterwards(self, bench: Bench) -> None:
+        """The record that it is compared with was not read."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -153,7 +153,7 @@ class TestAnOperator:
         assert bench.run(bench.again(call)) == Return(1, THEIRS)
         assert len(bench.ran) == 2
 
-    def test_the_copy_that_comes_meanwhile_is_put_back(self, bench: Bench) -> None:
+    def test_the_copy_that_arrives_meanwhile_is_rescheduled(self, bench: Bench) -> None:
         """It has begun before, so it is never refused."""
         call = bench.call(on_held="raise", on_cooling="raise", on_done="raise")
         bench.run(call, OF_THE_KEY)
@@ -165,7 +165,7 @@ class TestAnOperator:
         assert bench.run(bench.again(call)) == Return(1, THEIRS)
 
     def test_the_copy_may_come_first_as_a_hop(self, bench: Bench) -> None:
-        """Nothing keeps it waiting any more, and its counts are forgiven."""
+        """It no longer waits, and its counts are zero."""
         call = bench.call()
         bench.run(call, OF_THE_KEY)
         bench.records.retry(KEY.stored)
@@ -186,7 +186,7 @@ class TestAnOperator:
         assert not bench.cools
         assert bench.run(bench.call(call_id=THEIRS)) == Return(1)
 
-    def test_a_retry_ends_what_was_told(self, bench: Bench) -> None:
+    def test_a_retry_ends_the_refusals(self, bench: Bench) -> None:
         """A copy of a call that had stopped runs, where it was refused before."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
@@ -207,7 +207,7 @@ class TestAnOperator:
 class TestOtherArguments:
     """The same key for another content, after a failure."""
 
-    def test_they_are_refused_while_the_first_call_comes_back(self, bench: Bench) -> None:
+    def test_they_are_refused_while_the_first_call_will_resume(self, bench: Bench) -> None:
         """During its cooldown, at its gate, and after."""
         bench.run(bench.call(), OF_THE_GROUP)
         for _ in range(2):
@@ -220,9 +220,7 @@ class TestOtherArguments:
     def test_they_may_have_the_key_of_a_call_that_stopped_once_it_has_cooled(
         self, bench: Bench
     ) -> None:
-        """Somebody corrects the input; the first call's copy is answered with the new result, never
-        run.
-        """
+        """The input is corrected; a copy of the first call gets the new result and never runs."""
         call = bench.call(resume="never")
         bench.run(call, OF_THE_KEY)
         assert isinstance(
@@ -237,10 +235,10 @@ class TestOtherArguments:
 class TestRerun:
     """Each call is work of its own; the key is a mutex, and cools for all."""
 
-    def test_a_cooldown_of_one_call_keeps_the_others_out_and_each_runs_once(
+    def test_a_cooldown_of_one_call_blocks_the_others_and_each_runs_once(
         self, bench: Bench
     ) -> None:
-        """In whatever order they come back."""
+        """In any order of their copies."""
         first, second = bench.call(on_done="rerun"), bench.call(on_done="rerun", call_id=THEIRS)
         bench.run(first, OF_THE_KEY)
         assert isinstance(error(bench.run(second)), CoolingDown)
@@ -252,7 +250,7 @@ class TestRerun:
         assert len(bench.ran) == 3
 
     def test_a_copy_of_the_call_that_cools_does_not_run_twice(self, bench: Bench) -> None:
-        """The redelivered one meets the one that came back."""
+        """The redelivered one meets the rescheduled one."""
         call = bench.call(on_done="rerun")
         bench.run(call, OF_THE_KEY)
         bench.clock.sleep(60.0)
@@ -331,7 +329,7 @@ def test_quick_retries_outlive_everything_that_is_no_failure(bench: Bench) -> No
 
 @pytest.mark.parametrize(("accidents", "depth"), [(0, 8), (1, 6)])
 @pytest.mark.parametrize("begin", [name for name, _ in beginnings(0)])
-def test_each_claim_is_one_step_whatever_happens_between_its_look_and_its_write(
+def test_each_claim_is_one_step_even_with_other_steps_between_its_read_and_its_write(
     begin: str, accidents: int, depth: int
 ) -> None:
     """The row that it writes is what the rule makes of the row that is there then, and the fence

@@ -1,4 +1,4 @@
-"""When the handler of the loss signal raises into a body, and when it leaves it alone."""
+"""When the handler of the loss signal raises in a body, and when it does not."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from celery_leases.worker.pools.signals import SignalGuard
 from tests.unit.memory_stores import ManualClock
 
 
-def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
-    """Told twice at once, it could not clean up; told only once, it might go on, as the first may
-    have vanished.
+def test_a_body_that_was_just_interrupted_is_interrupted_again_only_later() -> None:
+    """A second exception at once would prevent the clean-up; without a second one the body might
+    continue, because it may have swallowed the first.
     """
     clock, interrupt_guard = ManualClock(), SignalGuard()
     held_lease = HeldLease(make_claim_request("t:task|key"), clock.now(), clock)
@@ -21,7 +21,7 @@ def test_a_body_that_was_just_told_is_left_alone_and_reminded_later() -> None:
         held_lease.lost = "taken by another owner"
         with pytest.raises(LeaseLost):
             held_lease.check()
-        interrupt_guard._on_loss(0, None)  # it has just been told
+        interrupt_guard._on_loss(0, None)  # it was just interrupted
         clock.sleep(1.01 * LEFT_ALONE)
         with pytest.raises(LeaseLost):
             interrupt_guard._on_loss(0, None)

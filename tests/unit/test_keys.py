@@ -203,7 +203,7 @@ class TestStoredKey:
         ]
         assert keys == [["t:a|k", "t:b|k"], ["t:ours|k", "t:ours|k"]]
 
-    def test_255_characters_are_kept_and_256_get_a_hashed_tail(self) -> None:
+    def test_255_characters_are_stored_and_256_get_a_hashed_tail(self) -> None:
         whole = stored_key("work", "x" * (STORED_KEY_MAX - len("t:work|")))
         assert whole == "t:work|" + "x" * 248
         cut = stored_key("work", "x" * 249)
@@ -498,7 +498,7 @@ class TestTemplates:
 
 
 class TestAValueAndItsText:
-    """They make one key in a template, and are different content unless the task says otherwise."""
+    """They make one key in a template, and are different content unless an option equates them."""
 
     @pytest.mark.parametrize(
         "value", [UUID(int=1842), Decimal("1.10"), date(2026, 4, 1), 7], ids=repr
@@ -627,11 +627,11 @@ class TestFingerprint:
         assert (made.fingerprint, made.digests) == (None, None)
 
     def test_one_keyword_cannot_pass_for_two(self) -> None:
-        """Names and values are joined without ambiguity, whatever characters a name holds."""
+        """Names and values are joined without ambiguity, with any characters in a name."""
         one = self.fingerprint("**more", **{"a=1\nb": 2})
         assert one != self.fingerprint("**more", a=1, b=2)
 
-    def test_the_names_that_differ_are_told_apart(self) -> None:
+    def test_different_names_make_different_keys(self) -> None:
         ours = key_of("a, b, c=0", 1, 2, _options={"key": "k"})
         theirs = key_of("a, b, c=0", 1, 3, 4, _options={"key": "k"})
         assert differing(ours.digests, theirs.digests) == ["b", "c"]

@@ -69,9 +69,7 @@ class TestAKill:
         assert bench.row.attempt == 2
 
     def test_after_the_failure_was_settled(self, bench: Bench) -> None:
-        """Nobody has published the copy that comes back; the row tells the redelivered one to
-        wait.
-        """
+        """The rescheduled copy was not published; the row makes the redelivered one wait."""
         call = bench.call(on_cooling="raise")
         killed(bench, call, "cool", OF_THE_KEY)
         reply = bench.run(bench.redelivered(call))
@@ -94,10 +92,8 @@ class TestAKill:
         assert reply.started
 
     @pytest.mark.parametrize("on_done", ["replay", "rerun"])
-    def test_before_the_caller_was_told_of_a_permanent_failure(
-        self, bench: Bench, on_done: Any
-    ) -> None:
-        """The redelivered call tells it; dropped, a chord would wait for ever."""
+    def test_before_the_caller_got_a_permanent_failure(self, bench: Bench, on_done: Any) -> None:
+        """The redelivered call raises it; if it were dropped, a chord would wait for ever."""
         call = bench.call(on_done=on_done, canvas=True)
         bench.run(call, FOR_GOOD)  # and Celery never got to store it
         reply = bench.run(bench.redelivered(call))
@@ -105,8 +101,10 @@ class TestAKill:
         assert len(bench.ran) == 1
 
     @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP])
-    def test_before_the_caller_was_told_that_it_stopped(self, bench: Bench, ending: Raised) -> None:
-        """It is told by the copy, which does not run, neither now nor when the time is over."""
+    def test_before_the_caller_got_the_error_of_a_call_that_does_not_resume(
+        self, bench: Bench, ending: Raised
+    ) -> None:
+        """The copy raises it and does not run, neither now nor after the cooldown."""
         call = bench.call(resume="never")
         bench.run(call, ending)
         for _ in range(2):

@@ -75,7 +75,7 @@ def kit(shop: Shop) -> Iterator[LeaseKit]:
 
 
 def test_a_call_runs_once_and_is_replayed(shop: Shop, kit: LeaseKit) -> None:
-    """All ways of asking say the same, and no server is asked."""
+    """All ways to read the status agree, and no server is used."""
     with pytest.raises(AssertionError, match="was not published; published was nothing"):
         testing.assert_queued(shop.pay, 7)
     assert testing.status(shop.pay, 7).state == shop.pay.lease_status(7).state == "absent"
@@ -110,7 +110,7 @@ def test_outside_of_the_block_the_app_is_as_it_was(shop: Shop) -> None:
         testing.status(shop.pay, 1)
 
 
-def test_a_held_key_and_one_that_is_let_go(shop: Shop, kit: LeaseKit) -> None:
+def test_a_held_key_and_a_released_one(shop: Shop, kit: LeaseKit) -> None:
     """By the arguments of its task, or by its name."""
     with testing.hold(shop.pay, 7):
         assert isinstance(shop.pay.delay(7).result, LeaseHeld)
@@ -129,7 +129,7 @@ def test_a_held_key_and_one_that_is_let_go(shop: Shop, kit: LeaseKit) -> None:
 
 
 def test_a_key_that_is_lost_in_the_middle(shop: Shop, kit: LeaseKit) -> None:
-    """The body is told, and what it says of the outcome does not count."""
+    """The body gets ``LeaseLost``, and its outcome is refused."""
     told: list[str] = []
 
     def inside(lease: Any) -> None:
@@ -151,7 +151,7 @@ def test_a_key_that_is_lost_in_the_middle(shop: Shop, kit: LeaseKit) -> None:
 
 
 def test_time_passes_when_it_is_moved(shop: Shop, kit: LeaseKit) -> None:
-    """Cooldowns end, and not a moment before; a body that runs keeps its lease meanwhile."""
+    """Cooldowns end exactly then; the lease of a running body is renewed meanwhile."""
 
     def fail(_: Any) -> None:
         raise Cooldown("1h", reason="draft not ready")
@@ -239,7 +239,7 @@ def test_what_a_dead_process_still_does_reaches_no_store(shop: Shop, kit: LeaseK
     assert [effect.name for effect in testing.status(task, 1).effects] == ["one"]
 
 
-def test_calls_are_kept_until_they_are_run(shop: Shop) -> None:
+def test_calls_are_queued_until_they_are_run(shop: Shop) -> None:
     """With ``eager=False`` nothing runs where it is published."""
     engine = create_engine("sqlite://")
     with testing.leases(shop.app, eager=False) as kit:
@@ -312,7 +312,7 @@ def test_the_plugin_has_one_fixture_and_loads_nothing(pytester: pytest.Pytester)
 
 
 def test_an_effect_in_doubt_stops_for_an_operator(shop: Shop, kit: LeaseKit) -> None:
-    """Where nobody can look it up, the call ends as uncertain when it is resumed."""
+    """Without a way to look it up, the call ends as uncertain when it is resumed."""
 
     @shop.app.task(
         base=LeasedTask, bind=True, name="shop.wire", lease_key="wire:{number}", shared=False

@@ -83,7 +83,7 @@ class TestAnEmptiedLeaseStore:
         assert bench.steps() == ["acquire", "claim", "age", "release"]
         assert not bench.held
 
-    def test_a_store_that_does_not_say_its_age_is_away(self, bench: Bench) -> None:
+    def test_a_store_that_does_not_return_its_age_is_unavailable(self, bench: Bench) -> None:
         """Nothing is taken over, the lease goes back, and the delivery is rescheduled at once."""
         runs_elsewhere(bench)
         bench.memory.leases.clear()
@@ -165,8 +165,8 @@ class TestAfterAnOutageOfTheRecords:
         assert len(bench.ran) == len(bench.seen.of(CrashSeen)) == 1
 
     @pytest.mark.parametrize("on_held", ["reschedule", "ignore", "raise"])
-    def test_whoever_may_not_take_over_comes_back(self, bench: Bench, on_held: str) -> None:
-        """It is neither dropped nor refused: nobody is known to hold the key."""
+    def test_a_call_that_may_not_take_over_is_rescheduled(self, bench: Bench, on_held: str) -> None:
+        """It is neither dropped nor refused, because no holder is known."""
         runs_elsewhere(bench)
         bench.clock.sleep(20.0)
         began = bench.clock.now()
@@ -193,7 +193,7 @@ class TestAfterAnOutageOfTheRecords:
 
 
 class TestAvailability:
-    """Seconds of a local clock, and what the database's clock said."""
+    """Seconds of a local clock, with times of the database's clock."""
 
     @pytest.fixture
     def availability(self) -> Availability:
@@ -234,7 +234,7 @@ class TestAvailability:
     def test_an_answer_that_took_long_counts_for_no_more_than_silence(
         self, availability: Availability
     ) -> None:
-        """A database that was frozen meanwhile was there for nobody."""
+        """A database that was frozen meanwhile was available to no holder."""
         self.asks(availability, 100.0)
         self.asks(availability, 100.1, takes=60.0)
         assert availability.takes_until(160.2) == NEVER

@@ -16,7 +16,7 @@ SENTINELS = "sentinel://a:26379;sentinel://b:26379/0"
 
 
 def settings(broker: Any, options: dict[str, Any] | None = None, **conf: Any) -> Settings:
-    """What an app with that broker says."""
+    """The settings of an app with that broker."""
     app = Celery("settings", broker=broker, set_as_current=False)
     app.conf.update(leases_database_url=DATABASE, broker_transport_options=options or {}, **conf)
     return settings_of(app)
@@ -42,7 +42,7 @@ def test_a_broker_that_is_the_lease_store_brings_its_options_and_its_tls() -> No
 
 @pytest.mark.parametrize("leases_url", ["redis://h/1", "redis+cluster://h", "database"])
 def test_another_lease_store_has_options_of_its_own(leases_url: str) -> None:
-    """Those of the broker say nothing of it."""
+    """The options of the broker do not apply to it."""
     found = settings(
         "redis://h/0", {"client_name": "w"}, leases_url=leases_url, broker_use_ssl=True
     )

@@ -1,6 +1,4 @@
-"""The log lines of celery_leases: printable, without secrets, and never in the way of what is being
-done.
-"""
+"""The log lines of celery_leases: printable, without secrets, and without effect on the task."""
 
 import logging
 from dataclasses import asdict, fields
@@ -17,7 +15,7 @@ from celery_leases.signals import LINE_MAX, Announcer, logger
 
 
 class RenewalResult(logging.Handler):
-    """Formats as any handler would, and keeps the records."""
+    """A handler that formats records and stores them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ def kept() -> Any:
 def test_secrets_are_taken_out_of_tracebacks_and_the_exception_is_still_there(
     kept: RenewalResult,
 ) -> None:
-    """A handler that reports exceptions gets the object; whoever writes text gets no secret."""
+    """A handler that reports exceptions gets the object; formatted text has no secret."""
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("denied for api_key=sk-abcdef0123456789")
     logger.warning("raised, and will run again", exc_info=raised.value)
@@ -68,7 +66,7 @@ def test_an_error_that_cannot_be_printed_does_not_stop_the_line(kept: RenewalRes
 
 
 def test_lines_without_an_exception_are_left_alone(kept: RenewalResult) -> None:
-    """Nothing is formatted that is not there."""
+    """They are not changed."""
     logger.warning("a plain line")
     assert kept.records[0].exc_text is None
 
@@ -116,7 +114,7 @@ def an_event(kind: type[Event], text: str) -> Event:
 def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
     kept: RenewalResult, kind: type[Event], text: str
 ) -> None:
-    """The record has them as plain values, whatever the line shows of them."""
+    """The record has them as plain values, also those that the line does not show."""
     event = an_event(kind, text)
     signals._log(event)
     (record,) = kept.records
@@ -130,7 +128,7 @@ def test_the_line_of_an_event_has_its_fields_and_its_record_all_of_them(
 
 
 def test_a_long_key_is_cut_and_a_long_line_too(kept: RenewalResult) -> None:
-    """The log does not grow with what somebody sends."""
+    """The log does not grow with the size of a key."""
     Announcer().observe(
         CallRefused(task="shop.work", key="k" * 100_000, call_id="call-1", error="no")
     )
@@ -139,7 +137,7 @@ def test_a_long_key_is_cut_and_a_long_line_too(kept: RenewalResult) -> None:
     assert all(len(text) <= LINE_MAX for text in kept.texts)
 
 
-def test_a_traceback_keeps_its_lines_and_nothing_else_that_a_terminal_obeys(
+def test_a_traceback_has_its_line_breaks_and_no_other_control_characters(
     kept: RenewalResult,
 ) -> None:
     """A message of many megabytes is cut."""

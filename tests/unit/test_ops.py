@@ -42,7 +42,7 @@ SAMPLES = {
 
 
 def promtool(*words: str) -> None:
-    """Run promtool, which must have nothing to say against *words*."""
+    """Run promtool, which must succeed."""
     found = shutil.which("promtool")
     if found is None:
         in_ci = os.environ.get("CI", "").lower() in {"1", "true"}

@@ -104,14 +104,14 @@ class TestDefaultsOfTheApp:
         ids=lambda defaults: next(iter(defaults)),
     )
     @pytest.mark.parametrize("given", [{}, {"key": "{month}"}], ids=str)
-    def test_what_is_done_about_failures_may_be_said_once_for_all(
+    def test_options_for_failures_have_app_wide_defaults(
         self, defaults: dict[str, Any], given: dict[str, Any]
     ) -> None:
         (name, value), *_ = defaults.items()
         found = getattr(gathered_options(defaults=defaults, **given), name)
         assert found == (CooldownPolicy.of(value) if name == "cooldown" else value)
 
-    def test_a_default_group_whose_names_a_task_has_not_is_told_as_the_setting_it_is(self) -> None:
+    def test_the_error_for_a_default_group_with_unknown_parameters_names_the_setting(self) -> None:
         message = refused(defaults={"cooldown_group": "openai:{model}"})
         assert message.startswith(
             "app.conf: leases_cooldown_group (for task billing.send)='openai:{model}' is not usable"
@@ -120,7 +120,7 @@ class TestDefaultsOfTheApp:
             defaults={"cooldown_group": "openai:{model}"}, cooldown_group="{month}"
         ).cooldown_group
 
-    def test_a_default_counts_where_the_task_says_nothing(self) -> None:
+    def test_a_default_counts_if_the_task_has_no_option(self) -> None:
         options = gathered_options(defaults={"ttl": 60, "on_held": "raise"}, key="{month}", ttl=20)
         assert (options.ttl, options.on_held) == (20.0, "raise")
 

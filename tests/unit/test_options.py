@@ -1,6 +1,4 @@
-"""Options are checked one by one at registration, with a message that says what to write
-instead.
-"""
+"""Each option is checked at registration, with a message that shows what to write instead."""
 
 # ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -150,7 +148,7 @@ class TestWrongValues:
             ),
         ],
     )
-    def test_the_message_says_what_to_write(self, name: str, value: Any, hint: str) -> None:
+    def test_the_message_shows_what_to_write(self, name: str, value: Any, hint: str) -> None:
         assert hint in refused(**{name: value})
 
 
@@ -187,7 +185,7 @@ class TestRightValues:
     def test_a_body_that_takes_any_keyword_may_have_any_name_in_its_template(self) -> None:
         assert gathered_options(key="{whatever}", parameters=None).key == "{whatever}"
 
-    def test_names_for_the_fingerprint_are_kept_as_a_tuple(self) -> None:
+    def test_names_for_the_fingerprint_are_stored_as_a_tuple(self) -> None:
         assert gathered_options(key="{month}", fingerprint=["month"]).fingerprint == ("month",)
 
     @pytest.mark.parametrize("on_cooling", ["raise", "reschedule", "ignore"])
@@ -220,7 +218,7 @@ class TestRightValues:
         rules = Rules()
         assert gathered_options(rules=rules).rules is rules
 
-    def test_a_task_may_have_no_quick_retries_and_no_second_chance(self) -> None:
+    def test_a_task_may_have_no_quick_retries_and_no_second_attempt(self) -> None:
         options = gathered_options(max_retries=0, max_failures=1, idempotent=True)
         assert (options.max_retries, options.max_failures, options.idempotent) == (0, 1, True)
 
@@ -252,7 +250,7 @@ class TestUnknownNames:
             == f"task billing.send: unknown option lease_{name}; did you mean lease_{meant}?"
         )
 
-    def test_a_name_like_no_other_is_answered_with_all_there_are(self) -> None:
+    def test_the_error_for_an_unknown_name_without_a_similar_one_lists_all(self) -> None:
         message = refused(zzz=1)
         assert all(f"lease_{name}" in message for name in OPTION_NAMES if name not in OF_THE_APP)
         assert not any(f"lease_{name}" in message for name in OF_THE_APP)

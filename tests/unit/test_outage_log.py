@@ -1,4 +1,4 @@
-"""How loud a reschedule is: a store that does not answer is a warning, once a minute for each
+"""The log level of a reschedule: a store that does not answer is a warning, once a minute for each
 cause.
 """
 
@@ -34,9 +34,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
 def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
     caplog: pytest.LogCaptureFixture, now: list[float]
 ) -> None:
-    """The next warning says how many there were in between; other causes are counted by
-    themselves.
-    """
+    """The next warning has the number of those in between; each cause is counted separately."""
     caplog.set_level(logging.INFO, "celery_leases")
     for number in range(4):
         reschedule(f"lease store redis: refused from port {number}")
@@ -52,7 +50,7 @@ def test_the_first_is_a_warning_and_the_next_within_a_minute_are_not(
     )
 
 
-def test_a_put_back_for_another_reason_stays_an_info(
+def test_a_reschedule_for_another_reason_stays_an_info(
     caplog: pytest.LogCaptureFixture, now: list[float]
 ) -> None:
     """A key that is held is no accident."""

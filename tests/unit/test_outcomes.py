@@ -99,7 +99,7 @@ class TestAfterTheRun:
         )
         assert (outcome.quick_retries, outcome.cooldowns) == (0, 0)
 
-    def test_a_value_that_cannot_be_kept_is_done_all_the_same(self) -> None:
+    def test_a_call_whose_value_cannot_be_stored_is_done(self) -> None:
         outcome = closed(Returned(object(), None, NOT_JSON))
         assert (outcome.state, outcome.result, outcome.reason) == (State.DONE, None, NOT_JSON)
 
@@ -187,7 +187,7 @@ class TestAfterTheRun:
 class TestADeadChild:
     """Closed by the main process, which outlives it."""
 
-    def test_a_killed_one_is_a_crash_and_its_call_comes_back(self) -> None:
+    def test_a_killed_one_is_a_crash_and_its_call_resumes(self) -> None:
         outcome = died(a_call(), replace(RUNNING, crashes=0, quick_retries=3), Death.KILLED)
         assert (outcome.state, outcome.ended, outcome.reason) == (
             State.PENDING,
@@ -215,7 +215,7 @@ class TestADeadChild:
         )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
 
-    def test_one_killed_by_a_cold_shutdown_is_given_back_and_comes_back(self) -> None:
+    def test_one_killed_by_a_cold_shutdown_is_given_back_and_resumes(self) -> None:
         outcome = died(a_call(), RUNNING, Death.STOPPED)
         assert (outcome.state, outcome.ended, outcome.resumes) == (
             State.PENDING,
@@ -244,7 +244,7 @@ class TestADeadChild:
 
 
 class TestAfterAFailure:
-    def test_a_cooldown_waits_and_keeps_the_failure(self) -> None:
+    def test_a_cooldown_waits_and_stores_the_failure(self) -> None:
         outcome = closed(raised(cooldown("60s", jitter=0.0)), RUNNING)
         assert (outcome.state, outcome.ended, outcome.retry_after) == (
             State.COOLING,
@@ -320,29 +320,27 @@ class TestAfterAFailure:
         "ruling", [cooldown("60s"), retry("1s")], ids=lambda ruling: ruling.kind
     )
     @pytest.mark.parametrize("comes_back", [True, False])
-    def test_the_row_knows_whether_the_call_comes_back(
-        self, ruling: Ruling, comes_back: bool
-    ) -> None:
+    def test_the_row_has_whether_the_call_resumes(self, ruling: Ruling, comes_back: bool) -> None:
         assert closed(raised(ruling), comes_back=comes_back, resume="always").resumes is comes_back
 
-    def test_a_call_that_shall_stop_after_a_cooldown_does_not_come_back(self) -> None:
+    def test_a_call_with_resume_never_does_not_resume(self) -> None:
         assert not closed(raised(cooldown("60s")), resume="never").resumes
 
     def test_a_call_that_shall_stop_after_a_cooldown_is_retried_quickly_all_the_same(self) -> None:
         assert closed(raised(retry("1s")), resume="never").resumes
 
     def test_under_rerun_a_call_that_failed_for_good_is_remembered_as_over(self) -> None:
-        """And one that comes back is not."""
+        """And one that resumes is not."""
         assert closed(raised(permanent()), on_done="rerun").finished == {OURS: settlement.NO_RESULT}
         assert closed(raised(cooldown("60s")), on_done="rerun").finished is None
 
 
-class TestComesBack:
-    """Operators are told whether a message is on its way."""
+class TestResumes:
+    """Operators can see whether a message will be delivered."""
 
     @pytest.mark.parametrize("name", ["snoozed", "lost", "interrupted", "retried"])
     @pytest.mark.parametrize("comes_back", [True, False])
-    def test_what_is_put_back_comes_back(self, name: str, comes_back: bool) -> None:
+    def test_a_rescheduled_call_resumes(self, name: str, comes_back: bool) -> None:
         assert closed(ENDINGS[name], comes_back=comes_back).resumes is comes_back
 
     @pytest.mark.parametrize("name", ["returned", "raised, permanent", "terminated", "ignored"])
@@ -351,7 +349,7 @@ class TestComesBack:
 
 
 class TestRetention:
-    def test_what_has_ended_is_kept_for_the_retention(self) -> None:
+    def test_an_ended_record_stays_for_the_retention(self) -> None:
         for name in ("returned", "ignored", "raised, permanent"):
             assert closed(ENDINGS[name], retention=60.0).retention == 60.0
 
@@ -359,7 +357,7 @@ class TestRetention:
         "name", ["raised, cooldown", "raised, retry", "snoozed", "lost", "interrupted", "retried"]
     )
     @pytest.mark.parametrize("retention", [60.0, WEEK])
-    def test_what_waits_is_kept_until_it_may_run_and_as_long_as_its_counts_count(
+    def test_a_waiting_record_stays_until_it_may_run_and_as_long_as_its_counts_matter(
         self, name: str, retention: float
     ) -> None:
         """Else a key with a short retention forgot its failures during each cooldown, and never
@@ -368,7 +366,7 @@ class TestRetention:
         outcome = closed(ENDINGS[name], retention=retention)
         assert outcome.retention == (outcome.retry_after or 0.0) + max(retention, DAY)
 
-    def test_an_attempt_given_back_unrun_is_kept_as_long(self) -> None:
+    def test_the_record_of_an_attempt_given_back_unrun_stays_as_long(self) -> None:
         assert stood_back(a_call(retention=60.0), RUNNING, 30.0).retention == 30.0 + DAY
 
 
@@ -393,7 +391,7 @@ class TestUnrunAttempts:
         assert isinstance(told, PermanentFailure)
         assert told.rule == verdict.error.rule
 
-    def test_standing_back_waits_and_keeps_how_the_attempt_before_ended(self) -> None:
+    def test_a_pause_after_a_crash_waits_and_retains_how_the_previous_attempt_ended(self) -> None:
         before = Attempt(Ended.CRASHED, FAILURE, "host-b/9")
         outcome = stood_back(a_call(), replace(RUNNING, crashes=2, previous=before), 5.0)
         assert (outcome.state, outcome.ended, outcome.failure) == (
@@ -403,9 +401,9 @@ class TestUnrunAttempts:
         )
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 2, 5.0)
 
-    def test_standing_back_keeps_the_counts_and_comes_back(self) -> None:
-        """Also where the attempt before was one whose caller was told: this call has not been told
-        anything.
+    def test_a_pause_after_a_crash_retains_the_counts_and_resumes(self) -> None:
+        """Also if the caller of the previous attempt got its error, because this caller has got
+        nothing.
         """
         record = replace(
             RUNNING,
@@ -436,7 +434,9 @@ class TestStoresAway:
     @pytest.mark.parametrize(
         ("tries", "most"), [(0, 5), (1, 10), (2, 20), (3, 40), (4, 60), (5, 60), (10_000, 60)]
     )
-    def test_a_delivery_stays_away_5_s_doubling_to_60(self, tries: int, most: float) -> None:
+    def test_a_delivery_is_rescheduled_after_5_s_doubling_to_60(
+        self, tries: int, most: float
+    ) -> None:
         assert store_pause(tries, 1.0) == pytest.approx(most)
         assert store_pause(tries, 0.0) == pytest.approx(0.8 * most)
 

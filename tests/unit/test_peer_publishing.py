@@ -27,7 +27,7 @@ def shop(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def kit(shop: dict[str, Any]) -> Iterator[LeaseKit]:
-    """Its calls are kept, and nothing is sent."""
+    """Its calls are stored, and nothing is sent."""
     with testing.leases(shop["app"], eager=False) as kit:
         yield kit
 
@@ -50,7 +50,7 @@ def test_once_a_second_delay_raises_already_queued(shop: dict[str, Any], kit: Le
 
 
 @once
-def test_once_a_running_task_keeps_its_lock(shop: dict[str, Any], kit: LeaseKit) -> None:
+def test_once_a_running_task_holds_its_lock(shop: dict[str, Any], kit: LeaseKit) -> None:
     """However long it runs."""
     with kit.hold(shop["report"], "north"):
         kit.tick("2h")
@@ -139,7 +139,7 @@ def test_the_lock_of_a_task_that_failed_is_free_after_its_cooldown(
 def test_the_lock_of_a_crashed_task_ends_with_its_lease(
     shop: dict[str, Any], kit: LeaseKit
 ) -> None:
-    """Its message comes back, and nobody has to clear anything."""
+    """Its message is delivered again, and no lock must be cleared by hand."""
     dead = kit.crash(shop["report"], "north", at="before:return")
     assert shop["ask_for_report"]("north") == dead.call_id
     assert dead.resume().get() == {"shop": "north"}

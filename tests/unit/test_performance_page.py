@@ -80,9 +80,9 @@ def test_every_goal_is_on_the_page_with_its_bound() -> None:
         assert measured.endswith("✗") != kept, goal.title
 
 
-def test_a_goal_is_kept_by_what_is_shown() -> None:
-    """A figure that rounds to the bound keeps it; more may be better or worse; what was not
-    measured misses nothing.
+def test_a_goal_is_compared_with_the_shown_figure() -> None:
+    """A figure that rounds to the bound meets it; more may be better or worse; a missing figure is
+    not a miss.
     """
     goal = Goal("CPU", "cpu", bound=1.2, aim=1.0)
     assert goal.kept({"cpu": figure([1.204])})

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeDesk:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -78,7 +78,7 @@ def test_a_button_is_a_post_of_this_page_and_nothing_else(
     assert desk.told == [told]
 
 
-def test_what_cannot_be_done_is_said(page: FlaskClient, desk: FakeDesk) -> None:
+def test_a_refused_action_is_reported(page: FlaskClient, desk: FakeDesk) -> None:
     """As JSON with an error, with the status that fits."""
     for value in ({}, {"times": 0}, {"times": 11}, {"times": True}, []):
         refused = page.post("/documents/3/presses", json=value)
@@ -130,7 +130,7 @@ def test_every_text_colour_can_be_read() -> None:
 
 
 def test_the_stream_begins_with_the_state_and_goes_on_with_what_is_new() -> None:
-    """And says that it lives while there is nothing new."""
+    """With heartbeats while there is nothing new."""
     looks = iter([{"documents": [1]}, {"documents": [1]}, {"documents": [1, 2]}])
     news = web.News(lambda: next(looks))
     news.refresh()
@@ -163,7 +163,7 @@ def test_a_server_that_does_not_answer_is_shown_beside_the_last_state() -> None:
 
 
 def test_a_worker_is_gone_after_two_missed_answers() -> None:
-    """One may be late. A killed one is gone at once, and comes back by itself."""
+    """One answer may be late. A killed worker is gone at once, and is started again."""
     workers = Workers()
 
     def up() -> list[bool]:
@@ -184,7 +184,7 @@ def test_a_worker_is_gone_after_two_missed_answers() -> None:
 # -- the provider ----------------------------------------------------------------------------------
 
 
-def test_the_provider_turns_away_for_as_long_as_it_says() -> None:
+def test_the_provider_refuses_for_the_time_of_retry_after() -> None:
     """With a Retry-After or without one, and charges nothing for it."""
     now = [100.0]
     provider = Provider(clock=lambda: now[0])
@@ -205,7 +205,7 @@ def test_the_provider_turns_away_for_as_long_as_it_says() -> None:
 
 
 def test_the_provider_charges_for_what_it_does_not_answer() -> None:
-    """And tells of it, unless it shall not."""
+    """It reports the charge when asked, unless the test forbids that."""
     provider = Provider(rand=lambda: 0.5)
     assert provider.find("k").status == 404
     provider.configure(Settings(trouble="timeout"))

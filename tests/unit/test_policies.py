@@ -38,7 +38,7 @@ def test_the_default_is_five_minutes_doubling_to_six_hours() -> None:
 
 
 def test_durations_may_be_written_in_any_form() -> None:
-    """They are kept as seconds."""
+    """They are stored as seconds."""
     assert CooldownPolicy("5m", cap=timedelta(hours=6)) == CooldownPolicy(300, 2, 21600.0)
 
 
@@ -65,7 +65,7 @@ def test_before_the_first_failure_the_wait_is_that_of_the_first() -> None:
         (1.0, 0.25, 0.25),
     ],
 )
-def test_jitter_takes_a_part_of_the_wait_away(jitter: float, rand: float, part: float) -> None:
+def test_jitter_shortens_the_wait(jitter: float, rand: float, part: float) -> None:
     """A jitter of 0.5 leaves U(0.5, 1) of it, 1 leaves U(0, 1)."""
     assert CooldownPolicy(300, jitter=jitter).delay(2, rand) == 600 * part
 
@@ -110,7 +110,7 @@ def test_a_policy_out_of_range_cannot_be_made(wrong: dict[str, Any]) -> None:
         CooldownPolicy(**wrong)
 
 
-def test_a_number_stands_for_the_base_and_lifts_the_cap_where_it_must() -> None:
+def test_a_number_is_the_base_and_raises_the_cap_if_needed() -> None:
     """``lease_cooldown = "12h"`` is no mistake."""
     assert CooldownPolicy.of(60) == CooldownPolicy(60)
     assert CooldownPolicy.of("12h") == CooldownPolicy(43_200, cap=43_200)
@@ -119,7 +119,7 @@ def test_a_number_stands_for_the_base_and_lifts_the_cap_where_it_must() -> None:
     assert CooldownPolicy.of(policy) is policy
 
 
-def test_what_stands_for_no_policy_is_refused_by_its_name() -> None:
+def test_the_error_for_a_wrong_policy_names_the_option() -> None:
     """The name is the caller's, such as that of the option."""
     with pytest.raises(
         LeaseConfigurationError, match="task t: lease_cooldown='soon' is not usable"
@@ -127,8 +127,8 @@ def test_what_stands_for_no_policy_is_refused_by_its_name() -> None:
         CooldownPolicy.of("soon", "task t: lease_cooldown")
 
 
-def test_growth_starts_anew_after_twice_the_cap_but_not_within_a_day() -> None:
-    """A key that fails every few hours keeps growing."""
+def test_growth_starts_again_after_twice_the_cap_but_not_within_a_day() -> None:
+    """The waits of a key that fails every few hours continue to grow."""
     assert CooldownPolicy().quiet == 86_400.0
     assert CooldownPolicy(cap="1d").quiet == 172_800.0
 

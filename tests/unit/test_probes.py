@@ -1,5 +1,5 @@
-"""The probe of a half-open gate: who gets its slot, what its end means for the gate, and that the
-slot comes back.
+"""The probe of a half-open gate: which call gets its slot, what its end does to the gate, and that
+the slot is given back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TestWhoProbes:
     """One at a time."""
 
     def test_the_first_body_is_the_probe_and_others_wait_for_it(self, bench: Bench) -> None:
-        """Of whatever key."""
+        """Of any key."""
         replies = []
 
         def meanwhile(_: Any) -> None:
@@ -65,7 +65,7 @@ class TestWhoProbes:
         assert len(bench.ran) == 1
 
     def test_a_probe_that_was_killed_gives_way_when_its_slot_ends(self, bench: Bench) -> None:
-        """Its slot lasts as long as its lease, and nobody renews either."""
+        """Its slot lasts as long as its lease, and neither is renewed."""
         dead = bench.call(key=OTHER_KEY)
         bench.half_open()
         assert isinstance(bench.execution.entry.enter(dead), ClaimedAttempt)
@@ -75,7 +75,7 @@ class TestWhoProbes:
         assert bench.gate is None
 
     def test_after_a_probe_without_a_finding_the_next_one_probes(self, bench: Bench) -> None:
-        """The gate is never left without somebody who may try."""
+        """Another call may always probe."""
         bench.run(bench.call(), raised(retry("1s")))
         assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
         assert bench.gate is None
@@ -89,7 +89,7 @@ class TestWhatItsEndMeans:
     def test_its_success_opens_the_gate_once_and_its_trips_are_forgotten(
         self, bench: Bench
     ) -> None:
-        """Whoever comes next starts, and the next closing is the first again."""
+        """The next call starts, and the next closing has trip 1 again."""
         assert bench.run(bench.call()) == Return(1)
         assert bench.gate is None
         assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class TestWhatItsEndMeans:
         assert not bench.held
 
     def test_an_outcome_that_is_not_accepted_is_no_finding(self, bench: Bench) -> None:
-        """Somebody has taken the key away meanwhile; the slot is given back all the same."""
+        """The key was taken over meanwhile; the slot is given back nevertheless."""
         bench.run(bench.call(), DONE, during=lambda _: bench.records.retry(KEY.stored))
         assert free(bench)
 
@@ -290,7 +290,7 @@ class TestItsSlotComesBack:
     def test_where_the_body_does_not_run(
         self, bench: Bench, prepare: Callable[[Bench], None]
     ) -> None:
-        """The gate is half-open for the next one, whatever kept this one from running."""
+        """The gate is half-open for the next call, for any reason why this one did not run."""
         prepare(bench)
         bench.run(bench.call())
         assert bench.ran == []
@@ -304,7 +304,7 @@ class TestItsSlotComesBack:
         assert bench.gate is None, "the holder was the probe, and nobody else touched its slot"
 
     def test_where_the_answer_to_acquire_was_lost(self) -> None:
-        """The slot may have come with a lease nobody knows of."""
+        """The slot may belong to a lease that the worker does not know of."""
         bench = Bench()
         bench.half_open()
         bench.journal.away("acquire", times=1, done=True)
@@ -325,7 +325,7 @@ class TestItsSlotComesBack:
         assert free(bench)
         assert all(taken)
 
-    def test_while_the_store_of_gates_is_away_it_ends_by_itself(self, bench: Bench) -> None:
+    def test_during_an_outage_of_the_gate_store_its_slot_expires(self, bench: Bench) -> None:
         """Nothing of that reaches the caller."""
         bench.journal.away("give_back_probe", "open_gate")
         assert bench.run(bench.call()) == Return(1)
@@ -334,14 +334,14 @@ class TestItsSlotComesBack:
         assert free(bench)
 
     def test_a_gate_that_could_not_be_opened_is_given_to_the_next_probe(self, bench: Bench) -> None:
-        """The slot is not kept for it."""
+        """The slot is given back."""
         bench.journal.away("open_gate", times=1)
         assert bench.run(bench.call()) == Return(1)
         assert free(bench)
         assert bench.seen.of(GateOpened) == []
 
 
-def test_a_call_that_gave_up_at_the_gate_is_told_why(bench: Bench) -> None:
+def test_a_call_that_is_refused_at_the_gate_gets_the_reason(bench: Bench) -> None:
     """The crash loop, not the gate."""
     is_running(bench, 3)
     call: Call = bench.call()

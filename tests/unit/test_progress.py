@@ -73,7 +73,7 @@ def work(
 
 
 class OpenTransaction:
-    """The user's own, until it is told that it has ended."""
+    """The user's transaction, which is open until the test ends it."""
 
     open = True
 
@@ -151,7 +151,7 @@ class TestSaveProgress:
         assert attempt.lease.remaining() == pytest.approx(left + 5.0)
 
     def test_it_ends_a_row_of_crashes(self, desk: EffectBench) -> None:
-        """In the row at once, and in what the outcome will say."""
+        """In the row at once, and in the outcome."""
         for _ in range(3):
             attempt = desk.attempt()
         assert desk.row.crashes == 2
@@ -254,7 +254,7 @@ class TestEach:
     def test_with_every_it_is_saved_after_so_many(
         self, desk: EffectBench, attempt: Attempt, items: list[str], every: int, saves: int
     ) -> None:
-        """Whatever the time; and what is left at the end."""
+        """At any time; and the rest at the end."""
         for _ in attempt.lease.each(items, every=every):
             desk.clock.sleep(0.01)
         assert desk.steps() == ["save"] * saves
@@ -287,9 +287,7 @@ class TestEach:
     def test_an_attempt_that_is_interrupted_loses_nothing(
         self, desk: EffectBench, attempt: Attempt
     ) -> None:
-        """What is not saved yet goes with its outcome, whatever that is, but for the process's
-        death.
-        """
+        """Unsaved items are saved with the outcome, unless the process dies."""
         endings: list[Any] = [
             raised(cooldown("60s")),
             Snoozed(Snooze(5), 5.0),
@@ -313,8 +311,8 @@ class TestEach:
     def test_a_lost_lease_stops_it_between_two_items(
         self, desk: EffectBench, attempt: Attempt, every: int | None
     ) -> None:
-        """Whether it was to be saved there or not. The one that was finished counts, if nobody has
-        claimed since.
+        """Whether or not a save was due. The finished item counts, if no other call has claimed the
+        key.
         """
         seen: list[int] = []
         with pytest.raises(LeaseLost):
@@ -449,7 +447,7 @@ def _outcome(attempt: Attempt, ending: Any, unsaved: str) -> Any:
     deaths=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=8),
     pace=st.sampled_from([0.0, 0.05, 0.3, 1.5]),
 )
-def test_whatever_dies_nothing_is_skipped_and_little_is_repeated(
+def test_after_any_death_nothing_is_skipped_and_little_is_repeated(
     every: int | None, deaths: list[tuple[int, bool]], pace: float
 ) -> None:
     """At its n-th item an attempt is killed, or fails; then the next one goes on."""

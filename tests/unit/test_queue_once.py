@@ -94,7 +94,7 @@ def worker(shop: Shop) -> Iterator[None]:
         root.removeHandler(added)
 
 
-def test_a_queued_key_says_since_when_and_is_not_published_twice(shop: Shop) -> None:
+def test_a_queued_key_has_its_time_and_is_not_published_twice(shop: Shop) -> None:
     """The second call gets the handle of the first, as with celery-singleton."""
     assert shop.work.lease_status(7).state == "absent"
     first = shop.work.delay(7)
@@ -156,7 +156,7 @@ def test_a_queued_key_can_be_refused(shop: Shop) -> None:
 
 
 def test_a_worker_runs_it_and_the_done_key_is_not_published_again(shop: Shop, worker: None) -> None:
-    """Whoever asks gets the result of the call that did it."""
+    """Every caller gets the result of the call that did the work."""
     seen: list[str] = []
     shop.inside = lambda task: seen.append(task.delay(7).id)
     first = shop.work.delay(7)
@@ -214,7 +214,7 @@ def test_a_call_that_failed_is_queued_again_when_its_key_has_cooled_down(tmp_pat
         assert kit.status(shop.work, 7).state == "done"
 
 
-def test_a_failed_key_is_published_after_an_operator_says_so(tmp_path: Path) -> None:
+def test_a_failed_key_is_published_after_an_operators_retry(tmp_path: Path) -> None:
     """Before that the handle is that of the call that failed for good."""
     shop = Shop(tmp_path)
     with testing.leases(shop.app, eager=False) as kit:
@@ -237,7 +237,7 @@ def test_a_failed_key_is_published_after_an_operator_says_so(tmp_path: Path) -> 
 def test_a_crash_between_the_row_and_the_message_is_mended_by_the_relay(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row was there first; nobody else is let in, and the relay publishes what it keeps."""
+    """The row was written first; other calls are refused, and the relay publishes its message."""
 
     class Killed(BaseException):
         pass
@@ -287,7 +287,7 @@ def test_a_message_that_the_broker_does_not_take_leaves_the_key_free(
 
 
 def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
-    """The broker has it; the record keeps it for a rescue."""
+    """The broker has it; the record stores it for a rescue."""
     shop.work.delay(7)
     record = app_components.parts_of(shop.app).records.read("t:work|work:7")
     assert record is not None
@@ -296,9 +296,7 @@ def test_a_published_call_is_not_published_by_the_relay(shop: Shop) -> None:
     assert not shop.client().relay()
 
 
-def test_calls_that_others_wait_for_are_published_whatever_the_record_says(
-    shop: Shop, worker: None
-) -> None:
+def test_calls_that_other_tasks_wait_for_are_always_published(shop: Shop, worker: None) -> None:
     """A group and a link would hang; a retry is the same call."""
     first = shop.work.delay(7)
     results = group(shop.work.s(7), shop.work.s(8))()
@@ -319,9 +317,7 @@ def test_calls_that_others_wait_for_are_published_whatever_the_record_says(
 
 
 @pytest.mark.parametrize("kind", ["chain", "link", "chord"])
-def test_a_last_step_is_published_whatever_the_record_says(
-    shop: Shop, worker: None, kind: str
-) -> None:
+def test_the_last_step_of_a_canvas_is_always_published(shop: Shop, worker: None, kind: str) -> None:
     """Its options name nothing that follows it; the step before it must not fail either."""
     shop.strict.delay(7).get(timeout=PATIENCE)
     before = len(shop.published)
@@ -351,7 +347,7 @@ def test_a_plain_call_in_a_body_is_queued_once(shop: Shop, worker: None) -> None
     assert shop.published.count(seen[0]) == 1
 
 
-def test_arguments_that_no_record_keeps_are_refused(shop: Shop) -> None:
+def test_arguments_that_a_record_cannot_store_are_refused(shop: Shop) -> None:
     """Nothing is written and nothing is published."""
     with pytest.raises(LeaseConfigurationError, match="lease_queue_once does not take these"):
         shop.again.apply_async((7, (1, 2)), serializer="pickle")
@@ -359,7 +355,7 @@ def test_arguments_that_no_record_keeps_are_refused(shop: Shop) -> None:
     assert shop.published == []
 
 
-def test_a_database_that_does_not_answer_is_told_to_the_caller(shop: Shop) -> None:
+def test_a_database_that_does_not_answer_raises_in_the_caller(shop: Shop) -> None:
     """It is not known whether the key is queued, so nothing is published."""
     shop.app.conf.leases_database_url = "sqlite:////nowhere/at/all.db"
     with pytest.raises(StoreUnavailable):
@@ -421,7 +417,7 @@ def test_an_eager_call_of_a_key_that_cools_down_is_answered(tmp_path: Path) -> N
     app_components.forget()
 
 
-def test_calls_in_an_eager_body_of_a_kept_message_are_queued_once(tmp_path: Path) -> None:
+def test_calls_in_an_eager_body_of_a_stored_message_are_queued_once(tmp_path: Path) -> None:
     """They are not that message."""
     shop = Shop(tmp_path, task_always_eager=True)
     shop.strict.delay(7)

@@ -44,8 +44,8 @@ class TestQuickRetries:
         """``lease_max_retries=0``."""
         assert isinstance(after(raised(retry("1s")), max_retries=0), EnterCooldown)
 
-    def test_a_ruling_may_say_what_comes_after_them(self) -> None:
-        """The reason stays that of the failure: it says more than that the retries are used up."""
+    def test_a_ruling_may_define_what_follows_them(self) -> None:
+        """The reason is that of the failure, and not that the retries are used up."""
         ruling = retry("1s", max=0, then=cooldown("60s", scope="group"))
         verdict = cooled(raised(ruling, reason=Reason.UNREACHABLE), group=GROUP)
         assert (verdict.failure.reason, verdict.failure.group) == ("unreachable", GROUP)
@@ -65,19 +65,19 @@ class TestQuickRetries:
 
 
 class TestUnknownOutcomes:
-    """A call that may have been executed is repeated only where that is said to be harmless."""
+    """A call that may have been executed is repeated only if an option says it is harmless."""
 
     def test_an_idempotent_task_is_retried(self) -> None:
         """``lease_idempotent=True``."""
         assert retried(raised(retry("1s", ambiguous=True)), idempotent=True).failure.ambiguous
 
     def test_any_other_cools_down_and_says_so(self) -> None:
-        """A minute, unless the rule says otherwise, and not a single quick retry."""
+        """For a minute by default, without any quick retry."""
         verdict = cooled(raised(retry("1s", ambiguous=True)), rand=MOST)
         assert verdict.delay == pytest.approx(60.0)
         assert (verdict.failure.ambiguous, verdict.counts) == (True, Counts(1, 0, 1))
 
-    def test_a_rule_may_say_what_it_becomes(self) -> None:
+    def test_a_rule_may_define_the_result(self) -> None:
         """``otherwise``."""
         ruling = replace(retry("1s", ambiguous=True), otherwise=permanent())
         assert isinstance(after(raised(ruling)), Fail)
@@ -100,7 +100,7 @@ class TestTheLastStraw:
 
     @pytest.mark.parametrize("limit", [1, 2, 10])
     def test_after_so_many_failures_the_key_has_failed_for_good(self, limit: int) -> None:
-        """``lease_max_failures``; the rule that decided keeps its name."""
+        """``lease_max_failures``; the record has the name of the rule that decided."""
         verdicts = in_a_row(raised(cooldown()), limit, max_failures=limit)
         assert [type(verdict) for verdict in verdicts] == [*[EnterCooldown] * (limit - 1), Fail]
         assert verdicts[-1].counts.failures == limit
@@ -118,7 +118,7 @@ class TestTheLastStraw:
         """It is no failure."""
         assert isinstance(after(raised(retry("1s")), replace(FRESH, failures=9)), RetryAfter)
 
-    def test_it_keeps_what_is_known_of_the_failure(self) -> None:
+    def test_it_retains_what_is_known_about_the_failure(self) -> None:
         """An operator wants to know whether the call may have been executed."""
         failure = after(
             raised(cooldown(ambiguous=True, operator=True)), replace(FRESH, failures=9)

@@ -47,7 +47,7 @@ def refusal(base: Any = LeasedTask, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_said_about_failures_is_gathered_from_task_and_app() -> None:
+def test_options_for_failures_are_gathered_from_task_and_app() -> None:
     """The task's word counts, then the app's."""
     rules = Rules.default().on(status=404, to=permanent())
     app = an_app(
@@ -97,12 +97,12 @@ def test_what_would_be_done_wrong_about_failures_is_refused(
 
 
 def test_what_an_option_asks_for_is_no_traceback_in_the_log() -> None:
-    """A call that is told to come back later is no accident."""
+    """A refused call is not an unexpected error."""
     assert {AlreadyDone, CoolingDown, LeaseHeld} <= set(registered(an_app()).throws)
 
 
 class Traced(Task):
-    """A task class of somebody else's, as frameworks make them."""
+    """A third-party task class, as frameworks have."""
 
     calls: list[bool] = []  # noqa: RUF012 - shared on purpose
 
@@ -164,7 +164,7 @@ def test_a_class_whose_messages_pass_the_lease_is_refused() -> None:
 
 
 class AuditedRequest(Request):
-    """A request class of somebody else's."""
+    """A third-party request class."""
 
     seen: list[str] = []  # noqa: RUF012 - shared on purpose
 
@@ -240,7 +240,7 @@ def test_options_of_the_task_are_refused_where_a_call_is_made() -> None:
 
 
 def test_the_call_of_the_class_behind_runs_around_the_body() -> None:
-    """An application context or a trace is kept, inside the lease."""
+    """Its application context or trace is inside the lease."""
 
     class Forwards(LeasedMixin, Traced):
         """The right way round."""
@@ -346,7 +346,7 @@ def test_settings_in_capitals_are_read_where_the_app_has_no_namespace() -> None:
     assert settings_of(named).database_url == "sqlite:///named.db"
 
 
-def test_late_acknowledgement_is_on_whatever_the_app_says() -> None:
+def test_late_acknowledgement_is_on_with_any_setting_of_the_app() -> None:
     """Only the task itself may switch it off, where the task or the app allows for the loss."""
     task = registered(an_app(task_acks_late=False, task_reject_on_worker_lost=False))
     assert (task.acks_late, task.reject_on_worker_lost) == (True, True)
@@ -369,7 +369,7 @@ def test_the_status_of_an_eager_call_is_asked_from_the_real_stores(tmp_path: Pat
     assert ship.lease_status(8).state == "done"
 
 
-def test_an_eager_call_needs_no_database_whatever_the_broker() -> None:
+def test_an_eager_call_needs_no_database_with_any_broker() -> None:
     """Its stores are in memory, unless the real ones are asked for."""
     app = Celery("registration", broker="amqp://broker.example/", set_as_current=False)
 
@@ -419,7 +419,7 @@ def test_keys_that_look_like_stored_keys_are_found(tmp_path: Path) -> None:
     assert LeaseClient("database", database).status("t:5", task="billing.send").state == "done"
 
 
-def test_a_result_that_only_looks_like_a_typed_value_is_not_kept() -> None:
+def test_a_result_that_only_looks_like_a_typed_value_is_not_stored() -> None:
     """It could be written, and never read again."""
     assert encode({"__type__": "nonsense", "__value__": 1}, 1000) == (None, NOT_JSON)
 

@@ -1,4 +1,4 @@
-"""A worker says which messages wait for a relay that nobody runs."""
+"""A worker warns about messages that wait for a relay, if no relay runs."""
 
 import itertools
 import logging
@@ -27,7 +27,7 @@ def app(tmp_path: Path) -> Celery:
 
 
 @pytest.mark.parametrize("minutes", [4, 6])
-def test_a_message_that_has_waited_for_five_minutes_is_told_of(
+def test_a_message_that_has_waited_for_five_minutes_is_reported(
     app: Celery,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -42,7 +42,7 @@ def test_a_message_that_has_waited_for_five_minutes_is_told_of(
     records = app_components.parts_of(app).records
     with closing(sqlite3.connect(tmp_path / "records.db")) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        ship.delay_in(connection, 7)  # nobody tells of this connection's commit
+        ship.delay_in(connection, 7)  # the commit of this connection cannot be observed
         connection.commit()
     later = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: later() + minutes * 60 * 10**9)
@@ -69,7 +69,7 @@ class AWorker:
 
 
 def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the connection by which it looks at the tables."""
+    """With the connection that checks the tables."""
 
     @app.task(base=LeasedTask, name="ship", shared=False)
     def ship() -> None: ...
@@ -83,7 +83,7 @@ def test_a_worker_looks_when_it_starts(app: Celery, monkeypatch: pytest.MonkeyPa
 def test_a_worker_goes_on_looking_until_it_ends(
     app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one thread, however often the worker is ready, and whatever the database answers."""
+    """In one thread, however often the worker becomes ready, and for any answer."""
 
     @app.task(base=LeasedTask, name="ship", shared=False)
     def ship() -> None: ...

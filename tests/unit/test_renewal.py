@@ -1,4 +1,4 @@
-"""The renewer with a store and a clock made up: deadlines, losses, re-assertion, and what ``drop``
+"""The renewer with a fake store and clock: deadlines, losses, re-assertion, and what ``drop``
 waits for.
 """
 
@@ -45,7 +45,7 @@ class RealClock(FakeClock):
 
 @dataclass
 class FakeLeases:
-    """Answers renewals as told, and remembers everything it was asked."""
+    """Answers renewals as the test wants, and stores all requests."""
 
     answer: Callable[[Renewal], RenewalResult | StoreUnavailable] = lambda _: RenewalResult.OURS
     reasserts: bool = True
@@ -73,7 +73,7 @@ class FakeLeases:
 
 @dataclass
 class Row:
-    """As much of a record as the renewer looks at."""
+    """The fields of a record that the renewer reads."""
 
     state: State
     fence: int
@@ -180,7 +180,7 @@ def test_a_renewal_counts_from_when_it_was_sent(bench: Bench) -> None:
     assert [event.remaining for event in bench.seen.of(LeaseRenewed)] == [pytest.approx(STOP - 2)]
 
 
-def test_a_renewal_tells_how_late_it_was_sent(bench: Bench) -> None:
+def test_the_event_of_a_renewal_has_its_lateness(bench: Bench) -> None:
     """One that went along with another one, before its time, was not late."""
     held_lease = bench.held_lease()
     bench.clock.time = held_lease.due + 3.0
@@ -202,7 +202,7 @@ def test_a_renewal_never_shortens_what_extend_has_granted(bench: Bench) -> None:
     assert held_lease.due == pytest.approx(1001 + TTL / 3)
 
 
-def test_extend_of_a_lost_lease_asks_nobody(bench: Bench) -> None:
+def test_extend_of_a_lost_lease_sends_no_command(bench: Bench) -> None:
     """``LeaseLost`` at once, and nothing is sent."""
     held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
@@ -238,7 +238,7 @@ def test_a_probes_slot_is_renewed_along_with_its_lease(bench: Bench, group: str 
 
 
 def test_another_owner_means_lost_at_once(bench: Bench) -> None:
-    """Long before the deadline; the body is nudged, and it is told why."""
+    """Long before the deadline; the body is interrupted with the reason."""
     held_lease, nudged = bench.held_lease(), []
     held_lease.interrupt = lambda: nudged.append(1)
     bench.records.row = THEIRS
@@ -250,7 +250,7 @@ def test_another_owner_means_lost_at_once(bench: Bench) -> None:
 
 
 def test_a_late_success_does_not_revive_a_lost_lease(bench: Bench) -> None:
-    """M15: lost stays lost, whatever a reply says that comes afterwards."""
+    """M15: a lost lease stays lost, whatever reply arrives later."""
     held_lease = bench.held_lease()
 
     def late(_: Renewal) -> RenewalResult:
@@ -334,8 +334,8 @@ def test_one_lease_that_fails_does_not_fail_the_others(bench: Bench) -> None:
 
 
 def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench: Bench) -> None:
-    """Leases that began within ttl / 30 of each other share their calls from then on; a later one
-    keeps its own.
+    """Leases that began within ttl / 30 of each other share their renewals; a later one has its
+    own.
     """
     early = bench.held_lease("early")
     bench.clock.time += TTL / 30
@@ -350,7 +350,9 @@ def test_leases_that_are_nearly_due_are_renewed_along_with_one_that_is_due(bench
     assert early.due == soon.due
 
 
-def test_an_event_nobody_hears_is_not_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_without_a_receiver_is_not_built(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thousand leases are renewed every few seconds."""
     held_lease = bench.held_lease()
     monkeypatch.setattr(bench.seen, "hears", lambda _: False, raising=False)
@@ -370,7 +372,7 @@ def test_a_lease_without_renewal_is_left_to_extend(bench: Bench) -> None:
     assert held_lease.held
 
 
-def test_max_hold_ends_renewal_and_says_so(bench: Bench) -> None:
+def test_max_hold_ends_renewal_with_its_reason(bench: Bench) -> None:
     """Renewed until then, lost when the last renewal has run out, and the reason is not the
     store's.
     """
@@ -385,8 +387,8 @@ def test_max_hold_ends_renewal_and_says_so(bench: Bench) -> None:
     assert held_lease.overdue(1009 + STOP) == HELD_TOO_LONG
 
 
-def test_a_lease_that_nobody_extended_is_said_to_be_that(bench: Bench) -> None:
-    """``lease_max_hold`` has nothing to do with it, and the reason says what to write."""
+def test_a_lease_that_was_not_extended_has_its_own_reason(bench: Bench) -> None:
+    """It is not ``lease_max_hold``, and the reason shows what to write."""
     held_lease = bench.held_lease(renew=False)
     bench.clock.time = 1000 + STOP
     assert held_lease.overdue(bench.clock.time) == NOT_EXTENDED
@@ -411,7 +413,7 @@ def test_a_lease_that_nobody_extended_is_said_to_be_that(bench: Bench) -> None:
 def test_a_body_that_is_to_be_killed_is_killed_at_once_where_its_key_is_free(
     bench: Bench, reason: str, moved: list[float]
 ) -> None:
-    """Otherwise it has until the end of its lease, for which nobody else gets the key."""
+    """Otherwise it may run until the end of its lease, during which no other call gets the key."""
     held_lease, told = bench.held_lease(), []
     held_lease.put_off = told.append
     bench.renewer._lose(held_lease, reason)
@@ -444,7 +446,7 @@ def test_a_missing_lease_is_asserted_again_and_compared_with_the_record(bench: B
     ],
     ids=["taken over", "a higher fence", "closed", "gone"],
 )
-def test_a_lease_asserted_again_in_vain_is_taken_away(bench: Bench, row: Row | None) -> None:
+def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench, row: Row | None) -> None:
     """The record has moved on: lost, and our own key does not stand in the next owner's way."""
     held_lease = bench.held_lease()
     bench.records.row = row
@@ -454,8 +456,8 @@ def test_a_lease_asserted_again_in_vain_is_taken_away(bench: Bench, row: Row | N
     assert bench.leases.released == ["token"]
 
 
-def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench) -> None:
-    """Another attempt was first, and has claimed the record."""
+def test_a_lease_that_another_attempt_has_acquired_is_lost(bench: Bench) -> None:
+    """The other attempt has claimed the record."""
     held_lease = bench.held_lease()
     bench.records.row = THEIRS
     bench.leases.answer = lambda _: RenewalResult.MISSING
@@ -466,13 +468,13 @@ def test_a_lease_that_cannot_be_asserted_again_is_lost(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("answer", [RenewalResult.OTHER, RenewalResult.MISSING])
-def test_a_lease_that_another_has_while_it_looks_at_the_record_is_not_lost(
+def test_a_lease_that_another_call_has_while_it_reads_the_record_is_not_lost(
     bench: Bench, answer: RenewalResult
 ) -> None:
-    """The store had come up empty. The other finds the row running and gives the lease back: then
-    it is ours again.
+    """The store was empty after a restart. The other call finds a running row and releases the
+    lease, which is then asserted again.
 
-    No deadline moves meanwhile, and whoever asks for more time is not told that he has it.
+    No deadline moves meanwhile, and an ``extend()`` does not report success.
     """
     held_lease = bench.held_lease()
     bench.leases.answer = lambda _: answer
@@ -502,7 +504,7 @@ def test_a_lease_that_another_has_is_lost_after_the_deadline(bench: Bench) -> No
 
 
 def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) -> None:
-    """It may be anybody's by now."""
+    """Another call may have it."""
     held_lease = bench.held_lease()
     bench.clock.time = 1000 + STOP
     bench.leases.answer = lambda _: RenewalResult.MISSING
@@ -511,8 +513,8 @@ def test_a_missing_lease_is_not_asserted_again_after_the_deadline(bench: Bench) 
     assert not held_lease.held
 
 
-def test_a_lease_asserted_again_without_a_record_to_compare_is_not_believed(bench: Bench) -> None:
-    """The database is away just then: no deadline moves until the record has been read."""
+def test_a_lease_asserted_again_without_a_record_to_compare_does_not_count(bench: Bench) -> None:
+    """During an outage of the database no deadline moves until the record was read."""
     held_lease = bench.held_lease()
     answers = iter([RenewalResult.MISSING, RenewalResult.OURS, RenewalResult.OURS])
     bench.leases.answer = lambda _: next(answers)
@@ -538,7 +540,7 @@ def test_a_lease_asserted_again_without_a_record_to_compare_is_not_believed(benc
 
 @pytest.fixture
 def running() -> Iterator[Bench]:
-    """A renewer with its threads and the real clock; a store that hangs is let go at the end."""
+    """A renewer with its threads and the real clock; a store that hangs is resumed at the end."""
     yield (bench := Bench(clock=RealClock()))
     bench.leases.answer = lambda _: RenewalResult.OURS
     for token in list(bench.renewer._held_leases):
@@ -561,7 +563,7 @@ def test_the_keeper_renews_every_third_of_the_ttl(running: Bench) -> None:
     assert held_lease.held
 
 
-def test_a_store_that_hangs_cannot_keep_the_body_from_being_told(running: Bench) -> None:
+def test_a_store_that_hangs_does_not_delay_the_interruption_of_the_body(running: Bench) -> None:
     """The keeper waits for a reply; the watcher interrupts by the stop deadline, and again until
     the body has ended.
     """
@@ -630,7 +632,7 @@ def test_drop_waits_for_the_renewal_in_flight(running: Bench) -> None:
     thread.join()
 
 
-def test_max_hold_is_kept_by_the_threads(running: Bench) -> None:
+def test_the_threads_enforce_max_hold(running: Bench) -> None:
     """A hung body does not hold its key for ever."""
     held_lease = start(running, 0.3, max_hold=0.5)
     until(lambda: held_lease.lost, "the loss")
@@ -639,7 +641,7 @@ def test_max_hold_is_kept_by_the_threads(running: Bench) -> None:
 
 
 def test_close_waits_for_the_deletion_in_progress_and_begins_no_other(running: Bench) -> None:
-    """Else it would open a connection that nobody closes."""
+    """Otherwise it would open a connection that is never closed."""
     let_go, entered = threading.Event(), threading.Event()
     batches = []
 

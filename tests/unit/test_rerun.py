@@ -1,4 +1,4 @@
-"""Under ``rerun`` each call is work of its own: what is remembered of those that have finished."""
+"""With ``on_done="rerun"`` each call is work of its own; the record lists those that finished."""
 
 # ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -50,7 +50,7 @@ class TestRerun:
         )
 
     @pytest.mark.parametrize("state", State)
-    def test_a_call_on_the_list_never_runs_again_whatever_became_of_the_key(
+    def test_a_call_on_the_list_never_runs_again_in_any_state_of_the_key(
         self, state: State
     ) -> None:
         assert decide(
@@ -63,18 +63,20 @@ class TestRerun:
         )
         assert isinstance(verdict, Drop)
 
-    def test_a_call_on_the_list_whose_result_was_overwritten_is_told_so_and_not_run(self) -> None:
+    def test_a_call_on_the_list_whose_result_was_overwritten_gets_an_error_and_does_not_run(
+        self,
+    ) -> None:
         record = replace(self.listed(State.DONE), finished_results={OURS: None, THEIRS: "2"})
         assert isinstance(refusal(decide(a_call(on_done="rerun"), record)), ResultMissing)
 
-    def test_another_call_runs_anew(self) -> None:
+    def test_another_call_runs(self) -> None:
         record = a_record(State.DONE, result="2", fingerprint=None, finished_calls=(THEIRS,))
         assert decide(a_call(on_done="rerun"), record) == Run()
 
     def test_another_call_runs_after_a_permanent_failure(self) -> None:
         assert decide(a_call(on_done="rerun"), a_record(State.FAILED)) == Run()
 
-    def test_the_call_that_failed_for_good_is_told_so(self) -> None:
+    def test_the_call_that_failed_for_good_gets_its_failure(self) -> None:
         assert isinstance(
             refusal(decide(a_call(on_done="rerun"), a_record(State.FAILED, OURS))), PermanentFailure
         )
@@ -148,7 +150,7 @@ class TestRememberedCalls:
     def test_the_call_joins_the_list_as_the_newest(self) -> None:
         assert self.finished("1", "a", "b") == [("a", '"a"'), ("b", '"b"'), (OURS, "1")]
 
-    def test_the_last_sixteen_are_kept(self) -> None:
+    def test_the_last_sixteen_are_stored(self) -> None:
         names = [f"call-{number}" for number in range(REMEMBERED_CALLS)]
         kept = self.finished("1", *names)
         assert REMEMBERED_CALLS == 16
@@ -169,9 +171,9 @@ class TestRememberedCalls:
             is None
         )
 
-    def test_a_copy_of_a_call_that_failed_for_good_is_told_so_while_the_row_remembers(self) -> None:
-        """Its process may have died before anybody was told; dropped, a chord would wait for it for
-        ever.
+    def test_a_copy_of_a_call_that_failed_for_good_gets_its_failure_from_the_row(self) -> None:
+        """Its process may have died before its caller got the failure; if the copy were dropped, a
+        chord would wait for ever.
         """
         call, ending = a_call(on_done="rerun", canvas=True, repeat=True), raised(permanent())
         outcome = after_run(call, RUNNING, ending, after_failure(call, RUNNING, ending, 0.0))
@@ -186,9 +188,7 @@ class TestRememberedCalls:
         assert isinstance(decide(call, a_record(State.RUNNING, **listed)), Drop)
 
     def test_what_it_remembers_is_what_it_answers(self) -> None:
-        """The list written at the end of a run keeps the very next copy of the call from running
-        again.
-        """
+        """The list is written at the end of a run, so the next copy of the call does not run."""
         outcome = after_run(a_call(on_done="rerun"), RUNNING, Returned(None, "1"))
         assert outcome.finished is not None
         later = a_record(

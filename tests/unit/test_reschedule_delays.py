@@ -1,5 +1,5 @@
-"""How far a delivery is sent away at once, and what is left alone under a store that came up
-empty.
+"""The countdown of one reschedule, and which rows are not taken over after the loss of a store's
+data.
 """
 
 # ruff: noqa: D101, D102 - names state the behaviour; a docstring follows where the name is not enough

@@ -52,7 +52,7 @@ def in_threads(*calls: Callable[[], None]) -> list[threading.Thread]:
 # -- who gets what ---------------------------------------------------------------------------------
 
 
-def test_there_are_never_more_than_allowed_and_nobody_shares() -> None:
+def test_there_are_never_more_than_allowed_and_no_two_users_share_one() -> None:
     """Thirty threads use three things two hundred times each."""
     resource_pool, users, seen = ResourcePool(3, Thing, 30.0), dict[int, int](), set[int]()
 
@@ -110,9 +110,7 @@ def test_who_has_waited_longest_comes_first() -> None:
 def test_a_wait_ends_when_the_caller_may_wait_no_longer(
     longest: float, own: float | None, waits: float
 ) -> None:
-    """As long as the pool says, unless the thread has said something else; and nothing is kept of
-    it.
-    """
+    """The pool's limit applies unless the thread has its own, which does not outlast its block."""
     resource_pool = ResourcePool(2, Thing, longest)
     things = [resource_pool.lend(), resource_pool.lend()]
     began = time.monotonic()
@@ -322,7 +320,7 @@ def test_greenlets_wait_for_one_another(library: str) -> None:
     assert done.stdout.split() == ["3", "10", "3", "0"]
 
 
-def test_turns_are_told_apart() -> None:
+def test_turns_are_distinguished() -> None:
     """Each is the right of one caller."""
     resource_pool = ResourcePool(2, Turn, 0.0)
     one, other = resource_pool.lend(), resource_pool.lend()

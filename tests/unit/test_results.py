@@ -54,25 +54,25 @@ def test_a_value_is_written_and_read_as_kombu_does(value: Any) -> None:
     "text", ["1", " 1", "-1.5e3", '"a"', "null", "[1]", "{}", '{"__type__": "nonsense"}', "NaN"]
 )
 def test_a_stored_text_is_read_as_kombu_reads_it(text: str) -> None:
-    """Also one that somebody has written by hand."""
+    """Also one that was written by hand."""
     assert repr(decode(text)) == repr(by_kombu(text))
 
 
 @pytest.mark.parametrize("text", ["x", '"', "1 2", "{", "[1"])
 def test_a_text_that_is_no_json_raises(text: str) -> None:
-    """Whatever it begins with."""
+    """With any beginning."""
     with pytest.raises(Exception, match=r"\w"):
         decode(text)
 
 
 @pytest.mark.parametrize(("value", "size"), [("ä", 8), ("a", 3), (12345, 5), ([1], 3), (None, 4)])
-def test_a_result_is_kept_up_to_its_limit_in_bytes(value: Any, size: int) -> None:
-    """Constants are kept whatever the limit is."""
+def test_a_result_is_stored_up_to_its_limit_in_bytes(value: Any, size: int) -> None:
+    """Constants are stored with any limit."""
     assert encode(value, size)[1] is None
     assert value is None or encode(value, size - 1) == (None, TOO_LARGE)
 
 
-def test_what_has_no_json_is_said_to_have_none() -> None:
+def test_a_value_without_json_is_reported() -> None:
     """A number too long for Python to write included."""
     for value in (object(), 10**5000, {1, object()}):
         assert encode(value, NO_LIMIT) == (None, NOT_JSON)

@@ -74,14 +74,14 @@ def test_a_record_is_the_same_after_it_was_written_and_read(record: Record, layo
     assert set(row) == set(Tables().layouts[layout.version].c.keys())
 
 
-def test_version_2_keeps_the_history_too() -> None:
+def test_version_2_stores_the_history_too() -> None:
     """In its document; version 1 has no place for it."""
     record = a_record(State.FAILED, lease_ttl=2.3, **FULL, **IN_THE_DOCUMENT)
     assert rows.to_record({**NARROW.column_values(record), "now": record.now}) == record
     assert rows.to_record({**WIDE.column_values(record), "now": record.now}).history == ()
 
 
-def test_a_running_row_says_when_it_expires_if_it_succeeds_soon() -> None:
+def test_a_running_row_has_its_expiry_for_a_success() -> None:
     """In version 2; as a record it does not, as its retention counts from its outcome."""
     record = a_record(State.RUNNING, retention=9.0)
     assert NARROW.column_values(record)["expires_at"] == record.started_at + 9_000_000
@@ -146,7 +146,7 @@ def test_a_swap_writes_all_that_a_claim_changes(state: State, layout: Layout) ->
 @EACH_LAYOUT
 @pytest.mark.parametrize("failed", [True, False])
 def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None:
-    """As the pure function says; the moments are those of the write."""
+    """As the pure function returns it; the times are those of the write."""
     row = replace(a_record(State.RUNNING), failed_at=NOW - 5, finished_calls=("a",))
     given: dict[str, Any] = {
         "reason": "r",
@@ -185,7 +185,7 @@ def test_an_outcome_writes_what_it_changes(layout: Layout, failed: bool) -> None
 
 
 def test_how_most_attempts_end_takes_no_room() -> None:
-    """Done is returned, unless something else is said."""
+    """For a done row the default is ``returned``."""
     row = a_record(State.RUNNING)
     done = Outcome(State.DONE, Ended.RETURNED, 1, 0, 0, 9.0, result="1")
     assert NARROW.settle_parameters(row, done)["new_ended"] is None

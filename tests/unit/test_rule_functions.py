@@ -27,7 +27,7 @@ STOP = permanent(operator=True)
 
 
 def judged(rules: Rules, error: BaseException) -> Classification:
-    """What *rules* say of *error* now."""
+    """How *rules* classify *error* now."""
     return rules.judge(error, NOW)
 
 
@@ -65,8 +65,8 @@ def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
     assert seen == [(error, facts_of(error))]
 
 
-def test_a_hook_that_says_nothing_lets_the_next_rule_decide() -> None:
-    """Whatever it was asked."""
+def test_after_a_hook_that_returns_none_the_next_rule_decides() -> None:
+    """For any error."""
     rules = Rules.default().use(lambda *_: None).on(status=404, to=STOP)
     assert judged(rules, http_error(404)).ruling is STOP
 
@@ -107,7 +107,7 @@ def test_what_a_hook_returns_is_not_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("said", ["90s", timedelta(seconds=90), 90])
-def test_a_hook_may_say_a_duration_in_any_form(said: Any) -> None:
+def test_a_hook_may_return_a_duration_in_any_form(said: Any) -> None:
     """As ``on(to=…)`` takes it."""
     assert judged(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
 
@@ -123,7 +123,7 @@ def test_a_hook_that_raises_counts_as_silent_and_is_logged(
 
 
 def test_a_hook_does_not_swallow_what_ends_a_run() -> None:
-    """An interruption is nobody's failure."""
+    """An interruption is not a failure."""
 
     def interrupted(exc: BaseException, facts: ErrorFacts) -> None:
         raise KeyboardInterrupt
@@ -191,7 +191,7 @@ def test_a_subclass_of_the_users_asks_for_the_same() -> None:
     assert judged(Rules(), Declined()).rule == "asked-permanent"
 
 
-def test_facts_alone_tell_what_was_asked_for() -> None:
+def test_facts_alone_have_what_the_body_asked_for() -> None:
     """For the command line, which has no exception."""
     facts = ErrorFacts(names=("celery_leases.errors.PermanentFailure",))
     assert Rules().judge_facts(facts, NOW).rule == "asked-permanent"

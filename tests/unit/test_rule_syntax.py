@@ -115,7 +115,7 @@ def test_a_rule_may_be_about_databases_grpc_headers_and_texts() -> None:
 
 
 def test_a_text_is_searched_without_its_secrets() -> None:
-    """A rule cannot be about what is not kept."""
+    """A rule cannot match text that is not stored."""
     assert not matches(ValueError("token=abc123"), message="abc123")
 
 
@@ -179,6 +179,6 @@ def test_a_name_must_be_a_name(name: Any) -> None:
 
 
 def test_a_hook_must_be_callable() -> None:
-    """A ruling alone says nothing of when."""
+    """A ruling alone does not define when it applies."""
     with pytest.raises(LeaseConfigurationError, match=r"Rules\.use: .* write a function"):
         Rules().use(permanent())  # type: ignore[arg-type]

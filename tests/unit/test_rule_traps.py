@@ -1,4 +1,4 @@
-"""What was met with real errors, and looks different at first sight."""
+"""Surprises found with real errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PsycopgOperational = fake_class("psycopg.OperationalError")
 
 
 def judged(error: BaseException) -> Classification:
-    """What the default rules say of *error* now."""
+    """How the default rules classify *error* now."""
     return Rules.default().judge(error, NOW)
 
 
@@ -51,8 +51,8 @@ def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -
     assert judged(caused(other, http_error(429))).rule == "request-refused"
 
 
-def test_being_told_not_to_retry_counts_for_faults_of_the_server_only() -> None:
-    """A limit that is told beside it is still a limit; and the header may say the opposite."""
+def test_a_request_not_to_retry_counts_for_faults_of_the_server_only() -> None:
+    """A limit in the same response is still a limit; and the header may say the opposite."""
     assert judged(http_error(500, x_should_retry="false")).rule == "told-not-to-retry"
     assert judged(http_error(429, x_should_retry="false")).rule == "rate-limited"
     assert judged(http_error(404, stripe_should_retry="false")).rule == "request-refused"
@@ -60,7 +60,7 @@ def test_being_told_not_to_retry_counts_for_faults_of_the_server_only() -> None:
 
 
 def test_a_window_that_is_not_empty_is_no_limit() -> None:
-    """GitHub says how much is left with every 403."""
+    """GitHub sends the remaining number with every 403."""
     assert judged(http_error(403, x_ratelimit_remaining="12")).rule == "request-refused"
     assert judged(http_error(503)).rule == "outcome-unknown"
     assert judged(http_error(413)).rule == "request-refused"
@@ -99,12 +99,12 @@ WRAPPERS = [
     ids=lambda value: type(value).__name__,
 )
 def test_an_sdks_connection_error_lets_its_cause_decide(wrapper: Any, cause: Any, row: str) -> None:
-    """Only when the cause says nothing is the outcome unknown."""
+    """The outcome is unknown only if no rule matches the cause."""
     assert judged(caused(wrapper, cause)).rule == row
 
 
 def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
-    """It is told only where one looks into its arguments."""
+    """It can be found only in its arguments."""
     refused = fake_error("urllib3.exceptions.NewConnectionError")
     exceeded = fake_error("urllib3.exceptions.MaxRetryError", reason=refused)
     assert judged(RequestsConnection(exceeded)).rule == "connect-phase"
@@ -151,7 +151,7 @@ def test_an_error_of_the_application_lets_its_cause_decide() -> None:
 
 
 def test_the_outermost_error_that_is_known_decides() -> None:
-    """A file that is missing is missing, whatever was tried before."""
+    """A missing file is missing, with any error behind it."""
     assert judged(caused(FileNotFoundError(), http_error(429))).rule == "refused-here"
 
 

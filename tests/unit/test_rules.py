@@ -28,7 +28,7 @@ STOP = permanent(operator=True)
 
 
 def judged(rules: Rules, error: BaseException) -> Classification:
-    """What *rules* say of *error* now."""
+    """How *rules* classify *error* now."""
     return rules.judge(error, NOW)
 
 
@@ -57,7 +57,7 @@ def test_a_rule_does_what_it_says(to: Any, ruling: Ruling) -> None:
 
 @pytest.mark.parametrize("to", [7, 7.0, "7s", timedelta(seconds=7)], ids=repr)
 def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
-    """Whatever the answer says."""
+    """With any server delay."""
     judgement = judged(Rules().on(status=429, to=to), http_error(429, retry_after="60"))
     assert (judgement.ruling.kind, judgement.delay, judgement.source) == ("retry", 7.0, "rule")
 
@@ -91,7 +91,7 @@ def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
 
 
 def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() -> None:
-    """Each rule looks at the whole chain before the next is asked."""
+    """Each rule is tried on the whole chain before the next rule."""
     rules = (
         Rules()
         .on(status=404, to="permanent", name="inner")
@@ -141,7 +141,7 @@ def test_a_rule_without_a_name_is_named_after_its_conditions() -> None:
     ]
 
 
-def test_why_says_what_matched_and_where() -> None:
+def test_why_names_what_matched_and_where() -> None:
     """One short sentence for people."""
     rules = Rules.default().on(exc="shop.Failed", status=404, to=5).use(a_hook)
     failed = caused(fake_error("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
@@ -256,7 +256,7 @@ NAMES = [
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, len(PIECES) - 1)),
 )
 def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
-    """Whatever an error holds, it is judged, and a delay is one that can be waited for."""
+    """Any error is classified, and its delay is a usable number."""
     error = fake_error(name)
     for attribute, index in drawn.items():
         try:
@@ -272,7 +272,7 @@ def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
 def test_an_error_that_cannot_be_classified_counts_as_any_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And the log says so, since that is a mistake of ours."""
+    """The log has an error, because that is a bug of the product."""
 
     class Broken(Cooldown):
         @property
@@ -281,7 +281,7 @@ def test_an_error_that_cannot_be_classified_counts_as_any_other(
 
         @scope.setter
         def scope(self, _: Any) -> None:
-            """Kept nowhere."""
+            """Not stored."""
 
     judgement = judged(Rules.default(), Broken(5))
     assert (judgement.rule, judgement.reason) == ("anything-else", Reason.ERROR)

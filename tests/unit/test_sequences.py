@@ -1,4 +1,4 @@
-"""What holds of a key after any sequence of endings, calls, waits, kills and operators."""
+"""Invariants of a key after any sequence of endings, calls, waits, kills and operator actions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HARMLESS: dict[str, Ending] = {
     "interrupted": Interrupted(SystemExit()),
     "retried": Passed(Exception(), again=True, delay=5.0, ended=Ended.REJECTED),
 }
-"""Endings after which the key goes on, none of which is a crash."""
+"""Endings after which the key continues, none of which is a crash."""
 FINAL: dict[str, Ending] = {
     "returned": Returned(1, "1"),
     "permanent": raised(permanent()),
@@ -89,7 +89,7 @@ def runs(bench: Bench, call: Call, what: str) -> None:
 
 
 def may_start(row: Record, call: Call) -> bool:
-    """Whether nothing in the row as it was kept the call from running."""
+    """Whether the previous row allowed the call to run."""
     if row.state in (State.PENDING, State.COOLING):
         return row.waits <= grace_of(row, call.call_id)
     if row.state is State.RUNNING:
@@ -98,7 +98,7 @@ def may_start(row: Record, call: Call) -> bool:
 
 
 def is_sound(bench: Bench) -> None:
-    """What holds whenever nobody is at work."""
+    """The invariants while no call runs."""
     gate = bench.gate
     assert gate is None or gate.probe is None, "a slot was kept"
     if not bench.records.rows:
@@ -148,9 +148,7 @@ def test_what_ends_in_our_hands_is_never_a_crash(
 def test_crashes_are_those_of_processes_that_died_and_end_the_key(
     in_records: bool, steps: list[tuple[str, str, float, bool]], on_done: OnDone
 ) -> None:
-    """At most so many as died since the last time somebody ended in our hands, and no more than are
-    allowed.
-    """
+    """At most the processes that died since the last orderly end, and at most the limit."""
     bench, died = Bench(in_records), 0
     for call_id, what, wait, repeat in steps:
         call = bench.call(
@@ -194,8 +192,8 @@ def test_a_failure_that_repeats_itself_comes_to_an_end(
 
 
 @FAMILIES
-def test_a_group_that_never_comes_back_is_asked_once_for_each_closing(in_records: bool) -> None:
-    """Whoever asks: two keys, each rescheduled until the gate lets one of them try."""
+def test_a_group_that_never_recovers_is_probed_once_for_each_closing(in_records: bool) -> None:
+    """With two keys, each rescheduled until the gate lets one of them probe."""
     bench = Bench(in_records)
     other = replace(KEY, key="invoice:7", stored="t:billing.send|invoice:7")
     calls = [bench.call(), bench.call(key=other, call_id=THEIRS)]

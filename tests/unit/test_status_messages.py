@@ -1,5 +1,5 @@
-"""What a person who waits is told: one line in every state, without any text of an exception, and a
-code for it.
+"""The message for a person who waits: one line in every state, without text of an exception, and
+its code.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ROW = Record(
 
 
 def situations() -> Iterator[tuple[Record | None, Holder | None]]:
-    """Every state with and without an error, a wait, a holder, a copy that comes back, and
-    doubt.
+    """Every state with and without an error, a wait, a holder, a resuming call, and an unknown
+    outcome.
     """
     yield from ((None, None), (None, HOLDER))
     flags = [*product((False, True), repeat=3)]
@@ -111,7 +111,7 @@ def test_in_every_state_the_message_is_one_line_without_the_exceptions_text() ->
     ],
 )
 def test_a_call_that_may_have_been_executed_says_so(changes: dict[str, Any], message: str) -> None:
-    """Whoever presses the button again knows what that may do."""
+    """A user who presses the button again knows what that may do."""
     failure = Failure("httpx.ReadTimeout", SECRET_TEXT, "r", "outcome_unknown", ambiguous=True)
     assert told(replace(ROW, failure=failure, ended=Ended.FAILED, **changes)).message() == message
 
@@ -122,7 +122,7 @@ def test_a_key_that_is_taken_and_not_yet_claimed_is_starting() -> None:
 
 
 def test_a_forgotten_key_is_absent() -> None:
-    """It is as good as new: nothing waits, and nothing will run by itself."""
+    """It is cleared: nothing waits, and nothing will run by itself."""
     empty = replace(ROW, attempt=0, call_id="", ended=None)
     status = told(empty)
     assert (status.state, status.message(), status.key) == ("absent", "Not started yet", "k")

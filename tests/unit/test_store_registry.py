@@ -110,7 +110,7 @@ def test_tasks_run_under_the_leases_of_another_distribution(
 def test_a_worker_starts_with_it_and_logs_its_warning(
     toy: None, plugged: Callable[[str], Plugged], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store says what to warn of."""
+    """The store returns the warning."""
     with caplog.at_level(logging.WARNING, "celery_leases"):
         startup_checks.check_before_work(AWorker(plugged("toy://shop").app))
     assert "toy://shop" in caplog.text
@@ -198,7 +198,7 @@ def test_an_unknown_scheme_names_those_that_are_installed(toy: None, url: str) -
 
 
 def test_a_scheme_of_two_distributions_is_refused(install: Install) -> None:
-    """Which one opens first would be chance."""
+    """Which one is used would be random."""
     install("own_leases:opened")
     install("others:opened", "own_others")
     both = (

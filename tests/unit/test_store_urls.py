@@ -43,7 +43,7 @@ DATABASE_URLS = [
 
 
 @pytest.mark.parametrize("url", LEASE_URLS)
-def test_a_lease_url_that_is_refused_keeps_its_password(url: str) -> None:
+def test_the_error_for_a_lease_url_hides_its_password(url: str) -> None:
     """However badly it is formed."""
     with pytest.raises(LeaseConfigurationError, match="leases_url=") as caught:
         LeaseClient(url, "sqlite://")
@@ -51,7 +51,7 @@ def test_a_lease_url_that_is_refused_keeps_its_password(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", DATABASE_URLS)
-def test_a_database_url_that_is_refused_keeps_its_password(url: str) -> None:
+def test_the_error_for_a_database_url_hides_its_password(url: str) -> None:
     """The scheme stays, as that is what is wrong most often."""
     with pytest.raises(LeaseConfigurationError, match="leases_database_url=") as caught:
         engine_for(url)
@@ -62,7 +62,7 @@ def test_a_database_url_that_is_refused_keeps_its_password(url: str) -> None:
 @pytest.mark.parametrize(
     "where", [f"u:{SECRET}@127.0.0.1:1/x?", f"127.0.0.1:1/x?password={SECRET}&"]
 )
-def test_a_database_that_is_away_is_named_without_the_passwords_of_its_url(
+def test_an_unreachable_database_is_named_without_the_passwords_of_its_url(
     scheme: str, where: str
 ) -> None:
     """One of them may stand in the query."""

@@ -1,4 +1,4 @@
-"""A kept message is published as its call stands now."""
+"""A stored message is published with the current headers of its call."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_a_call_that_celery_has_retried_is_published_with_its_retries(
     ("attempt", "call_id", "begun"),
     [(0, "call-1", False), (1, "call-1", True), (1, "call-1~1", True), (1, "call-2", False)],
 )
-def test_a_kept_call_expires_until_it_has_begun(attempt: int, call_id: str, begun: bool) -> None:
+def test_a_stored_call_expires_until_it_has_begun(attempt: int, call_id: str, begun: bool) -> None:
     """Then it is published without an end, as a copy that is rescheduled is."""
     end = "2026-04-01T12:00:00+00:00"
     kept = json.dumps({"task": "a", "options": {"task_id": "call-1", "expires": end}})

@@ -1,4 +1,4 @@
-"""What a kept call gives back is what would have been delivered, or it is not kept."""
+"""A stored call is restored exactly as it would have been delivered, or it is not stored."""
 
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -39,7 +39,7 @@ class Size(StrEnum):
     ],
     ids=repr,
 )
-def test_what_json_gives_back_is_kept(value: Any) -> None:
+def test_arguments_that_json_restores_are_stored(value: Any) -> None:
     """With its type, as argument and as keyword."""
     text = kept(signature("t", (value,), {"k": value}, app=APP))
     assert (decode(text)["args"], decode(text)["kwargs"]) == ([value], {"k": value})
@@ -48,7 +48,7 @@ def test_what_json_gives_back_is_kept(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [(1, 2), [(1,)], {1: 2}, {"a": {True: 0}}, Size.LARGE, [{"a": Size.LARGE}]], ids=repr
 )
-def test_what_json_would_change_is_not_kept(value: Any) -> None:
+def test_arguments_that_json_would_change_are_not_stored(value: Any) -> None:
     """However deep, as argument, as keyword, and in a call that follows."""
     following = signature("t", (value,), app=APP)
     calls = [
@@ -61,13 +61,13 @@ def test_what_json_would_change_is_not_kept(value: Any) -> None:
             kept(call)
 
 
-def test_what_json_does_not_know_is_not_kept() -> None:
+def test_arguments_of_types_without_json_are_not_stored() -> None:
     """Any object."""
     with pytest.raises(NotKept, match="no JSON form"):
         kept(signature("t", (object(),), app=APP))
 
 
-def test_a_canvas_is_kept_as_it_is() -> None:
+def test_a_canvas_is_stored_unchanged() -> None:
     """Signatures are dicts with a tuple of arguments, in arguments and in what follows."""
     whole = chord([signature("t", (1,), app=APP)], signature("t", (2,), app=APP), app=APP)
     call = signature("t", (whole,), {"then": whole}, link=[whole], chain=[whole], app=APP)
@@ -88,7 +88,7 @@ def test_arguments_are_delivered_as_their_serializer_gives_them_back(
 @pytest.mark.parametrize(
     ("serializer", "value"), [("json", object()), ("pickle", lambda: 1), ("unheard-of", 1)]
 )
-def test_what_cannot_be_published_says_so(serializer: str, value: Any) -> None:
+def test_a_call_that_cannot_be_published_raises(serializer: str, value: Any) -> None:
     """With the serializer's name."""
     with pytest.raises(NotKept, match=f"cannot be published with the serializer '{serializer}'"):
         as_delivered([value], {}, serializer)

@@ -69,7 +69,7 @@ def test_each_call_of_a_task_that_reruns_is_work_of_its_own(app: Any) -> None:
 def test_what_cools_down_or_has_failed_is_not_published(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer says when, or that nobody waits for it."""
+    """The answer has the time of the next try, or the state failed."""
     order, published = app.tasks["shop.order"], []
     assert codes(order, ("a", -1), ("b", 0)) == [202, 202]
     monkeypatch.setattr(LeasedTask, "apply_async", lambda *given, **_: published.append(given))
@@ -137,7 +137,7 @@ def test_a_request_that_comes_second_gets_the_answer_of_an_outstanding_call(
 
 
 def test_what_is_queued_once_is_published_once(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record says so before a worker has it."""
+    """Its record exists before a worker has the message."""
     made: list[Any] = []
 
     @app.task(base=LeasedTask, name="shop.once", lease_key="once:{key}", lease_queue_once=True)
@@ -163,7 +163,7 @@ def test_a_task_without_a_lease_is_refused(app: Any) -> None:
         submit(plain)
 
 
-def test_a_broker_that_is_away_is_an_error_of_ours(
+def test_an_outage_of_the_broker_is_an_error_of_celery_leases(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which the mapping answers with 503; credentials do not get into its text."""

@@ -71,8 +71,8 @@ def charges_directly(self: Any, order: int) -> str:
     return bank.charge(order)
 
 
-def throws_the_key_away(self: Any, order: int) -> Any:
-    """It says that the other side dedupes, and gives it nothing to dedupe by."""
+def ignores_the_idempotency_key(self: Any, order: int) -> Any:
+    """It declares that the provider dedupes, but sends no idempotency key."""
     return self.lease.effect("charge", lambda _: bank.charge(order), uncertain="rerun").value
 
 
@@ -103,7 +103,7 @@ def makes_a_new_key_each_time(self: Any, order: int) -> Any:
 
 
 def charges_in_threads(self: Any, order: int) -> list[str]:
-    """Which know neither the lease nor the body."""
+    """The threads know neither the lease nor the body."""
     with ThreadPoolExecutor(2) as threads:
         return [*threads.map(bank.charge, [order, order + 1])]
 
@@ -115,7 +115,7 @@ def charges_asynchronously(self: Any, order: int) -> str:
 
 NAIVE = {
     charges_directly: "return bank.charge(order)",
-    throws_the_key_away: "bank.charge(order), uncertain",
+    ignores_the_idempotency_key: "bank.charge(order), uncertain",
     names_the_effect_by_the_attempt: "bank.charge(order, key=key)",
     remembers_it_too_late: "        bank.charge(order)",
     saves_every_second_item: "bank.charge(order * 10 + item)",
@@ -222,7 +222,7 @@ def task_of(kit: LeaseKit, body: Callable[..., Any]) -> Any:
 def test_a_double_charge_is_found_with_its_line(
     kit: LeaseKit, body: Callable[..., Any], line: str
 ) -> None:
-    """At least one crash makes the second charge; it says which one, and where."""
+    """At least one crash causes the second charge; the report names it and the line."""
     with pytest.raises(AssertionError) as found:
         testing.assert_survives_crashes(task_of(kit, body), 7)
     said = str(found.value)
@@ -247,7 +247,7 @@ def test_a_good_task_passes(kit: LeaseKit, body: Callable[..., Any]) -> None:
 
 
 def test_an_awaited_call_is_made_before_the_process_dies_after_it(kit: LeaseKit) -> None:
-    """And not before it dies before it."""
+    """A crash before the call makes no payment; one after it makes one."""
     task = task_of(kit, charges_asynchronously)
     testing.crash(task, 7, at="before:charge_async")
     assert bank.payments == []
@@ -256,8 +256,8 @@ def test_an_awaited_call_is_made_before_the_process_dies_after_it(kit: LeaseKit)
     assert bank.payments == [(7, None)]
 
 
-def test_a_call_that_nobody_has_named_is_asked_for(kit: LeaseKit) -> None:
-    """A task whose calls are not known would pass whatever it does."""
+def test_a_task_without_watched_calls_is_refused(kit: LeaseKit) -> None:
+    """A task whose external calls are not known would always pass."""
     outside = SimpleNamespace(send=lambda: None)
 
     def sends(self: Any, order: int) -> None:
@@ -271,7 +271,7 @@ def test_a_call_that_nobody_has_named_is_asked_for(kit: LeaseKit) -> None:
         testing.assert_survives_crashes(task, 7)
 
 
-def test_a_task_that_does_not_end_is_told(kit: LeaseKit) -> None:
+def test_a_task_that_does_not_end_is_reported(kit: LeaseKit) -> None:
     """One that cannot go on from what it has left, and one that never could."""
 
     def refuses_to_go_on(self: Any, order: int) -> str:
@@ -293,7 +293,7 @@ def test_a_task_that_does_not_end_is_told(kit: LeaseKit) -> None:
         testing.assert_survives_crashes(task_of(kit, fails), 7)
 
 
-def test_state_that_nobody_puts_back_is_told(kit: LeaseKit) -> None:
+def test_state_that_is_not_restored_is_reported(kit: LeaseKit) -> None:
     """The later runs make no call, so that they show nothing."""
     seen: set[int] = set()
 
@@ -355,7 +355,7 @@ def test_a_call_with_new_arguments_is_the_one_that_is_missing(kit: LeaseKit) -> 
 
 
 def test_fewer_calls_with_new_arguments_are_lost_ones(kit: LeaseKit) -> None:
-    """Which of them is missing cannot be told."""
+    """It is unknown which of them is missing."""
     numbers = iter(range(1000))
 
     def numbers_its_items(self: Any, order: int) -> None:
@@ -370,7 +370,7 @@ def test_fewer_calls_with_new_arguments_are_lost_ones(kit: LeaseKit) -> None:
 
 
 def test_calls_of_a_class_are_watched(kit: LeaseKit) -> None:
-    """Static methods and class methods remain what they are, and are put back."""
+    """Static and class methods stay what they are, and are restored."""
     before = {name: vars(Post)[name] for name in ("static", "of_class")}
     with testing.leases(kit.app):
         for name in before:

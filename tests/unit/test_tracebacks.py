@@ -41,7 +41,7 @@ def test_it_names_file_line_and_function_and_shows_the_line() -> None:
     assert lines[-1] == '    raise ValueError("…") from cause'
 
 
-def test_of_many_frames_the_first_and_the_last_ones_are_kept() -> None:
+def test_of_many_frames_the_first_and_the_last_ones_are_stored() -> None:
     text = traceback_of(raised(500))
     assert text is not None
     assert f"{502 - FRAMES} frames left out" in text or len(text) > TRACEBACK_MAX - 400
@@ -49,7 +49,7 @@ def test_of_many_frames_the_first_and_the_last_ones_are_kept() -> None:
     assert len(text) <= TRACEBACK_MAX
 
 
-def test_it_says_what_the_error_was_raised_from_without_secrets() -> None:
+def test_it_has_the_cause_of_the_error_without_secrets() -> None:
     text = traceback_of(raised(cause=OSError("postgres://me:hunter2@db refused\nat once")))
     assert text is not None
     assert (

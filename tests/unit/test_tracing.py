@@ -1,6 +1,4 @@
-"""What OpenTelemetry's current span is told of leased calls: attributes of each event, and never
-more.
-"""
+"""Attributes of OpenTelemetry's current span for the events of leased calls, and nothing else."""
 
 import re
 import subprocess
@@ -85,7 +83,7 @@ def attributes(spans: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
-def test_a_call_is_told_to_the_span_it_runs_in(
+def test_a_call_sets_attributes_of_its_current_span(
     spans: Any, task: Any, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the log does not want the event; and a span that has ended before is not
@@ -115,7 +113,7 @@ def test_a_call_is_told_to_the_span_it_runs_in(
     assert again["celery_leases.outcome"] == "replayed"
 
 
-def test_a_failure_is_told_by_its_codes_and_not_by_its_text(spans: Any, task: Any) -> None:
+def test_a_failure_sets_its_codes_and_not_its_text(spans: Any, task: Any) -> None:
     """The exception itself is the span's own matter."""
     with spans[0].start_as_current_span("run"):
         task.delay("bad")
@@ -125,7 +123,9 @@ def test_a_failure_is_told_by_its_codes_and_not_by_its_text(spans: Any, task: An
     assert SECRET not in str(told)
 
 
-def test_no_span_is_made_and_none_that_does_not_record_is_told(spans: Any, task: Any) -> None:
+def test_no_span_is_created_and_spans_that_do_not_record_are_not_changed(
+    spans: Any, task: Any
+) -> None:
     """Outside of a span nothing happens."""
     task.delay("alone")
     assert attributes(spans) == []
@@ -143,7 +143,7 @@ def test_the_attributes_are_those_of_the_page() -> None:
     assert SECRET not in str(told)
 
 
-def test_events_of_other_threads_say_nothing() -> None:
+def test_events_of_other_threads_set_nothing() -> None:
     """Those of a renewal come where no span of the task is current."""
     for event in (
         events.LeaseRenewed(**WHOM, remaining=1.0),
@@ -164,7 +164,7 @@ def test_a_key_that_cannot_be_sent_is_shown() -> None:
     assert told["celery_leases.key"].encode().decode().isprintable()
 
 
-def test_a_span_that_raises_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_that_raises_does_not_affect_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task ends as it would have."""
 
     class Broken:

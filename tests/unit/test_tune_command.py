@@ -194,7 +194,7 @@ def test_few_runs_are_said_to_be_few(types: Types) -> None:
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_the_picture_shows_ttl_and_limits(types: Types, tmp_path: Path, kind: str) -> None:
-    """A file of the kind that its name says."""
+    """The suffix decides the kind of the file."""
     path = tmp_path / f"runs.{kind}"
     assert types("--picture", str(path)).exit_code == 0
     begin = path.read_bytes()[:200]

@@ -1,4 +1,4 @@
-"""Advice on ``lease_ttl``: the numbers are those that a person works out by hand."""
+"""Advice on ``lease_ttl``, compared with numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another call is told that comes too early, and how long a delivery stays away."""
+"""The answer for another call that comes too early, and the countdown of a reschedule."""
 
 # ruff: noqa: D101, D102, D103 - names state the behaviour; a docstring follows where the name is not enough
 
@@ -46,9 +46,7 @@ CLOSED: list[dict[str, Any]] = [
     {"gate": closed_gate(300)},
     {"gate": probed(14)},
 ]
-"""What keeps another call from running: the key's own cooldown, its group's, and its group's
-probe.
-"""
+"""What blocks another call: the key's own cooldown, its group's, and its group's probe."""
 NAMES = ["cooling", "shut", "probed"]
 
 
@@ -65,7 +63,7 @@ class TestWaitingForItsRetryTime:
         assert not verdict.started
 
     @pytest.mark.parametrize("state", [State.PENDING, State.COOLING])
-    def test_the_call_that_waits_is_put_back_until_then(self, state: State) -> None:
+    def test_the_call_that_waits_is_rescheduled_until_then(self, state: State) -> None:
         verdict = reschedule(decide(a_call(), waiting(state, 30, OURS), rand=0.0))
         assert verdict.delay == pytest.approx(30.1)
         assert verdict.started
@@ -93,15 +91,13 @@ class TestWaitingForItsRetryTime:
     def test_a_countdown_is_no_cooldown_and_no_holder(
         self, on_held: OnHeld, on_cooling: OnCooling
     ) -> None:
-        """A quick retry or a snooze is over soon: whatever the options say, another call waits for
-        it.
-        """
+        """A quick retry or a snooze is over soon: with any options another call waits for it."""
         verdict = reschedule(
             decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30))
         )
         assert verdict.what == "backoff"
 
-    def test_an_eager_call_is_told_of_a_countdown_when_it_is_over(self) -> None:
+    def test_an_eager_call_gets_the_end_of_a_countdown(self) -> None:
         verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30)))
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.refusal.retry_after == 30.0
@@ -118,8 +114,8 @@ class TestAnotherCallMeetsACooldown:
         [{}, {"gate": closed_gate(60)}, {"gate": closed_gate(600)}, {"gate": probed(14)}],
         ids=str,
     )
-    def test_by_default_it_is_told_when_to_ask_again(self, facts: dict[str, Any]) -> None:
-        """The key's own cooldown counts, whatever its group waits for."""
+    def test_by_default_it_gets_the_time_of_the_next_try(self, facts: dict[str, Any]) -> None:
+        """The key's own cooldown counts, and not that of its group."""
         assert isinstance(refusal(decide(a_call(), COOLING, **facts)), CoolingDown)
 
     @pytest.mark.parametrize("gate", [closed_gate(300), probed(14)], ids=["shut", "probed"])
@@ -138,7 +134,7 @@ class TestAnotherCallMeetsACooldown:
         assert (verdict.what, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
-    def test_by_default_it_is_put_back_where_others_wait_for_it(
+    def test_by_default_it_is_rescheduled_if_a_canvas_waits_for_it(
         self, facts: dict[str, Any]
     ) -> None:
         """A chain, chord or group would end with the error."""
@@ -160,7 +156,7 @@ class TestAnotherCallMeetsACooldown:
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     @pytest.mark.parametrize("on_cooling", ON_COOLING)
     @pytest.mark.parametrize("canvas", [False, True])
-    def test_a_call_that_has_begun_is_always_put_back(
+    def test_a_call_that_has_begun_is_always_rescheduled(
         self, facts: dict[str, Any], on_cooling: OnCooling, canvas: bool
     ) -> None:
         call = a_call(started=True, on_cooling=on_cooling, canvas=canvas)
@@ -180,7 +176,7 @@ class TestItsOwnCooldown:
     @pytest.mark.parametrize(
         "gate", [None, closed_gate(60), probed(14)], ids=["open", "shut", "probed"]
     )
-    def test_the_same_call_is_put_back_whatever_the_options_say(
+    def test_the_same_call_is_rescheduled_with_any_options(
         self, on_cooling: OnCooling, canvas: bool, repeat: bool, gate: Gate | None
     ) -> None:
         verdict = reschedule(
@@ -206,17 +202,17 @@ class TestItsOwnCooldown:
         ],
         ids=["cooled", "nearly cooled", "snoozed", "lost", "crashed"],
     )
-    def test_a_copy_without_a_memory_of_its_run_is_put_back_from_a_closed_gate(
+    def test_a_copy_without_a_trace_of_its_run_is_rescheduled_at_a_closed_gate(
         self, record: Record, gate: Gate
     ) -> None:
-        """Its process died before it could publish a copy that knows: the row still tells that the
-        call has begun.
+        """Its process died before it could publish a new copy: the row shows that the call has
+        begun.
         """
         verdict = reschedule(decide(a_call(repeat=True), record, gate=gate, rand=0.0))
         assert verdict.started
         assert verdict.delay <= gate.shut_for + 0.1
 
-    def test_a_row_past_its_retention_tells_nothing(self) -> None:
+    def test_a_row_past_its_retention_is_ignored(self) -> None:
         gone = replace(ITS_OWN, expires_at=NOW)
         assert decide(a_call(), gone) == Run()
         assert isinstance(
@@ -232,11 +228,11 @@ class TestAShutGateStopsBodiesOnly:
             7, call_id
         )
 
-    def test_what_has_failed_for_good_is_told_so(self) -> None:
+    def test_a_permanent_failure_is_raised(self) -> None:
         failed = a_record(State.FAILED, failure=Failure("ValueError", "boom"))
         assert str(refusal(decide(a_call(), failed, gate=closed_gate(60)))) == "ValueError: boom"
 
-    def test_a_call_with_other_arguments_is_told_so(self) -> None:
+    def test_a_call_with_other_arguments_gets_an_error(self) -> None:
         record = a_record(State.PENDING, fingerprint="v1:other", digests={"month": "m2"})
         assert "other arguments" in str(refusal(decide(a_call(), record, gate=closed_gate(60))))
 
@@ -272,10 +268,8 @@ class TestHowLong:
         )
         assert verdict.delay == pytest.approx(waits + 0.1)
 
-    def test_who_waits_for_a_probe_comes_back_sooner_than_its_slot_lasts(self) -> None:
-        """The probe may end at any moment; the slot's length only says when a dead one is given
-        up.
-        """
+    def test_a_call_that_waits_for_a_probe_is_rescheduled_for_less_than_its_slot(self) -> None:
+        """The probe may end at any time; the slot's length matters only for a dead one."""
         delays = [
             reschedule(decide(a_call(canvas=True, tries=n), gate=probed(14), rand=0.0)).delay
             for n in range(5)
@@ -287,9 +281,7 @@ class TestHowLong:
         assert verdict.delay == pytest.approx(300.1)
 
     @given(st.floats(0, 1, exclude_max=True))
-    def test_nobody_comes_before_the_time_and_all_keys_of_a_group_come_apart(
-        self, rand: float
-    ) -> None:
+    def test_no_copy_arrives_early_and_the_keys_of_a_group_are_spread(self, rand: float) -> None:
         by_key = reschedule(decide(a_call(canvas=True), COOLING, rand=rand)).delay
         by_gate = reschedule(decide(a_call(canvas=True), gate=closed_gate(300), rand=rand)).delay
         assert 300.1 <= by_key <= 300.5
@@ -325,13 +317,13 @@ class TestWhatIsTold:
             (COOLING, closed_gate(900), "group"),
         ],
     )
-    def test_it_says_whose_wait_that_is(
+    def test_it_names_the_key_or_the_group_that_waits(
         self, record: Record | None, gate: Gate | None, scope: str
     ) -> None:
         """The longer one; a failure of the group is the group's."""
         assert cooling_down(decide(a_call(on_cooling="raise"), record, gate=gate)).scope == scope
 
-    def test_a_closed_gate_speaks_for_its_group(self) -> None:
+    def test_a_closed_gate_names_its_group(self) -> None:
         error = cooling_down(
             decide(
                 a_call(on_cooling="raise"),
@@ -349,13 +341,13 @@ class TestWhatIsTold:
     @pytest.mark.parametrize(
         ("own", "gate", "by"), [(300, 60, "row"), (60, 300, "gate"), (60, 60, "gate")]
     )
-    def test_whoever_keeps_it_longer_says_why(self, own: int, gate: int, by: str) -> None:
+    def test_the_longer_wait_has_the_reason(self, own: int, gate: int, by: str) -> None:
         record = waiting(State.COOLING, own, failure=replace(LIMITED, rule="row"))
         assert (
             cooling_down(decide(a_call(), record, gate=closed_gate(gate, rule="gate"))).rule == by
         )
 
-    def test_an_ambiguous_failure_is_told_as_such(self) -> None:
+    def test_an_ambiguous_failure_is_named_as_such(self) -> None:
         """Who asks again may ask for the second time of two."""
         record = waiting(
             State.COOLING,
@@ -372,7 +364,7 @@ class TestWhatIsTold:
         assert str(error) == "Retry available in 5 minutes: invoice:1842 is cooling down"
 
     @given(st.floats(0.001, 30_000))
-    def test_nobody_is_shown_a_time_that_is_too_short(self, seconds: float) -> None:
+    def test_no_shown_time_is_too_short(self, seconds: float) -> None:
         record = waiting(State.COOLING, seconds, failure=LIMITED)
         error = cooling_down(decide(a_call(), record))
         assert error.retry_after == record.waits
@@ -398,7 +390,7 @@ class TestWhatIsTold:
         error = cooling_down(decide(a_call(), waiting(State.COOLING, seconds)))
         assert str(error).startswith(f"Retry available in {words}: ")
 
-    def test_what_is_put_back_says_the_same_to_those_who_watch_and_to_eager_callers(self) -> None:
+    def test_events_and_eager_callers_of_a_reschedule_get_the_same_text(self) -> None:
         verdict = reschedule(decide(a_call(on_cooling="reschedule"), COOLING))
         assert isinstance(verdict.refusal, CoolingDown)
         assert verdict.reason == str(verdict.refusal)

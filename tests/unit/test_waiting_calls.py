@@ -92,7 +92,7 @@ def test_after_a_failure_the_next_call_is_begun_alone() -> None:
     assert begun(here) == calls[1:2]
 
 
-def test_a_call_that_is_put_back_keeps_its_place() -> None:
+def test_a_call_that_is_rescheduled_retains_its_place() -> None:
     """Its next message has the same id."""
     here = line(rerun=True)
     calls = waiting(here, 3)
@@ -109,7 +109,7 @@ def test_a_call_that_is_put_back_keeps_its_place() -> None:
 
 
 def test_a_key_that_seems_to_be_free_and_is_not_is_asked_for_ever_more_seldom() -> None:
-    """A lease that has ended, say, whose row may not be taken over yet."""
+    """For example an expired lease whose row may not be taken over yet."""
     here = line(rerun=True)
     waiting(here, 1)
     pauses = []
@@ -149,7 +149,7 @@ def test_calls_that_celery_has_dropped_do_not_begin_and_are_forgotten() -> None:
 
 
 def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
-    """Celery has dropped it with its connection, and told nobody."""
+    """Celery has dropped it with its connection, without any report."""
     here = line(rerun=True)
     calls = waiting(here, 3)
     here.free = True
@@ -163,8 +163,8 @@ def test_a_call_that_was_begun_and_is_gone_does_not_stop_the_others() -> None:
     assert begun(here) == [calls[1]]
 
 
-def test_a_countdown_that_ends_early_begins_nothing_in_vain() -> None:
-    """As long as it is news that the key is held, or one of its calls runs here."""
+def test_a_countdown_that_ends_early_starts_no_useless_attempt() -> None:
+    """While it was just learnt that the key is held, or one of its calls runs here."""
     here = line(rerun=True)
     waiting(here, 2)
     here.still_held(10.0)
@@ -214,7 +214,7 @@ class Entry(SimpleNamespace):
 
 
 class Timer:
-    """Celery's timer, whose callbacks run when the test says so."""
+    """Celery's timer, whose callbacks run when the test wants it."""
 
     def __init__(self) -> None:
         self.due: list[tuple[float, Any]] = []
@@ -323,7 +323,7 @@ def test_a_worker_that_stops_begins_nothing_early(
     assert call.begins == 0
 
 
-def test_there_is_one_look_at_a_time(timer: Timer) -> None:
+def test_there_is_one_check_at_a_time(timer: Timer) -> None:
     """A look that comes late does not make two of one."""
     calls, here = held_calls()
     waiting(here, 1)
