@@ -256,7 +256,7 @@ def test_a_call_that_waits_for_a_closed_group_is_with_nobody_only_once_it_is_ope
     """Until then each rescue would publish one more copy, which waits too."""
     app.broken.add(1)
     call(app, 1)
-    keep_message(app, 1)
+    store_message(app, 1)
     client = LeaseClient.from_app(app)
     error = json.dumps(
         {
