@@ -20,7 +20,7 @@ def test_every_row_is_a_test_whose_name_begins_with_it() -> None:
     """No row without a test, and no test of a row that the page does not have."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = {row.upper() for row in re.findall(r"^def test_([mcx]\d+)_", tests, re.MULTILINE)}
-    assert named == {*rows_of("The ugly cases"), *rows_of("Seen in other systems")}
+    assert named == {*rows_of("The difficult cases"), *rows_of("Seen in other systems")}
 
 
 def test_the_page_shows_every_case_that_can_be_played() -> None:
