@@ -1,4 +1,4 @@
-"""JSON over HTTP between the processes of the play and of the demo."""
+"""JSON over HTTP between the processes of the demos."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPENER = build_opener(ProxyHandler({}))  # these servers are never behind a pro
 
 
 class Refused(Exception):
-    """The server has answered with an error; what it carries is what the failure rules look at."""
+    """The server answered with an error; the failure rules read its status, headers and body."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: Any) -> None:
         super().__init__(f"HTTP {status}: {body}")
@@ -25,18 +25,18 @@ class Refused(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What the handlers of a server share; they have methods such as ``do_POST``."""
+    """The base of request handlers, which add methods such as ``do_POST``."""
 
     def asked(self) -> Any:
-        """The value in the request."""
+        """The JSON value of the request."""
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
     def answer(self, value: Any, status: int = 200, headers: Mapping[str, str] = {}) -> None:
-        """Send *value* as the answer."""
+        """Send *value* as the JSON response."""
         self.send(json.dumps(value).encode(), status, headers)
 
     def send(self, body: bytes, status: int = 200, headers: Mapping[str, str] = {}) -> None:
-        """Send the answer; a caller who has gone is no error."""
+        """Send the response; a closed connection is no error."""
         with suppress(OSError):
             self.send_response(status)
             for name, text in headers.items():
@@ -47,11 +47,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Write no access log."""
 
 
 def serve(server: TCPServer) -> None:
-    """Print the port, and answer until the process ends."""
+    """Print the port, and serve until the process ends."""
     with server:
         print(f"listens on port {server.server_address[1]}", flush=True)
         server.serve_forever()
@@ -65,7 +65,7 @@ def ask(
     headers: Mapping[str, str] = {},
     timeout: float = 5.0,
 ) -> Any:
-    """Send *value*, and give what is answered. Raises Refused, TimeoutError and other OSErrors."""
+    """Send *value*, and return the JSON response. Raises Refused, or an OSError."""
     data = json.dumps(value).encode() if value is not None else None
     request = Request(url, data, dict(headers), method=method)  # noqa: S310 - the address is ours
     try:

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, each of them whole or not there at all."""
+"""Files with one JSON object per line; every line is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def append(path: Path, value: Any) -> None:
-    """Append *value* in one write: a process that is killed leaves a whole line or none."""
+    """Append *value* in one write, so a killed process leaves a complete line or none."""
     line = json.dumps(value, default=str).encode() + b"\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -19,5 +19,5 @@ def append(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> list[Any]:
-    """The values in a file, which need not exist yet."""
+    """The values in a file; none if the file does not exist yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

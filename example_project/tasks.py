@@ -1,9 +1,9 @@
 """The tasks of the example: invoices that are mailed once, and document summaries that are paid for
 once.
 
-One invoice per customer and month is mailed, however often it is asked for. A summary comes from a
-paid model that is rate limited now and then: whoever asks meanwhile is told when to ask again, and
-the model is left alone.
+One invoice per customer and month is mailed, however often the task is called. A summary comes from
+a paid model that is rate limited now and then. During a rate limit the model is not called, and
+callers learn when they may call again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from celery_leases.rules import CooldownPolicy
 from example_project import app, jsonlines
 
 OUTBOX = Path(os.environ.get("OUTBOX") or Path(tempfile.gettempdir()) / "outbox.jsonl")
-"""What has been mailed, one JSON object per line."""
+"""The mailed invoices, one JSON object per line."""
 
 RENDER_SECONDS = float(os.environ.get("RENDER_SECONDS", "2"))
 MODEL_URL = os.environ.get("MODEL_URL", "http://localhost:8099")
@@ -33,11 +33,9 @@ PATIENCE = 30.0
 
 @app.task(base=LeasedTask, bind=True, lease_key="invoice:{customer_id}:{month}")
 def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
-    """Render one invoice and mail it; every caller gets the same answer, from the one run that
-    mailed it.
-    """
+    """Render one invoice and mail it; every caller gets the result of the run that mailed it."""
     pages = render(customer_id, month)
-    self.lease.check()  # still ours? A process that slept through its lease stops here, before the mail leaves
+    self.lease.check()  # a process that was paused for longer than its lease stops here, before the mail is sent
     jsonlines.append(
         OUTBOX, {"customer": customer_id, "month": month, "pages": pages, "fence": self.lease.fence}
     )
@@ -51,11 +49,11 @@ def send_invoice(self: Any, customer_id: int, month: str) -> dict[str, Any]:
 @app.task(
     base=LeasedTask,
     lease_key="document:{document_id}",
-    lease_cooldown_group="model:{model}",  # a rate limit is the model's, whichever document meets it
-    lease_resume="never",  # a person waits: tell them when to press the button again
+    lease_cooldown_group="model:{model}",  # a rate limit concerns all documents of the model
+    lease_resume="never",  # a person waits, and presses the button again after the cooldown
 )
 def write_summary(document_id: int, model: str) -> dict[str, Any]:
-    """Have one document summarised, for the person who has pressed the button."""
+    """Let the model summarise one document, for the person who pressed the button."""
     return ask_model(document_id, model, account="leases")
 
 
@@ -63,24 +61,24 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     base=LeasedTask,
     lease_key="document:{document_id}",
     lease_cooldown_group="model:{model}",
-    lease_resume="always",  # nobody waits: what fails comes back, also of an answer that nobody understands,
-    lease_on_cooling="reschedule",  # and what comes while the model cools down waits as well
+    lease_resume="always",  # nobody waits: every failed call runs again by itself
+    lease_on_cooling="reschedule",  # calls that arrive during a cooldown wait too
     lease_cooldown=CooldownPolicy(COOLDOWN_SECONDS, jitter=0),
 )
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:
-    """Have one document summarised, sometime this night."""
+    """Let the model summarise one document, some time this night."""
     return ask_model(document_id, model, account="leases")
 
 
 def render(customer_id: int, month: str) -> list[str]:
-    """Make the pages, which takes a while."""
+    """Make the pages; this takes some time."""
     time.sleep(RENDER_SECONDS)
     return [f"Invoice {month} for customer {customer_id}"]
 
 
 def ask_model(document_id: int, model: str, account: str) -> dict[str, Any]:
-    """One call of the paid model. Raises what urllib raises, and KeyError or ValueError for an
-    unusable answer.
+    """Call the paid model once. Raises the errors of urllib, and KeyError or ValueError for an
+    unusable response.
     """
     question = json.dumps({"document": document_id, "model": model}).encode()
     request = Request(f"{MODEL_URL}/summaries", question, {"Authorization": f"Bearer {account}"})  # noqa: S310 - http

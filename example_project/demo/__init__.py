@@ -1,1 +1,1 @@
-"""The demos: what starts, tells and judges them. The application itself is in the folder above."""
+"""Starts the demos, prints their events, and checks their promises."""

@@ -1,4 +1,4 @@
-"""What the model was asked for, what that cost, and which promises were kept."""
+"""The calls of the model, their cost, and the promises of the demo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = "plain Celery"
 
 @dataclass(frozen=True)
 class Promise:
-    """Something that was promised, and what was seen."""
+    """A promised value, and the value that was measured."""
 
     what: str
     promised: object
@@ -21,15 +21,13 @@ class Promise:
 
     @property
     def kept(self) -> bool:
-        """Whether that is the same."""
+        """Whether the two are equal."""
         return self.promised == self.seen
 
 
 @dataclass(frozen=True)
 class Account:
-    """What one scene came to on one side: ``calls`` reached the model and cost so many
-    ``cents``.
-    """
+    """The totals of one scene on one side: ``calls`` reached the model and cost ``cents``."""
 
     scene: str
     side: str
@@ -42,7 +40,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Bill:
-    """What is to be judged, as far as the story came."""
+    """The promises and totals, as far as the demo ran."""
 
     promises: Sequence[Promise]
     accounts: Sequence[Account]
@@ -56,7 +54,7 @@ class Bill:
         ]
 
     def kept(self) -> str:
-        """What there is to say when all were kept."""
+        """The summary, if all promises were kept."""
         leases, plain = (
             sum(account.calls for account in self.accounts if account.side == side)
             for side in (LEASES, PLAIN)

@@ -1,7 +1,6 @@
-"""``make demo-cooldown``: documents for a paid model that is rate limited, and the same on plain
-Celery, then judged.
+"""``make demo-cooldown``: documents for a rate-limited paid model, with leases and on plain Celery.
 
-Exits with 1 when a promise was broken.
+Exits with 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from example_project.demo.story import Story, perform
 from example_project.json_over_http import Refused, ask
 
 FIVE_MINUTES = 300
-"""Seconds the model is limited for in the first scene; what is added to a server's wait is up to 5
-s.
-"""
+"""Seconds of the rate limit in the first scene; up to 5 s are added to a server's delay."""
 
 SHORT_LIMIT = 3
 COOLDOWN = 1.0
@@ -34,21 +31,21 @@ ACCOUNTS = {LEASES: "leases", PLAIN: "plain"}
 WEBS = {LEASES: "web-1", PLAIN: "web-2"}
 MODULES = {LEASES: "example_project.tasks", PLAIN: "example_project.demo.plain"}
 EXPLANATION = f"""
-  Every call is billed, {PRICE} cents, whether the model answers it or not. Plain Celery: the same bodies,
+  Every call costs {PRICE} cents, even a refused one. Plain Celery runs the same bodies:
   for the button without retries, overnight with autoretry_for and retry_backoff.
-  Promised: what cools down is not run for any caller; it runs again when its time is over.
-  Not promised: a call whose process dies is paid for again by the attempt that takes over.
+  Promised: a key that cools down does not run for any caller, and runs again when its time is over.
+  Not promised: if a process dies during a call, the next attempt pays for the call again.
   docs/guarantees.md says more.
 """
 
 
 class PaidStage(Stage):
-    """A stage with a paid model and two web sites, each a process of its own."""
+    """A stage with a paid model and two web sites, each in its own process."""
 
     modules = (*Stage.modules, "example_project.demo.plain")
 
     def furnish(self) -> dict[str, str]:
-        """Start the servers, and tell the workers where the model is."""
+        """Start the servers, and pass the URL of the model to the workers."""
         os.environ["no_proxy"] = "127.0.0.1"
         self._ledger = self.home / "ledger.jsonl"
         servers = {"model": ["example_project.demo.model", str(self._ledger)]}
@@ -62,7 +59,7 @@ class PaidStage(Stage):
         return {"MODEL_URL": self._urls["model"], "COOLDOWN_SECONDS": str(COOLDOWN)}
 
     def trouble(self, model: str, **what: float) -> None:
-        """Say what is wrong with a model from now on; nothing, if nothing is said."""
+        """Set the trouble of a model; without arguments it has none."""
         self._ask("model", f"troubles/{model}", what, method="PUT")
 
     def charges(self, side: str, model: str) -> list[Charge]:
@@ -88,7 +85,7 @@ class PaidStage(Stage):
             press.result()
 
     def page(self, key: str) -> str:
-        """What the page of a document says to its reader."""
+        """The message on the page of a document."""
         return str(
             self._ask(
                 WEBS[LEASES], "page", {"task": f"{MODULES[LEASES]}.write_summary", "key": key}
@@ -102,14 +99,14 @@ class PaidStage(Stage):
             raise CommandFailed(f"{server} does not answer: {error}") from None
 
     def operate(self, *words: str) -> str:
-        """What ``celery leases`` prints."""
+        """The output of ``celery leases``."""
         command = ["celery", "-A", "example_project", "leases", *words]
         return self.finish("operator", self.start("operator", command))
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A model, and the documents that it is asked to summarise."""
+    """A model, and the documents that it summarises."""
 
     name: str
     model: str
@@ -127,7 +124,7 @@ NONSENSE = Scene("the nonsense", "nib", [21])
 
 
 class Demo(Story[PaidStage]):
-    """The story: three scenes, each with its own model and its own trouble."""
+    """The demo: three scenes, each with its own model and trouble."""
 
     explanation = EXPLANATION
 
@@ -143,7 +140,7 @@ class Demo(Story[PaidStage]):
         self._a_model_that_talks_nonsense()
 
     def verdict(self) -> Bill:
-        """Hand over what is to be judged."""
+        """The promises and totals so far."""
         scenes = [BUTTON, NIGHT, NONSENSE]
         return Bill(
             self.promises,
@@ -155,10 +152,10 @@ class Demo(Story[PaidStage]):
     def _a_button_pressed_again_and_again(self) -> None:
         self._begin(
             BUTTON,
-            "A document is submitted, its model is rate limited, and its reader is impatient",
+            "A document is submitted, its model is rate limited, and its reader presses the button again",
         )
         self.narrator.say(
-            "demo", f"{WEBS[LEASES]} has a button with leases, {WEBS[PLAIN]} one of plain Celery"
+            "demo", f"{WEBS[LEASES]} has a button with leases, {WEBS[PLAIN]} one with plain Celery"
         )
         self._limit(BUTTON, FIVE_MINUTES)
         self._press("write_summary", BUTTON)
@@ -184,12 +181,12 @@ class Demo(Story[PaidStage]):
         )
         self._promise(f"the button: paid calls after {PRESSES + 1} presses", 1, paid)
         self._promise(
-            "the button: what its page says", "Retry available in 5 minutes", self._show(BUTTON)
+            "the button: message on its page", "Retry available in 5 minutes", self._show(BUTTON)
         )
 
     def _an_operator_who_looks(self) -> None:
         key, group = BUTTON.keys[0], f"model:{BUTTON.model}"
-        self.narrator.scene("An operator looks, buys a larger quota, and lets it run")
+        self.narrator.scene("An operator examines the key, raises the quota, and lets the key run")
         self._operate("show", key)
         self._operate("group", "list")
         self.stage.trouble(BUTTON.model)
@@ -197,7 +194,7 @@ class Demo(Story[PaidStage]):
         self._operate("group", "open", group)
         self._operate("retry", key, fields=False)
         self._press("write_summary", BUTTON)
-        self._promise("the button: what its page says in the end", "Done", self._show(BUTTON))
+        self._promise("the button: message on its page in the end", "Done", self._show(BUTTON))
         self._promise(
             "the button: paid calls in the end", 2, len(self.stage.charges(LEASES, BUTTON.model))
         )
@@ -206,7 +203,7 @@ class Demo(Story[PaidStage]):
         number = len(NIGHT.documents)
         self._begin(
             NIGHT,
-            f"{number} documents overnight, and a model that is limited for {SHORT_LIMIT} seconds",
+            f"{number} documents overnight, and a model with a rate limit of {SHORT_LIMIT} seconds",
         )
         self._limit(NIGHT, SHORT_LIMIT)
         self.stage.press("write_summary_overnight", 1, NIGHT.model, NIGHT.documents[:1])
@@ -216,12 +213,13 @@ class Demo(Story[PaidStage]):
         early = [t for t in times[1:] if t < times[0] + SHORT_LIMIT]
         finished = self._account(NIGHT, LEASES).finished
         self._promise(f"the night: documents finished by themselves, of {number}", number, finished)
-        self._promise("the night: paid calls, one of them turned away", number + 1, len(times))
-        self._promise("the night: calls before the model's Retry-After was over", 0, len(early))
+        self._promise("the night: paid calls, one of them refused", number + 1, len(times))
+        self._promise("the night: calls before the end of the model's Retry-After", 0, len(early))
 
     def _a_model_that_talks_nonsense(self) -> None:
         self._begin(
-            NONSENSE, "A model whose first two answers break off: nothing says how long to wait"
+            NONSENSE,
+            "A model whose first two responses are incomplete: no response says how long to wait",
         )
         self.stage.trouble(NONSENSE.model, nonsense=2)
         self._press("write_summary_overnight", NONSENSE)
@@ -237,8 +235,8 @@ class Demo(Story[PaidStage]):
             ", then ".join(f"{wait:g} s" for wait in each)
             for each in ([COOLDOWN, 2 * COOLDOWN], waits)
         )
-        self._promise("the nonsense: how long the document was left alone", promised, seen)
-        self._promise("the nonsense: calls that came earlier", 0, len(early))
+        self._promise("the nonsense: cooldowns of the document", promised, seen)
+        self._promise("the nonsense: calls during these cooldowns", 0, len(early))
 
     # -- small steps -------------------------------------------------------------------------------
 
@@ -249,7 +247,7 @@ class Demo(Story[PaidStage]):
         self.stage.trouble(scene.model, limited_for=seconds)
         self.narrator.say(
             "model",
-            f"{scene.model} turns every account away, for {seconds} s from its first call on",
+            f"{scene.model} refuses each account for {seconds} s from its first call",
         )
 
     def _press(
@@ -305,7 +303,7 @@ class Demo(Story[PaidStage]):
 
 @click.command()
 def main() -> None:
-    """Play the demo and judge it."""
+    """Run the demo and check its promises."""
     perform(Demo(PaidStage(), Narrator(done="summarised")))
 
 

@@ -1,9 +1,8 @@
-"""``make demo``: invoices asked for twice while processes are killed, told as a timeline, then
-judged. The same invoices are asked for on plain Celery, whose processes are killed at the same
-places.
+"""``make demo``: duplicate requests for invoices while processes are killed, as a timeline.
 
-Exits with 1 when a promise was broken. ``--without-leases`` plays the same story on plain Celery
-with late acknowledgement, where promises do get broken.
+The same requests go to plain Celery, whose processes are killed at the same points. Exits with 1 if
+a promise was broken. ``--without-leases`` runs the demo on plain Celery alone, with late
+acknowledgement; promises are then broken.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from example_project.demo.journal import Journal
 from example_project.demo.narrator import Narrator, short
 from example_project.demo.stage import (
     KEY_BOUND,
-    LONGEST_PUT_BACK,
+    LONGEST_DELAY,
     SWEEP,
     TTL,
     VISIBILITY_TIMEOUT,
@@ -40,19 +39,19 @@ MONTH = "2026-04"
 RENDER = 2.0
 NEEDED_KOMBU = (5, 7)
 EXPLANATION = f"""
-  Promised where another call or copy waits for the key: ttl + one reschedule delay
-  = {TTL:g} + {LONGEST_PUT_BACK:g} s; where only the broker can bring the work back:
+  Promised if another call or copy waits for the key: ttl + one reschedule delay
+  = {TTL:g} + {LONGEST_DELAY:g} s. Promised if the broker must redeliver the message:
   max(ttl, visibility timeout + sweep) + one reschedule delay
-  = max({TTL:g}, {VISIBILITY_TIMEOUT:g} + {SWEEP:g}) + {LONGEST_PUT_BACK:g} s. The demo keeps all of them short.
-  Not promised: killed between the mail and the record, an invoice would be mailed twice.
+  = max({TTL:g}, {VISIBILITY_TIMEOUT:g} + {SWEEP:g}) + {LONGEST_DELAY:g} s. The demo uses short times.
+  Not promised: a process that is killed between the mail and the record causes a second mail.
   docs/guarantees.md says more.
 """
 
 
 class InvoiceStage(Stage):
-    """A stage with an outbox, and beside it another one with workers of plain Celery, for processes
-    whose names begin with ``plain-``. *leases*: whether the first one has leases; if not, there is
-    no second one.
+    """A stage with an outbox, and workers of plain Celery beside the leased ones.
+
+    The names of plain processes begin with ``plain-``. Without *leases* there is only plain Celery.
     """
 
     def __init__(self, *, leases: bool = True) -> None:
@@ -62,14 +61,14 @@ class InvoiceStage(Stage):
             self.worker_names = (*Stage.worker_names, *map(plain, "ab"))
 
     def furnish(self) -> dict[str, str]:
-        """Tell the workers where the outbox is, and how long to render."""
+        """Pass the path of the outbox and the rendering time to the workers."""
         self.outbox = self.home / "outbox.jsonl"
         self.plain_outbox = self.home / "plain-outbox.jsonl"
         self.plain_journal = Journal(self.home / "plain-journal.jsonl")
         return {"OUTBOX": str(self.outbox), "RENDER_SECONDS": str(RENDER)}
 
     def environment_of(self, name: str) -> Mapping[str, str]:
-        """Plain Celery has a broker, an outbox and a journal of its own."""
+        """Plain Celery has its own broker, outbox and journal."""
         if not name.startswith(plain("")):
             return {}
         return {
@@ -81,8 +80,8 @@ class InvoiceStage(Stage):
         }
 
     def publish(self, customers: list[int], webs: Mapping[str, str]) -> dict[str, GuardedProcess]:
-        """Let web processes ask for invoices at the same time; *webs*: how each of them publishes,
-        by its name.
+        """Let web processes request invoices at the same time; *webs* maps the name of each to how
+        it publishes.
         """
         asked = [MONTH, *map(str, customers)]
         names = [*webs, *map(plain, webs)] if self.beside else [*webs]
@@ -97,11 +96,11 @@ class InvoiceStage(Stage):
         return _keys(self.outbox)
 
     def plainly_mailed(self) -> list[str] | None:
-        """Those in the outbox of plain Celery; ``None`` where it was not there."""
+        """The same for the outbox of plain Celery; ``None`` if plain Celery does not run."""
         return _keys(self.plain_outbox) if self.beside else None
 
     def plainly_answered(self) -> bool:
-        """Whether every call on plain Celery has come to its end."""
+        """Whether every call on plain Celery has ended."""
         self.plain_journal.news()
         events = self.plain_journal.events
         calls = {call for event in events if event["what"] == "Asked" for _, call in event["calls"]}
@@ -109,7 +108,7 @@ class InvoiceStage(Stage):
 
 
 def plain(name: str) -> str:
-    """What a process is called on plain Celery."""
+    """The name of a process of plain Celery."""
     return f"plain-{name}"
 
 
@@ -118,7 +117,7 @@ def _keys(outbox: Path) -> list[str]:
 
 
 class Demo(Story[InvoiceStage]):
-    """The story: two scenes on one stage."""
+    """The demo: two scenes on one stage."""
 
     explanation = EXPLANATION
 
@@ -134,7 +133,7 @@ class Demo(Story[InvoiceStage]):
             self.wait(self.stage.plainly_answered, 40, "answers of plain Celery")
 
     def verdict(self) -> Verdict:
-        """Hand over what is to be judged."""
+        """The results so far."""
         stage = self.stage
         return Verdict(
             stage.requests,
@@ -148,10 +147,12 @@ class Demo(Story[InvoiceStage]):
     def _two_webs_and_a_dead_child(self) -> None:
         customers = [1842, 1843, 1844, 1845, 1846]
         self.narrator.scene(
-            "Two web processes ask for the same five invoices, and a pool child is killed"
+            "Two web processes request the same five invoices, and a pool child is killed"
         )
         if self.stage.beside:
-            self.narrator.say("demo", "the same happens on plain Celery, untold until the end")
+            self.narrator.say(
+                "demo", "the same happens on plain Celery; its results are shown at the end"
+            )
         webs = self.stage.publish(customers, {"web-1": "delay", "web-2": "send_task"})
         begun = self.wait(
             lambda: self._begun(f"invoice:{customers[0]}:{MONTH}"), 15, "the first invoice to begin"
@@ -164,7 +165,7 @@ class Demo(Story[InvoiceStage]):
     def _a_dead_worker(self) -> None:
         customer = 1847
         key = f"invoice:{customer}:{MONTH}"
-        self.narrator.scene("One more invoice, and the whole worker that is at it is killed")
+        self.narrator.scene("One more invoice, and the whole worker that runs it is killed")
         webs = self.stage.publish([customer], {"web-1": "delay"})
         begun = self.wait(lambda: self._begun(key), 15, "the invoice to begin")
         self.wait(lambda: time.monotonic() > begun["t"] + RENDER / 2, 5, "the middle of it")
@@ -172,7 +173,7 @@ class Demo(Story[InvoiceStage]):
         self._kill(f"{begun['worker']} with its pool", begun, worker.pid, WORK_BOUND)
         self._kill_plainly(key, whole_worker=True)
         self._hear(webs, 25, "the answer")
-        self.narrator.scene("Asked again, long after it was done")
+        self.narrator.scene("The same invoice is requested again, long after it was done")
         self._hear(self.stage.publish([customer], {"web-2": "send_task"}), 15, "the answer")
 
     # -- small steps -------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class Demo(Story[InvoiceStage]):
         )
 
     def _kill_plainly(self, key: str, *, whole_worker: bool) -> None:
-        """Kill what is at *key* on plain Celery, if anything is."""
+        """Kill the process that runs *key* on plain Celery, if there is one."""
         if not self.stage.beside:
             return
         self.stage.plain_journal.news()
@@ -203,14 +204,14 @@ class Demo(Story[InvoiceStage]):
         pid = worker.pid if whole_worker else begun["pid"]
         os.kill(pid, signal.SIGKILL)
         what = begun["worker"] if whole_worker else f"pool child {pid} of {begun['worker']}"
-        self.narrator.say("demo", f"SIGKILLs {what} too, which is at {short(key)}", colour="red")
+        self.narrator.say("demo", f"SIGKILLs {what} too, in its run of {short(key)}", colour="red")
 
     def _begun(self, key: str) -> Mapping[str, Any] | None:
         return _first(self.stage.journal.events, key)
 
 
 def _first(events: Sequence[Mapping[str, Any]], key: str) -> Mapping[str, Any] | None:
-    """Who began *key* first."""
+    """The first start of *key*."""
     return next(
         (event for event in events if (event["what"], event["key"]) == ("LeaseAcquired", key)),
         None,
@@ -218,9 +219,9 @@ def _first(events: Sequence[Mapping[str, Any]], key: str) -> Mapping[str, Any] |
 
 
 @click.command()
-@click.option("--without-leases", is_flag=True, help="The same story on plain Celery.")
+@click.option("--without-leases", is_flag=True, help="Run on plain Celery alone.")
 def main(*, without_leases: bool) -> None:
-    """Play the demo and judge it."""
+    """Run the demo and check its promises."""
     if tuple(kombu.VERSION[:2]) < NEEDED_KOMBU:
         click.secho(
             f"BROKEN: the demo needs kombu 5.7, this is {kombu.__version__}: it sweeps every 100 s",

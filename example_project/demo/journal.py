@@ -1,7 +1,6 @@
-"""What happens on a demo's stage, as one JSON line per event: written by all its processes, read by
-the demo.
+"""The events of a demo, one JSON line each. All its processes write them, and the demo reads them.
 
-Times are seconds of the clock that all processes of one machine share.
+Times are seconds of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Journal:
         self.events: list[Mapping[str, Any]] = []
 
     def news(self) -> list[Mapping[str, Any]]:
-        """The events written since the last look, in the order of their times."""
+        """The events since the last call, in the order of their times."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as journal:

@@ -1,15 +1,13 @@
-"""A paid language model, as small as can be: a server of its own that bills every call it is sent,
-answered or not.
+"""A small fake of a paid language model: a server that charges for every call, even a refused one.
 
 ``python -m example_project.demo.model LEDGER [PORT]`` listens on 127.0.0.1, by default on a free
-port, and prints which.
+port, and prints the port.
 
-* ``POST /summaries`` with ``{"document", "model"}`` and the account as bearer token: a line in the
-  ledger, a summary.
-* ``PUT /troubles/MODEL`` says what is wrong with a model from now on: ``{"limited_for": 300}``
-  answers 429 with ``Retry-After`` for as many seconds, counted for each account from its first
-  call; ``{"nonsense": 2}`` breaks off the first two answers to each account; ``{}`` mends
-  everything.
+* ``POST /summaries`` with ``{"document", "model"}`` and the account as bearer token writes a line
+  into the ledger, and returns a summary.
+* ``PUT /troubles/MODEL`` sets the trouble of a model: ``{"limited_for": 300}`` answers 429 with
+  ``Retry-After`` for as many seconds, counted for each account from its first call;
+  ``{"nonsense": 2}`` cuts off the first two responses to each account; ``{}`` ends all trouble.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ THINKING = 0.2
 
 @dataclass(frozen=True)
 class Charge:
-    """One line of the ledger; ``t`` is on the clock that all processes of a machine share."""
+    """One line of the ledger; ``t`` is a time of the machine's monotonic clock."""
 
     t: float
     account: str
@@ -47,7 +45,7 @@ class Charge:
 
 @dataclass
 class Trouble:
-    """What is wrong with a model, and how far each account is through it."""
+    """The trouble of a model, and how much of it each account has met."""
 
     limited_for: float = 0.0
     nonsense: int = 0
@@ -55,18 +53,18 @@ class Trouble:
     heard: dict[str, int] = field(default_factory=dict)
 
     def limited(self, account: str) -> float:
-        """For how many more seconds *account* is turned away."""
+        """For how many more seconds *account* is refused."""
         since = self.since.setdefault(account, time.monotonic())
         return max(0.0, since + self.limited_for - time.monotonic())
 
     def breaks_off(self, account: str) -> bool:
-        """Whether this answer is no use to *account*."""
+        """Whether this response to *account* is cut off."""
         self.heard[account] = self.heard.get(account, 0) + 1
         return self.heard[account] <= self.nonsense
 
 
 class Model(ThreadingTCPServer):
-    """The server: answers calls, and keeps the books."""
+    """The server: answers calls, and writes the ledger."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -78,7 +76,7 @@ class Model(ThreadingTCPServer):
         self._lock = threading.Lock()
 
     def bill(self, account: str, model: str, document: int) -> tuple[int, dict[str, str], bytes]:
-        """Bill one call, and give status, headers and body of its answer."""
+        """Charge for one call, and return status, headers and body of the response."""
         with self._lock:
             trouble = self.troubles.setdefault(model, Trouble())
             wait = trouble.limited(account)
@@ -115,7 +113,7 @@ class _Call(Handler):
 
 
 def charges(ledger: Path) -> list[Charge]:
-    """What stands in a ledger."""
+    """The charges in a ledger."""
     return [Charge(**line) for line in jsonlines.read(ledger)]
 
 

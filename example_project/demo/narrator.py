@@ -1,4 +1,4 @@
-"""Tells what happens on a demo's stage, line by line, sorted by time: seconds, who, and what."""
+"""Prints the timeline of a demo, sorted by time: seconds, process, and event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 WIDTH = 100
 HOLD = 1.0
-"""Seconds for which a line is held back, as another process may still write what came before it."""
+"""Seconds for which a line waits, because another process may still write an earlier one."""
 _COLOURS = {
     "worker-a": "cyan",
     "worker-b": "magenta",
@@ -24,8 +24,8 @@ _COLOURS = {
 
 
 class Narrator:
-    """Prints lines, each with the seconds since it was made, the earliest first. *done* says what a
-    worker has done with a key.
+    """Prints lines, the earliest first, each with the seconds since the demo began. *done* is the
+    verb for a finished key.
     """
 
     def __init__(self, done: str) -> None:
@@ -55,14 +55,12 @@ class Narrator:
         self._hold(at, lines)
 
     def quote(self, lines: Iterable[str]) -> None:
-        """Add what a program has printed."""
+        """Add the output of a program."""
         quoted = [click.style(f"{'':10}| {line[: WIDTH - 12]}", dim=True) for line in lines]
         self._hold(time.monotonic(), quoted)
 
     def print_held(self, before: float | None = None) -> None:
-        """Print the lines about what happened *before* a time, the earliest first; by default all
-        that there are.
-        """
+        """Print the lines of events *before* a time, the earliest first; by default all lines."""
         self._held.sort()
         while self._held and (before is None or self._held[0][0] < before):
             for line in self._held.pop(0)[2]:
@@ -73,8 +71,8 @@ class Narrator:
         self._held.append((at, self._said, lines))
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Add one event of the journal, unless a call is rescheduled, or a key refused, for the
-        second time.
+        """Add one event of the journal; only the first reschedule of a call, and the first refusal
+        of a key, are added.
         """
         if event["what"] == "Asked":
             self._webs |= {call: event["worker"] for _, call in event["calls"]}
@@ -98,7 +96,7 @@ class Narrator:
                     "yellow",
                 )
             case "AttemptSettled":
-                return f"closes its attempt at {key}: {event['ended']}", "yellow"
+                return f"closes its attempt on {key}: {event['ended']}", "yellow"
             case "CrashSeen":
                 return (
                     f"finds that the attempt on {key} ({event['host']}) died without reporting an outcome",
@@ -107,7 +105,7 @@ class Narrator:
             case "LeaseGone":
                 return f"has lost its lease on {key}: {event['reason']}", "red"
             case "OutcomeRefused":
-                return f"came too late with {key}: its outcome is refused", "red"
+                return f"was too late with {key}: its outcome is refused", "red"
             case "GateClosed":
                 return (
                     f"closes the gate of {event['group']} for {event['closed_for']:.1f} s: {event['reason']}",
@@ -125,7 +123,7 @@ class Narrator:
                 return f"answers {call} with the saved result", "green"
             case "CallRescheduled" if event["call_id"] not in self._reschedule:
                 self._reschedule.add(event["call_id"])
-                return f"puts {call} back ({event['delay']:.1f} s): {event['reason']}", None
+                return f"reschedules {call} in {event['delay']:.1f} s: {event['reason']}", None
             case "CallDropped":
                 return f"drops {call}: {event['reason']}", None
             case "CallRefused" if event["key"] not in self._refused:
@@ -142,7 +140,7 @@ def short(key: str) -> str:
 def _asked(event: Mapping[str, Any]) -> str:
     keys = [short(key) for key, _ in event["calls"]]
     times = f" {len(keys)} times" if len(keys) > len(set(keys)) else ""
-    return f"asks for {' '.join(dict.fromkeys(keys))}{times} with {event['how']}"
+    return f"requests {' '.join(dict.fromkeys(keys))}{times} with {event['how']}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:

@@ -1,6 +1,4 @@
-"""The summaries once more, as tasks of plain Celery: what the demo counts beside those with
-leases.
-"""
+"""The same summaries as tasks of plain Celery, for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from example_project.tasks import ask_model
 
 @app.task
 def write_summary(document_id: int, model: str) -> dict[str, Any]:
-    """Have one document summarised, for the person who has pressed the button."""
+    """Let the model summarise one document, for the person who pressed the button."""
     return ask_model(document_id, model, account="plain")
 
 
@@ -21,7 +19,7 @@ def write_summary(document_id: int, model: str) -> dict[str, Any]:
     autoretry_for=(HTTPError, ValueError), retry_backoff=True, retry_jitter=False, max_retries=8
 )
 def write_summary_overnight(document_id: int, model: str) -> dict[str, Any]:
-    """Have one document summarised, sometime this night: again after 1 s, 2 s, 4 s, as Celery's own
-    retries do.
+    """Let the model summarise one document, some time this night; Celery retries after 1 s, 2 s,
+    4 s, ….
     """
     return ask_model(document_id, model, account="plain")

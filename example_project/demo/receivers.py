@@ -1,6 +1,6 @@
-"""Writes what happens in a demo's worker into the journal; the worker imports this (``--include``).
+"""Writes the events of a demo's worker into the journal; workers ``--include`` this module.
 
-With leases these are receivers of celery_leases' signals; without, of Celery's own.
+With leases it receives the signals of celery_leases, otherwise those of Celery.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 if os.environ.get(journal.WITHOUT_LEASES):
-    # The same tasks on plain Celery: late acknowledgement, and nothing that knows of duplicates.
+    # The same tasks on plain Celery: late acknowledgement, and no protection against duplicates.
     LeasedMixin.__call__ = lambda self, *args, **kwargs: self.run(*args, **kwargs)  # type: ignore[method-assign]
     task_prerun.connect(_begin, weak=False)
     task_postrun.connect(_end, weak=False)

@@ -1,6 +1,4 @@
-"""The stage of a demo: a private Redis, a directory, real worker processes, and whatever else a
-story needs.
-"""
+"""The stage of a demo: a private Redis, a directory, and real worker processes."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ ROOT = Path(__file__).parents[2]
 TTL = 3.0
 VISIBILITY_TIMEOUT = 6.0
 SWEEP = 1.0
-LONGEST_PUT_BACK = VISIBILITY_TIMEOUT / 2
-KEY_BOUND = TTL + LONGEST_PUT_BACK
-WORK_BOUND = max(TTL, VISIBILITY_TIMEOUT + SWEEP) + LONGEST_PUT_BACK
+LONGEST_DELAY = VISIBILITY_TIMEOUT / 2
+KEY_BOUND = TTL + LONGEST_DELAY
+WORK_BOUND = max(TTL, VISIBILITY_TIMEOUT + SWEEP) + LONGEST_DELAY
 
 
 @dataclass(frozen=True)
 class Request:
-    """A web process asked for the work of a key: ``call_id`` is the Celery id it got."""
+    """A web process published a call for a key; ``call_id`` is the Celery id."""
 
     web: str
     key: str
@@ -41,16 +39,14 @@ class Request:
 
 
 class CommandFailed(Exception):
-    """A command of the story has ended with an error."""
+    """A command of the demo has ended with an error."""
 
 
 class Stage:
-    """Everything a demo starts; a context manager that leaves neither a process nor a file
-    behind.
-    """
+    """Everything that a demo starts; a context manager that removes all processes and files."""
 
     modules: Sequence[str] = ("example_project.demo.receivers",)
-    """What workers import beside the application."""
+    """Modules that workers import beside the application."""
 
     visibility_timeout = VISIBILITY_TIMEOUT
     concurrency = 3
@@ -67,8 +63,7 @@ class Stage:
             undo.push(self._stack)
             with undisturbed():
                 self.redis = self._stack.enter_context(RedisServer())
-            # Inside the server's directory, which goes with the server even if this process is
-            # killed.
+            # The server's directory is removed with the server, even if this process is killed.
             self.home = self.redis.home / "demo"
             self.home.mkdir()
             self._pids.add(self.redis.pid)
@@ -84,9 +79,7 @@ class Stage:
         return self
 
     def furnish(self) -> dict[str, str]:
-        """Start what else the story needs, and give the environment variables that tell workers of
-        it.
-        """
+        """Start further servers of the demo, and return environment variables for the workers."""
         return {}
 
     def _environment(self) -> dict[str, str]:
@@ -107,7 +100,7 @@ class Stage:
         return f"{self.redis.url.rpartition('/')[0]}/{number}"
 
     def environment_of(self, name: str) -> Mapping[str, str]:
-        """What one process has in its environment beside what all have."""
+        """Environment variables of one process, beside those of all processes."""
         return {}
 
     def start_workers(self) -> None:
@@ -132,7 +125,7 @@ class Stage:
             }
 
     def start(self, name: str, command: Sequence[str]) -> GuardedProcess:
-        """Start a Python module, ``command``, which ends with the stage at the latest."""
+        """Start a Python module, *command*; it ends with the stage at the latest."""
         with undisturbed():
             argv = [sys.executable, "-m", *command]
             env = {**os.environ, **self.environment_of(name)}
@@ -142,21 +135,21 @@ class Stage:
         return process
 
     def finish(self, name: str, process: GuardedProcess) -> str:
-        """Wait until a process has ended, and give what it printed. Raises CommandFailed."""
+        """Wait until a process has ended, and return its output. Raises CommandFailed."""
         if process.wait(20) != 0:
-            raise CommandFailed(f"{name} has failed and says:\n{process.logs().rstrip()}")
+            raise CommandFailed(f"{name} failed:\n{process.logs().rstrip()}")
         return process.logs()
 
     @property
     def requests(self) -> list[Request]:
-        """What has been asked for, as far as the journal was read."""
+        """The published calls, as far as the journal was read."""
         asked = [event for event in self.journal.events if event["what"] == "Asked"]
         return [
             Request(event["worker"], key, call) for event in asked for key, call in event["calls"]
         ]
 
     def results(self) -> dict[str, Any]:
-        """What the callers have got so far, by call id: a result, or the error as text."""
+        """The answers so far, by call id: a result, or the error as text."""
         found = {}
         for request in self.requests:
             answer = self.app.AsyncResult(request.call_id)
@@ -179,7 +172,7 @@ class Stage:
         self._stack.close()
 
     def left_behind(self) -> list[str]:
-        """The processes and directories that are still there after the end."""
+        """The processes and directories that still exist after the end."""
         deadline = time.monotonic() + 5
         while (alive := [pid for pid in self._pids if _alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -190,9 +183,7 @@ class Stage:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and the like back until a process has started: half-started it could not be ended
-    in order.
-    """
+    """Defer Ctrl-C and other ends until a process has started, so that it can be ended properly."""
     held: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {

@@ -1,4 +1,4 @@
-"""A story on a stage, told while it happens, and judged when all is over."""
+"""Runs the scenes of a demo, prints the timeline, and checks the promises at the end."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tests.support.process import NotReady
 from tests.support.servers import ServerMissing
 
 TIME_LIMIT = 80.0
-"""Seconds; three times what a story takes on an idle machine."""
+"""Seconds; three times the duration on an idle machine."""
 
 StageT = TypeVar("StageT", bound=Stage)
 
 
 class Verdict(Protocol):
-    """Whether promises were kept."""
+    """The check of the promises."""
 
     def broken(self) -> list[str]:
         """One line for each promise that was not kept."""
 
     def kept(self) -> str:
-        """What there is to say when all were kept."""
+        """The summary, if all promises were kept."""
 
     def show(self) -> None:
-        """Print what became of it."""
+        """Print the results."""
 
 
 class Story(ABC, Generic[StageT]):
-    """A story of some scenes on one stage."""
+    """Some scenes on one stage."""
 
     explanation: str
-    """What is promised and what is not, for the end."""
+    """What is promised and what is not; printed at the end."""
 
     def __init__(self, stage: StageT, narrator: Narrator) -> None:
         self.stage = stage
@@ -48,19 +48,19 @@ class Story(ABC, Generic[StageT]):
 
     @abstractmethod
     def scenes(self) -> None:
-        """Play; a TimeoutError or a CommandFailed cuts the story short."""
+        """Run the scenes; a TimeoutError or a CommandFailed ends the demo early."""
 
     @abstractmethod
     def verdict(self) -> Verdict:
-        """What is to be judged, as far as the story came."""
+        """The results so far."""
 
     def play(self) -> Verdict:
-        """Play all scenes, and judge."""
+        """Run all scenes, and return the results."""
         try:
             self._set_up()
             self.scenes()
         except TimeoutError as error:
-            self.narrator.say("demo", f"gives up waiting: {error}", colour="red")
+            self.narrator.say("demo", f"stops waiting: {error}", colour="red")
             self.cut_short.append(str(error))
         except CommandFailed as error:
             self.cut_short.append(str(error))
@@ -68,19 +68,19 @@ class Story(ABC, Generic[StageT]):
         return self.verdict()
 
     def wait(self, seen: Callable[[], Any], timeout: float, what: str) -> Any:
-        """Tell the news until *seen* gives something; raises TimeoutError."""
+        """Print new events until *seen* returns something; raises TimeoutError."""
         deadline = min(time.monotonic() + timeout, self.narrator.began + TIME_LIMIT)
         while True:
             self._listen()
             if found := seen():
-                self._listen()  # what led to it may have been written since
+                self._listen()  # earlier events may have been written since
                 return found
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no sign of {what} after {timeout:g} s")
+                raise TimeoutError(f"{what}: not seen within {timeout:g} s")
             time.sleep(0.05)
 
     def all_answered(self) -> bool:
-        """Whether every call that was asked for has its answer."""
+        """Whether every published call has an answer."""
         requests = self.stage.requests
         return bool(requests) and len(self.stage.results()) == len(requests)
 
@@ -88,7 +88,7 @@ class Story(ABC, Generic[StageT]):
         redis = self.stage.redis
         program = redis.process.argv[0].rpartition("/")[2]
         self.narrator.say(
-            "demo", f"has started {program} on port {redis.port}; records are kept in SQLite"
+            "demo", f"has started {program} on port {redis.port}; records are in SQLite"
         )
         self.stage.start_workers()
         for name, worker in self.stage.workers.items():
@@ -102,7 +102,7 @@ class Story(ABC, Generic[StageT]):
 
 
 def perform(story: Story[Any]) -> NoReturn:
-    """Play and judge; exits with 1 when a promise was broken or the story broke off, 130 after
+    """Run the demo; exits with 1 if a promise was broken or the demo ended early, with 130 after
     Ctrl-C.
     """
     end_in_order()
@@ -120,7 +120,7 @@ def perform(story: Story[Any]) -> NoReturn:
 
 
 def end_in_order() -> None:
-    """Leave the stage when this process is told to end."""
+    """Leave the stage on SIGTERM and SIGHUP."""
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _end)
 
@@ -132,7 +132,7 @@ def _end(signum: int, _: Any) -> NoReturn:
 def _judge(story: Story[Any], verdict: Verdict) -> int:
     left_behind = [f"{left} was left behind" for left in story.stage.left_behind()]
     broken = [*verdict.broken(), *story.cut_short, *left_behind]
-    story.narrator.scene("What became of it")
+    story.narrator.scene("Results")
     verdict.show()
     click.echo(story.explanation)
     for line in broken:

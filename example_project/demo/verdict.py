@@ -1,4 +1,4 @@
-"""Was every promise kept? Looks at the outbox, the callers' results, the journal and the clock."""
+"""Checks the promises of the demo: reads the outbox, the callers' results and the journal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from example_project.demo.stage import Request
 
 @dataclass(frozen=True)
 class Kill:
-    """Something was killed in the middle of *key*; the work is promised to begin again within
-    *bound* seconds.
-    """
+    """A process was killed while it ran *key*; the work must begin again within *bound* seconds."""
 
     what: str
     key: str
@@ -25,7 +23,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Takeover:
-    """Who began the work of a killed process again, and how many seconds after its death."""
+    """The process that took over, and how many seconds after the kill."""
 
     kill: Kill
     by: str
@@ -34,7 +32,7 @@ class Takeover:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be judged, once every caller has an answer or the time is up."""
+    """The results, once every caller has an answer or the time is over."""
 
     requests: Sequence[Request]
     kills: Sequence[Kill]
@@ -42,14 +40,14 @@ class Verdict:
     mailed: Sequence[str]
     results: Mapping[str, Any]
     plainly_mailed: Sequence[str] | None = None
-    """What plain Celery has mailed beside it; nothing is promised of that."""
+    """The mails of plain Celery, for comparison; nothing is promised about them."""
 
     def of(self, what: str, key: str) -> list[Mapping[str, Any]]:
         """The events of one kind about one key."""
         return [event for event in self.events if (event["what"], event["key"]) == (what, key)]
 
     def takeover(self, kill: Kill) -> Takeover | None:
-        """Who took over after *kill*."""
+        """The takeover after *kill*."""
         for event in self.of("LeaseAcquired", kill.key):
             if event["t"] > kill.at:
                 return Takeover(kill, f"{event['worker']} {event['pid']}", event["t"] - kill.at)
@@ -57,7 +55,7 @@ class Verdict:
 
     @property
     def keys(self) -> list[str]:
-        """All invoices that were asked for."""
+        """All requested invoices."""
         return sorted({request.key for request in self.requests})
 
     def broken(self) -> list[str]:
@@ -65,7 +63,7 @@ class Verdict:
         return [*self._broken_mails(), *self._broken_answers(), *self._broken_takeovers()]
 
     def kept(self) -> str:
-        """What there is to say when all were kept."""
+        """The summary, if all promises were kept."""
         mails = f"{len(self.mailed)} mails"
         if self.plainly_mailed is not None:
             mails += f" (plain Celery: {len(self.plainly_mailed)})"
@@ -136,7 +134,7 @@ class Verdict:
             print()
             table(
                 [
-                    ["killed", "in the middle of", "taken over by", "after", "promised"],
+                    ["killed", "during", "taken over by", "after", "promised"],
                     *map(self._row, self.kills),
                 ]
             )

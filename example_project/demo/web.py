@@ -1,8 +1,7 @@
-"""A web process of a demo: ask for the invoices of some customers, and note the ids of the calls in
-the journal.
+"""A web process of a demo: publishes calls for invoices, and writes their ids into the journal.
 
 ``python -m example_project.demo.web web-1 delay 2026-04 1842 1843``. With ``send_task`` it imports
-no task, as a process that shares no code with the workers would.
+no task, like a process that shares no code with the workers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from example_project.demo import journal
 
 
 def publisher(how: str) -> Callable[[int, str], AsyncResult]:
-    """What publishes one call."""
+    """The function that publishes one call."""
     if how == "delay":
         from example_project.tasks import send_invoice
 
@@ -31,7 +30,7 @@ def publisher(how: str) -> Callable[[int, str], AsyncResult]:
 
 
 def main(web: str, how: str, month: str, *customers: str) -> None:
-    """Ask, and note when and under which ids."""
+    """Publish the calls, and write time and ids into the journal."""
     publish = publisher(how)
     began = time.monotonic()
     calls = [

@@ -1,12 +1,12 @@
-"""The web process of the demo: a button that publishes calls, and a page that says where a document
-stands.
+"""The web process of the demo: a button that publishes calls, and a page with the status of a
+document.
 
-``python -m example_project.demo.website web-1`` notes the ids of its calls in the journal, under
+``python -m example_project.demo.website web-1`` writes the ids of its calls into the journal, under
 that name. It imports no task.
 
 * ``POST /button`` with ``{"task", "times", "model", "documents"}`` presses it *times* times for
   each document.
-* ``POST /page`` with ``{"task", "key"}`` answers with what is shown to the reader.
+* ``POST /page`` with ``{"task", "key"}`` answers with the message for the reader.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from example_project.demo import journal
 from example_project.json_over_http import Handler, serve
 
 PAUSE = 0.05
-"""Seconds between two presses; a hurried finger."""
+"""Seconds between two presses."""
 
 
 class Website(TCPServer):
-    """The server, known to the journal by its name."""
+    """The server; the journal has its name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(("127.0.0.1", 0), _Visit)
@@ -45,7 +45,7 @@ class Website(TCPServer):
         journal.write("Asked", t=began, worker=self.name, how=how, key=calls[0][0], calls=calls)
 
     def page(self, task: str, key: str) -> str:
-        """What is shown to the reader of a document."""
+        """The message for the reader of a document."""
         return self.leases.status(key, task=task).message()
 
 

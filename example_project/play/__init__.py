@@ -1,1 +1,1 @@
-"""``make play``: the example as a page to click on. docs/play.md says what there is to see."""
+"""``make play``: the example as a page to click on; docs/play.md describes it."""

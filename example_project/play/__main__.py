@@ -18,7 +18,7 @@ from tests.support.servers import ServerMissing
 
 PORT = 8321
 GONE_FOR = 4.0
-"""Seconds after which a killed worker starts again; meanwhile the other one is alone."""
+"""Seconds after which a killed worker starts again."""
 
 
 class PlayStage(Stage):
@@ -26,7 +26,7 @@ class PlayStage(Stage):
 
     modules = ("example_project.play.tasks", "example_project.play.worker_commands")
     visibility_timeout = (
-        12.0  # a body takes up to 9 s, and plain Celery would run a longer one twice
+        12.0  # longer than any body (9 s), because plain Celery would run a longer one twice
     )
     concurrency = 4
 
@@ -39,7 +39,7 @@ class PlayStage(Stage):
         return {"PROVIDER_URL": f"http://127.0.0.1:{self._serve('provider', '127.0.0.1', '0')}"}
 
     def open_page(self, port: int) -> int:
-        """Start the page's server; the port it listens on."""
+        """Start the page's server, and return its port."""
         return self._serve("web", "127.0.0.1", str(port))
 
     def _serve(self, name: str, *arguments: str) -> int:
@@ -48,7 +48,7 @@ class PlayStage(Stage):
         return int(server.wait_for_log(r"listens on port (\d+)$", 30)[1])
 
     def keep(self) -> None:
-        """Start killed workers again, until one of the servers ends."""
+        """Restart killed workers, until one of the servers ends."""
         gone: dict[str, float] = {}
         while all(server.alive for server in self.servers):
             for name, worker in self.workers.items():
@@ -61,7 +61,7 @@ class PlayStage(Stage):
 
 
 def free(port: int) -> int:
-    """The port, or 0 for any other one if somebody has it."""
+    """*port*, or 0 (any free port) if another process uses it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -72,9 +72,11 @@ def free(port: int) -> int:
 
 
 @click.command()
-@click.option("--port", default=PORT, show_default=True, help="Of the page; 0: any free one.")
+@click.option(
+    "--port", default=PORT, show_default=True, help="The port of the page; 0: any free port."
+)
 def main(*, port: int) -> None:
-    """Start everything, say where the page is, and stay until Ctrl-C."""
+    """Start everything, print the address of the page, and run until Ctrl-C."""
     click.echo("starting a private Redis, two workers and the page; this takes about ten seconds")
     end_in_order()
     try:

@@ -1,4 +1,4 @@
-"""What the page shows, and what its buttons do; knows nothing of HTTP."""
+"""What the page shows, and what its buttons do, without HTTP."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ LOG_LINES: Final = 40
 LOST_AFTER: Final = 15.0
 """Seconds after which a message counts as lost."""
 PING: Final = 1.0
-"""Seconds for which the answers of workers are awaited."""
+"""Seconds to wait for the answers of workers."""
 MISSED: Final = 2
-"""A worker that has not answered so many times in a row counts as gone."""
+"""After so many missed answers in a row a worker counts as dead."""
 log = logging.getLogger(__name__)
 
 
 class NotPossible(Exception):
-    """A button was pressed that does nothing now; the text says why."""
+    """The action of a button is not possible now; the text says why."""
 
 
 @dataclass
 class Document:
-    """A document that somebody has submitted. ``done`` is its status once it cannot change any
-    more.
-    """
+    """A submitted document; ``done`` is its final status."""
 
     number: int
     presses: int = 0
@@ -55,18 +53,18 @@ class Document:
 
 
 class Workers:
-    """The workers that have ever answered, and whether they do now."""
+    """All workers that have ever answered, and whether each one is alive."""
 
     def __init__(self) -> None:
         self._missed: dict[str, int] = {}
 
     def heard(self, names: Sequence[str]) -> None:
-        """Note who has answered, and who has not."""
+        """Note which workers answered, and which did not."""
         for name in {*self._missed, *names}:
             self._missed[name] = 0 if name in names else self._missed[name] + 1
 
     def gone(self, name: str) -> None:
-        """Note that a worker is killed."""
+        """Note that a worker was killed."""
         self._missed[name] = MISSED
 
     def listed(self) -> list[dict[str, Any]]:
@@ -81,7 +79,7 @@ class Workers:
 
 
 class Desk:
-    """The documents, the operator's tools, and the provider's settings. Safe for threads."""
+    """The documents, the operator's tools, and the provider's settings. Thread-safe."""
 
     def __init__(self, client: LeaseClient, provider_url: str) -> None:
         self.workers = Workers()
@@ -96,7 +94,7 @@ class Desk:
     # -- the buttons -------------------------------------------------------------------------------
 
     def submit(self) -> int:
-        """Submit a new document on both sides; its number."""
+        """Submit a new document on both sides, and return its number."""
         with self._lock:
             number = len(self._documents) + 1
             if number > DOCUMENTS_MAX:
@@ -121,7 +119,7 @@ class Desk:
         self._call(number)
 
     def resolve(self, number: int, outcome: Literal["done", "retry"]) -> None:
-        """Write down what a person has found out about a charge."""
+        """Enter whether a charge was made, as a person found out."""
         document, name = self._document(number), tasks.summarise.name
         if self._client.status(document.key, task=name).state != "uncertain":
             raise NotPossible(f"document {number} is not uncertain")
@@ -131,17 +129,17 @@ class Desk:
             number, lambda key: self._client.resolve(key, outcome, task=name, result=result)
         )
         found = "it was charged" if outcome == "done" else "it was not charged"
-        self._say(f"Document {number}: a person has looked, {found}")
+        self._say(f"Document {number}: a person decided that {found}")
         if outcome == "retry":
             self._call(number)
 
     def open_group(self) -> None:
-        """Open the provider's group, whatever closed it."""
+        """Open the provider's group."""
         if not self._client.open_group(tasks.GROUP):
-            raise NotPossible("the group is open")
+            raise NotPossible("the group is open already")
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Tell the provider how to answer from now on. Raises Refused."""
+        """Change the settings of the provider. Raises Refused."""
         ask(f"{self._provider}/settings", settings, method="PUT")
 
     def kill(self, name: str) -> None:
@@ -150,10 +148,10 @@ class Desk:
             raise NotPossible(f"there is no worker {name}")
         app.control.broadcast(worker_commands.die.__name__, destination=[name])
         self.workers.gone(name)
-        self._say(f"{name.partition('@')[0]} is killed")
+        self._say(f"{name.partition('@')[0]} was killed")
 
     def _call(self, number: int) -> None:
-        """Send the message that the record keeps, or else a new one."""
+        """Publish the message that the record stores, or else a new one."""
         key, name = self._document(number).key, tasks.summarise.name
         if self._client.publish(key, task=name) is None:
             tasks.summarise.delay(number)
@@ -173,7 +171,7 @@ class Desk:
     # -- the page ----------------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """What the page shows now, as JSON."""
+        """The state of the page, as JSON."""
         books = ask(f"{self._provider}/books")
         settings = ask(f"{self._provider}/settings")
         with self._lock:
@@ -189,11 +187,10 @@ class Desk:
         }
 
     def look_after(self) -> None:
-        """Ask again and again whether the workers are there, and send lost messages again; does not
-        return.
+        """Ping the workers and publish lost messages again, in an endless loop.
 
-        A worker that is killed may take a message from Redis into its grave. Elsewhere beat runs
-        the rescue.
+        A worker that is killed may lose a message that it was just taking from Redis. In production
+        beat runs the rescue.
         """
         while True:
             try:
@@ -295,25 +292,25 @@ def _in_the_log(status: LeaseStatus, paid: int) -> str:
     crashed = status.previous is not None and status.previous.ended == "crashed"
     if status.state == "running" and status.attempt > 1 and crashed:
         done = _pages(status)
-        return f"taken over after a crash, attempt {status.attempt} goes on after page {done}"
+        return f"taken over after a crash, attempt {status.attempt} continues after page {done}"
     return status.message()
 
 
 def _pages(status: LeaseStatus) -> int:
-    """How many pages are read."""
+    """How many pages have been read."""
     if status.state == "done":
         return tasks.PAGES
     return int(status.progress.get("pages", 0)) if isinstance(status.progress, dict) else 0
 
 
 def _evidence(status: LeaseStatus, charges: Sequence[Mapping[str, Any]]) -> str:
-    """What the provider's books say of the call that is in doubt, for the person who decides."""
+    """What the provider has charged for the call in doubt, for the person who decides."""
     key = status.effects[-1].idempotency_key if status.effects else ""
     found = next((charge for charge in charges if charge["idempotency_key"] == key), None)
     if found is None:
-        return f"The provider's books have no charge under {key[:12]}…"
+        return f"The provider has no charge with the idempotency key {key[:12]}…"
     return (
-        f"The provider's books have charge {found['id']}, {found['cents']} cents, under {key[:12]}…"
+        f"The provider has charge {found['id']}, {found['cents']} cents, with the key {key[:12]}…"
     )
 
 

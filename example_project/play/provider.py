@@ -1,16 +1,16 @@
-"""A paid model provider, as small as can be: it answers calls, keeps books, and has the trouble
-that it is told to have.
+"""A small fake of a paid model provider: it answers calls, records charges, and has the trouble in
+its settings.
 
 ``python -m example_project.play.provider [HOST] [PORT]`` listens on 127.0.0.1, by default on a free
-port, and prints which.
+port, and prints the port.
 
 * ``POST /summaries`` with ``{"document": 7}``, the account as bearer token and an
-  ``Idempotency-Key``: a summary, which is paid for. The key is written down; it does not make the
-  call safe to repeat.
-* ``GET /summaries/KEY`` gives the summary that was paid for under that key; 404: there is none;
-  501 while the provider does not tell.
-* ``GET /settings`` and ``PUT /settings``: what is wrong with the provider from now on.
-* ``GET /books``: every charge, and how many calls each account made.
+  ``Idempotency-Key`` returns a summary and charges for it. The provider stores the key, but does
+  not deduplicate by it.
+* ``GET /summaries/KEY`` returns the summary that was charged under that key, or 404; 501 if
+  look-ups are switched off.
+* ``GET /settings`` and ``PUT /settings`` read and change the settings.
+* ``GET /books`` returns every charge, and how many calls each account made.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PRICE: Final = 2
 LATENCY_MAX: Final = 5.0
 LIMIT_MAX: Final = 300.0
 SILENCE: Final = 20.0
-"""Seconds for which a call is not answered that "times out": longer than any caller waits."""
+"""Seconds without an answer for a call that "times out"; longer than any caller waits."""
 
 TROUBLES: Final = ("none", "limited", "limited_silently", "quota", "timeout")
-"""No trouble; 429 with ``Retry-After``; 429 without; the quota is used up; the call is charged and
-never answered.
+"""No trouble; 429 with ``Retry-After``; 429 without it; the quota is used up; the call is charged
+but not answered.
 """
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the provider answers. ``limit`` is how many seconds a rate limit lasts, from the first
-    call that meets it. ``tells``: whether it can be asked what became of a call.
+    """How the provider answers. ``limit`` is the length of a rate limit in seconds, from the first
+    refused call. ``tells``: whether charges can be looked up.
     """
 
     latency: float = 1.0
@@ -57,7 +57,7 @@ class Settings:
 
     @classmethod
     def of(cls, values: object) -> Settings:
-        """Checked settings; raises ValueError with what is wrong."""
+        """The settings from *values*; raises ValueError for a wrong one."""
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not values.keys() <= known:
             raise ValueError(f"settings are an object with some of {', '.join(sorted(known))}")
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Charge:
-    """One summary that was paid for."""
+    """One charged summary."""
 
     id: str
     account: str
@@ -87,7 +87,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Answer:
-    """Status, body and further headers; ``after`` seconds from the call on."""
+    """Status, body and further headers of a response, sent ``after`` seconds."""
 
     status: int
     body: Any
@@ -117,7 +117,7 @@ class Provider:
         self._refused: Counter[str] = Counter()
 
     def configure(self, settings: Settings) -> None:
-        """Answer so from now on; a rate limit begins anew."""
+        """Use these settings from now on; a rate limit starts again."""
         with self._lock:
             self.settings = settings
             self._limited_since = None
@@ -137,17 +137,17 @@ class Provider:
         return Answer(200, body, after=self.settings.latency if answered else SILENCE)
 
     def find(self, key: str) -> Answer:
-        """What was paid for under an idempotency key."""
+        """The summary that was charged under an idempotency key."""
         if not self.settings.tells:
-            return _error(501, "not_implemented", "the provider does not tell what it has done")
+            return _error(501, "not_implemented", "look-ups are switched off")
         with self._lock:
             found = next((one for one in self._charges if one.idempotency_key == key), None)
         if found is None:
-            return _error(404, "not_found", "nothing was paid for under this key")
+            return _error(404, "not_found", "nothing was charged under this key")
         return Answer(200, _summary(found.id, found.document))
 
     def books(self) -> dict[str, Any]:
-        """All charges, and the number of calls of each account, charged or not."""
+        """All charges, and the number of calls of each account, including refused ones."""
         with self._lock:
             return {
                 "charges": [asdict(charge) for charge in self._charges],

@@ -1,5 +1,5 @@
-"""The task of the play: read a document page by page, then pay for its summary. Once with leases,
-once on plain Celery.
+"""The task of ``make play``: reads a document page by page, then pays for its summary. It exists
+once with leases and once on plain Celery.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PATIENCE = 6.0
 GROUP = "provider"
 KEY = "summary:{document}"
 
-# The default rules leave a call that was perhaps executed alone for a minute. A person who watches
-# should not have to wait as long.
+# By the default rules a key whose request may have been executed cools down for a minute. Here the
+# wait is shorter, because a person watches.
 RULES = (
     Rules.default()
     .on(exc=TimeoutError, to=cooldown("4s", ambiguous=True), name="no answer")
@@ -40,8 +40,8 @@ RULES = (
     base=LeasedTask,
     bind=True,
     lease_key=KEY,
-    lease_queue_once=True,  # a second press finds the first call; a message that is lost can be sent again
-    lease_cooldown_group=GROUP,  # a rate limit is the provider's, whichever document meets it
+    lease_queue_once=True,  # a second press gets the first call, and a lost message can be published again
+    lease_cooldown_group=GROUP,  # a rate limit concerns all documents
     lease_resume="always",  # a call that failed runs again by itself
     lease_rules=RULES,
 )
@@ -76,13 +76,13 @@ def summarise_plain(document: int) -> dict[str, Any]:
 
 
 def read(page: int) -> None:
-    """Read one page, which takes a while."""
+    """Read one page; this takes some time."""
     log.info("reads page %d", page + 1)
     time.sleep(SECONDS_PER_PAGE)
 
 
 def buy_summary(document: int, key: str, account: str) -> Any:
-    """One paid call. Raises Refused, and TimeoutError where no answer came."""
+    """Make one paid call. Raises Refused, and TimeoutError if there is no answer."""
     headers = {"Authorization": f"Bearer {account}", "Idempotency-Key": key}
     question = {"document": document}
     return ask(
@@ -91,8 +91,8 @@ def buy_summary(document: int, key: str, account: str) -> Any:
 
 
 def look_up(key: str) -> Any:
-    """What the provider has done under an idempotency key, or ``None``. Raises Uncertain if it does
-    not say.
+    """The summary that was charged under an idempotency key, or ``None``. Raises Uncertain if the
+    provider offers no look-up.
     """
     try:
         return ask(f"{PROVIDER_URL}/summaries/{key}", timeout=PATIENCE)
@@ -100,5 +100,5 @@ def look_up(key: str) -> Any:
         if error.status == 404:
             return None
         if error.status == 501:
-            raise Uncertain("the provider does not tell") from error
+            raise Uncertain("the provider offers no look-up") from error
         raise

@@ -1,7 +1,7 @@
 """The page's web server: ``python -m example_project.play.web [HOST] [PORT]``.
 
-It shows what the desk has, as events or, where these do not come through, as an answer to whoever
-asks again and again. Everything that changes something is a POST with JSON.
+It sends the state of the desk as server-sent events, or as JSON to a page that polls. Every change
+is a POST with JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE: Final = Path(__file__).parent / "page"
 FILES: Final = {"": "play.html", "play.css": "play.css", "play.js": "play.js"}
 LOOK_EVERY: Final = 0.5
 HEARTBEAT: Final = 10.0
-"""Seconds after which an idle stream says that it still lives."""
+"""Seconds after which an idle stream sends a comment."""
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -39,8 +39,8 @@ HEADERS: Final = {
 log = logging.getLogger(__name__)
 
 
-class News:
-    """The latest state of the page, for all who watch; ``look`` gives it."""
+class PageState:
+    """The latest state of the page, shared by all streams; ``look`` returns it."""
 
     def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
         self._look = look
@@ -48,25 +48,25 @@ class News:
         self._wake = threading.Event()
         self._version = 0
         self._run = uuid4().hex
-        self._text = json.dumps({"problem": "The page has just been started."})
+        self._text = json.dumps({"problem": "The server is starting."})
 
     def watch(self, every: float = LOOK_EVERY) -> None:
-        """Look again and again; does not return."""
+        """Refresh the state in an endless loop."""
         while True:
             self.refresh()
             self._wake.wait(every)
             self._wake.clear()
 
-    def hurry(self) -> None:
-        """Look again now."""
+    def refresh_soon(self) -> None:
+        """Let the loop refresh the state now."""
         self._wake.set()
 
     def refresh(self) -> None:
-        """Look once; a store that does not answer is shown."""
+        """Read the state once; if a server does not answer, the state says so."""
         try:
             text = json.dumps(self._look() | {"run": self._run, "problem": None})
-        except Exception as error:  # noqa: BLE001 - any of four servers may be away
-            log.warning("cannot look: %s", error)
+        except Exception as error:  # noqa: BLE001 - any of four servers may be down
+            log.warning("cannot read the state: %s", error)
             last = json.loads(self._text)
             text = json.dumps(
                 last | {"problem": f"A server does not answer: {type(error).__name__}"}
@@ -78,12 +78,12 @@ class News:
                 self._changed.notify_all()
 
     def latest(self) -> tuple[int, str]:
-        """Number and text of the state."""
+        """The number and the text of the state."""
         with self._changed:
             return self._version, self._text
 
     def after(self, seen: int, timeout: float) -> tuple[int, str] | None:
-        """The state once it has another number than *seen*; ``None`` after *timeout* seconds."""
+        """The state as soon as its number is not *seen*; ``None`` after *timeout* seconds."""
         with self._changed:
             if self._changed.wait_for(lambda: self._version != seen, timeout):
                 return self._version, self._text
@@ -91,11 +91,9 @@ class News:
 
 
 def make_page(
-    desk: Desk, news: News, *, hosts: Sequence[str] | None = None, events: bool = True
+    desk: Desk, news: PageState, *, hosts: Sequence[str] | None = None, events: bool = True
 ) -> Flask:
-    """The page; *hosts* are the names it may be asked by, without *events* it can only be asked
-    again and again.
-    """
+    """The page. It answers under the names *hosts*; without *events* it must be polled."""
     page = Flask(__name__, static_folder=None)
     page.config["TRUSTED_HOSTS"] = hosts
     page.after_request(_with_headers)
@@ -113,7 +111,7 @@ def make_page(
             return
         if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
             abort(403)
-        if not request.is_json:  # a form of another site cannot send it
+        if not request.is_json:  # a form of another site cannot send JSON
             abort(415)
 
     for path, name in FILES.items():
@@ -135,9 +133,9 @@ def make_page(
     return page
 
 
-def _add_buttons(page: Flask, desk: Desk, news: News) -> None:
+def _add_buttons(page: Flask, desk: Desk, news: PageState) -> None:
     def done(**values: Any) -> Response:
-        news.hurry()
+        news.refresh_soon()
         return jsonify(values)
 
     @page.post("/documents")
@@ -188,7 +186,7 @@ def _value(name: str) -> Any:
     return asked.get(name)
 
 
-def _stream(news: News, heartbeat: float = HEARTBEAT) -> Iterator[str]:
+def _stream(news: PageState, heartbeat: float = HEARTBEAT) -> Iterator[str]:
     version, text = news.latest()
     yield f"retry: 1000\nid: {version}\ndata: {text}\n\n"
     while True:
@@ -215,7 +213,7 @@ def main(host: str = "127.0.0.1", port: str = "0") -> None:
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
     desk = Desk(LeaseClient.from_app(app), tasks.PROVIDER_URL)
-    news = News(desk.look)
+    news = PageState(desk.look)
     for job in (desk.look_after, news.watch):
         threading.Thread(target=job, daemon=True).start()
     hosts = os.environ.get("PLAY_HOSTS", "localhost,127.0.0.1").split(",")

@@ -1,4 +1,4 @@
-"""What a worker of the play can be told by remote control: to die."""
+"""A remote control command that kills a worker of ``make play``."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from celery.worker.control import control_command
 
 @control_command()
 def die(_state: Any) -> None:
-    """Die at once, as a worker that the kernel kills for its memory does."""
+    """Kill this process at once, like the kernel's OOM killer."""
     os.kill(os.getpid(), signal.SIGKILL)

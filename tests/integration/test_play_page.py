@@ -93,7 +93,7 @@ def test_what_the_page_promises_happens(
     page = Page(browser)
     page.shows("#connection", "Live")
     for worker in ("worker-a", "worker-b"):
-        page.shows("#workers", f"{worker} works")
+        page.shows("#workers", f"{worker} is running")
     pays_once(page)
     counts_down_and_drains(page, Path(os.environ.get("LEASES_PICTURES", tmp_path)))
     is_taken_over(page)
@@ -167,7 +167,7 @@ def is_taken_over(page: Page) -> None:
     else:
         pytest.fail(f"no document was taken over:\n{browser.find('#log').text}")
     for worker in ("worker-a", "worker-b"):
-        page.shows("#workers", f"{worker} works")
+        page.shows("#workers", f"{worker} is running")
 
 
 def is_decided_by_a_person(page: Page) -> None:
@@ -176,7 +176,7 @@ def is_decided_by_a_person(page: Page) -> None:
     page.trouble("timeout")
     number = page.submit()
     page.says(number, "It may have been executed; an operator must look")
-    assert "books have charge sum_" in page.text(f'[data-document="{number}"] .decide')
+    assert "has charge sum_" in page.text(f'[data-document="{number}"] .decide')
     page.press(number, "charged")
     page.says(number, "Done")
     page.says(number, "paid once")
@@ -227,18 +227,18 @@ def test_a_page_without_events_asks_again_and_again(browser: Browser) -> None:
             raise NotPossible("there are enough documents")
 
     shown = STATE | {"workers": [{"name": "a@x", "short": "worker-a", "up": True}]}
-    news = web.News(lambda: shown)
+    news = web.PageState(lambda: shown)
     news.refresh()
     page = web.make_page(cast(Desk, Refusing()), news, events=False)
     server = make_server("127.0.0.1", 0, page, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         browser.open(f"http://127.0.0.1:{server.server_port}/")
-        browser.reads("No live connection: asks every 2 seconds")
-        browser.reads("worker-a works")
+        browser.reads("No live connection: polls every 2 seconds")
+        browser.reads("worker-a is running")
         shown["workers"][0]["up"] = False
         news.refresh()
-        browser.reads("worker-a is gone, and starts again")
+        browser.reads("worker-a was killed, and starts again")
         news._run = "another"
         shown["workers"] = []
         news.refresh()

@@ -41,13 +41,13 @@ def desk() -> FakeDesk:
 
 
 @pytest.fixture
-def news() -> web.News:
+def news() -> web.PageState:
     """What the page of the test shows."""
-    return web.News(lambda: {"documents": []})
+    return web.PageState(lambda: {"documents": []})
 
 
 @pytest.fixture
-def page(desk: FakeDesk, news: web.News) -> FlaskClient:
+def page(desk: FakeDesk, news: web.PageState) -> FlaskClient:
     """A client of the page."""
     return web.make_page(cast(Desk, desk), news, hosts=["localhost"]).test_client()
 
@@ -132,7 +132,7 @@ def test_every_text_colour_can_be_read() -> None:
 def test_the_stream_begins_with_the_state_and_goes_on_with_what_is_new() -> None:
     """With heartbeats while there is nothing new."""
     looks = iter([{"documents": [1]}, {"documents": [1]}, {"documents": [1, 2]}])
-    news = web.News(lambda: next(looks))
+    news = web.PageState(lambda: next(looks))
     news.refresh()
     stream = web._stream(news, heartbeat=0.0)
     first = next(stream)
@@ -152,7 +152,7 @@ def test_a_server_that_does_not_answer_is_shown_beside_the_last_state() -> None:
             raise ConnectionRefusedError("no")
         return {"documents": [1]}
 
-    news = web.News(look)
+    news = web.PageState(look)
     seen = []
     for away[0] in (False, True, False):
         news.refresh()

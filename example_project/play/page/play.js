@@ -1,5 +1,5 @@
 "use strict";
-// Shows what the server says, and posts what is pressed. Server-sent events, or else a question every two seconds.
+// Shows the state from the server, by server-sent events or else by polling every two seconds, and posts the actions of the buttons.
 
 const POLL = 2000;
 const RECONNECT = 10000;
@@ -53,9 +53,9 @@ async function poll() {
     const answer = await fetch("state");
     if (!answer.ok) throw new Error(answer.statusText);
     show(await answer.json());
-    if (polling !== null) connected("No live connection: asks every 2 seconds", false);
+    if (polling !== null) connected("No live connection: polls every 2 seconds", false);
   } catch {
-    connected("Connection lost. What is shown is old; trying again every 2 seconds.", true);
+    connected("Connection lost. The data are old; trying again every 2 seconds.", true);
   }
 }
 
@@ -82,7 +82,7 @@ function show(state) {
   at("problem").hidden = !state.problem;
   write(at("problem"), state.problem || "");
   if (!state.documents) return;
-  if (run !== null && run !== state.run) location.reload(); // the play was started anew
+  if (run !== null && run !== state.run) location.reload(); // make play was restarted
   run = state.run;
   at("none").hidden = state.documents.length > 0;
   for (const one of state.documents) showDocument(one);
@@ -125,7 +125,7 @@ function why(leases) {
 
 function ran(plain) {
   const parts = [];
-  if (plain.open) parts.push(`${plain.open} to come`);
+  if (plain.open) parts.push(`${plain.open} waiting or running`);
   if (plain.finished) parts.push(`${plain.finished} with a result`);
   if (plain.failed) parts.push(`${plain.failed} failed`);
   return parts.join(", ");
@@ -140,7 +140,7 @@ function makeDocument(number) {
   make("h3", item, { id: `document-${number}` }, name);
   item.append(" ");
   row.presses = make("small", item);
-  // Above all that grows and shrinks: a button must not move under a double click.
+  // The buttons come first, so that they do not move between the clicks of a double click.
   const buttons = make("div", item);
   button(buttons, "Press again", `Press again: ${name}`, `documents/${number}/presses`, { times: 1 }, "again");
   button(buttons, "Press 10 times", `Press 10 times: ${name}`, `documents/${number}/presses`, { times: 10 }, "often");
@@ -163,7 +163,7 @@ function makeDocument(number) {
   row.plain = make("span", plain, { class: "state" });
   row.plainPaid = make("div", plain, { class: "paid" });
   row.decide = make("div", item, { class: "decide", role: "group", "aria-label": `Decide about ${name}` });
-  make("p", row.decide, {}, "It may have been charged. Look, and decide:");
+  make("p", row.decide, {}, "It may have been charged. Decide:");
   row.evidence = make("p", row.decide);
   const path = `documents/${number}/resolution`;
   button(row.decide, "It was charged: done", "", path, { outcome: "done" }, "charged");
@@ -182,7 +182,7 @@ function button(parent, text, label, path, value, kind) {
 function showTotal(side, total) {
   write(at(`${side}-paid`), String(total.paid));
   write(at(`${side}-cents`), `$${(total.cents / 100).toFixed(2)}`);
-  const refused = total.refused ? `, ${total.refused} of them turned away` : "";
+  const refused = total.refused ? `, ${total.refused} of them refused` : "";
   write(at(`${side}-calls`), `${total.calls} ${total.calls === 1 ? "call" : "calls"}${refused}`);
 }
 
@@ -202,7 +202,7 @@ function showWorker(worker) {
     row.kill = button(item, "Kill it", `Kill ${worker.short}`, `workers/${encodeURIComponent(worker.name)}/death`, {}, "kill");
     workerRows.set(worker.name, row);
   }
-  write(row.text, `${worker.short} ${worker.up ? "works" : "is gone, and starts again"}`);
+  write(row.text, `${worker.short} ${worker.up ? "is running" : "was killed, and starts again"}`);
   row.kill.disabled = !worker.up;
 }
 
@@ -219,7 +219,7 @@ function times(number) {
   return ["never", "once", "twice"][number] || `${number} times`;
 }
 
-// -- countdowns: the server's number, counted on here until it sends another ------------------
+// -- countdowns: from the server's latest number ------------------
 
 function countdown(element, seconds) {
   if (seconds) timers.set(element, performance.now() + seconds * 1000);
@@ -250,7 +250,7 @@ function showProvider(provider) {
   at("tells").checked = provider.tells;
   outputs();
   at("limited").hidden = !provider.limited_for;
-  write(at("limited"), `It turns calls away for ${Math.ceil(provider.limited_for)} more seconds.`);
+  write(at("limited"), `It refuses calls for ${Math.ceil(provider.limited_for)} more seconds.`);
 }
 
 function outputs() {
