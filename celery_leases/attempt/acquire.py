@@ -352,7 +352,7 @@ class Entry:
         in a row.
         """
         delay = settlement.store_pause(tries, self.context.rand())
-        return Reschedule(delay, str(error), what="", away=True)
+        return Reschedule(delay, str(error), event_type="", away=True)
 
     def _report_held(self, call: Call, holder: Holder) -> None:
         self.context.observer.observe(

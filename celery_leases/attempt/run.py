@@ -55,11 +55,11 @@ from celery_leases.protocol.verdicts import (
     Call,
     Drop,
     Follow,
-    News,
     Raise,
     Reschedule,
     Return,
     Run,
+    TaskEvent,
     Verdict,
     Wait,
 )
@@ -351,22 +351,24 @@ class Execution:
         """
         wait, why = outcome.retry_after or 0.0, outcome.reason or "it asked for it"
         cooling = outcome.state is State.COOLING
-        what = "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff"
-        news = News(what, wait, why)
+        event_type = (
+            "snoozed" if isinstance(ending, Snoozed) else "cooldown" if cooling else "backoff"
+        )
+        task_event = TaskEvent(event_type, wait, why)
         asked = isinstance(ending, Snoozed) or isinstance(ending.error, Cooldown | RetryLater)
         if outcome.resumes:
             return Reschedule(
                 wait,
                 f"{outcome.state.value}: {why}",
                 started=True,
-                what=what,
-                why=why,
+                event_type=event_type,
+                event_reason=why,
                 away=isinstance(ending.error, RecordUnreadable),
                 cause=ending.error if isinstance(ending, Raised) else None,
                 unknown=outcome.failure is not None and outcome.failure.rule == ANYTHING_ELSE.name,
             )
         if not asked:
-            return Raise(ending.error, news=news if cooling else None)
+            return Raise(ending.error, task_event=task_event if cooling else None)
         rule = outcome.failure.rule if outcome.failure else None
         if outcome.failure is not None and outcome.state is State.FAILED:
             failed = PermanentFailure(
@@ -386,7 +388,7 @@ class Execution:
             message, call.key.key, self.context.wall_time() + wait, wait, reason, rule, scope
         )
         refusal.__cause__ = ending.error
-        return Raise(refusal, news=news)
+        return Raise(refusal, task_event=task_event)
 
     def _stale(self, call: Call, record: Record) -> Answer:
         """A later attempt owns the key, or the row was deleted: that attempt's answer counts."""
@@ -411,7 +413,7 @@ class Execution:
 
     def _soon(self, reason: str) -> Reschedule:
         """Run a call again that has lost its lease while it ran."""
-        return Reschedule(SHORT_PAUSE + self.context.rand(), reason, started=True, what="")
+        return Reschedule(SHORT_PAUSE + self.context.rand(), reason, started=True, event_type="")
 
     def _answered(self, call: Call, verdict: Verdict) -> Answer:
         """Report what was decided without a run; the worker reports what it publishes."""

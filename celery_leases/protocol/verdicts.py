@@ -93,12 +93,13 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """The event for monitors of Celery about a call that does not run now: ``what``, and for how
-    long.
+class TaskEvent:
+    """A Celery task event about a call that does not run now: ``task-<type>``, shown by Flower.
+
+    The call is due again in ``retry_after`` seconds.
     """
 
-    what: str
+    type: str
     retry_after: float
     reason: str
 
@@ -124,7 +125,7 @@ class Raise:
 
     error: BaseException
     own: bool = False
-    news: News | None = None
+    task_event: TaskEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +138,10 @@ class Reschedule:
     started: bool = False
     #: The error to raise where a call cannot be rescheduled.
     refusal: LeasesError | None = None
-    #: The state of the call in task events; empty if none is sent.
-    what: str = "rescheduled"
-    #: The reason in task events, if it is another one.
-    why: str | None = None
+    #: The type of the task event to send, without ``task-``; empty: send none.
+    event_type: str = "rescheduled"
+    #: The reason in that event; ``None``: ``reason``.
+    event_reason: str | None = None
     #: The call has failed before and runs again for that reason: Celery knows of its retry.
     retrying: bool = False
     #: The fence of the failure of this call that its fresh message waits for.
@@ -157,13 +158,17 @@ class Reschedule:
     unknown: bool = False
 
     @property
-    def news(self) -> News | None:
-        """The task event to send. One reschedule is not the whole wait of a key that cools down."""
-        if not self.what:
+    def task_event(self) -> TaskEvent | None:
+        """The task event to send, if any.
+
+        A key that cools down may wait longer than one countdown lasts; the event has the whole
+        wait.
+        """
+        if not self.event_type:
             return None
         refusal = self.refusal
         wait = refusal.retry_after if isinstance(refusal, CoolingDown) else self.delay
-        return News(self.what, wait, self.why or self.reason)
+        return TaskEvent(self.event_type, wait, self.event_reason or self.reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,13 @@ def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
     # any time.
     delay = min(waits, 2.0 ** min(call.tries, 20)) if probed else waits
     pending = facts.gate is None and record is not None and record.state is State.PENDING
-    what = "backoff" if pending else "cooldown"
+    event_type = "backoff" if pending else "cooldown"
     reschedule = Reschedule(
         hop(call, delay + spread(facts)),
         str(refusal),
         started=started,
         refusal=refusal,
-        what=what,
+        event_type=event_type,
         retrying=retrying,
         met=met,
     )

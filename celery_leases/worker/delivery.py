@@ -44,10 +44,10 @@ from celery_leases.protocol.verdicts import (
     Call,
     Drop,
     Follow,
-    News,
     Raise,
     Reschedule,
     Return,
+    TaskEvent,
 )
 from celery_leases.protocol.waiting import (
     HELD_LONGEST,
@@ -224,8 +224,8 @@ class Delivery:
             woken=WOKEN in request.__dict__,
         )
 
-    def _pin(self, call: Call, **news: Any) -> None:
-        self._write(replace(self.pin.of_key(call.key, call.group), **news))
+    def _pin(self, call: Call, **changes: Any) -> None:
+        self._write(replace(self.pin.of_key(call.key, call.group), **changes))
 
     def _write(self, pin: Header) -> None:
         """Write the header into this request's own copy of the headers, which retries and copies
@@ -303,8 +303,8 @@ class Delivery:
                     _note_callbacks()
                     state_of(self.request).answered = call.key.stored, call.call_id
                 return value
-            case Raise(error, own, news):
-                self._announce(call, news)
+            case Raise(error, own, task_event):
+                self._announce(call, task_event)
                 if own and self._celery_knows():
                     self._drop(call, OUTCOME_KNOWN)
                 raise error
@@ -365,7 +365,7 @@ class Delivery:
                 **call.subject, delay=delay, reason=again.reason, unavailable=again.away
             )
         )
-        self._announce(call, again.news)
+        self._announce(call, again.task_event)
         if again.cause is not None and not isinstance(again.cause, Cooldown | RetryLater):
             level = (
                 logging.ERROR if again.unknown else logging.WARNING
@@ -554,11 +554,15 @@ class Delivery:
             return 0 if again.away else None
         return call.met
 
-    def _announce(self, call: Call, news: News | None) -> None:
+    def _announce(self, call: Call, task_event: TaskEvent | None) -> None:
         """Send a task event, shown by Flower, that says why the call does not run now."""
-        if news is not None:
-            fields = {"key": call.key.shown, "retry_after": news.retry_after, "reason": news.reason}
-            self.parts.copies.announce(self.task, news.what, **fields)
+        if task_event is not None:
+            fields = {
+                "key": call.key.shown,
+                "retry_after": task_event.retry_after,
+                "reason": task_event.reason,
+            }
+            self.parts.copies.announce(self.task, task_event.type, **fields)
 
     def _celery_knows(self) -> bool:
         """Whether the result backend has a final state for this call."""

@@ -49,8 +49,12 @@ class TestAKeyThatCools:
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.again(call))
         assert isinstance(reply, Reschedule)
-        assert reply.news is not None
-        assert (reply.delay, reply.news.what, reply.news.retry_after) == (10.0, "cooldown", 60.0)
+        assert reply.task_event is not None
+        assert (reply.delay, reply.task_event.type, reply.task_event.retry_after) == (
+            10.0,
+            "cooldown",
+            60.0,
+        )
 
     def test_the_copy_runs_when_its_time_has_come(self, bench: Bench) -> None:
         """As the next attempt, with its counts."""

@@ -327,7 +327,7 @@ class TestEveryCooldown:
 
     def test_every_wait_can_be_published_and_explained_to_an_eager_caller(self) -> None:
         def unexplained(one: Combination) -> bool:
-            too_early = isinstance(one.verdict, Reschedule) and one.verdict.what in (
+            too_early = isinstance(one.verdict, Reschedule) and one.verdict.event_type in (
                 "cooldown",
                 "backoff",
             )
@@ -346,7 +346,7 @@ def too_early(verdict: Verdict) -> bool:
     """Whether the verdict is a run, or a wait that a gate may make longer."""
     return (
         isinstance(verdict, Run)
-        or (isinstance(verdict, Reschedule) and verdict.what in ("cooldown", "backoff"))
+        or (isinstance(verdict, Reschedule) and verdict.event_type in ("cooldown", "backoff"))
         or (isinstance(verdict, Raise) and isinstance(verdict.error, CoolingDown))
         or (isinstance(verdict, Drop) and verdict.reason.startswith("Retry available"))
     )

@@ -23,7 +23,7 @@ from celery_leases.protocol.body_endings import (
 from celery_leases.protocol.events import AttemptSettled, GateClosed, GateOpened
 from celery_leases.protocol.records import Ended, State
 from celery_leases.protocol.results import failure_of
-from celery_leases.protocol.verdicts import Drop, News, Raise, Reschedule, Return
+from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, TaskEvent
 from celery_leases.protocol.waiting import RETRY_GRACE
 from tests.unit.decision_inputs import FAILURE, GROUP, KEY, OURS, THEIRS, TODAY, judged, raised
 from tests.unit.memory_worker import FOR_GOOD, OF_THE_GROUP, OF_THE_KEY, RATE_LIMITED, SOON, Bench
@@ -69,12 +69,12 @@ class TestAFailure:
         assert bench.steps() == ["acquire", "claim", "settle", "cool"]
         expected: dict[str, Any] = {
             "started": True,
-            "what": "cooldown",
-            "why": "error",
+            "event_type": "cooldown",
+            "event_reason": "error",
             "cause": OF_THE_KEY.error,
         }
         assert reply == Reschedule(60.0, "cooling: error", **expected)
-        assert reply.news == News("cooldown", 60.0, "error")
+        assert reply.task_event == TaskEvent("cooldown", 60.0, "error")
         assert (bench.state, bench.row.waits, bench.held, bench.cools) == (
             State.COOLING,
             60.0,
@@ -124,12 +124,12 @@ class TestAFailure:
         assert bench.steps() == ["acquire", "claim", "settle", "release"]
         expected: dict[str, Any] = {
             "started": True,
-            "what": "backoff",
-            "why": "error",
+            "event_type": "backoff",
+            "event_reason": "error",
             "cause": SOON.error,
         }
         assert reply == Reschedule(2.0, "pending: error", **expected)
-        assert reply.news == News("backoff", 2.0, "error")
+        assert reply.task_event == TaskEvent("backoff", 2.0, "error")
         assert (bench.state, bench.row.waits, bench.held) == (State.PENDING, 2.0, False)
 
     def test_a_permanent_failure_is_raised_as_it_was(self, bench: Bench) -> None:
@@ -140,7 +140,7 @@ class TestAFailure:
     def test_an_unknown_failure_is_raised_and_cools(self, bench: Bench) -> None:
         """By default; a transient failure resumes."""
         assert bench.run(bench.call(resume="transient"), OF_THE_KEY) == Raise(
-            OF_THE_KEY.error, news=News("cooldown", 60.0, "error")
+            OF_THE_KEY.error, task_event=TaskEvent("cooldown", 60.0, "error")
         )
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
         bench.clock.sleep(60.0)
@@ -151,7 +151,7 @@ class TestAFailure:
     def test_a_call_that_shall_stop_raises_and_cools(self, bench: Bench) -> None:
         """A person starts it again."""
         reply = bench.run(bench.call(resume="never"), OF_THE_KEY)
-        assert reply == Raise(OF_THE_KEY.error, news=News("cooldown", 60.0, "error"))
+        assert reply == Raise(OF_THE_KEY.error, task_event=TaskEvent("cooldown", 60.0, "error"))
         assert (bench.state, bench.row.resumes, bench.cools) == (State.COOLING, False, True)
 
     def test_a_snooze_is_rescheduled_without_an_attempt(self, bench: Bench) -> None:
@@ -164,7 +164,7 @@ class TestAFailure:
             True,
             None,
         )
-        assert reply.news == News("snoozed", 60.0, "draft not ready")
+        assert reply.task_event == TaskEvent("snoozed", 60.0, "draft not ready")
         assert (bench.state, bench.row.attempt, bench.row.failures, bench.held) == (
             State.PENDING,
             0,
@@ -192,7 +192,11 @@ class TestWhatTheBodyAskedFor:
         reply = bench.run(bench.call(max_failures=1, comes_back=comes_back), ending)
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, PermanentFailure)
-        assert (reply.error.rule, reply.error.error, reply.news) == ("row", "ValueError", None)
+        assert (reply.error.rule, reply.error.error, reply.task_event) == (
+            "row",
+            "ValueError",
+            None,
+        )
         assert reply.error.__cause__ is error
         assert bench.state is State.FAILED
 

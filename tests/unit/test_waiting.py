@@ -95,7 +95,7 @@ class TestWaitingForItsRetryTime:
         verdict = reschedule(
             decide(a_call(on_held=on_held, on_cooling=on_cooling), waiting(State.PENDING, 30))
         )
-        assert verdict.what == "backoff"
+        assert verdict.event_type == "backoff"
 
     def test_an_eager_call_gets_the_end_of_a_countdown(self) -> None:
         verdict = reschedule(decide(a_call(), waiting(State.PENDING, 30)))
@@ -131,7 +131,7 @@ class TestAnotherCallMeetsACooldown:
         record.
         """
         verdict = reschedule(decide(a_call(), record, gate=gate))
-        assert (verdict.what, verdict.started) == ("cooldown", False)
+        assert (verdict.event_type, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     def test_by_default_it_is_rescheduled_if_a_canvas_waits_for_it(
@@ -139,7 +139,7 @@ class TestAnotherCallMeetsACooldown:
     ) -> None:
         """A chain, chord or group would end with the error."""
         verdict = reschedule(decide(a_call(canvas=True), **facts))
-        assert (verdict.what, verdict.started) == ("cooldown", False)
+        assert (verdict.event_type, verdict.started) == ("cooldown", False)
 
     @pytest.mark.parametrize("facts", CLOSED, ids=NAMES)
     @pytest.mark.parametrize("canvas", [False, True])
