@@ -650,7 +650,7 @@ class LeaseClient:
         start anew.
 
         Nothing is published by this: where ``resumes`` is true a copy of the call waits at the
-        broker and comes with its next hop, else call the task again. The gate of a cooldown group
+        broker and comes with its next countdown, else call the task again. The gate of a cooldown group
         stays as it is, see :meth:`open_group`. The record counts for *retention* from now, by
         default the task's ``lease_retention``. Raises :class:`~celery_leases.errors.LeaseIsLive`
         while somebody runs it, or if somebody has come meanwhile, unless *force*,
@@ -792,7 +792,7 @@ class LeaseClient:
         """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of
         it.
 
-        Whether it was closed. Copies that wait at the broker come with their next hop. Raises
+        Whether it was closed. Copies that wait at the broker come with their next countdown. Raises
         :class:`~celery_leases.errors.KeyUnusable` for a blank name.
         """
         _check_group(group)

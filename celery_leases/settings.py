@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from celery_leases.common.durations import seconds
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.options import DATABASE, LONGEST_HOP, OPTION_NAMES, renamed
+from celery_leases.protocol.options import DATABASE, LONGEST_COUNTDOWN, OPTION_NAMES, renamed
 from celery_leases.stores.redis import url
 
 DEFAULT_DATABASE = "sqlite:///celery_leases.db"
@@ -60,7 +60,7 @@ class Settings:
     transport_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     #: The longest countdown of a reschedule, in seconds: half the visibility timeout, on RabbitMQ a
     #: third of the consumer timeout, at most 10 minutes.
-    longest_hop: float = LONGEST_HOP
+    longest_countdown: float = LONGEST_COUNTDOWN
     #: RabbitMQ's ``consumer_timeout`` in seconds.
     consumer_timeout: float = CONSUMER_TIMEOUT
     #: App-wide defaults of task options.
@@ -134,7 +134,7 @@ def read_settings(
         else options
         if _is_broker(leases_url, broker)
         else {},
-        longest_hop=_longest_hop(broker, options, consumer_timeout),
+        longest_countdown=_longest_countdown(broker, options, consumer_timeout),
         consumer_timeout=consumer_timeout,
         defaults={name: value for name, value in given.items() if name in OPTION_NAMES},
     )
@@ -188,10 +188,10 @@ def _is_broker(leases_url: str, broker: str) -> bool:
     )
 
 
-def _longest_hop(broker: str, options: Mapping[str, Any], consumer_timeout: float) -> float:
+def _longest_countdown(broker: str, options: Mapping[str, Any], consumer_timeout: float) -> float:
     if is_rabbit(broker):
         # A message with a countdown waits in a worker, and its body runs before it is acknowledged.
-        return min(consumer_timeout / 3, LONGEST_HOP)
+        return min(consumer_timeout / 3, LONGEST_COUNTDOWN)
     default = _VISIBILITY_TIMEOUTS.get(scheme_of(broker))
     timeout = options.get("visibility_timeout", default)
-    return min(float(timeout) / 2, LONGEST_HOP) if timeout else LONGEST_HOP
+    return min(float(timeout) / 2, LONGEST_COUNTDOWN) if timeout else LONGEST_COUNTDOWN

@@ -89,7 +89,7 @@ from celery_leases.protocol.verdicts import (
     Verdict,
     Wait,
 )
-from celery_leases.protocol.waiting import hop, hop_until_woken, jitter, too_early
+from celery_leases.protocol.waiting import countdown, countdown_until_free, jitter, too_early
 
 SENT: Final = "its result and callbacks are already sent"
 ENDED_ALREADY: Final = "it has ended without a result"
@@ -170,7 +170,7 @@ def _own_answer(call: Call, record: Record, facts: Facts) -> Verdict:
             return Drop(_BY_THE_TASK.format(record.reason))
         if call.canvas and (wait := _dispatching(record)) > 0:
             return Reschedule(
-                hop(call, wait + jitter(facts)),
+                countdown(call, wait + jitter(facts)),
                 "its callbacks are being sent",
                 started=True,
                 event_type="",
@@ -217,7 +217,7 @@ def _gone_on(call: Call, record: Record, facts: Facts) -> Verdict:
     growing = min(2.0 ** min(call.tries, 20), LONGEST_LOOK) + jitter(facts)
     reason = f"call {record.call_id} continues as another task, which has not ended"
     missing = _missing(record)
-    again = Reschedule(hop(call, growing), reason, refusal=missing, event_reason=reason)
+    again = Reschedule(countdown(call, growing), reason, refusal=missing, event_reason=reason)
     return Follow(record.call_id, age, again, missing)
 
 
@@ -243,13 +243,13 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         # The message of a retry may overtake the end of the attempt that sent it.
         delay = growing if call.retries and not call.tries else holder.remaining + jitter(facts)
         return Reschedule(
-            hop(call, delay), "a copy of this call is running", started=True, event_type=""
+            countdown(call, delay), "a copy of this call is running", started=True, event_type=""
         )
-    delay = hop_until_woken(call, facts) if call.woken else growing
+    delay = countdown_until_free(call, facts) if call.woken else growing
     reason = "another call holds the key" + (
         "; this call begins when the key is free" if call.woken else ""
     )
-    reschedule = Reschedule(hop(call, delay), reason, event_type="held", held=True)
+    reschedule = Reschedule(countdown(call, delay), reason, event_type="held", held=True)
     patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait
     if not call.started and (left := patience - facts.waited) > 0:
         return Wait(min(left, 0.2 + 0.3 * facts.rand))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a process that only publishes needs no rules
 
 DATABASE: Final = "database"
 """The value of ``leases_url`` for leases in the records' own database."""
-LONGEST_HOP: Final = 600.0
+LONGEST_COUNTDOWN: Final = 600.0
 """Seconds of the longest countdown that a call is rescheduled with."""
 DEFAULT_TTL: Final = 15.0
 """Seconds of ``lease_ttl`` where nothing else is set."""

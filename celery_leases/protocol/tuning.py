@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from celery_leases.protocol.deadlines import RATE_MARGIN, RENEWALS_PER_TTL
-from celery_leases.protocol.options import ADVISED_TTL, LONGEST_HOP
+from celery_leases.protocol.options import ADVISED_TTL, LONGEST_COUNTDOWN
 
 CALL_PART = 10
 """A renewal may take a tenth of the ttl: ``call_timeout`` of the deadlines."""
@@ -114,10 +114,10 @@ class Delivery:
 
     def delay(self, ttl: float) -> float:
         """For how long a call that met the key of the dead worker is rescheduled at most."""
-        hop = LONGEST_HOP
+        countdown = LONGEST_COUNTDOWN
         if self.visibility_timeout is not None:
-            hop = min(hop, self.visibility_timeout / 2)
-        return min(ttl + 1.0, hop)
+            countdown = min(countdown, self.visibility_timeout / 2)
+        return min(ttl + 1.0, countdown)
 
     def key_free(self, ttl: float) -> float:
         """How long after a worker was killed another call of its key runs, at most."""

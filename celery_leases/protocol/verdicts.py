@@ -10,7 +10,7 @@ from celery_leases.errors import CoolingDown, LeasesError
 from celery_leases.protocol.events import Subject
 from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.keys import CallKey
-from celery_leases.protocol.options import LONGEST_HOP, LeaseOptions
+from celery_leases.protocol.options import LONGEST_COUNTDOWN, LeaseOptions
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Record
 
@@ -43,7 +43,7 @@ class Call:
     #: The owner token made for this delivery.
     token: str = ""
     #: The longest countdown before the broker might redeliver the message, in seconds.
-    longest_hop: float = LONGEST_HOP
+    longest_countdown: float = LONGEST_COUNTDOWN
     #: The hard time limit of this call in seconds, if it has one.
     time_limit: float | None = None
     #: The cooldown group it belongs to.

@@ -65,7 +65,7 @@ def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
     pending = facts.gate is None and record is not None and record.state is State.PENDING
     event_type = "backoff" if pending else "cooldown"
     reschedule = Reschedule(
-        hop(call, delay + spread(facts)),
+        countdown(call, delay + spread(facts)),
         str(refusal),
         started=started,
         refusal=refusal,
@@ -116,7 +116,9 @@ def store_came_up_empty(call: Call, record: Record, age: float, rand: float) -> 
     A live holder writes its lease again with its next renewal, so the delivery waits until the ttl
     of the row has passed.
     """
-    return Reschedule(hop(call, record.lease_ttl - age + 0.4 * rand), "the lease store was emptied")
+    return Reschedule(
+        countdown(call, record.lease_ttl - age + 0.4 * rand), "the lease store was emptied"
+    )
 
 
 def holder_may_return(waited: float, rand: float) -> Reschedule | Wait:
@@ -132,12 +134,12 @@ def holder_may_return(waited: float, rand: float) -> Reschedule | Wait:
     )
 
 
-def hop(call: Call, delay: float) -> float:
+def countdown(call: Call, delay: float) -> float:
     """The part of a wait that is short enough for one message."""
-    return max(SHORTEST_DELAY, min(delay, call.longest_hop))
+    return max(SHORTEST_DELAY, min(delay, call.longest_countdown))
 
 
-def hop_until_woken(call: Call, facts: Facts) -> float:
+def countdown_until_free(call: Call, facts: Facts) -> float:
     """How long a call waits that begins as soon as its key is free; for a worker that does not
     begin calls early.
 

@@ -39,15 +39,19 @@ def over_consumer_timeout(
     if app.connection_for_read().transport.driver_type != "amqp":
         return None
     # With native delayed delivery a waiting message is not in a worker.
-    hop = 0.0 if detect_quorum_queues(app, "amqp")[0] else settings.longest_hop
-    long = {name: limit for name, limit in tasks.items() if limit + hop > settings.consumer_timeout}
+    countdown = 0.0 if detect_quorum_queues(app, "amqp")[0] else settings.longest_countdown
+    long = {
+        name: limit
+        for name, limit in tasks.items()
+        if limit + countdown > settings.consumer_timeout
+    }
     if not long:
         return None
     named = ", ".join(f"{name} ({limit:g} s)" for name, limit in sorted(long.items()))
     return (
         (
             "RabbitMQ stops a worker that keeps a delivery for longer than its consumer_timeout, here "
-            f"{settings.consumer_timeout:g} s; a wait of up to {hop:g} s and the time_limit of these "
+            f"{settings.consumer_timeout:g} s; a wait of up to {countdown:g} s and the time_limit of these "
             f"tasks are longer together: {named}"
         ),
         (

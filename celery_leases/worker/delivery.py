@@ -216,7 +216,7 @@ class Delivery:
             retries=request.retries,
             prior=pin.prior,
             token=owner_of(self.token or uuid4().hex, self.process),
-            longest_hop=self.parts.settings.longest_hop,
+            longest_countdown=self.parts.settings.longest_countdown,
             time_limit=limits[0] or self.task.time_limit,
             group=group,
             comes_back=not request.is_eager,
@@ -338,7 +338,7 @@ class Delivery:
 
     def _reschedule(self, call: Call, again: Reschedule) -> NoReturn:
         """End this delivery once the broker has a copy of it; always raises."""
-        delay = min(again.delay, call.longest_hop)
+        delay = min(again.delay, call.longest_countdown)
         if self.request.is_eager:
             if again.away and again.refusal is None:
                 why = f"{printable(call.key.key)}: {again.reason}; an eager call cannot be rescheduled"
@@ -445,7 +445,7 @@ class Delivery:
         """When the delivery is returned at the latest if the broker does not accept a copy
         of it.
         """
-        until = self.parts.clock.now() + held_for(*self._spent(call), call.longest_hop)
+        until = self.parts.clock.now() + held_for(*self._spent(call), call.longest_countdown)
         return (
             min(until, self.taken + call.time_limit - TIME_TO_GIVE_BACK)
             if call.time_limit

@@ -288,7 +288,7 @@ class HeldCalls:
     def _line(self, stored_key: str, task: Any) -> Line:
         line = self.lines.get(stored_key)
         if line is None:
-            line = Line(stored_key, monotonic(), longest=settings_of(task.app).longest_hop)
+            line = Line(stored_key, monotonic(), longest=settings_of(task.app).longest_countdown)
             self.lines[stored_key] = line
         self._tasks.add(task.name)
         line.rerun = line.rerun or task.lease_options.rerun

@@ -45,7 +45,7 @@ class TestAKeyThatCools:
 
     def test_events_have_the_whole_wait_and_not_one_reschedule(self, bench: Bench) -> None:
         """The broker is trusted with 10 s at a time; the key waits for a minute."""
-        call = bench.call(longest_hop=10.0)
+        call = bench.call(longest_countdown=10.0)
         bench.run(call, OF_THE_KEY)
         reply = bench.run(bench.again(call))
         assert isinstance(reply, Reschedule)

@@ -339,7 +339,7 @@ class TestEveryCooldown:
 
 def unpublishable(one: Combination) -> bool:
     delays = isinstance(one.verdict, Reschedule)
-    return delays and not SHORTEST_DELAY <= one.verdict.delay <= one.call.longest_hop  # type: ignore[union-attr]
+    return delays and not SHORTEST_DELAY <= one.verdict.delay <= one.call.longest_countdown  # type: ignore[union-attr]
 
 
 def too_early(verdict: Verdict) -> bool:

@@ -23,7 +23,7 @@ def an_app(**conf: object) -> Celery:
 
 
 @pytest.mark.parametrize(
-    ("broker", "timeout", "hop"),
+    ("broker", "timeout", "countdown"),
     [
         ("amqp://rabbit//", None, 600.0),
         ("amqp://rabbit//", "1h", 600.0),
@@ -32,12 +32,15 @@ def an_app(**conf: object) -> Celery:
     ],
 )
 def test_a_hop_leaves_the_body_two_thirds_of_the_consumer_timeout(
-    broker: str, timeout: object, hop: float
+    broker: str, timeout: object, countdown: float
 ) -> None:
     """On RabbitMQ a message that waits in a worker is not acknowledged before its body has
     ended.
     """
-    assert read_settings(DATABASE | {"leases_consumer_timeout": timeout}, broker).longest_hop == hop
+    assert (
+        read_settings(DATABASE | {"leases_consumer_timeout": timeout}, broker).longest_countdown
+        == countdown
+    )
 
 
 def test_the_shortest_consumer_timeout_of_a_queue_counts() -> None:

@@ -80,4 +80,4 @@ def test_a_broker_from_the_environment_is_the_broker(monkeypatch: pytest.MonkeyP
         leases_database_url="sqlite://", broker_transport_options={"visibility_timeout": 60}
     )
     settings = settings_of(app)
-    assert (settings.leases_url, settings.longest_hop) == ("redis://broker:6379/3", 30.0)
+    assert (settings.leases_url, settings.longest_countdown) == ("redis://broker:6379/3", 30.0)

@@ -291,7 +291,9 @@ class TestHowLong:
     def test_a_long_wait_goes_in_hops(self, gate: Gate | None) -> None:
         verdict = reschedule(
             decide(
-                a_call(longest_hop=30.0), replace(ITS_OWN, retry_at=NOW + 7_200 * SECOND), gate=gate
+                a_call(longest_countdown=30.0),
+                replace(ITS_OWN, retry_at=NOW + 7_200 * SECOND),
+                gate=gate,
             )
         )
         assert verdict.delay == 30.0
