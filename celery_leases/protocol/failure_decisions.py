@@ -123,7 +123,9 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
             assert_never(never)
 
 
-def comes_back(options: LeaseOptions, judgement: Classification, ruling: Ruling) -> bool:
+def resumes_after_cooldown(
+    options: LeaseOptions, judgement: Classification, ruling: Ruling
+) -> bool:
     """Whether a call runs again by itself after the cooldown that *ruling* has made of *judgement*.
 
     With ``lease_resume="transient"``: if the rules know the failure to be transient. They say
@@ -200,7 +202,7 @@ def _cool_down(
     rand: float,
 ) -> EnterCooldown:
     policy = ruling.policy or call.options.cooldown
-    resume = call.comes_back and comes_back(call.options, judgement, ruling)
+    resume = call.reschedulable and resumes_after_cooldown(call.options, judgement, ruling)
     if failure.group is not None:
         given = _server_delay(ruling, judgement, rand)
         closing = Closing(

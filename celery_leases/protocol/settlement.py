@@ -103,7 +103,7 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             )
             return _failed(call, record, closed, verdict)
         case Snoozed(_, delay, reason):
-            resumes = call.comes_back
+            resumes = call.reschedulable
             return replace(
                 unspent,
                 ended=Ended.SNOOZED,
@@ -112,9 +112,9 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
                 resumes=resumes,
             )
         case Lost(reason):
-            return replace(unspent, ended=Ended.LOST, reason=reason, resumes=call.comes_back)
+            return replace(unspent, ended=Ended.LOST, reason=reason, resumes=call.reschedulable)
         case Interrupted():
-            return replace(unspent, ended=Ended.INTERRUPTED, resumes=call.comes_back)
+            return replace(unspent, ended=Ended.INTERRUPTED, resumes=call.reschedulable)
         case Terminated(_, reason):
             died = (0 if other else record.crashes) + 1
             exited = replace(
@@ -129,7 +129,9 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             passed = replace(closed, ended=ended, crashes=crashes)
             if again:
                 retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
-                return replace(passed, retry_after=delay, retries=retries, resumes=call.comes_back)
+                return replace(
+                    passed, retry_after=delay, retries=retries, resumes=call.reschedulable
+                )
             finished = _finished(call, record, NO_RESULT)
             return replace(
                 _cleared(passed), state=State.DONE, reason=ended.value, finished=finished
@@ -148,7 +150,7 @@ def died(call: Call, record: Record, death: Death) -> Outcome:
     kept = replace(_kept(call, record), reason=death.value)
     if death is Death.STOPPED:
         stopped = replace(kept, ended=Ended.INTERRUPTED, attempt=record.attempt - 1)
-        return _lasting(call, replace(stopped, resumes=call.comes_back))
+        return _lasting(call, replace(stopped, resumes=call.reschedulable))
     if death is Death.REVOKED:
         return _lasting(call, replace(kept, ended=Ended.TERMINATED, attempt=record.attempt - 1))
     other = call.options.rerun and record.crashed_call not in (None, call.call_id)
@@ -175,7 +177,7 @@ def stood_back(call: Call, record: Record, delay: float) -> Outcome:
     unrun = replace(_kept(call, record), ended=before.ended, attempt=record.attempt - 1, unrun=True)
     return _lasting(
         call,
-        replace(unrun, retry_after=delay or None, failure=before.error, resumes=call.comes_back),
+        replace(unrun, retry_after=delay or None, failure=before.error, resumes=call.reschedulable),
     )
 
 
@@ -224,7 +226,7 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
         case Fail():
             return replace(failed, state=State.FAILED, finished=_finished(call, record, NO_RESULT))
         case RetryAfter(delay):
-            return replace(failed, retry_after=delay, resumes=call.comes_back)
+            return replace(failed, retry_after=delay, resumes=call.reschedulable)
         case Parked():
             return replace(failed, state=State.UNCERTAIN, retention=None)
         case EnterCooldown(delay, resume=resume):

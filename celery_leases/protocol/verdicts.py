@@ -51,7 +51,7 @@ class Call:
     #: Its message as a signature in JSON, if the record must store it.
     message: str | None = None
     #: It can be rescheduled; an eager call cannot.
-    comes_back: bool = True
+    reschedulable: bool = True
     #: If it waits for a held key, it begins as soon as the key is free.
     woken: bool = False
 

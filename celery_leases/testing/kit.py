@@ -31,7 +31,7 @@ from celery_leases.errors import CoolingDown, KeyUnusable, LeaseConfigurationErr
 from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.events import Event, LeaseAcquired, ResultReplayed
-from celery_leases.protocol.failure_decisions import comes_back
+from celery_leases.protocol.failure_decisions import resumes_after_cooldown
 from celery_leases.protocol.keys import CallKey, call_group, call_key, stored_key
 from celery_leases.protocol.options import DATABASE, DEFAULT_TTL
 from celery_leases.protocol.ports import Acquired, Claimed
@@ -608,7 +608,7 @@ class LeaseKit:
             else error
         )
         judgement = self.classify(cause, task)
-        return comes_back(task.lease_options, judgement, judgement.ruling)
+        return resumes_after_cooldown(task.lease_options, judgement, judgement.ruling)
 
     def _status_of_call(
         self, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: str

@@ -107,7 +107,7 @@ class BodyEnd:
             return self._held_too_long(error, limit)
         if self.held_lease.lost:
             return Lost(self.held_lease.lost)
-        if isinstance(error, RecordUnreadable) and self.call.comes_back:
+        if isinstance(error, RecordUnreadable) and self.call.reschedulable:
             return Snoozed(error, UNREADABLE_PAUSE, str(error))
         if isinstance(error, TypeError) and not self._arguments_fit():
             return Raised(error, failure_of(error), _WRONG_ARGUMENTS, traceback_of(error))

@@ -219,7 +219,7 @@ class Delivery:
             longest_countdown=self.parts.settings.longest_countdown,
             time_limit=limits[0] or self.task.time_limit,
             group=group,
-            comes_back=not request.is_eager,
+            reschedulable=not request.is_eager,
             message=message,
             woken=WOKEN in request.__dict__,
         )

@@ -182,14 +182,14 @@ class TestAFailure:
 class TestWhatTheBodyAskedFor:
     """``Cooldown`` and ``RetryLater`` are for the lease; a caller gets an answer instead."""
 
-    @pytest.mark.parametrize("comes_back", [True, False])
+    @pytest.mark.parametrize("reschedulable", [True, False])
     @pytest.mark.parametrize("error", [Cooldown(60), RetryLater(60)], ids=["cooldown", "retry"])
     def test_the_last_allowed_failure_raises_a_permanent_failure(
         self, bench: Bench, error: Any, comes_back: bool
     ) -> None:
         """The key has failed for good: there is nothing to wait for."""
         ending = Raised(error, FAILURE, judged(cooldown("60s"), reason=Reason.ASKED))
-        reply = bench.run(bench.call(max_failures=1, comes_back=comes_back), ending)
+        reply = bench.run(bench.call(max_failures=1, reschedulable=reschedulable), ending)
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, PermanentFailure)
         assert (reply.error.rule, reply.error.error, reply.task_event) == (
@@ -217,7 +217,7 @@ class TestEagerCalls:
     @pytest.mark.parametrize("ending", [OF_THE_KEY, OF_THE_GROUP, SOON, FOR_GOOD])
     def test_an_error_is_raised_as_it_was(self, bench: Bench, ending: Raised) -> None:
         """Whatever the rules say of it."""
-        reply = bench.run(bench.call(comes_back=False), ending)
+        reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
         assert reply.error is ending.error
         assert not bench.row.resumes
@@ -231,7 +231,7 @@ class TestEagerCalls:
     ) -> None:
         """With the time; what it raised is the cause."""
         ending = Raised(error, FAILURE, judged(ruling, reason=Reason.ASKED))
-        reply = bench.run(bench.call(comes_back=False), ending)
+        reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert (reply.error.key, reply.error.retry_after, reply.error.retry_at) == (
@@ -253,8 +253,10 @@ class TestEagerCalls:
         ending = Raised(
             error, failure_of(error), judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
         )
-        reply = bench.run(bench.call(comes_back=False, max_failures=max_failures), ending)
-        again = bench.run(bench.call(comes_back=False, max_failures=max_failures, call_id=THEIRS))
+        reply = bench.run(bench.call(reschedulable=False, max_failures=max_failures), ending)
+        again = bench.run(
+            bench.call(reschedulable=False, max_failures=max_failures, call_id=THEIRS)
+        )
         assert isinstance(reply, Raise)
         assert isinstance(again, Raise)
         for told in (str(reply.error), str(again.error)):
@@ -264,7 +266,7 @@ class TestEagerCalls:
 
     def test_a_snooze_is_raised_as_a_cooldown(self, bench: Bench) -> None:
         """An exception that no ``except Exception`` sees must not reach the caller."""
-        reply = bench.run(bench.call(comes_back=False), Snoozed(Snooze(60), 60.0))
+        reply = bench.run(bench.call(reschedulable=False), Snoozed(Snooze(60), 60.0))
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
         assert reply.error.retry_after == 60.0
@@ -277,8 +279,8 @@ class TestEagerCalls:
         """A cooldown refuses it; a countdown would reschedule it, and carries what to raise
         instead.
         """
-        bench.run(bench.call(comes_back=False), ending)
-        reply = bench.run(bench.call(comes_back=False, call_id=THEIRS))
+        bench.run(bench.call(reschedulable=False), ending)
+        reply = bench.run(bench.call(reschedulable=False, call_id=THEIRS))
         told = (
             reply.error
             if isinstance(reply, Raise)

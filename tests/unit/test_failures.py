@@ -248,7 +248,7 @@ class TestAnEffectInDoubt:
 class TestComingBack:
     """Whether the call is rescheduled, or its caller gets the error."""
 
-    @pytest.mark.parametrize("comes_back", [True, False])
+    @pytest.mark.parametrize("reschedulable", [True, False])
     @pytest.mark.parametrize("resume", ["transient", "always", "never"])
     @pytest.mark.parametrize("group", [None, GROUP])
     def test_a_groups_failure_resumes_if_the_option_allows_it(
@@ -256,8 +256,8 @@ class TestComingBack:
     ) -> None:
         """Also without a group; an eager call cannot."""
         ruling = cooldown("60s", scope="group")
-        verdict = cooled(raised(ruling), comes_back=comes_back, resume=resume, group=group)
-        assert verdict.resume is (comes_back and resume != "never")
+        verdict = cooled(raised(ruling), reschedulable=reschedulable, resume=resume, group=group)
+        assert verdict.resume is (reschedulable and resume != "never")
 
     @pytest.mark.parametrize(
         ("failing", "transient"),
