@@ -245,9 +245,9 @@ def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
         return Reschedule(
             countdown(call, delay), "a copy of this call is running", started=True, event_type=""
         )
-    delay = countdown_until_free(call, facts) if call.woken else growing
+    delay = countdown_until_free(call, facts) if call.starts_when_free else growing
     reason = "another call holds the key" + (
-        "; this call begins when the key is free" if call.woken else ""
+        "; this call begins when the key is free" if call.starts_when_free else ""
     )
     reschedule = Reschedule(countdown(call, delay), reason, event_type="held", held=True)
     patience = min(call.options.wait, call.time_limit / 2) if call.time_limit else call.options.wait

@@ -53,7 +53,7 @@ class Call:
     #: It can be rescheduled; an eager call cannot.
     reschedulable: bool = True
     #: If it waits for a held key, it begins as soon as the key is free.
-    woken: bool = False
+    starts_when_free: bool = False
 
     @property
     def subject(self) -> Subject:

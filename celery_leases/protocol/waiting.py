@@ -18,7 +18,7 @@ SHORTEST_DELAY: Final = 0.05
 HELD_FIRST: Final = 5.0
 HELD_LONGEST: Final = 60.0
 
-WOKEN_FIRST: Final = 60.0
+FIRST_COUNTDOWN_UNTIL_FREE: Final = 60.0
 """Seconds of the first wait where the worker begins the call as soon as its key is free."""
 
 LONGEST_LOOK: Final = 15.0
@@ -146,7 +146,7 @@ def countdown_until_free(call: Call, facts: Facts) -> float:
     The wait grows with the time waited so far; and calls that began to wait together do not run
     again together.
     """
-    return WOKEN_FIRST * 2.0 ** min(call.tries, 20) * (0.75 + 0.25 * facts.rand)
+    return FIRST_COUNTDOWN_UNTIL_FREE * 2.0 ** min(call.tries, 20) * (0.75 + 0.25 * facts.rand)
 
 
 def held_for(given_back: int, limit: int | None, longest: float) -> float:

@@ -221,7 +221,7 @@ class Delivery:
             group=group,
             reschedulable=not request.is_eager,
             message=message,
-            woken=WOKEN in request.__dict__,
+            starts_when_free=WOKEN in request.__dict__,
         )
 
     def _pin(self, call: Call, **changes: Any) -> None:

@@ -39,7 +39,7 @@ from celery.worker.request import Request
 
 from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import LeasesError
-from celery_leases.protocol.waiting import WOKEN_FIRST
+from celery_leases.protocol.waiting import FIRST_COUNTDOWN_UNTIL_FREE
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
 from celery_leases.worker.app_settings import settings_of
@@ -470,7 +470,7 @@ def _header_of(request: Any) -> Header | None:
 
 def _countdown() -> float:
     """About a minute: calls that came together do not begin together."""
-    return WOKEN_FIRST * random.uniform(0.75, 1.0)
+    return FIRST_COUNTDOWN_UNTIL_FREE * random.uniform(0.75, 1.0)
 
 
 def _begin_early(request: Any) -> None:
