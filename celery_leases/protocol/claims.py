@@ -72,8 +72,8 @@ class Claimant(Protocol):
         """The tokens of ended attempts of the call, which may have left the row open."""
         ...
 
-    def knows(self, failure: int) -> bool:
-        """Whether it is a copy of the run under the fence *failure*, or of one before it."""
+    def is_copy_of(self, fence: int) -> bool:
+        """Whether it is a copy of the run under *fence*, or of one before it."""
         ...
 
 
@@ -112,7 +112,7 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
         return Refusal.FAILED
     if finished_by(call.call_id, row):
         return Refusal.FINISHED
-    if ours and row.failure_delivered and call.knows(row.fence):
+    if ours and row.failure_delivered and call.is_copy_of(row.fence):
         return Refusal.REPORTED
     if (
         ours

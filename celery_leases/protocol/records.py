@@ -260,11 +260,11 @@ class ClaimRequest:
     #: The retention of the task, in seconds.
     retention: float | None = None
 
-    def knows(self, failure: int) -> bool:
-        """Whether it belongs to a copy of the run with the fence *failure*, or of an
+    def is_copy_of(self, fence: int) -> bool:
+        """Whether it belongs to a copy of the run under *fence*, or of an
         earlier run.
         """
-        return self.repeat and self.met != failure
+        return self.repeat and self.met != fence
 
 
 @value_class(frozen=True, slots=True)

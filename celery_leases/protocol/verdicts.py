@@ -75,9 +75,9 @@ class Call:
         """Whether no run of this call is known of which this message would be a copy."""
         return not self.repeat or self.met == 0
 
-    def knows(self, failure: int) -> bool:
-        """Whether it is a copy of the run under the fence *failure*, or of one before it."""
-        return not self.fresh and self.met != failure
+    def is_copy_of(self, fence: int) -> bool:
+        """Whether it is a copy of the run under *fence*, or of one before it."""
+        return not self.fresh and self.met != fence
 
 
 @dataclass(frozen=True, slots=True)
