@@ -214,7 +214,7 @@ def _done_by_other(call: Call, record: Record, facts: Facts) -> Verdict:
 def _gone_on(call: Call, record: Record, facts: Facts) -> Verdict:
     """The call has replaced itself by another task, of which Celery alone knows the result."""
     age = (record.now - record.finished_at) / 1e6 if record.finished_at is not None else 0.0
-    growing = min(2.0 ** min(call.tries, 20), LONGEST_LOOK) + jitter(facts)
+    growing = min(2.0 ** min(call.reschedules, 20), LONGEST_LOOK) + jitter(facts)
     reason = f"call {record.call_id} continues as another task, which has not ended"
     missing = _missing(record)
     again = Reschedule(countdown(call, growing), reason, refusal=missing, event_reason=reason)
@@ -238,10 +238,12 @@ def _missing(record: Record) -> ResultMissing:
 
 def _held(call: Call, holder: Holder, facts: Facts) -> Verdict:
     longest = max(1.0, holder.remaining)
-    growing = min(2.0 ** min(call.tries, 20), longest) + jitter(facts)
+    growing = min(2.0 ** min(call.reschedules, 20), longest) + jitter(facts)
     if holder.call_id == call.call_id:
         # The message of a retry may overtake the end of the attempt that sent it.
-        delay = growing if call.retries and not call.tries else holder.remaining + jitter(facts)
+        delay = (
+            growing if call.retries and not call.reschedules else holder.remaining + jitter(facts)
+        )
         return Reschedule(
             countdown(call, delay), "a copy of this call is running", started=True, event_type=""
         )

@@ -33,7 +33,7 @@ class Call:
     #: It carries chain, chord, group or link, which a dropped delivery would leave hanging.
     canvas: bool = False
     #: How often this call was rescheduled before.
-    tries: int = 0
+    reschedules: int = 0
     #: It has begun to run before.
     started: bool = False
     #: How often Celery has retried it.

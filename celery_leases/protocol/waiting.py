@@ -61,7 +61,7 @@ def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
     probed = facts.gate is not None and facts.gate.half_open and waits <= facts.gate.probe_for
     # A call that waits for a probe runs again before the probe's slot ends: the probe may end at
     # any time.
-    delay = min(waits, 2.0 ** min(call.tries, 20)) if probed else waits
+    delay = min(waits, 2.0 ** min(call.reschedules, 20)) if probed else waits
     pending = facts.gate is None and record is not None and record.state is State.PENDING
     event_type = "backoff" if pending else "cooldown"
     reschedule = Reschedule(
@@ -146,7 +146,9 @@ def countdown_until_free(call: Call, facts: Facts) -> float:
     The wait grows with the time waited so far; and calls that began to wait together do not run
     again together.
     """
-    return FIRST_COUNTDOWN_UNTIL_FREE * 2.0 ** min(call.tries, 20) * (0.75 + 0.25 * facts.rand)
+    return (
+        FIRST_COUNTDOWN_UNTIL_FREE * 2.0 ** min(call.reschedules, 20) * (0.75 + 0.25 * facts.rand)
+    )
 
 
 def held_for(given_back: int, limit: int | None, longest: float) -> float:

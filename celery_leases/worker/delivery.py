@@ -211,7 +211,7 @@ class Delivery:
             repeat=self.arrived is not None or self.redelivered or request.retries > 0,
             met=None if pin.met == 0 and self.redelivered else pin.met,
             canvas=bool(request.chain or request.chord or request.group or request.callbacks),
-            tries=pin.tries,
+            reschedules=pin.reschedules,
             started=pin.started or request.retries > 0,
             retries=request.retries,
             prior=pin.prior,
@@ -347,7 +347,7 @@ class Delivery:
             raise again.refusal or LeaseHeld(held, call.key.key, delay)
         self._pin(
             call,
-            tries=call.tries + 1,
+            reschedules=call.reschedules + 1,
             away=self.pin.away + 1 if again.away else 0,
             prior=(*call.prior, again.prior)[-PRIOR_KEPT:] if again.prior else self.pin.prior,
             started=self.pin.started or again.started,

@@ -68,7 +68,7 @@ class Header:
     """The header of a call after its first delivery. Everything in it has a bounded length.
 
     ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
-    otherwise. ``tries``: how often the call was rescheduled; ``away``: how often in a row because a
+    otherwise. ``reschedules``: how often the call was rescheduled; ``away``: how often in a row because a
     store did not answer. ``prior``: the owners of attempts that may still be open. ``met``: see
     :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits because another call
     holds its key.
@@ -81,7 +81,7 @@ class Header:
     fingerprint: str | None = None
     group: str | None = None
     copy: Copy = UNCOPIED
-    tries: int = 0
+    reschedules: int = 0
     away: int = 0
     prior: tuple[str, ...] = ()
     started: bool = False
@@ -163,7 +163,7 @@ class Header:
             fingerprint=found.matching("fingerprint", _FINGERPRINT),
             group=found.text("group", GATE_NAME_MAX, "") or None,
             copy=found.copy("copy"),
-            tries=found.count("tries"),
+            reschedules=found.count("tries"),
             away=found.count("away"),
             prior=found.owners("prior"),
             started=found.flag("started"),

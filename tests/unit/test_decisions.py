@@ -116,8 +116,8 @@ class TestDoneByAnotherCall:
         """The record has none: the replacement may be any task, and has the call's id."""
         gone_on = a_record(State.DONE, reason="replaced", finished_at=NOW - 40 * SECOND)
         delays = []
-        for tries in (0, 3, 30):
-            verdict = decide(a_call(tries=tries), gone_on, rand=0.0)
+        for reschedules in (0, 3, 30):
+            verdict = decide(a_call(reschedules=reschedules), gone_on, rand=0.0)
             assert isinstance(verdict, Follow)
             assert (verdict.call_id, verdict.age) == (THEIRS, 40.0)
             assert isinstance(verdict.missing, ResultMissing)
@@ -366,13 +366,13 @@ class TestHeldByThisCall:
 
 class TestHeldByAnotherCall:
     @pytest.mark.parametrize(
-        ("tries", "delay"),
+        ("reschedules", "delay"),
         [(0, 1.0), (1, 2.0), (2, 4.0), (3, 8.0), (4, 9.0), (5, 9.0), (10_000, 9.0)],
     )
     def test_a_reschedule_waits_a_second_doubling_up_to_the_remaining_ttl(
         self, tries: int, delay: float
     ) -> None:
-        verdict = decide(a_call(tries=tries), holder=held_by(THEIRS, 9.0), rand=0.0)
+        verdict = decide(a_call(reschedules=reschedules), holder=held_by(THEIRS, 9.0), rand=0.0)
         assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(delay + 0.1)
 

@@ -271,7 +271,7 @@ class TestHowLong:
     def test_a_call_that_waits_for_a_probe_is_rescheduled_for_less_than_its_slot(self) -> None:
         """The probe may end at any time; the slot's length matters only for a dead one."""
         delays = [
-            reschedule(decide(a_call(canvas=True, tries=n), gate=probed(14), rand=0.0)).delay
+            reschedule(decide(a_call(canvas=True, reschedules=n), gate=probed(14), rand=0.0)).delay
             for n in range(5)
         ]
         assert delays == pytest.approx([1.1, 2.1, 4.1, 8.1, 14.1])
