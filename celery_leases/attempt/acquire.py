@@ -315,7 +315,7 @@ class Entry:
             out = self.context.marks.mark(call.key.stored, callbacks_mark(call.call_id)) is not None
         facts = Facts(
             record,
-            callbacks_out=out,
+            callbacks_sent=out,
             waited=waited,
             rand=self.context.rand(),
             gate=gate,

@@ -115,7 +115,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     saved result that cannot be read.
     """
     record = facts.record
-    if facts.callbacks_out:
+    if facts.callbacks_sent:
         return Drop(SENT)
     why = claims.refusal(record, call)
     if why is not None and record is not None and why not in (Refusal.HELD, Refusal.EARLY):

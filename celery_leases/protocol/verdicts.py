@@ -205,7 +205,7 @@ class Facts:
     record: Record | None = None
     holder: Holder | None = None
     #: The callbacks of this call are known to have been sent, whichever call finished the work.
-    callbacks_out: bool = False
+    callbacks_sent: bool = False
     #: Seconds this delivery has been waiting in this process (``lease_wait``).
     waited: float = 0.0
     #: A random number in [0, 1) for jitter.

@@ -51,7 +51,7 @@ class Combination:
     @property
     def finished(self) -> bool:
         record = self.facts.record
-        if self.facts.callbacks_out:
+        if self.facts.callbacks_sent:
             return True
         return (
             record is not None
@@ -153,7 +153,7 @@ def combinations() -> list[Combination]:
     for call, row, holder, out in product(
         calls, list(rows(ROWS, FINGERPRINTS)), holders, (False, True)
     ):
-        facts = Facts(record=row, holder=holder, callbacks_out=out)
+        facts = Facts(record=row, holder=holder, callbacks_sent=out)
         found.append(Combination(call, facts, before_run(call, facts)))
     return found
 

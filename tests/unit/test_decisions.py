@@ -51,7 +51,7 @@ class TestFinishedByThisCall:
     def test_it_is_dropped_once_its_callbacks_are_out(self, on_done: OnDone) -> None:
         done = a_record(State.DONE, OURS, result="1")
         assert isinstance(
-            decide(a_call(on_done=on_done, canvas=True), done, callbacks_out=True), Drop
+            decide(a_call(on_done=on_done, canvas=True), done, callbacks_sent=True), Drop
         )
 
     def test_with_its_callbacks_unsent_it_is_replayed_so_that_a_chord_goes_on(self) -> None:
@@ -136,7 +136,7 @@ class TestDoneByAnotherCall:
         verdict = decide(
             a_call(on_done=on_done, canvas=True),
             a_record(State.DONE, result="7"),
-            callbacks_out=True,
+            callbacks_sent=True,
         )
         assert isinstance(verdict, Drop)
 

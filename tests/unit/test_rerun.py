@@ -59,7 +59,7 @@ class TestRerun:
 
     def test_a_call_on_the_list_is_dropped_once_its_callbacks_are_out(self) -> None:
         verdict = decide(
-            a_call(on_done="rerun", canvas=True), self.listed(State.RUNNING), callbacks_out=True
+            a_call(on_done="rerun", canvas=True), self.listed(State.RUNNING), callbacks_sent=True
         )
         assert isinstance(verdict, Drop)
 
