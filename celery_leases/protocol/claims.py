@@ -130,7 +130,7 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
         return Refusal.DONE
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
-    return Refusal.EARLY if still_waits(call.call_id, row) else None
+    return Refusal.NOT_DUE if still_waits(call.call_id, row) else None
 
 
 def finished_by(call_id: str, row: Record) -> bool:

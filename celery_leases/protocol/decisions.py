@@ -89,7 +89,7 @@ from celery_leases.protocol.verdicts import (
     Verdict,
     Wait,
 )
-from celery_leases.protocol.waiting import countdown, countdown_until_free, jitter, too_early
+from celery_leases.protocol.waiting import countdown, countdown_until_free, jitter, not_due_yet
 
 SENT: Final = "its result and callbacks are already sent"
 ENDED_ALREADY: Final = "it has ended without a result"
@@ -118,15 +118,15 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     if facts.callbacks_sent:
         return Drop(SENT)
     why = claims.refusal(record, call)
-    if why is not None and record is not None and why not in (Refusal.HELD, Refusal.EARLY):
+    if why is not None and record is not None and why not in (Refusal.HELD, Refusal.NOT_DUE):
         return _answered(call, record, why, facts)
     holder = facts.holder or (
         holder_in(record) if record is not None and why is Refusal.HELD else None
     )
     if holder is not None:
         return _held(call, holder, facts)
-    if facts.gate is not None or why is Refusal.EARLY:
-        return too_early(call, None if record is not None and record.expired else record, facts)
+    if facts.gate is not None or why is Refusal.NOT_DUE:
+        return not_due_yet(call, None if record is not None and record.expired else record, facts)
     return Run()
 
 

@@ -292,7 +292,7 @@ class Refusal(StrEnum):
     #: Another attempt holds the key under a lease that lasts.
     HELD = "held"
     #: ``retry_at`` is in the future.
-    EARLY = "early"
+    NOT_DUE = "not_due"
     #: The lease store has lost its leases, and the holder may be about to write its own again.
     EMPTIED = "emptied"
     #: The lease has expired, but its holder may have had no chance to renew it or to write its

@@ -43,7 +43,7 @@ def grace_of(record: Record, call_id: str) -> float:
     return RETRY_GRACE if record.call_id == call_id and record.ended is Ended.RETRIED else 0.0
 
 
-def too_early(call: Call, record: Record | None, facts: Facts) -> Verdict:
+def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
     """The verdict on a key that does not run, and may not run yet because of its own wait or its
     group's.
     """
