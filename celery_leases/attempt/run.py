@@ -33,10 +33,10 @@ from celery_leases.errors import (
 from celery_leases.failures.default_rules import ANYTHING_ELSE
 from celery_leases.protocol import events, settlement
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Raised,
     Returned,
     Snoozed,
@@ -310,7 +310,8 @@ class Execution:
         """
         until = settlement.settle_until(call, self.context.clock.now(), taken)
         patient = (
-            isinstance(ending, Returned | Raised | Snoozed | Passed) or held_lease.lost is not None
+            isinstance(ending, Returned | Raised | Snoozed | ControlFlow)
+            or held_lease.lost is not None
         )
 
         def repeatable(error: Exception, tries: int) -> bool:
@@ -340,7 +341,7 @@ class Execution:
                 return self._deferred(call, ending, outcome)
             case Lost(reason):
                 return self._soon(f"the lease was lost: {reason}")
-            case Interrupted(error) | Terminated(error) | Passed(error):
+            case Interrupted(error) | Terminated(error) | ControlFlow(error):
                 return Raise(error)
             case _ as never:
                 assert_never(never)
@@ -438,7 +439,9 @@ def _passing(ending: Ending) -> Raise | None:
     """The exception that Celery gets whatever happened to the outcome: it has been published, or
     the process is ending.
     """
-    return Raise(ending.error) if isinstance(ending, Interrupted | Terminated | Passed) else None
+    return (
+        Raise(ending.error) if isinstance(ending, Interrupted | Terminated | ControlFlow) else None
+    )
 
 
 def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:

@@ -61,15 +61,15 @@ class Terminated:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class ControlFlow:
     """The framework's own control flow: the task runs ``again`` after ``delay`` seconds, or ends
     without a result.
     """
 
     error: BaseException
-    again: bool
+    runs_again: bool
     delay: float | None = None
     ended: Ended = Ended.RETRIED
 
 
-Ending = Returned | Raised | Snoozed | Lost | Interrupted | Terminated | Passed
+Ending = Returned | Raised | Snoozed | Lost | Interrupted | Terminated | ControlFlow

@@ -13,10 +13,10 @@ from celery_leases.common.texts import printable
 from celery_leases.errors import PermanentFailure
 from celery_leases.failures.actions import Reason
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Raised,
     Returned,
     Snoozed,
@@ -125,9 +125,9 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
                 crashed_call=call.call_id,
             )
             return _crashed(call, exited)
-        case Passed(_, again, delay, ended):
+        case ControlFlow(_, runs_again, delay, ended):
             passed = replace(closed, ended=ended, crashes=crashes)
-            if again:
+            if runs_again:
                 retries = record.retries + 1 if ended is Ended.RETRIED else record.retries
                 return replace(
                     passed, retry_after=delay, retries=retries, resumes=call.reschedulable

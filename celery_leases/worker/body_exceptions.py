@@ -22,10 +22,10 @@ from celery_leases.attempt.held_lease import HELD_TOO_LONG, NOT_EXTENDED, HeldLe
 from celery_leases.errors import KeyUnusable, LeaseLost, RecordUnreadable, Snooze
 from celery_leases.failures.actions import Classification, Reason, permanent
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Raised,
     Snoozed,
     Terminated,
@@ -76,15 +76,15 @@ class BodyEnd:
             case LimitedTooEarly():
                 return Lost("the soft time limit fired before the body began")
             case Retry():
-                return Passed(error, again=True, delay=self._retry_delay(error))
+                return ControlFlow(error, runs_again=True, delay=self._retry_delay(error))
             case Reject():
-                return Passed(error, again=bool(error.requeue), ended=Ended.REJECTED)
+                return ControlFlow(error, runs_again=bool(error.requeue), ended=Ended.REJECTED)
             case Ignore():
                 replaced = state_of(self.request).replacement
                 if replaced is None:
-                    return Passed(error, again=False, ended=Ended.IGNORED)
+                    return ControlFlow(error, runs_again=False, ended=Ended.IGNORED)
                 # Its replacement may continue with this key, which must then be free.
-                return Passed(error, again=self._same_key(replaced), ended=Ended.REPLACED)
+                return ControlFlow(error, runs_again=self._same_key(replaced), ended=Ended.REPLACED)
             case NotImplementedError() if "does not implement kill_job" in str(error):
                 return Lost(
                     "the worker was stopped"

@@ -11,10 +11,10 @@ import pytest
 from celery_leases.errors import Cooldown, CoolingDown, PermanentFailure, RetryLater, Snooze
 from celery_leases.failures.actions import Reason, cooldown, retry
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Raised,
     Returned,
     Snoozed,
@@ -378,8 +378,8 @@ class TestPassingThrough:
     @pytest.mark.parametrize(
         ("ending", "state"),
         [
-            (Passed(Exception(), again=True, delay=9.0), State.PENDING),
-            (Passed(Exception(), again=False, ended=Ended.IGNORED), State.DONE),
+            (ControlFlow(Exception(), runs_again=True, delay=9.0), State.PENDING),
+            (ControlFlow(Exception(), runs_again=False, ended=Ended.IGNORED), State.DONE),
             (Interrupted(SystemExit()), State.PENDING),
             (Terminated(SystemExit(), "hard time limit"), State.PENDING),
         ],

@@ -15,10 +15,10 @@ from celery_leases.errors import PermanentFailure, Snooze, Uncertain
 from celery_leases.failures.actions import Ruling, cooldown, permanent, retry
 from celery_leases.protocol import settlement
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Raised,
     Returned,
     Snoozed,
@@ -76,8 +76,8 @@ ENDINGS: dict[str, Ending] = {
     "lost": Lost("taken"),
     "interrupted": Interrupted(SystemExit()),
     "terminated": Terminated(SystemExit(), "hard time limit"),
-    "retried": Passed(Exception(), again=True),
-    "ignored": Passed(Exception(), again=False, ended=Ended.IGNORED),
+    "retried": ControlFlow(Exception(), runs_again=True),
+    "ignored": ControlFlow(Exception(), runs_again=False, ended=Ended.IGNORED),
 }
 
 
@@ -163,7 +163,7 @@ class TestAfterTheRun:
         self, delay: float | None, ended: Ended
     ) -> None:
         outcome = closed(
-            Passed(Exception(), again=True, delay=delay, ended=ended),
+            ControlFlow(Exception(), runs_again=True, delay=delay, ended=ended),
             replace(RUNNING, quick_retries=3, cooldowns=2),
         )
         assert (outcome.state, outcome.ended, outcome.retry_after) == (State.PENDING, ended, delay)
@@ -172,7 +172,7 @@ class TestAfterTheRun:
 
     @pytest.mark.parametrize("ended", [Ended.IGNORED, Ended.REJECTED])
     def test_the_users_ignore_and_reject_are_done_without_a_result(self, ended: Ended) -> None:
-        outcome = closed(Passed(Exception(), again=False, ended=ended))
+        outcome = closed(ControlFlow(Exception(), runs_again=False, ended=ended))
         assert (outcome.state, outcome.result, outcome.reason) == (State.DONE, None, ended.value)
 
     @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)

@@ -14,10 +14,10 @@ from celery_leases.attempt.acquire import ClaimedAttempt
 from celery_leases.errors import CoolingDown, LeaseStoreMismatch, PermanentFailure, Snooze
 from celery_leases.failures.actions import Reason, cooldown, permanent, retry
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Returned,
     Snoozed,
     Terminated,
@@ -134,10 +134,10 @@ class TestWhatItsEndMeans:
             Lost("the body raised it"),
             Interrupted(SystemExit()),
             Terminated(SystemExit(), "hard time limit"),
-            Passed(Exception(), again=True, delay=9.0),
-            Passed(Exception(), again=False, ended=Ended.IGNORED),
-            Passed(Exception(), again=False, ended=Ended.REJECTED),
-            Passed(Exception(), again=False, ended=Ended.REPLACED),
+            ControlFlow(Exception(), runs_again=True, delay=9.0),
+            ControlFlow(Exception(), runs_again=False, ended=Ended.IGNORED),
+            ControlFlow(Exception(), runs_again=False, ended=Ended.REJECTED),
+            ControlFlow(Exception(), runs_again=False, ended=Ended.REPLACED),
         ],
         ids=lambda ending: type(ending).__name__,
     )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from celery_leases.errors import Snooze
 from celery_leases.failures.actions import Reason, cooldown, exactly, permanent, retry
 from celery_leases.protocol.body_endings import (
+    ControlFlow,
     Ending,
     Interrupted,
     Lost,
-    Passed,
     Returned,
     Snoozed,
     Terminated,
@@ -38,13 +38,13 @@ HARMLESS: dict[str, Ending] = {
     "snoozed": Snoozed(Snooze(60), 60.0),
     "lost": Lost("taken"),
     "interrupted": Interrupted(SystemExit()),
-    "retried": Passed(Exception(), again=True, delay=5.0, ended=Ended.REJECTED),
+    "retried": ControlFlow(Exception(), runs_again=True, delay=5.0, ended=Ended.REJECTED),
 }
 """Endings after which the key continues, none of which is a crash."""
 FINAL: dict[str, Ending] = {
     "returned": Returned(1, "1"),
     "permanent": raised(permanent()),
-    "ignored": Passed(Exception(), again=False, ended=Ended.IGNORED),
+    "ignored": ControlFlow(Exception(), runs_again=False, ended=Ended.IGNORED),
 }
 TERMINATED: dict[str, Ending] = {"terminated": Terminated(SystemExit(), "hard time limit")}
 ALL = HARMLESS | FINAL | TERMINATED
