@@ -649,9 +649,9 @@ class LeaseClient:
         """End a cooldown or a countdown, or revive a ``failed`` key; failures, crashes and growth
         start anew.
 
-        Nothing is published by this: where ``resumes`` is true a copy of the call waits at the
-        broker and comes with its next countdown, else call the task again. The gate of a cooldown group
-        stays as it is, see :meth:`open_group`. The record counts for *retention* from now, by
+        This publishes nothing. If ``resumes`` is true, a copy of the call waits at the broker and
+        is delivered when its countdown ends; otherwise call the task again. The gate of a cooldown
+        group stays as it is, see :meth:`open_group`. The record counts for *retention* from now, by
         default the task's ``lease_retention``. Raises :class:`~celery_leases.errors.LeaseIsLive`
         while somebody runs it, or if somebody has come meanwhile, unless *force*,
         :class:`~celery_leases.errors.AlreadyDone` and :class:`~celery_leases.errors.UnknownKey`.
@@ -714,8 +714,8 @@ class LeaseClient:
         a key that another attempt has had since, or that is in another state, is not changed.
         Raises :class:`~celery_leases.errors.LeaseIsLive` for such a key, and while somebody runs
         it, unless *force*, :class:`~celery_leases.errors.AlreadyDone`,
-        :class:`~celery_leases.errors.UnknownKey`, and
-        :class:`~celery_leases.errors.LeaseMisuse` for a result that is no JSON.
+        :class:`~celery_leases.errors.UnknownKey`, and :class:`~celery_leases.errors.LeaseMisuse`
+        for a result that is no JSON.
         """
         if outcome not in ("done", "retry"):
             raise LeaseMisuse(f"resolve({outcome!r}): write 'done' or 'retry'")
@@ -768,8 +768,8 @@ class LeaseClient:
         ]
 
     def group(self, group: str) -> GroupStatus:
-        """The status of one cooldown group. Raises :class:`~celery_leases.errors.KeyUnusable` for
-        a blank name.
+        """The status of one cooldown group. Raises :class:`~celery_leases.errors.KeyUnusable` for a
+        blank name.
         """
         _check_group(group)
         self._ready()
@@ -792,8 +792,8 @@ class LeaseClient:
         """Open the gate of *group*, forget its trips, and end the waits of the keys that failed of
         it.
 
-        Whether it was closed. Copies that wait at the broker come with their next countdown. Raises
-        :class:`~celery_leases.errors.KeyUnusable` for a blank name.
+        Whether it was closed. Copies that wait at the broker are delivered when their countdowns
+        end. Raises :class:`~celery_leases.errors.KeyUnusable` for a blank name.
         """
         _check_group(group)
         self._ready()

@@ -68,10 +68,10 @@ class Header:
     """The header of a call after its first delivery. Everything in it has a bounded length.
 
     ``key`` is empty if it is too long for a header; ``stored``, its stored form, is empty
-    otherwise. ``reschedules``: how often the call was rescheduled; ``away``: how often in a row because a
-    store did not answer. ``prior``: the owners of attempts that may still be open. ``met``: see
-    :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits because another call
-    holds its key.
+    otherwise. ``reschedules``: how often the call was rescheduled; ``away``: how often in a row
+    because a store did not answer. ``prior``: the owners of attempts that may still be open.
+    ``met``: see :class:`~celery_leases.protocol.verdicts.Call`. ``held``: the call waits because
+    another call holds its key.
     """
 
     task: str

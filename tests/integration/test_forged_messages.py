@@ -94,7 +94,7 @@ def test_a_header_with_another_key_gives_neither_its_result_nor_a_run_under_it(
     other, call = f"{name}-other", str(uuid4())
     answer = stage.tasks.work.delay(other, answer="secret").get(timeout=PATIENCE)
     before = stage.row("work", f"work:{other}")
-    header = Header(f"{APP}.work", call, key=f"work:{other}", started=True, tries=3)
+    header = Header(f"{APP}.work", call, key=f"work:{other}", started=True, reschedules=3)
     result = stage.send(
         "work", name, kwargs=MINE, task_id=call, headers={HEADER: header.written()}, retries=1
     )
