@@ -49,7 +49,7 @@ from celery_leases.protocol.failure_decisions import (
     says_nothing_of_the_group,
 )
 from celery_leases.protocol.records import Ended, Outcome, Record, State
-from celery_leases.protocol.results import MESSAGE_MAX, decode, failure_of, given_back
+from celery_leases.protocol.results import MESSAGE_MAX, as_decoded, decode, failure_of
 from celery_leases.protocol.verdicts import (
     Answer,
     Call,
@@ -335,7 +335,7 @@ class Execution:
         match ending:
             case Returned(value):
                 return Return(
-                    given_back(value, outcome.result) if outcome.result is not None else value
+                    as_decoded(value, outcome.result) if outcome.result is not None else value
                 )
             case Raised() | Snoozed():
                 return self._deferred(call, ending, outcome)

@@ -70,7 +70,7 @@ def decode(text: str | None) -> Any:
     )
 
 
-def given_back(value: Any, text: str) -> Any:
+def as_decoded(value: Any, text: str) -> Any:
     """The value that *text* stands for, the JSON text of *value*."""
     return value if type(value) is int or (type(value) is str and value.isascii()) else decode(text)
 

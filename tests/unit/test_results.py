@@ -13,9 +13,9 @@ from celery_leases.protocol.results import (
     CONTENT_TYPE,
     NOT_JSON,
     TOO_LARGE,
+    as_decoded,
     decode,
     encode,
-    given_back,
 )
 
 SCALARS = (
@@ -47,7 +47,7 @@ def test_a_value_is_written_and_read_as_kombu_does(value: Any) -> None:
     assert missing is None
     assert text is not None
     assert text == dumps(value, serializer="json")[2]
-    assert repr(decode(text)) == repr(by_kombu(text)) == repr(given_back(value, text))
+    assert repr(decode(text)) == repr(by_kombu(text)) == repr(as_decoded(value, text))
 
 
 @pytest.mark.parametrize(
