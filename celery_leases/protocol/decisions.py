@@ -75,7 +75,7 @@ from celery_leases.protocol import claims
 from celery_leases.protocol.keys import differing
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, Refusal, State
-from celery_leases.protocol.results import NOT_JSON, TOO_LARGE, kept_value
+from celery_leases.protocol.results import NOT_JSON, TOO_LARGE, decode_stored
 from celery_leases.protocol.settlement import NO_RESULT, WITHOUT_RESULT, crash_loop, crash_pause
 from celery_leases.protocol.verdicts import (
     Call,
@@ -111,8 +111,8 @@ them once more.
 
 
 def before_run(call: Call, facts: Facts) -> Verdict:
-    """Decide what the delivery does next; see the table above. Raises :class:`RecordUnreadable` for a
-    saved result that cannot be read.
+    """Decide what the delivery does next; see the table above. Raises :class:`RecordUnreadable` for
+    a saved result that cannot be read.
     """
     record = facts.record
     if facts.callbacks_sent:
@@ -228,7 +228,7 @@ def _saved(record: Record, *, own: bool = False) -> Verdict:
 
 
 def _replay(record: Record, result: str | None, first_call_id: str) -> Return:
-    return Return(kept_value(result, record.key, "result", record.task), first_call_id)
+    return Return(decode_stored(result, record.key, "result", record.task), first_call_id)
 
 
 def _missing(record: Record) -> ResultMissing:

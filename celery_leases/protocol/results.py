@@ -75,7 +75,7 @@ def as_decoded(value: Any, text: str) -> Any:
     return value if type(value) is int or (type(value) is str and value.isascii()) else decode(text)
 
 
-def kept_value(text: str | None, key: str, column: str, task: str) -> Any:
+def decode_stored(text: str | None, key: str, column: str, task: str) -> Any:
     """The value of a stored text; raises :class:`RecordUnreadable` for one that was changed by
     hand.
     """
@@ -88,7 +88,7 @@ def kept_value(text: str | None, key: str, column: str, task: str) -> Any:
 
 def result_of(record: Record) -> Any:
     """The stored result of a record; raises :class:`RecordUnreadable`."""
-    return kept_value(record.result, record.key, "result", record.task)
+    return decode_stored(record.result, record.key, "result", record.task)
 
 
 def unreadable(key: str, task: str, column: str, value: object, error: Exception) -> str:

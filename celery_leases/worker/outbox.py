@@ -28,7 +28,7 @@ from celery_leases.errors import (
 from celery_leases.protocol.decisions import refused_for_good
 from celery_leases.protocol.keys import CallKey, call_key, differing
 from celery_leases.protocol.records import Ended, Record, State
-from celery_leases.protocol.results import kept_value, unreadable
+from celery_leases.protocol.results import decode_stored, unreadable
 from celery_leases.protocol.settlement import has_ended
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
@@ -561,7 +561,7 @@ def _has_expired(record: Record) -> bool:
 
 def _message_of(record: Record) -> dict[str, Any]:
     """The kept message; raises :class:`RecordUnreadable` for one that was changed by hand."""
-    found = kept_value(record.message, record.key, "message", record.task)
+    found = decode_stored(record.message, record.key, "message", record.task)
     if not isinstance(found, dict | None) or not isinstance((found or {}).get("options", {}), dict):
         wrong = TypeError("not a message")
         text = unreadable(record.key, record.task, "message", record.message, wrong)
