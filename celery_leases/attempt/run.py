@@ -46,7 +46,7 @@ from celery_leases.protocol.failure_decisions import (
     AfterFailure,
     EnterCooldown,
     after_failure,
-    says_nothing_of_the_group,
+    leaves_gate_half_open,
 )
 from celery_leases.protocol.records import Ended, Outcome, Record, State
 from celery_leases.protocol.results import MESSAGE_MAX, as_decoded, decode, failure_of
@@ -450,7 +450,7 @@ def _clears(outcome: Outcome, verdict: AfterFailure | None) -> bool:
     """
     if verdict is None:
         return outcome.ended is Ended.RETURNED
-    return verdict.failure.group is None and not says_nothing_of_the_group(verdict)
+    return verdict.failure.group is None and not leaves_gate_half_open(verdict)
 
 
 def _named(error: Exception) -> str:

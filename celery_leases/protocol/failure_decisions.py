@@ -141,7 +141,7 @@ def resumes_after_cooldown(
     return judgement.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
 
 
-def says_nothing_of_the_group(verdict: AfterFailure) -> bool:
+def leaves_gate_half_open(verdict: AfterFailure) -> bool:
     """Whether a probe with this failure leaves its gate half-open: the failure is neither the
     group's nor clearly another one.
     """

@@ -32,7 +32,7 @@ from celery_leases.protocol.failure_decisions import (
     Fail,
     Parked,
     RetryAfter,
-    says_nothing_of_the_group,
+    leaves_gate_half_open,
 )
 from celery_leases.protocol.options import Resume
 from tests.unit.decision_inputs import (
@@ -242,7 +242,7 @@ class TestAnEffectInDoubt:
         assert verdict.counts == Counts(9, 1, 2)
         assert (verdict.failure.reason, verdict.failure.group) == ("uncertain", None)
         assert (verdict.failure.ambiguous, verdict.failure.operator) == (True, True)
-        assert says_nothing_of_the_group(verdict)
+        assert leaves_gate_half_open(verdict)
 
 
 class TestComingBack:
@@ -320,4 +320,4 @@ class TestWhatAProbeFound:
         self, failing: Raised, nothing: bool
     ) -> None:
         """The gate stays half-open, for the next probe."""
-        assert says_nothing_of_the_group(after(failing, group=GROUP)) is nothing
+        assert leaves_gate_half_open(after(failing, group=GROUP)) is nothing
