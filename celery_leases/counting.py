@@ -101,16 +101,16 @@ class Counting:
             self._bell.ring()
         kind = type(event)
         failed = getattr(event, "failure", None) is not None
-        if failed or kind not in _ASKED or self._inner.hears(kind):
+        if failed or kind not in _ASKED or self._inner.wants(kind):
             self._inner.observe(event)
 
-    def hears(self, kind: type[Event]) -> bool:
-        """Whether such an event is counted, or *inner* hears it. It is asked when a body begins:
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether such an event is counted, or *inner* wants it. It is asked when a body begins:
         then the row of this process is made, so that its outcomes can be computed if it is killed.
         """
         if not self._started:
             self._start()
-        return kind in _COUNTED or self._inner.hears(kind)
+        return kind in _COUNTED or self._inner.wants(kind)
 
     def tag(self, record: Record) -> str:
         """The word for the outcome that is about to be written for the attempt on *record*."""

@@ -195,7 +195,7 @@ class Announcer:
             if _SIGNALS[type(event)][0].receivers:
                 self._hand_on(event)
 
-    def hears(self, kind: type[Event]) -> bool:
+    def wants(self, kind: type[Event]) -> bool:
         """Whether an event of that type has a receiver, its log line is enabled, or a span
         records.
         """

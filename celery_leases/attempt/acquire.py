@@ -374,7 +374,7 @@ class Entry:
         held_lease: HeldLease | None = None,
     ) -> None:
         """Emit the event that an attempt on *record* was closed; *runtime* is in seconds."""
-        if outcome.failure is None and not self.context.observer.hears(events.AttemptSettled):
+        if outcome.failure is None and not self.context.observer.wants(events.AttemptSettled):
             return  # the log level of a failure may be higher than usual
         held = self.context.clock.now() - held_lease.since if held_lease is not None else 0.0
         self.context.observer.observe(

@@ -239,7 +239,7 @@ class Renewer:
             late = max(0.0, sent - held_lease.due) if stores is self._keeping else None
             held_lease.unverified = False
             held_lease.extended(sent, ttl)
-            if self._observer.hears(LeaseRenewed):
+            if self._observer.wants(LeaseRenewed):
                 self._observer.observe(
                     LeaseRenewed(**_of(held_lease), remaining=held_lease.remaining(), late=late)
                 )

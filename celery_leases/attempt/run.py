@@ -124,7 +124,7 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - no thread can be started
             return self._not_begun(call, claimed_attempt, error, away)
         observer = self.context.observer
-        if observer.hears(events.LeaseAcquired):
+        if observer.wants(events.LeaseAcquired):
             observer.observe(
                 events.LeaseAcquired(**call.subject, fence=record.fence, attempt=record.attempt)
             )

@@ -437,7 +437,7 @@ class Observer(Protocol):
         """Handle *event*."""
         ...
 
-    def hears(self, kind: type[Event]) -> bool:
+    def wants(self, kind: type[Event]) -> bool:
         """Whether an event of that type would be logged at its usual level, or sent; otherwise the
         event is not made.
 

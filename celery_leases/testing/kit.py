@@ -735,7 +735,7 @@ class _RecordingObserver:
             plan.attempt = event.attempt
         self._then.observe(event)
 
-    def hears(self, kind: type[Event]) -> bool:
+    def wants(self, kind: type[Event]) -> bool:
         return True
 
 

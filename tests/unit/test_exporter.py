@@ -173,7 +173,7 @@ class NoReceivers:
     def observe(self, event: Any) -> None:
         """Nothing."""
 
-    def hears(self, kind: Any) -> bool:
+    def wants(self, kind: Any) -> bool:
         """Never."""
         return False
 
