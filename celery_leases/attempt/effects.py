@@ -53,16 +53,16 @@ KNOWN: Final = Rules.default()
 
 @dataclass
 class Effects:
-    """Performs the effects of one attempt. ``judge`` classifies an error by the rules, ``closed``
-    defers signals during a step, ``prefix`` is that of all keys, ``scope`` that of the attempt's
-    effects, ``patience`` how long to try to write a reply, in seconds.
+    """Performs the effects of one attempt. ``classify`` classifies an error by the rules,
+    ``closed`` defers signals during a step, ``prefix`` is that of all keys, ``scope`` that of the
+    attempt's effects, ``patience`` how long to try to write a reply, in seconds.
     """
 
     held_lease: HeldLease
     record: Record
     store: EffectStore
     clock: Clock
-    judge: Callable[[BaseException], Classification]
+    classify: Callable[[BaseException], Classification]
     closed: Callable[[], AbstractContextManager[None]]
     prefix: str
     scope: Scope
@@ -248,7 +248,7 @@ class Effects:
             if cause is None or cause is outside:
                 return None  # it may have looked before it called, or at a reply without an answer
             error = cause
-        return was_executed(KNOWN.judge(error, 0.0, self.clock.now), self.judge(error))
+        return was_executed(KNOWN.classify(error, 0.0, self.clock.now), self.classify(error))
 
     def _withdraw(self, effect: Effect) -> None:
         with (

@@ -227,7 +227,9 @@ class Execution:
         message = f"{printable(call.key.key)}: {what} its transaction was not committed; commit it before the body ends"
         error = CompletionNotCommitted(message, record.key)
         return Raised(
-            error, failure_of(error), call.options.classifier.judge(error, self.context.wall_time())
+            error,
+            failure_of(error),
+            call.options.classifier.classify(error, self.context.wall_time()),
         )
 
     def _failed(self, call: Call, record: Record, ending: Raised) -> AfterFailure:

@@ -65,12 +65,16 @@ def explain(ctx: click.Context, task: str | None, as_json: bool, **given: Any) -
     """Print which rule matches a failure, why, and what the task does then."""
     facts = _facts(given)
     options = _options(ctx, task)
-    judgement = options.classifier.judge_facts(facts, time.time())
-    values = explained(judgement, options)
+    classification = options.classifier.classify_facts(facts, time.time())
+    values = explained(classification, options)
     if as_json:
         echo_json(values)
         return
-    echo_line(f"{judgement.rule}: {judgement.why}" if judgement.why else judgement.rule)
+    echo_line(
+        f"{classification.rule}: {classification.why}"
+        if classification.why
+        else classification.rule
+    )
     echo_fields(
         {name: value for name, value in values.items() if name not in ("rule", "why", "failures")}
     )
@@ -83,7 +87,7 @@ def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any
 
     ``failures`` has the outcome of the first, second and third failure in a row.
     """
-    ruling = judgement.ruling
+    ruling = classification.ruling
     group = (
         options.cooldown_group
         if isinstance(options.cooldown_group, str)
@@ -91,16 +95,16 @@ def explained(judgement: Classification, options: LeaseOptions) -> dict[str, Any
     )
     in_group = ruling.scope == "group" and options.cooldown_group is not None
     return {
-        "rule": judgement.rule,
-        "why": judgement.why,
-        "reason": judgement.reason.value,
+        "rule": classification.rule,
+        "why": classification.why,
+        "reason": classification.reason.value,
         "verdict": ruling.kind,
         "scope": ruling.scope,
         "whose_wait": f"all keys of {group}" if in_group else "the key alone",
-        "server_delay": f"{judgement.delay:g} s by {judgement.source}"
-        if judgement.delay is not None
+        "server_delay": f"{classification.delay:g} s by {classification.source}"
+        if classification.delay is not None
         else None,
-        "clamped": "to 6 hours" if judgement.clamped else None,
+        "clamped": "to 6 hours" if classification.clamped else None,
         "ambiguous": "the call may have been executed" if ruling.ambiguous else None,
         "operator": "a person must act: waiting does not help" if ruling.operator else None,
         "after_a_cooldown": _after_a_cooldown(judgement, options),
@@ -125,7 +129,7 @@ def _consecutive(judgement: Classification, options: LeaseOptions, group: str | 
     call, record = _a_call(options, group), _A_RECORD
     lines: list[str] = []
     for trips in range(1, SHOWN + 1):
-        raised = Raised(Exception(), Failure("", ""), judgement)
+        raised = Raised(Exception(), Failure("", ""), classification)
         shortest, longest = (after_failure(call, record, raised, rand) for rand in (0.0, 1.0))
         lines.append(_in_words(shortest, longest, trips))
         if isinstance(longest, Fail):

@@ -113,7 +113,7 @@ class Rules:
         )
         return (*CONTROL_FLOW, *self.written, LIMITS, *defaults, ANYTHING_ELSE)
 
-    def judge(
+    def classify(
         self, error: BaseException, now: float, clock: Callable[[], float] | None = None
     ) -> Classification:
         """The classification of *error*; *now* is the wall clock in seconds since the epoch. Never
@@ -129,22 +129,24 @@ class Rules:
             for one in errors:
                 if isinstance(one, Cooldown | RetryLater | Snooze):
                     return _asked(one, now)
-            return self._judged(facts_from(errors, read, _headers(self.written)), now, error)
+            return self._classified(facts_from(errors, read, _headers(self.written)), now, error)
         except Exception:  # noqa: BLE001 - a failure must not grow into another one
             _log.exception("could not classify %s; it is handled as an unknown error", type(error))
             return _of_anything_else("it could not be classified")
 
-    def judge_facts(self, facts: ErrorFacts, now: float) -> Classification:
+    def classify_facts(self, facts: ErrorFacts, now: float) -> Classification:
         """The classification of an error of which only the facts are known; hooks are not called.
         Never raises.
         """
         try:
-            return self._judged(facts, now, None)
+            return self._classified(facts, now, None)
         except Exception:  # noqa: BLE001 - as above
             _log.exception("could not classify %r; it is handled as an unknown error", facts)
             return _of_anything_else("it could not be classified")
 
-    def _judged(self, facts: ErrorFacts, now: float, error: BaseException | None) -> Classification:
+    def _classified(
+        self, facts: ErrorFacts, now: float, error: BaseException | None
+    ) -> Classification:
         found = self._found(facts, error)
         delay = server_delay(facts, now)
         if (exact := exact_delay(found.ruling)) is not None:

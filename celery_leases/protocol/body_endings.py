@@ -25,7 +25,7 @@ class Raised:
 
     error: BaseException
     failure: Failure
-    judgement: Classification
+    classification: Classification
     traceback: str | None = None
 
 

@@ -175,12 +175,16 @@ def was_executed(known: Classification, said: Classification) -> bool | None:
     ):  # a database or a file system raised it, but the request was for neither
         return None
     if known.reason is Reason.ERROR:  # the default rules do not know the error
-        return _judged(said)
-    return _judged(known)
+        return _is_known_unexecuted(said)
+    return _is_known_unexecuted(known)
 
 
-def _judged(judgement: Classification) -> bool | None:
-    return False if judgement.reason in _NOT_EXECUTED and not judgement.ruling.ambiguous else None
+def _is_known_unexecuted(classification: Classification) -> bool | None:
+    return (
+        False
+        if classification.reason in _NOT_EXECUTED and not classification.ruling.ambiguous
+        else None
+    )
 
 
 def idempotency_key(prefix: str, stored_key: str, name: str, scope: str) -> str:

@@ -89,15 +89,15 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
     """Decide what a failed attempt means for its key; *rand* is a random number in [0, 1) for
     jitter.
     """
-    judgement, counts = raised.judgement, _counted(call, record, raised.judgement)
+    classification, counts = raised.classification, _counted(call, record, raised.classification)
     if isinstance(raised.error, Uncertain):
         known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
         return Parked(replace(raised.failure, **known, ambiguous=True, operator=True), counts)
-    ruling, reason = _in_force(call, judgement, counts)
+    ruling, reason = _in_force(call, classification, counts)
     in_group = ruling.scope == "group" and call.group is not None
     failure = replace(
         raised.failure,
-        rule=judgement.rule,
+        rule=classification.rule,
         reason=reason,
         group=call.group if in_group else None,
         ambiguous=ruling.ambiguous,
@@ -110,7 +110,7 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
             delay = _delay(
                 ruling,
                 ruling.policy or call.options.cooldown,
-                judgement,
+                classification,
                 counts.quick_retries + 1,
                 rand,
             )
@@ -118,15 +118,16 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
                 delay, failure, replace(counts, quick_retries=counts.quick_retries + 1)
             )
         case "cooldown":
-            return _cool_down(call, ruling, judgement, failure, counts, rand)
+            return _cool_down(call, ruling, classification, failure, counts, rand)
         case _ as never:
             assert_never(never)
 
 
 def resumes_after_cooldown(
-    options: LeaseOptions, judgement: Classification, ruling: Ruling
+    options: LeaseOptions, classification: Classification, ruling: Ruling
 ) -> bool:
-    """Whether a call runs again by itself after the cooldown that *ruling* has made of *judgement*.
+    """Whether a call runs again by itself after the cooldown that *ruling* has made of
+    *classification*.
 
     With ``lease_resume="transient"``: if the rules know the failure to be transient. They say
     retry, or that the group failed, or the server or the body has named a time. A call that may
@@ -136,9 +137,9 @@ def resumes_after_cooldown(
         return options.resume == "always"
     if ruling.ambiguous and not options.idempotent:
         return False
-    timed = judgement.delay is not None and ruling.server_delay != "ignore"
-    asked = judgement.reason is Reason.ASKED
-    return judgement.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
+    timed = classification.delay is not None and ruling.server_delay != "ignore"
+    asked = classification.reason is Reason.ASKED
+    return classification.ruling.kind == "retry" or ruling.scope == "group" or timed or asked
 
 
 def leaves_gate_half_open(verdict: AfterFailure) -> bool:
@@ -149,30 +150,30 @@ def leaves_gate_half_open(verdict: AfterFailure) -> bool:
     return isinstance(verdict, RetryAfter) or verdict.failure.ambiguous or beside_it
 
 
-def _counted(call: Call, record: Record, judgement: Classification) -> Counts:
+def _counted(call: Call, record: Record, classification: Classification) -> Counts:
     """The counts of the row; zero after a quiet time."""
     if record.failed_at is not None and (record.started_at - record.failed_at) / 1e6 > _quiet(
-        call, judgement
+        call, classification
     ):
         return Counts()
     return Counts(record.failures, record.quick_retries, record.cooldowns)
 
 
-def _quiet(call: Call, judgement: Classification) -> float:
+def _quiet(call: Call, classification: Classification) -> float:
     """Seconds without a failure after which a key's counts no longer apply: longer than any wait it
     may have been given.
     """
-    ruling = judgement.ruling
+    ruling = classification.ruling
     rulings = [one for one in (ruling, ruling.otherwise, ruling.then) if one is not None]
     policies = [call.options.cooldown, *(one.policy for one in rulings if one.policy is not None)]
-    return max(2 * (judgement.delay or 0.0), *(policy.quiet for policy in policies))
+    return max(2 * (classification.delay or 0.0), *(policy.quiet for policy in policies))
 
 
-def _in_force(call: Call, judgement: Classification, counts: Counts) -> tuple[Ruling, Reason]:
+def _in_force(call: Call, classification: Classification, counts: Counts) -> tuple[Ruling, Reason]:
     """The action that applies to this task now: ambiguous failures and used-up retries get another
     one.
     """
-    ruling, reason = judgement.ruling, judgement.reason
+    ruling, reason = classification.ruling, classification.reason
     while ruling.kind == "retry":
         if ruling.ambiguous and not call.options.idempotent:
             ruling = ruling.otherwise or _UNSURE
@@ -196,15 +197,15 @@ def _in_force(call: Call, judgement: Classification, counts: Counts) -> tuple[Ru
 def _cool_down(
     call: Call,
     ruling: Ruling,
-    judgement: Classification,
+    classification: Classification,
     failure: Failure,
     counts: Counts,
     rand: float,
 ) -> EnterCooldown:
     policy = ruling.policy or call.options.cooldown
-    resume = call.reschedulable and resumes_after_cooldown(call.options, judgement, ruling)
+    resume = call.reschedulable and resumes_after_cooldown(call.options, classification, ruling)
     if failure.group is not None:
-        given = _server_delay(ruling, judgement, rand)
+        given = _server_delay(ruling, classification, rand)
         closing = Closing(
             policy,
             failure.reason or "",
@@ -216,29 +217,29 @@ def _cool_down(
         return EnterCooldown(
             closing.wait(1), failure, replace(counts, quick_retries=0), resume, closing
         )
-    delay = _delay(ruling, policy, judgement, counts.cooldowns + 1, rand)
+    delay = _delay(ruling, policy, classification, counts.cooldowns + 1, rand)
     own = counts.failures + (ruling.scope == "key")
     return EnterCooldown(delay, failure, Counts(own, 0, counts.cooldowns + 1), resume)
 
 
 def _delay(
-    ruling: Ruling, policy: CooldownPolicy, judgement: Classification, number: int, rand: float
+    ruling: Ruling, policy: CooldownPolicy, classification: Classification, number: int, rand: float
 ) -> float:
-    given = _server_delay(ruling, judgement, rand)
+    given = _server_delay(ruling, classification, rand)
     if given is not None and ruling.server_delay == "instead":
         return given
     return max(policy.delay(number, rand), ruling.at_least, given or 0.0)
 
 
-def _server_delay(ruling: Ruling, judgement: Classification, rand: float) -> float | None:
+def _server_delay(ruling: Ruling, classification: Classification, rand: float) -> float | None:
     """The wait from the response or the body; a wait from a response is made a little longer."""
-    if judgement.delay is None or ruling.server_delay == "ignore":
+    if classification.delay is None or ruling.server_delay == "ignore":
         return None
-    if judgement.reason is Reason.ASKED:
-        return judgement.delay
+    if classification.reason is Reason.ASKED:
+        return classification.delay
     given = (
-        max(judgement.delay, SHORTEST_SERVER_DELAY)
+        max(classification.delay, SHORTEST_SERVER_DELAY)
         if ruling.kind == "cooldown"
-        else judgement.delay
+        else classification.delay
     )
     return given + min(LONGEST_SPREAD, SPREAD * given) * rand

@@ -607,8 +607,8 @@ class LeaseKit:
             if isinstance(error, CoolingDown) and error.__cause__ is not None
             else error
         )
-        judgement = self.classify(cause, task)
-        return resumes_after_cooldown(task.lease_options, judgement, judgement.ruling)
+        classification = self.classify(cause, task)
+        return resumes_after_cooldown(task.lease_options, classification, classification.ruling)
 
     def _status_of_call(
         self, task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], call_id: str
@@ -701,7 +701,7 @@ class LeaseKit:
     def classify(self, error: BaseException, task: Any = None) -> Classification:
         """How the rules of *task*, by default the default rules, classify *error*."""
         rules = task.lease_options.classifier if task is not None else Rules.default()
-        found: Classification = rules.judge(error, self.now)
+        found: Classification = rules.classify(error, self.now)
         return found
 
     # -- parts -------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class AppParts(Parts):
             record=record,
             store=self.effects,
             clock=self.clock,
-            judge=lambda error: options.classifier.judge(
+            classify=lambda error: options.classifier.classify(
                 error, self.context.wall_time(), time.monotonic
             ),
             closed=closed,

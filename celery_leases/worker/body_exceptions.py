@@ -100,7 +100,7 @@ class BodyEnd:
         """
         limit = SoftTimeLimitExceeded(reason)
         limit.__cause__ = error
-        return self._judged(limit, traceback_of(error))
+        return self._classified(limit, traceback_of(error))
 
     def _raised(self, error: BaseException) -> Ending:
         if limit := _time_limit(self.held_lease.lost):
@@ -111,13 +111,13 @@ class BodyEnd:
             return Snoozed(error, UNREADABLE_PAUSE, str(error))
         if isinstance(error, TypeError) and not self._arguments_fit():
             return Raised(error, failure_of(error), _WRONG_ARGUMENTS, traceback_of(error))
-        return self._judged(error, traceback_of(error))
+        return self._classified(error, traceback_of(error))
 
-    def _judged(self, error: BaseException, traceback: str | None) -> Raised:
-        judgement = self.call.options.classifier.judge(
+    def _classified(self, error: BaseException, traceback: str | None) -> Raised:
+        classification = self.call.options.classifier.classify(
             error, self.context.wall_time(), time.monotonic
         )
-        return Raised(error, failure_of(error), judgement, traceback)
+        return Raised(error, failure_of(error), classification, traceback)
 
     def _arguments_fit(self) -> bool:
         """Whether the body can be called with the arguments of the message; if not, waiting does

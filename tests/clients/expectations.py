@@ -13,7 +13,7 @@ from tests.clients.servers import Server, nobody
 
 @dataclass(frozen=True)
 class Expected:
-    """The part of a judgement that a task meets; the names of the rules are not part of it."""
+    """The part of a classification that a task meets; the names of the rules are not part of it."""
 
     reason: str
     kind: str
@@ -61,16 +61,16 @@ def judged(error: BaseException) -> dict[str, Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        judgement = Rules.default().judge(error, time.time())
-    ruling = judgement.ruling
+        classification = Rules.default().classify(error, time.time())
+    ruling = classification.ruling
     then = f"{ruling.then.kind} of the {ruling.then.scope}" if ruling.then else None
     found = Expected(
-        reason=str(judgement.reason),
+        reason=str(classification.reason),
         kind=ruling.kind,
         scope=ruling.scope,
         ambiguous=ruling.ambiguous,
         operator=ruling.operator,
-        delay=judgement.delay,
+        delay=classification.delay,
         then=then,
         raised=type(error).__name__,
     )
@@ -107,7 +107,7 @@ class Case:
         raise AssertionError(f"{self.name}: nothing was raised")
 
     def check(self, found: Mapping[str, Any]) -> None:
-        """Assert that a judgement is the expected one."""
+        """Assert that a classification is the expected one."""
         wanted = asdict(self.expected)
         slack = wanted["slack"]
         near: dict[str, Any] = {"slack": slack}

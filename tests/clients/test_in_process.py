@@ -40,7 +40,7 @@ class RateLimitError(Exception):
     status_code = 429
 
 for error in (RateLimitError("No."), ConnectionRefusedError(111, "No."), KeyError("total"), OSError(28, "No space")):
-    print(Rules.default().judge(error, 1_800_000_000.0).reason)
+    print(Rules.default().classify(error, 1_800_000_000.0).reason)
 print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:])), *(set(sys.modules) - before))
 """
 

@@ -110,7 +110,7 @@ def probed(seconds: float) -> Gate:
     return closed_gate(0.0, probe="probe", probe_for=seconds)
 
 
-def judged(
+def classified(
     ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
 ) -> Classification:
     """A classification of a failure; *delay* is the server delay."""
@@ -121,7 +121,7 @@ def raised(
     ruling: Ruling, delay: float | None = None, reason: Reason = Reason.ERROR, rule: str = "row"
 ) -> Raised:
     """A body that raised what the rules judge so."""
-    return Raised(ValueError("boom"), FAILURE, judged(ruling, delay, reason, rule))
+    return Raised(ValueError("boom"), FAILURE, classified(ruling, delay, reason, rule))
 
 
 def decide(

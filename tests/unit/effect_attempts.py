@@ -74,7 +74,7 @@ class Attempt:
         )
         self.held_lease.fence = record.fence
         given: dict[str, Any] = {
-            "judge": lambda error: Rules.default().judge(error, 0.0),
+            "classify": lambda error: Rules.default().classify(error, 0.0),
             "patience": 10.0,
         }
         self.effects = Effects(

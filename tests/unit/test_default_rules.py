@@ -337,7 +337,7 @@ def said(error: BaseException) -> str:
 )
 def test_an_error_lands_in_its_row(row: str, error: BaseException) -> None:
     """By the table of the documentation."""
-    assert judged(error).rule == row
+    assert classified(error).rule == row
 
 
 def test_every_row_has_an_example() -> None:
@@ -412,7 +412,7 @@ WAITS: dict[str, list[float]] = {
 
 def ruling_of(row: str) -> Ruling:
     """What a row does."""
-    return judged(ROWS[row][0]).ruling
+    return classified(ROWS[row][0]).ruling
 
 
 @pytest.mark.parametrize("row", DOES)
@@ -428,7 +428,7 @@ def test_each_row_of_the_table_has_its_verdict(row: str) -> None:
     }
     found = ruling_of(row)
     assert {name: getattr(found, name) for name in [*wanted, "kind"]} == {**wanted, **DOES[row]}
-    assert {judged(error).reason for error in ROWS[row]} == {REASONS[row]}
+    assert {classified(error).reason for error in ROWS[row]} == {REASONS[row]}
 
 
 @pytest.mark.parametrize("row", WAITS)
@@ -480,14 +480,20 @@ def test_names_are_what_an_operator_can_read() -> None:
 
 def test_a_rate_limit_has_the_server_delay() -> None:
     """With where it was found, and whether it was cut."""
-    judgement = judged(http_error(429, retry_after="37"))
-    assert (judgement.delay, judgement.source, judgement.clamped) == (37.0, "retry-after", False)
-    judgement = judged(http_error(429, retry_after="86400"))
-    assert (judgement.delay, judgement.clamped) == (21_600.0, True)
-    assert judged(http_error(429)).delay is None
-    assert judged(http_error(503, retry_after_ms="1500")).delay == 1.5
+    classification = classified(http_error(429, retry_after="37"))
+    assert (classification.delay, classification.source, classification.clamped) == (
+        37.0,
+        "retry-after",
+        False,
+    )
+    classification = classified(http_error(429, retry_after="86400"))
+    assert (classification.delay, classification.clamped) == (21_600.0, True)
+    assert classified(http_error(429)).delay is None
+    assert classified(http_error(503, retry_after_ms="1500")).delay == 1.5
 
 
 def test_a_cooling_down_error_retains_its_details() -> None:
     """The error of another leased task, met in the body of this one."""
-    assert judged(CoolingDown("not now", key="k", retry_at=NOW + 5, retry_after=5.0)).delay == 5.0
+    assert (
+        classified(CoolingDown("not now", key="k", retry_at=NOW + 5, retry_after=5.0)).delay == 5.0
+    )

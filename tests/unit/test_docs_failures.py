@@ -172,7 +172,7 @@ def test_the_statuses_in_the_rule_table_meet_their_rules() -> None:
     """A cell that begins with statuses names all that meet the rule without a header or a code."""
     met: dict[str, set[int]] = defaultdict(set)
     for status in range(400, 600):
-        met[Rules.default().judge(Answered(status), time.time()).rule].add(status)
+        met[Rules.default().classify(Answered(status), time.time()).rule].add(status)
     listed = {}
     for name, matches, *_ in rule_table():
         if matches[0].isdigit():
@@ -209,7 +209,9 @@ def test_delays_are_taken_from_the_answer_in_the_order_of_the_page() -> None:
     extra: dict[str, Any] = {"retry_after": 0.5, "body": {"error": info}}
     found = []
     while (
-        source := Rules.default().judge(Answered(429, headers | empty, **extra), time.time()).source
+        source := Rules.default()
+        .classify(Answered(429, headers | empty, **extra), time.time())
+        .source
     ) is not None:
         found.append(re.sub("-ratelimit-requests-reset$", "-ratelimit-…-reset", source))
         headers.pop(source, None)
@@ -259,7 +261,7 @@ def test_the_numbers_in_the_text_are_the_defaults() -> None:
 def test_a_hook_is_given_the_facts_that_the_page_names() -> None:
     """docs/failures.md lists what a function can look at."""
     seen: list[Any] = []
-    Rules().use(lambda _, facts: seen.append(facts)).judge(Answered(500), time.time())
+    Rules().use(lambda _, facts: seen.append(facts)).classify(Answered(500), time.time())
     text = section(PAGE, "Rules of your own")
     listed = re.search(r"`facts` has (.*?)\. A", " ".join(text.split()))
     assert listed
@@ -295,9 +297,9 @@ def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -
     assert rules is texts["send_order"].lease_options.rules
     pending = Answered(404)
     pending.args = ("order 7: sync pending",)
-    by_hook = rules.judge(pending, now)
+    by_hook = rules.classify(pending, now)
     assert (by_hook.rule, by_hook.ruling.kind, by_hook.delay) == ("user: ask_the_shop", "retry", 20)
-    gone = rules.judge(Answered(404), now)
+    gone = rules.classify(Answered(404), now)
     assert (gone.rule, gone.ruling.max, gone.ruling.then.kind) == (
         "user: status=404",
         3,
@@ -305,13 +307,13 @@ def test_the_rules_of_the_example_do_what_the_page_says(texts: dict[str, Any]) -
     )
     assert gone.rule in PAGE
     declined = type("Declined", (Exception,), {"__module__": "shop.errors"})
-    assert rules.judge(declined(), now).ruling.kind == "permanent"
-    quota = rules.judge(Answered(400, code="quota_for_today"), now)
+    assert rules.classify(declined(), now).ruling.kind == "permanent"
+    quota = rules.classify(Answered(400, code="quota_for_today"), now)
     assert (quota.rule, quota.ruling.scope, quota.ruling.operator) == ("shop quota", "group", True)
     closed = Answered(503, {"retry-after": "5"})
     closed.args = ("down for maintenance",)
-    assert rules.judge(closed, now).delay == 900
-    assert rules.judge(Answered(429), now).rule == "rate-limited"
+    assert rules.classify(closed, now).delay == 900
+    assert rules.classify(Answered(429), now).rule == "rate-limited"
 
 
 def test_what_the_body_asks_for_is_done(texts: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ class TestWhetherACallWasCarriedOut:
 
     def known(self, error: BaseException, rules: Rules = DEFAULT) -> bool | None:
         """By the default rules, and by those of the task."""
-        return was_executed(self.DEFAULT.judge(error, 0.0), rules.judge(error, 0.0))
+        return was_executed(self.DEFAULT.classify(error, 0.0), rules.classify(error, 0.0))
 
     @pytest.mark.parametrize(
         "error", [*codes(400, 401, 402, 404, 409, 422, 429), ConnectionRefusedError()], ids=str

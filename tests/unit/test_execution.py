@@ -188,7 +188,7 @@ class TestWhatTheBodyAskedFor:
         self, bench: Bench, error: Any, comes_back: bool
     ) -> None:
         """The key has failed for good: there is nothing to wait for."""
-        ending = Raised(error, FAILURE, judged(cooldown("60s"), reason=Reason.ASKED))
+        ending = Raised(error, FAILURE, classified(cooldown("60s"), reason=Reason.ASKED))
         reply = bench.run(bench.call(max_failures=1, reschedulable=reschedulable), ending)
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, PermanentFailure)
@@ -203,7 +203,7 @@ class TestWhatTheBodyAskedFor:
     def test_a_call_that_does_not_resume_gets_the_time_of_the_next_try(self, bench: Bench) -> None:
         """Not that the task has asked for something."""
         ending = Raised(
-            Cooldown(60), FAILURE, judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
+            Cooldown(60), FAILURE, classified(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
         )
         reply = bench.run(bench.call(resume="never"), ending)
         assert isinstance(reply, Raise)
@@ -230,7 +230,7 @@ class TestEagerCalls:
         self, bench: Bench, error: Any, ruling: Any
     ) -> None:
         """With the time; what it raised is the cause."""
-        ending = Raised(error, FAILURE, judged(ruling, reason=Reason.ASKED))
+        ending = Raised(error, FAILURE, classified(ruling, reason=Reason.ASKED))
         reply = bench.run(bench.call(reschedulable=False), ending)
         assert isinstance(reply, Raise)
         assert isinstance(reply.error, CoolingDown)
@@ -251,7 +251,7 @@ class TestEagerCalls:
         """
         error = Cooldown(60, "password=one-nobody-sees\x1b[2J\nforged " + "x" * 5000)
         ending = Raised(
-            error, failure_of(error), judged(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
+            error, failure_of(error), classified(cooldown("60s", jitter=0.0), reason=Reason.ASKED)
         )
         reply = bench.run(bench.call(reschedulable=False, max_failures=max_failures), ending)
         again = bench.run(

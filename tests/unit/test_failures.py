@@ -43,9 +43,9 @@ from tests.unit.decision_inputs import (
     NOW,
     SECOND,
     after,
+    classified,
     cooled,
     in_a_row,
-    judged,
     raised,
     retried,
 )
@@ -86,7 +86,7 @@ class TestEachKind:
             assert (verdict.closing is not None) is in_group
 
     def test_the_failure_is_remembered_with_what_decided(self) -> None:
-        """The error as it was, and of the judgement rule, reason and flags."""
+        """The error as it was, and of the classification rule, reason and flags."""
         ruling = cooldown("60s", ambiguous=True, operator=True)
         failure = after(raised(ruling, reason=Reason.UNAUTHORIZED, rule="status:401")).failure
         assert (failure.type, failure.message) == ("ValueError", "boom")
@@ -235,7 +235,7 @@ class TestAnEffectInDoubt:
     @pytest.mark.parametrize("ruling", [cooldown(), retry(), permanent(), cooldown(scope="group")])
     def test_it_becomes_uncertain_with_any_rules(self, ruling: Ruling) -> None:
         """And counts as nothing: neither failure, nor retry, nor the group's."""
-        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, judged(ruling))
+        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(ruling))
         record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
         verdict = after(doubt, record, group=GROUP)
         assert isinstance(verdict, Parked)

@@ -33,8 +33,8 @@ def claim(row: Record | None, at: int, host: str = "vm/1") -> Record:
 
 def fail(row: Record, at: int, traceback: str | None = None) -> Record:
     """*row* after its attempt failed at second *at*."""
-    judgement = Classification("status:500", Ruling("retry"), Reason.UNREACHABLE)
-    ending = Raised(ValueError("boom"), FAILURE, judgement, traceback)
+    classification = Classification("status:500", Ruling("retry"), Reason.UNREACHABLE)
+    ending = Raised(ValueError("boom"), FAILURE, classification, traceback)
     call = a_call(call_id=OURS)
     outcome = settlement.after_run(call, row, ending, after(ending))
     return settled(row, outcome, NOW + at * SECOND)

@@ -151,7 +151,7 @@ def test_a_chain_of_slow_errors_is_read_for_a_second_and_then_left() -> None:
     error: BaseException = Slow("the last")
     for _ in range(7):
         error, error.__cause__ = Slow("one before"), error
-    judged = Rules.default().judge(error, 1e9, lambda: now)
+    judged = Rules.default().classify(error, 1e9, lambda: now)
     assert judged.rule == "rate-limited"
     assert now == pytest.approx(1.2)
 
@@ -182,7 +182,7 @@ def test_nothing_that_an_attribute_raises_leaves_the_classifier(kind: type[BaseE
         Raising(),
         fake_error("shop.Error", response=Raising(), headers=Holder(), details=Holder()),
     ):
-        assert Rules.default().judge(error, 1e9).rule == "anything-else"
+        assert Rules.default().classify(error, 1e9).rule == "anything-else"
     failure = failure_of(Raising())
     assert (failure.type.rpartition(".")[2], failure.message) == ("Raising", "")
 
@@ -236,7 +236,7 @@ before = set(sys.modules)
 class RateLimitError(Exception):
     __module__ = "openai"
     status_code = 429
-print(Rules.default().judge(RateLimitError(), 1e9).rule)
+print(Rules.default().classify(RateLimitError(), 1e9).rule)
 print(*sorted({name.split(".")[0] for name in sys.modules} & LIBRARIES))
 print(*sorted(set(sys.modules) - before))
 """.replace(

@@ -50,8 +50,8 @@ from tests.unit.decision_inputs import (
     RUNNING,
     a_call,
     a_record,
+    classified,
     decide,
-    judged,
     raised,
     refusal,
 )
@@ -291,7 +291,9 @@ class TestAfterAFailure:
         assert (outcome.failures, outcome.crashes, outcome.resumes) == (3, 0, False)
 
     def test_an_effect_in_doubt_waits_for_an_operator(self) -> None:
-        doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, judged(cooldown("60s")))
+        doubt = Raised(
+            Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(cooldown("60s"))
+        )
         outcome = closed(doubt)
         assert (outcome.state, outcome.retry_after, outcome.retention) == (
             State.UNCERTAIN,

@@ -46,15 +46,21 @@ def judged(rules: Rules, error: BaseException) -> Classification:
 )
 def test_a_hook_may_decide(said: Any, ruling: Ruling, delay: float | None) -> None:
     """A ruling, or whether to retry at all."""
-    judgement = judged(Rules.default().use(lambda *_: said, name="mine"), http_error(500))
-    assert (judgement.rule, judgement.ruling, judgement.delay) == ("mine", ruling, delay)
+    classification = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(500))
+    assert (classification.rule, classification.ruling, classification.delay) == (
+        "mine",
+        ruling,
+        delay,
+    )
 
 
 @pytest.mark.parametrize(("said", "delay"), [(7, 7.0), (0.5, 0.5), (0, 0.001), (1, 1.0)])
 def test_a_number_of_a_hook_is_a_retry_after_exactly_that(said: float, delay: float) -> None:
     """In seconds; 1 is one second, True is not."""
-    judgement = judged(Rules.default().use(lambda *_: said), http_error(429, retry_after="60"))
-    assert (judgement.ruling.kind, judgement.delay) == ("retry", delay)
+    classification = classified(
+        Rules.default().use(lambda *_: said), http_error(429, retry_after="60")
+    )
+    assert (classification.ruling.kind, classification.delay) == ("retry", delay)
 
 
 def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
@@ -68,7 +74,7 @@ def test_a_hook_sees_the_error_and_the_merged_facts() -> None:
 def test_after_a_hook_that_returns_none_the_next_rule_decides() -> None:
     """For any error."""
     rules = Rules.default().use(lambda *_: None).on(status=404, to=STOP)
-    assert judged(rules, http_error(404)).ruling is STOP
+    assert classified(rules, http_error(404)).ruling is STOP
 
 
 @pytest.mark.parametrize(
@@ -80,8 +86,8 @@ def test_a_hook_that_returns_nonsense_counts_as_silent_and_is_logged(
     said: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failure must not grow into another one."""
-    judgement = judged(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
-    assert judgement.rule == "rate-limited"
+    classification = classified(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
+    assert classification.rule == "rate-limited"
     assert [(entry.name, entry.levelno) for entry in caplog.records] == [
         ("celery_leases", logging.ERROR)
     ]
@@ -94,14 +100,16 @@ def test_a_hook_may_end_itself_and_not_the_attempt(caplog: pytest.LogCaptureFixt
     def ends(exc: BaseException, facts: ErrorFacts) -> None:
         raise SystemExit
 
-    assert judged(Rules.default().use(ends, name="mine"), http_error(429)).rule == "rate-limited"
+    assert (
+        classified(Rules.default().use(ends, name="mine"), http_error(429)).rule == "rate-limited"
+    )
     assert "'mine' raised" in caplog.text
 
 
 def test_what_a_hook_returns_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """It may hold what the exception held."""
     said: Any = {"authorization": "Bearer s3cret"}
-    judged(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
+    classified(Rules.default().use(lambda *_: said, name="mine"), http_error(429))
     assert "returned a dict" in caplog.text
     assert "s3cret" not in caplog.text
 
@@ -109,15 +117,17 @@ def test_what_a_hook_returns_is_not_logged(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize("said", ["90s", timedelta(seconds=90), 90])
 def test_a_hook_may_return_a_duration_in_any_form(said: Any) -> None:
     """As ``on(to=…)`` takes it."""
-    assert judged(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
+    assert classified(Rules.default().use(lambda *_: said), http_error(429)).delay == 90.0
 
 
 def test_a_hook_that_raises_counts_as_silent_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With its traceback."""
-    judgement = judged(Rules.default().use(lambda *_: 1 // 0, name="mine"), http_error(429))
-    assert judgement.rule == "rate-limited"
+    classification = classified(
+        Rules.default().use(lambda *_: 1 // 0, name="mine"), http_error(429)
+    )
+    assert classification.rule == "rate-limited"
     assert "'mine' raised" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
@@ -129,13 +139,13 @@ def test_a_hook_does_not_swallow_what_ends_a_run() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        judged(Rules().use(interrupted), ValueError())
+        classified(Rules().use(interrupted), ValueError())
 
 
 def test_hooks_are_not_asked_about_facts_alone() -> None:
     """There is no exception to show them."""
     rules = Rules.default().use(lambda *_: False)
-    assert rules.judge_facts(ErrorFacts(status=429), NOW).rule == "rate-limited"
+    assert rules.classify_facts(ErrorFacts(status=429), NOW).rule == "rate-limited"
 
 
 # -- what the body asked for -----------------------------------------------------------------------
@@ -162,24 +172,32 @@ def test_what_the_body_asks_for_comes_before_every_rule(
     error: BaseException, rule: str, kind_: str, delay: float | None
 ) -> None:
     """And exactly: no limit is put on it, and no policy raises it."""
-    judgement = judged(EVERYTHING, error)
-    assert (judgement.rule, judgement.ruling.kind, judgement.reason) == (rule, kind_, Reason.ASKED)
-    assert (judgement.delay, judgement.clamped) == (delay, False)
-    assert judgement.ruling.server_delay == "instead" or kind_ == "permanent"
+    classification = classified(EVERYTHING, error)
+    assert (classification.rule, classification.ruling.kind, classification.reason) == (
+        rule,
+        kind_,
+        Reason.ASKED,
+    )
+    assert (classification.delay, classification.clamped) == (delay, False)
+    assert classification.ruling.server_delay == "instead" or kind_ == "permanent"
 
 
 def test_a_cooldown_of_the_group_is_one() -> None:
     """The scope is the body's word too."""
-    assert judged(EVERYTHING, Cooldown(5, scope="group")).ruling.scope == "group"
-    assert judged(EVERYTHING, Cooldown(5)).ruling.scope == "key"
+    assert classified(EVERYTHING, Cooldown(5, scope="group")).ruling.scope == "group"
+    assert classified(EVERYTHING, Cooldown(5)).ruling.scope == "key"
 
 
 def test_what_the_body_asks_for_is_found_in_groups_and_causes() -> None:
     """Such as those of a ``TaskGroup``."""
     assert (
-        judged(Rules(), ExceptionGroup("two", [ValueError(), Cooldown(5)])).rule == "asked-cooldown"
+        classified(Rules(), ExceptionGroup("two", [ValueError(), Cooldown(5)])).rule
+        == "asked-cooldown"
     )
-    assert judged(Rules(), caused(RuntimeError(), PermanentFailure("no"))).rule == "asked-permanent"
+    assert (
+        classified(Rules(), caused(RuntimeError(), PermanentFailure("no"))).rule
+        == "asked-permanent"
+    )
 
 
 def test_a_subclass_of_the_users_asks_for_the_same() -> None:
@@ -188,15 +206,17 @@ def test_a_subclass_of_the_users_asks_for_the_same() -> None:
     class Declined(PermanentFailure):
         """The card was declined."""
 
-    assert judged(Rules(), Declined()).rule == "asked-permanent"
+    assert classified(Rules(), Declined()).rule == "asked-permanent"
 
 
 def test_facts_alone_have_what_the_body_asked_for() -> None:
     """For the command line, which has no exception."""
     facts = ErrorFacts(names=("celery_leases.errors.PermanentFailure",))
-    assert Rules().judge_facts(facts, NOW).rule == "asked-permanent"
+    assert Rules().classify_facts(facts, NOW).rule == "asked-permanent"
 
 
 def test_the_reason_of_the_body_is_shown_without_secrets() -> None:
     """It is stored."""
-    assert judged(Rules(), Cooldown(5, "token=abc123")).why.endswith("of its key: token=[redacted]")
+    assert classified(Rules(), Cooldown(5, "token=abc123")).why.endswith(
+        "of its key: token=[redacted]"
+    )

@@ -33,11 +33,11 @@ def code(value: str, status: int) -> Any:
 
 def test_codes_beat_status() -> None:
     """AWS throttles with 400, and Stripe reports a lock with 429."""
-    assert judged(aws("ThrottlingException", 400)).rule == "rate-limited"
-    assert judged(aws("ValidationException", 400)).rule == "request-refused"
-    assert judged(code("lock_timeout", status=429)).rule == "lock-timeout"
-    assert judged(code("insufficient_quota", status=429)).rule == "out-of-quota"
-    assert judged(code("overloaded_error", status=200)).rule == "rate-limited"
+    assert classified(aws("ThrottlingException", 400)).rule == "rate-limited"
+    assert classified(aws("ValidationException", 400)).rule == "request-refused"
+    assert classified(code("lock_timeout", status=429)).rule == "lock-timeout"
+    assert classified(code("insufficient_quota", status=429)).rule == "out-of-quota"
+    assert classified(code("overloaded_error", status=200)).rule == "rate-limited"
 
 
 def test_an_error_that_repeats_the_status_of_its_cause_is_not_poorer_than_it() -> None:
@@ -111,8 +111,8 @@ def test_the_connection_error_of_requests_lets_what_it_hides_decide() -> None:
     aborted = fake_error(
         "urllib3.exceptions.ProtocolError", said=("aborted", ConnectionResetError(104, "reset"))
     )
-    assert judged(RequestsConnection(aborted)).rule == "outcome-unknown"
-    assert judged(RequestsConnection()).rule == "outcome-unknown"
+    assert classified(RequestsConnection(aborted)).rule == "outcome-unknown"
+    assert classified(RequestsConnection()).rule == "outcome-unknown"
 
 
 def test_the_status_of_an_answer_is_no_failure_of_the_connection() -> None:
@@ -145,9 +145,11 @@ def test_an_error_of_the_application_lets_its_cause_decide() -> None:
         RuntimeError("the month failed"),
         caused(fake_error("shop.Failed"), http_error(429, retry_after="20")),
     )
-    judgement = judged(error)
-    assert (judgement.rule, judgement.delay) == ("rate-limited", 20.0)
-    assert judged(ExceptionGroup("1 of 3", [ValueError(), http_error(429)])).rule == "rate-limited"
+    classification = classified(error)
+    assert (classification.rule, classification.delay) == ("rate-limited", 20.0)
+    assert (
+        classified(ExceptionGroup("1 of 3", [ValueError(), http_error(429)])).rule == "rate-limited"
+    )
 
 
 def test_the_outermost_error_that_is_known_decides() -> None:
@@ -159,14 +161,15 @@ def test_facts_alone_are_judged_like_errors() -> None:
     """As the command line gives them."""
     rules = Rules.default()
     assert (
-        rules.judge_facts(ErrorFacts(status=429, headers={"retry-after": "37"}), NOW).delay == 37.0
+        rules.classify_facts(ErrorFacts(status=429, headers={"retry-after": "37"}), NOW).delay
+        == 37.0
     )
     assert (
-        rules.judge_facts(ErrorFacts(names=("openai.APIConnectionError",)), NOW).rule
+        rules.classify_facts(ErrorFacts(names=("openai.APIConnectionError",)), NOW).rule
         == "outcome-unknown"
     )
-    assert rules.judge_facts(ErrorFacts(names=("stripe.CardError",)), NOW).rule == "declined"
-    assert rules.judge_facts(ErrorFacts(sqlstate="40001"), NOW).rule == "infrastructure"
-    assert rules.judge_facts(ErrorFacts(grpc="ABORTED"), NOW).rule == "conflict"
-    assert rules.judge_facts(ErrorFacts(codes=("SlowDown",)), NOW).rule == "rate-limited"
-    assert rules.judge_facts(ErrorFacts(), NOW).rule == "anything-else"
+    assert rules.classify_facts(ErrorFacts(names=("stripe.CardError",)), NOW).rule == "declined"
+    assert rules.classify_facts(ErrorFacts(sqlstate="40001"), NOW).rule == "infrastructure"
+    assert rules.classify_facts(ErrorFacts(grpc="ABORTED"), NOW).rule == "conflict"
+    assert rules.classify_facts(ErrorFacts(codes=("SlowDown",)), NOW).rule == "rate-limited"
+    assert rules.classify_facts(ErrorFacts(), NOW).rule == "anything-else"

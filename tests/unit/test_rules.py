@@ -52,7 +52,7 @@ def a_hook(exc: BaseException, facts: ErrorFacts) -> bool | None:
 )
 def test_a_rule_does_what_it_says(to: Any, ruling: Ruling) -> None:
     """A ruling, or the word for it."""
-    assert judged(Rules().on(status=404, to=to), http_error(404)).ruling == ruling
+    assert classified(Rules().on(status=404, to=to), http_error(404)).ruling == ruling
 
 
 @pytest.mark.parametrize("to", [7, 7.0, "7s", timedelta(seconds=7)], ids=repr)
@@ -64,8 +64,10 @@ def test_a_duration_means_a_retry_after_exactly_that(to: Any) -> None:
 
 def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
     """What it does there is the ruling's business."""
-    judgement = judged(Rules().on(status=404, to=retry("10s")), http_error(404, retry_after="60"))
-    assert (judgement.delay, judgement.source, judgement.ruling.server_delay) == (
+    classification = classified(
+        Rules().on(status=404, to=retry("10s")), http_error(404, retry_after="60")
+    )
+    assert (classification.delay, classification.source, classification.ruling.server_delay) == (
         60.0,
         "retry-after",
         "at_least",
@@ -74,8 +76,14 @@ def test_a_delay_in_the_answer_reaches_the_ruling_of_a_user() -> None:
 
 def test_a_permanent_failure_has_no_delay() -> None:
     """There is nothing to wait for."""
-    judgement = judged(Rules().on(status=404, to=permanent()), http_error(404, retry_after="60"))
-    assert (judgement.delay, judgement.source, judgement.reason) == (None, None, Reason.REFUSED)
+    classification = classified(
+        Rules().on(status=404, to=permanent()), http_error(404, retry_after="60")
+    )
+    assert (classification.delay, classification.source, classification.reason) == (
+        None,
+        None,
+        Reason.REFUSED,
+    )
 
 
 def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
@@ -85,9 +93,9 @@ def test_the_first_rule_that_matches_wins_before_all_default_ones() -> None:
         .on(status=429, to="permanent", name="first")
         .on(status="4xx", to="retry", name="second")
     )
-    assert judged(rules, http_error(429)).rule == "first"
-    assert judged(rules, http_error(404)).rule == "second"
-    assert judged(rules, http_error(500)).rule == "outcome-unknown"
+    assert classified(rules, http_error(429)).rule == "first"
+    assert classified(rules, http_error(404)).rule == "second"
+    assert classified(rules, http_error(500)).rule == "outcome-unknown"
 
 
 def test_a_rule_about_a_cause_comes_before_a_later_one_about_the_error_itself() -> None:
@@ -147,13 +155,13 @@ def test_why_names_what_matched_and_where() -> None:
     failed = caused(fake_error("shop.Failed"), http_error(404, dotted="openai.NotFoundError"))
     assert judged(rules, failed).why == "status 404 of openai.NotFoundError and shop.Failed"
     assert (
-        judged(rules, http_error(429, dotted="openai.RateLimitError")).why
+        classified(rules, http_error(429, dotted="openai.RateLimitError")).why
         == "status 429 of openai.RateLimitError"
     )
-    assert judged(rules, ConnectionRefusedError()).why == "ConnectionRefusedError"
-    assert judged(rules, KeyError()).why == "no rule knows KeyError"
-    assert judged(rules, ValueError("draft")).why == "the rule function decided"
-    assert Rules.default().judge_facts(ErrorFacts(status=429), NOW).why == "status 429"
+    assert classified(rules, ConnectionRefusedError()).why == "ConnectionRefusedError"
+    assert classified(rules, KeyError()).why == "no rule knows KeyError"
+    assert classified(rules, ValueError("draft")).why == "the rule function decided"
+    assert Rules.default().classify_facts(ErrorFacts(status=429), NOW).why == "status 429"
 
 
 # -- the list itself -------------------------------------------------------------------------------
@@ -175,8 +183,8 @@ def test_rows_are_the_rules_in_the_order_in_which_they_are_asked() -> None:
 def test_rules_without_defaults_know_the_body_the_limits_and_anything_else() -> None:
     """All else is written by the user."""
     assert [row.name for row in Rules().rows()][4:] == ["time-or-memory-limit", "anything-else"]
-    assert judged(Rules(), http_error(429)).rule == "anything-else"
-    assert judged(Rules(), MemoryError()).rule == "time-or-memory-limit"
+    assert classified(Rules(), http_error(429)).rule == "anything-else"
+    assert classified(Rules(), MemoryError()).rule == "time-or-memory-limit"
 
 
 # -- never raises ----------------------------------------------------------------------------------
@@ -263,10 +271,10 @@ def test_judging_never_raises(name: str, drawn: dict[str, int]) -> None:
             setattr(error, attribute, PIECES[index])
         except TypeError:
             continue
-    judgement = Rules.default().use(lambda *_: None).judge(error, NOW)
-    assert isinstance(judgement, Classification)
-    assert judgement.why
-    assert judgement.delay is None or 0 < judgement.delay <= 21_600
+    classification = Rules.default().use(lambda *_: None).classify(error, NOW)
+    assert isinstance(classification, Classification)
+    assert classification.why
+    assert classification.delay is None or 0 < classification.delay <= 21_600
 
 
 def test_an_error_that_cannot_be_classified_counts_as_any_other(
@@ -283,6 +291,6 @@ def test_an_error_that_cannot_be_classified_counts_as_any_other(
         def scope(self, _: Any) -> None:
             """Not stored."""
 
-    judgement = judged(Rules.default(), Broken(5))
-    assert (judgement.rule, judgement.reason) == ("anything-else", Reason.ERROR)
+    classification = classified(Rules.default(), Broken(5))
+    assert (classification.rule, classification.reason) == ("anything-else", Reason.ERROR)
     assert "could not classify" in caplog.text
