@@ -24,11 +24,11 @@ from celery_leases.failures.default_rules import (
 from celery_leases.failures.delays import server_delay
 from celery_leases.failures.exception_chain import linked
 from celery_leases.failures.facts import MESSAGE_MAX, ErrorFacts, facts_from
-from celery_leases.failures.rule import Asking, Hook, Rule, Turn, matching
-from celery_leases.failures.rule_functions import answer
+from celery_leases.failures.rule import Hook, Rule, RuleFunction, Turn, matching
+from celery_leases.failures.rule_functions import ruling_by
 from celery_leases.failures.safe_attributes import Reader
 
-__all__ = ["Asking", "Hook", "Rule", "Rules"]
+__all__ = ["Hook", "Rule", "RuleFunction", "Rules"]
 
 _log: Final = logging.getLogger("celery_leases")
 
@@ -44,7 +44,7 @@ class Rules:
     """
 
     #: The user's, in the order written.
-    written: tuple[Rule | Asking, ...] = ()
+    written: tuple[Rule | RuleFunction, ...] = ()
     #: Whether the default rules follow.
     defaults: bool = False
 
@@ -101,10 +101,10 @@ class Rules:
                 f"Rules.use: {hook!r} is not usable; write a function of (exception, facts)"
             )
         called = getattr(hook, "__qualname__", type(hook).__qualname__)
-        asking = Asking(_named(name, f"user: {called}"), hook)
-        return replace(self, written=(*self.written, asking))
+        rule_function = RuleFunction(_named(name, f"user: {called}"), hook)
+        return replace(self, written=(*self.written, rule_function))
 
-    def rows(self) -> tuple[Rule | Asking, ...]:
+    def rows(self) -> tuple[Rule | RuleFunction, ...]:
         """Every rule in the order of application; for rules about wrappers, see :class:`Turn`."""
         defaults = (
             [rule for turn in Turn for rule in DEFAULTS if rule.turn is turn]
@@ -161,7 +161,7 @@ class Rules:
             if isinstance(rule, Rule):
                 if (why := rule.match(chain)) is not None:
                     return Classification(rule.name, rule.ruling, rule.reason, why=why)
-            elif error is not None and (ruling := answer(rule, error, facts)) is not None:
+            elif error is not None and (ruling := ruling_by(rule, error, facts)) is not None:
                 return Classification(
                     rule.name, ruling, reason_of(ruling), why="the rule function decided"
                 )
@@ -192,7 +192,7 @@ def _of_anything_else(why: str) -> Classification:
     return Classification(ANYTHING_ELSE.name, ANYTHING_ELSE.ruling, ANYTHING_ELSE.reason, why=why)
 
 
-def _headers(rules: Sequence[Rule | Asking]) -> frozenset[str]:
+def _headers(rules: Sequence[Rule | RuleFunction]) -> frozenset[str]:
     """The headers that the user's rules look at."""
     cases = (case for rule in rules if isinstance(rule, Rule) for case in rule.cases)
     return frozenset(part.name for case in cases for part in case if isinstance(part, HasHeader))

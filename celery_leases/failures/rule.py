@@ -61,7 +61,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class RuleFunction:
     """A rule that is a function of the user. Applied only to live exceptions, never to
     facts alone.
     """

@@ -9,21 +9,23 @@ from typing import Final
 from celery_leases.errors import LeaseConfigurationError
 from celery_leases.failures.actions import Ruling, exactly, permanent, retry
 from celery_leases.failures.facts import ErrorFacts
-from celery_leases.failures.rule import Asking
+from celery_leases.failures.rule import RuleFunction
 
 _log: Final = logging.getLogger("celery_leases")
 
 
-def answer(asking: Asking, error: BaseException, facts: ErrorFacts) -> Ruling | None:
+def ruling_by(
+    rule_function: RuleFunction, error: BaseException, facts: ErrorFacts
+) -> Ruling | None:
     """The action that the hook returns for *error*; ``None``: nothing, an unusable value, or an
     exception (logged).
     """
     try:
-        said = asking.hook(error, facts)
+        said = rule_function.hook(error, facts)
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001 - it is the user's, and there is a failure to deal with already
-        _log.exception("the failure rule %r raised; the next rule decides", asking.name)
+        _log.exception("the failure rule %r raised; the next rule decides", rule_function.name)
         return None
     if said is None or isinstance(said, Ruling):
         return said
@@ -37,7 +39,7 @@ def answer(asking: Asking, error: BaseException, facts: ErrorFacts) -> Ruling | 
     kind = type(said).__name__  # its arguments may be secret
     _log.error(
         "the failure rule %r returned a %s, which is no action; the next rule decides",
-        asking.name,
+        rule_function.name,
         kind,
     )
     return None
