@@ -24,7 +24,7 @@ from celery_leases.failures.default_rules import (
 from celery_leases.failures.delays import server_delay
 from celery_leases.failures.exception_chain import linked
 from celery_leases.failures.facts import MESSAGE_MAX, ErrorFacts, facts_from
-from celery_leases.failures.rule import Hook, Rule, RuleFunction, Turn, matching
+from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import ruling_by
 from celery_leases.failures.safe_attributes import Reader
 
@@ -105,9 +105,9 @@ class Rules:
         return replace(self, written=(*self.written, rule_function))
 
     def rows(self) -> tuple[Rule | RuleFunction, ...]:
-        """Every rule in the order of application; for rules about wrappers, see :class:`Turn`."""
+        """Every rule in the order of application; for rules about wrappers, see :class:`Phase`."""
         defaults = (
-            [rule for turn in Turn for rule in DEFAULTS if rule.turn is turn]
+            [rule for phase in Phase for rule in DEFAULTS if rule.phase is phase]
             if self.defaults
             else []
         )

@@ -1,7 +1,7 @@
 """The default rules, as data: the errors of common client libraries, and the action for each.
 
-The comments give the row of the table in the documentation. Within one turn the first match wins; a
-code comes before a status where the two disagree.
+The comments give the row of the table in the documentation. Within one phase the first match wins;
+a code comes before a status where the two disagree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from celery_leases.failures.conditions import (
     SqlStateStarts,
     StatusIn,
 )
-from celery_leases.failures.rule import Rule, Turn
+from celery_leases.failures.rule import Phase, Rule
 
 Case = tuple[Condition, ...]
 
@@ -87,24 +87,28 @@ CONTROL_FLOW: Final = (
         _any(_named("celery_leases.Cooldown")),
         ASKED_COOLDOWN,
         Reason.ASKED,
-        Turn.FIRST,
+        Phase.FIRST,
     ),
     Rule(
         "asked-retry",
         _any(_named("celery_leases.RetryLater")),
         ASKED_RETRY,
         Reason.ASKED,
-        Turn.FIRST,
+        Phase.FIRST,
     ),
     Rule(
         "asked-permanent",
         _any(_named("celery_leases.PermanentFailure")),
         permanent(),
         Reason.ASKED,
-        Turn.FIRST,
+        Phase.FIRST,
     ),
     Rule(
-        "asked-snooze", _any(_named("celery_leases.Snooze")), ASKED_SNOOZE, Reason.ASKED, Turn.FIRST
+        "asked-snooze",
+        _any(_named("celery_leases.Snooze")),
+        ASKED_SNOOZE,
+        Reason.ASKED,
+        Phase.FIRST,
     ),
 )
 """The requests of a body, as far as facts show them; the exception itself has the time."""
@@ -118,7 +122,7 @@ DEFAULTS: Final = (
         _any(library_errors.INVALID_CERTIFICATE),
         permanent(),
         Reason.REFUSED,
-        Turn.FIRST,
+        Phase.FIRST,
     ),
     # 12. aiohttp reports an answer that is not HTTP with a status of 400 which no server sent.
     Rule(
@@ -126,7 +130,7 @@ DEFAULTS: Final = (
         _any(_named("aiohttp.http_exceptions.HttpProcessingError")),
         OUTCOME_UNKNOWN,
         Reason.OUTCOME_UNKNOWN,
-        Turn.FIRST,
+        Phase.FIRST,
     ),
     # 3
     Rule(
@@ -292,7 +296,7 @@ DEFAULTS: Final = (
         ),
         UNREACHABLE,
         Reason.UNREACHABLE,
-        Turn.LAST,
+        Phase.LAST,
     ),
     # 10
     Rule(
@@ -300,7 +304,7 @@ DEFAULTS: Final = (
         _any(library_errors.OWN_STORES_WRAPPED),
         INFRASTRUCTURE,
         Reason.INFRASTRUCTURE,
-        Turn.LAST,
+        Phase.LAST,
     ),
     # 12
     Rule(
@@ -308,7 +312,7 @@ DEFAULTS: Final = (
         _any(library_errors.BROKEN_OFF_WRAPPED),
         OUTCOME_UNKNOWN,
         Reason.OUTCOME_UNKNOWN,
-        Turn.LAST,
+        Phase.LAST,
     ),
 )
 
@@ -319,6 +323,6 @@ LIMITS: Final = Rule(
     _any(_named("billiard.exceptions.SoftTimeLimitExceeded", "builtins.MemoryError")),
     LIMIT_HIT,
     Reason.LIMIT_HIT,
-    Turn.FIRST,
+    Phase.FIRST,
 )
-ANYTHING_ELSE: Final = Rule("anything-else", (), cooldown(), Reason.ERROR, Turn.LAST)
+ANYTHING_ELSE: Final = Rule("anything-else", (), cooldown(), Reason.ERROR, Phase.LAST)

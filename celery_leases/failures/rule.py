@@ -15,7 +15,7 @@ Hook = Callable[[BaseException, ErrorFacts], Ruling | Duration | bool | None]
 """What users may pass to ``Rules.use``."""
 
 
-class Turn(StrEnum):
+class Phase(StrEnum):
     """When a rule is applied to an error and those it wraps."""
 
     #: Of all of them, before any other rule.
@@ -35,7 +35,7 @@ class Rule:
     cases: tuple[tuple[Condition, ...], ...]
     ruling: Ruling
     reason: Reason
-    turn: Turn = Turn.EACH
+    phase: Phase = Phase.EACH
 
     def match(self, errors: Sequence[ErrorFacts]) -> str | None:
         """What matched, as a short sentence; ``None``: the rule does not match.
@@ -84,12 +84,12 @@ def _sentence(found: Sequence[tuple[str, ErrorFacts]]) -> str:
 
 
 def matching(rules: Sequence[Rule], chain: Sequence[ErrorFacts]) -> tuple[Rule, str] | None:
-    """The first of *rules* that matches an error and those it wraps (outermost first), turn by
-    turn, and why.
+    """The first of *rules* that matches an error and those it wraps (outermost first), phase by
+    phase, and why.
     """
-    for turn in Turn:
-        asked = [rule for rule in rules if rule.turn is turn]
-        for errors in [(one,) for one in _completed(chain)] if turn is Turn.EACH else [chain]:
+    for phase in Phase:
+        asked = [rule for rule in rules if rule.phase is phase]
+        for errors in [(one,) for one in _completed(chain)] if phase is Phase.EACH else [chain]:
             for rule in asked:
                 if (why := rule.match(errors)) is not None:
                     return rule, why

@@ -145,8 +145,8 @@ def test_the_rule_table_is_that_of_the_code() -> None:
 def test_the_text_about_the_rule_table_counts_right() -> None:
     """What is asked first and last, who has another jitter, and which answers' delays count how."""
     rules, text = default_rules(), section(PAGE, "The default rules")
-    turns = [rule.turn.value for rule in rules]
-    assert turns == ["first"] * 7 + ["each"] * (len(rules) - 11) + ["last"] * 4
+    phases = [rule.phase.value for rule in rules]
+    assert phases == ["first"] * 7 + ["each"] * (len(rules) - 11) + ["last"] * 4
     assert "The first seven look" in text
     assert f"from `{rules[7].name}` to `{rules[-5].name}`" in " ".join(text.split())
     assert "The last four" in text

@@ -176,8 +176,8 @@ def test_rows_are_the_rules_in_the_order_in_which_they_are_asked() -> None:
     ]  # fmt: skip
     assert names[-1] == "anything-else"
     assert all(str(row) for row in rows)
-    turns = [row.turn for row in rows[7:-1] if isinstance(row, Rule)]
-    assert turns == sorted(turns, key=["first", "each", "last"].index)
+    phases = [row.phase for row in rows[7:-1] if isinstance(row, Rule)]
+    assert phases == sorted(phases, key=["first", "each", "last"].index)
 
 
 def test_rules_without_defaults_know_the_body_the_limits_and_anything_else() -> None:
