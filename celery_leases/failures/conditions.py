@@ -16,7 +16,7 @@ from celery_leases.failures.facts import ErrorFacts
 class Condition(Protocol):
     """One thing to ask. Its text says what, as ``status=429``."""
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """What was found in the facts of one error, in words; ``None``: not that."""
         ...
 
@@ -27,7 +27,7 @@ class StatusIn:
 
     statuses: frozenset[int]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         return f"status {facts.status}" if facts.status in self.statuses else None
 
@@ -41,7 +41,7 @@ class CodeIn:
 
     codes: frozenset[str]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         for code in facts.codes:
             if code in self.codes or any(code.startswith(start) for start in _starts(self.codes)):
@@ -64,7 +64,7 @@ class NamedAs:
     names: frozenset[str]
     itself: bool = False
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         names = facts.names[:1] if self.itself else facts.names
         return "" if not self.names.isdisjoint(_spellings(names)) else None
@@ -79,7 +79,7 @@ class SqlStateStarts:
 
     prefixes: tuple[str, ...]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         return (
             f"SQLSTATE {facts.sqlstate}"
@@ -97,7 +97,7 @@ class ErrnoIn:
 
     numbers: frozenset[int]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         return f"error number {facts.errno}" if facts.errno in self.numbers else None
 
@@ -111,7 +111,7 @@ class GrpcIn:
 
     names: frozenset[str]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         return f"gRPC {facts.grpc}" if facts.grpc in self.names else None
 
@@ -125,7 +125,7 @@ class SmtpIn:
 
     replies: frozenset[int]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         return f"SMTP reply {facts.smtp}" if facts.smtp in self.replies else None
 
@@ -140,7 +140,7 @@ class HasHeader:
     name: str
     value: str | None = None
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         found = facts.headers.get(self.name)
         met = found is not None and (self.value is None or found.lower() == self.value)
@@ -156,7 +156,7 @@ class MessageHas:
 
     pattern: re.Pattern[str]
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         found = self.pattern.search(facts.message)
         return f"the text {found[0][:80]!r}" if found else None
@@ -166,13 +166,13 @@ class MessageHas:
 
 
 @dataclass(frozen=True, slots=True)
-class SaysOfItself:
+class FactIs:
     """One of the plain facts is so: ``retryable``, ``invalidated`` or ``arguments``."""
 
     fact: str
     value: bool
 
-    def met(self, facts: ErrorFacts) -> str | None:
+    def match(self, facts: ErrorFacts) -> str | None:
         """See :class:`Condition`."""
         return str(self) if getattr(facts, self.fact) is self.value else None
 

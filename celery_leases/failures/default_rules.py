@@ -16,11 +16,11 @@ from celery_leases.failures.conditions import (
     CodeIn,
     Condition,
     ErrnoIn,
+    FactIs,
     GrpcIn,
     HasHeader,
     MessageHas,
     NamedAs,
-    SaysOfItself,
     SmtpIn,
     SqlStateStarts,
     StatusIn,
@@ -133,9 +133,7 @@ DEFAULTS: Final = (
         Phase.FIRST,
     ),
     # 3
-    Rule(
-        "not-retryable", _any(SaysOfItself("retryable", value=False)), permanent(), Reason.REFUSED
-    ),
+    Rule("not-retryable", _any(FactIs("retryable", value=False)), permanent(), Reason.REFUSED),
     # 4
     Rule(
         "told-not-to-retry",
@@ -217,7 +215,7 @@ DEFAULTS: Final = (
             ErrnoIn(library_codes.MYSQL_AGAIN | library_codes.MYSQL_AWAY),
             _code("SQLITE_BUSY*", "SQLITE_LOCKED*"),
             (_named("sqlite3.OperationalError"), _text("database (table )?is locked")),
-            SaysOfItself("invalidated", value=True),
+            FactIs("invalidated", value=True),
             library_errors.OWN_STORES,
             library_errors.LIBPQ,
             # Its cause is a refused connection, but to our own broker: no gate may close for it.
@@ -271,7 +269,7 @@ DEFAULTS: Final = (
             SmtpIn(frozenset(range(500, 600))),
             library_errors.INVALID_REQUEST,
             (_named("urllib.error.URLError"), _text("unknown url type")),
-            SaysOfItself("arguments", value=True),
+            FactIs("arguments", value=True),
         ),
         permanent(),
         Reason.REFUSED,

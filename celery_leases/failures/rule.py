@@ -46,7 +46,7 @@ class Rule:
             found = []
             for condition in case:
                 met = next(
-                    ((words, one) for one in errors if (words := condition.met(one)) is not None),
+                    ((words, one) for one in errors if (words := condition.match(one)) is not None),
                     None,
                 )
                 if met is None:
