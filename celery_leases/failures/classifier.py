@@ -22,7 +22,7 @@ from celery_leases.failures.default_rules import (
     LIMITS,
 )
 from celery_leases.failures.delays import server_delay
-from celery_leases.failures.exception_chain import linked
+from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.facts import MESSAGE_MAX, ErrorFacts, facts_from
 from celery_leases.failures.rule import Hook, Phase, Rule, RuleFunction, matching
 from celery_leases.failures.rule_functions import ruling_by
@@ -125,7 +125,7 @@ class Rules:
         """
         try:
             read = Reader(clock)
-            errors = linked(error, read)
+            errors = error_chain(error, read)
             for one in errors:
                 if isinstance(one, Cooldown | RetryLater | Snooze):
                     return _asked(one, now)

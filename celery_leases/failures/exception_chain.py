@@ -10,7 +10,7 @@ from celery_leases.failures.safe_attributes import Reader, members
 DEPTH: Final = 8
 MEMBERS: Final = 16
 
-_HIDING_PLACES: Final = (
+_WRAPPING_ATTRIBUTES: Final = (
     "__cause__",
     "orig",  # SQLAlchemy
     "exceptions",  # an ExceptionGroup
@@ -22,7 +22,7 @@ _HIDING_PLACES: Final = (
 )
 
 
-def linked(error: BaseException, read: Reader | None = None) -> list[BaseException]:
+def error_chain(error: BaseException, read: Reader | None = None) -> list[BaseException]:
     """*error* first, then what it wraps, depth first; at most 16, at most 8 deep, each once. Never
     raises.
     """
@@ -47,7 +47,7 @@ def _wrapped(read: Reader, error: BaseException) -> list[BaseException]:
 
 
 def _searched(read: Reader, error: BaseException) -> Iterator[BaseException]:
-    for name in _HIDING_PLACES:
+    for name in _WRAPPING_ATTRIBUTES:
         yield from _errors_in(read.attribute(error, name))
     keywords = read.attribute(error, "kwargs")  # botocore
     if isinstance(keywords, dict):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from celery_leases.common.redaction import message_of
 from celery_leases.failures import error_codes, error_responses, retry_info
-from celery_leases.failures.exception_chain import linked
+from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.safe_attributes import Reader, members, span
 
 MESSAGE_MAX: Final = 500
@@ -83,7 +83,7 @@ def facts_of(error: BaseException, headers: Container[str] = ()) -> ErrorFacts:
     *headers* are the lower-case names of further headers to keep. Never raises, fetches nothing.
     """
     read = Reader()
-    return facts_from(linked(error, read), read, headers)
+    return facts_from(error_chain(error, read), read, headers)
 
 
 def facts_from(

@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 
-from celery_leases.failures.exception_chain import linked
+from celery_leases.failures.exception_chain import error_chain
 from celery_leases.failures.facts import ErrorFacts, facts_of
 from tests.unit.fake_errors import caused, fake_error, http_error
 
 
 def names(error: BaseException) -> list[str]:
     """The classes of an error and of what it wraps."""
-    return [type(one).__name__ for one in linked(error)]
+    return [type(one).__name__ for one in error_chain(error)]
 
 
 def test_the_chain_goes_from_the_outermost_error_inwards() -> None:
@@ -63,8 +63,8 @@ def test_a_chain_is_bounded() -> None:
     deep: BaseException = OSError()
     for _ in range(100):
         deep = caused(ValueError(), deep)
-    assert len(linked(deep)) == 8
-    assert len(linked(ExceptionGroup("many", [ValueError(n) for n in range(100)]))) == 16
+    assert len(error_chain(deep)) == 8
+    assert len(error_chain(ExceptionGroup("many", [ValueError(n) for n in range(100)]))) == 16
     one, two = ValueError(), KeyError()
     caused(caused(one, two).__cause__ or one, one)
     assert names(one) == ["ValueError", "KeyError"]
