@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from celery_leases.failures.error_responses import is_grpc
-from celery_leases.failures.safe_attributes import Reader, members, whole, word
+from celery_leases.failures.safe_attributes import Reader, as_int, as_text, members
 
 GRPC_CODES: Final = frozenset(
     {
@@ -38,11 +38,11 @@ _MYSQL: Final = frozenset({"pymysql", "MySQLdb", "mysql", "mariadb", "asyncmy", 
 def sqlstate_of(read: Reader, error: BaseException) -> str | None:
     """The SQLSTATE of a database driver's error."""
     for name in ("sqlstate", "pgcode"):
-        if (state := word(read.attribute(error, name))) and _SQLSTATE.fullmatch(state):
+        if (state := as_text(read.attribute(error, name))) and _SQLSTATE.fullmatch(state):
             return state
     if (
         type(error).__module__ == "pyodbc"
-        and (state := word(_first(read, error)))
+        and (state := as_text(_first(read, error)))
         and _SQLSTATE.fullmatch(state)
     ):
         return state
@@ -53,9 +53,9 @@ def errno_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | 
     """The number of an OSError, of name resolution, or of MySQL, whose drivers put it first among
     the arguments.
     """
-    number = whole(read.attribute(error, "errno"))
+    number = as_int(read.attribute(error, "errno"))
     if number is None and any(name.partition(".")[0] in _MYSQL for name in names):
-        return whole(_first(read, error))
+        return as_int(_first(read, error))
     return number
 
 
@@ -66,9 +66,11 @@ def _first(read: Reader, error: BaseException) -> Any:
 def grpc_of(read: Reader, error: BaseException) -> str | None:
     """The name of the gRPC status code, which Google's REST clients use too."""
     code = (
-        read.called(error, "code") if is_grpc(error) else read.attribute(error, "grpc_status_code")
+        read.method_result(error, "code")
+        if is_grpc(error)
+        else read.attribute(error, "grpc_status_code")
     )
-    for found in (word(read.attribute(code, "name")), word(read.attribute(error, "status"))):
+    for found in (as_text(read.attribute(code, "name")), as_text(read.attribute(error, "status"))):
         if found in GRPC_CODES:
             return found
     return None
@@ -84,9 +86,9 @@ def smtp_of(read: Reader, error: BaseException, names: Sequence[str]) -> int | N
             (
                 code
                 for reply in refused.values()
-                if (code := whole(next(iter(members(reply)), None)))
+                if (code := as_int(next(iter(members(reply)), None)))
             ),
             default=None,
         )
-    code = whole(read.attribute(error, "smtp_code"))
-    return code if code is not None else whole(read.attribute(error, "code"))
+    code = as_int(read.attribute(error, "smtp_code"))
+    return code if code is not None else as_int(read.attribute(error, "code"))

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from itertools import islice
 from typing import Any, Final
 
-from celery_leases.failures.safe_attributes import Reader, members, whole, word
+from celery_leases.failures.safe_attributes import Reader, as_int, as_text, members
 
 VALUE_MAX: Final = 200
 BODY_MAX: Final = 20_000
@@ -75,8 +75,8 @@ def code_of(read: Reader, error: BaseException) -> Any:
     """The attribute ``code``; not asked of classes whose ``status`` says it, since aiohttp's
     property warns.
     """
-    held = read.own(error, "code")
-    said = held is not None or whole(read.attribute(error, "status")) is not None
+    held = read.instance_attribute(error, "code")
+    said = held is not None or as_int(read.attribute(error, "status")) is not None
     return held if said else read.attribute(error, "code")
 
 
@@ -103,7 +103,7 @@ def headers_of(read: Reader, error: BaseException, wanted: Container[str]) -> di
 
 def grpc_metadata(read: Reader, error: BaseException) -> Any:
     """The trailing metadata of a failed gRPC call, which has ended and so does not block."""
-    return read.called(error, "trailing_metadata") if is_grpc(error) else None
+    return read.method_result(error, "trailing_metadata") if is_grpc(error) else None
 
 
 def is_grpc(error: BaseException) -> bool:
@@ -117,7 +117,10 @@ def bodies_of(read: Reader, error: BaseException) -> list[Any]:
     """What the answer's body says, as parsed JSON: every place that has any."""
     response = read.attribute(error, "response")
     places = [read.attribute(error, name) for name in _BODY_PLACES]
-    places += [read.own(response, "_content"), read.own(response, "data")]
+    places += [
+        read.instance_attribute(response, "_content"),
+        read.instance_attribute(response, "data"),
+    ]
     if isinstance(response, dict):
         places.append(response.get("Error"))
     return [body for body in map(_parsed, places) if body]
@@ -140,16 +143,18 @@ def codes_in(body: Any) -> Iterator[str]:
 
 def as_code(value: object) -> str | None:
     """*value* as an error code: one word, or a number that is no HTTP status."""
-    number = whole(value)
+    number = as_int(value)
     if number is not None:
         return str(number) if _status(number) is None and number else None
-    text = word(value)
+    text = as_text(value)
     return text if text and _CODE.fullmatch(text) and text != "error" else None
 
 
 def _status(value: object) -> int | None:
-    text = word(value)
-    number = int(text) if text and re.fullmatch("[1-5][0-9][0-9]", text, re.ASCII) else whole(value)
+    text = as_text(value)
+    number = (
+        int(text) if text and re.fullmatch("[1-5][0-9][0-9]", text, re.ASCII) else as_int(value)
+    )
     return number if number is not None and 100 <= number <= 599 else None
 
 
@@ -171,7 +176,7 @@ def _parsed(body: Any) -> Any:
 def _headers(read: Reader, headers: Any, wanted: Container[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in members(
-        read.called(headers, "items") if hasattr(type(headers), "items") else headers
+        read.method_result(headers, "items") if hasattr(type(headers), "items") else headers
     ):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             continue

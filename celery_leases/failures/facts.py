@@ -11,7 +11,7 @@ from typing import Any, Final
 from celery_leases.common.redaction import message_of
 from celery_leases.failures import error_codes, error_responses, retry_info
 from celery_leases.failures.exception_chain import error_chain
-from celery_leases.failures.safe_attributes import Reader, members, span
+from celery_leases.failures.safe_attributes import Reader, as_seconds, members
 
 MESSAGE_MAX: Final = 500
 NAMES_MAX: Final = 24
@@ -123,7 +123,7 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 def _facts(read: Reader, error: BaseException, headers: Container[str]) -> ErrorFacts:
     facts = ErrorFacts(
-        names_of(type(error)), message="" if read.late else message_of(error, MESSAGE_MAX)
+        names_of(type(error)), message="" if read.timed_out else message_of(error, MESSAGE_MAX)
     )
     try:
         return _read(read, error, facts, headers)
@@ -146,7 +146,7 @@ def _read(
         smtp=smtp,
         headers=error_responses.headers_of(read, error, headers),
         retryable=_retryable(read, error, facts.names),
-        retry_after=span(read.attribute(error, "retry_after")),
+        retry_after=as_seconds(read.attribute(error, "retry_after")),
         retry_info=_retry_info(read, error, bodies),
         invalidated=read.attribute(error, "connection_invalidated") is True,
         arguments=not _VALIDATION.isdisjoint(facts.names) and _of_the_arguments(error),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery_leases.failures.safe_attributes import Reader, span, whole
+from celery_leases.failures.safe_attributes import Reader, as_int, as_seconds
 
 LARGEST: Final = 16_384
 _LENGTHS: Final = {1: 8, 5: 4}
@@ -22,13 +22,13 @@ def in_details(read: Reader, details: list[Any]) -> float | None:
     for detail in details:
         if isinstance(detail, dict):
             if str(detail.get("@type", "")).endswith("google.rpc.RetryInfo"):
-                return span(detail.get("retryDelay"))
+                return as_seconds(detail.get("retryDelay"))
         elif (delay := read.attribute(detail, "retry_delay")) is not None:
             seconds, nanos = (
-                whole(read.attribute(delay, "seconds")),
-                whole(read.attribute(delay, "nanos")),
+                as_int(read.attribute(delay, "seconds")),
+                as_int(read.attribute(delay, "nanos")),
             )
-            return span((seconds or 0) + (nanos or 0) / 1e9)
+            return as_seconds((seconds or 0) + (nanos or 0) / 1e9)
     return None
 
 
@@ -45,7 +45,7 @@ def in_status(data: bytes) -> float | None:
             numbers = {
                 number: value for number, value in _fields(duration) if isinstance(value, int)
             }
-            return span(numbers.get(1, 0) + numbers.get(2, 0) / 1e9)
+            return as_seconds(numbers.get(1, 0) + numbers.get(2, 0) / 1e9)
     except (IndexError, ValueError, StopIteration):
         return None
     return None

@@ -37,7 +37,7 @@ class Reader:
         self._seen: dict[tuple[int, str], tuple[object, Any]] = {}
 
     @property
-    def late(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether nothing more is to be read."""
         return self._clock is not None and self._clock() >= self._until
 
@@ -45,14 +45,14 @@ class Reader:
         """The attribute, or ``None`` when it is missing or raises."""
         return self._once(thing, name, lambda: getattr(thing, name, None))
 
-    def own(self, thing: object, name: str) -> Any:
+    def instance_attribute(self, thing: object, name: str) -> Any:
         """What the instance itself holds under *name*, so that no property is run; else
         ``None``.
         """
         held = self.attribute(thing, "__dict__")
         return held.get(name) if type(held) is dict else None
 
-    def called(self, thing: object, name: str) -> Any:
+    def method_result(self, thing: object, name: str) -> Any:
         """What the method returns without arguments; ``None`` if the method is missing or
         raises.
         """
@@ -63,7 +63,7 @@ class Reader:
         known = self._seen.get((id(thing), name))
         if known is not None:
             return known[1]
-        if self.late:
+        if self.timed_out:
             return None
         try:
             value = read()
@@ -85,17 +85,17 @@ def members(thing: object) -> list[Any]:
         return []
 
 
-def whole(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """*value* as a plain int, if it is one (an enum of ints is) and not a bool."""
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def word(value: object) -> str | None:
+def as_text(value: object) -> str | None:
     """*value* as a plain str, if it is one with something in it."""
     return str.__str__(value) or None if isinstance(value, str) else None
 
 
-def span(value: object) -> float | None:
+def as_seconds(value: object) -> float | None:
     """Seconds above 0: a number, a timedelta, or text such as ``"20"`` or ``"1.5s"``."""
     if isinstance(value, timedelta):
         found: float | None = value.total_seconds()
