@@ -175,7 +175,7 @@ DEFAULTS: Final = (
         "bad-credentials",
         _any(
             _status(401),
-            _code(*library_codes.WRONG_KEYS),
+            _code(*library_codes.BAD_CREDENTIAL_CODES),
             _grpc("UNAUTHENTICATED"),
             _smtp(530, 534, 535),
             library_errors.BAD_CREDENTIALS,
@@ -212,11 +212,11 @@ DEFAULTS: Final = (
         _any(
             # 25006: a replica; 53: no resources left; 55P03: another session has the lock.
             SqlStateStarts(("08", "25006", "40", "53", "55P03", "57P01", "57P02", "57P03")),
-            ErrnoIn(library_codes.MYSQL_AGAIN | library_codes.MYSQL_AWAY),
+            ErrnoIn(library_codes.MYSQL_LOCK_CONFLICTS | library_codes.MYSQL_CONNECTION_ERRORS),
             _code("SQLITE_BUSY*", "SQLITE_LOCKED*"),
             (_named("sqlite3.OperationalError"), _text("database (table )?is locked")),
             FactIs("invalidated", value=True),
-            library_errors.OWN_STORES,
+            library_errors.DATABASE_AND_REDIS_ERRORS,
             library_errors.LIBPQ,
             # Its cause is a refused connection, but to our own broker: no gate may close for it.
             _named("kombu.OperationalError"),
@@ -229,7 +229,7 @@ DEFAULTS: Final = (
         "connect-phase",
         _any(
             library_errors.CONNECT_PHASE,
-            ErrnoIn(library_codes.NO_WAY_THERE),
+            ErrnoIn(library_codes.UNREACHABLE_ERRNOS),
             (
                 _grpc("UNAVAILABLE"),
                 _text("failed to connect to all addresses|DNS resolution failed|errors resolving "),
@@ -248,7 +248,7 @@ DEFAULTS: Final = (
             ),
             # botocore/retries/standard.py: TransientRetryableChecker; S3 sends the first with 400.
             _code("RequestTimeout", "RequestTimeoutException", *library_codes.FAULTS_IN_STREAMS),
-            library_errors.BROKEN_OFF,
+            library_errors.INCOMPLETE_RESPONSES,
         ),
         OUTCOME_UNKNOWN,
         Reason.OUTCOME_UNKNOWN,
@@ -299,7 +299,7 @@ DEFAULTS: Final = (
     # 10
     Rule(
         "infrastructure",
-        _any(library_errors.OWN_STORES_WRAPPED),
+        _any(library_errors.DATABASE_WRAPPERS),
         INFRASTRUCTURE,
         Reason.INFRASTRUCTURE,
         Phase.LAST,
@@ -307,7 +307,7 @@ DEFAULTS: Final = (
     # 12
     Rule(
         "outcome-unknown",
-        _any(library_errors.BROKEN_OFF_WRAPPED),
+        _any(library_errors.NETWORK_WRAPPERS),
         OUTCOME_UNKNOWN,
         Reason.OUTCOME_UNKNOWN,
         Phase.LAST,

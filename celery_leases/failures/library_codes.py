@@ -7,9 +7,9 @@ from __future__ import annotations
 import errno
 from typing import Final
 
-MYSQL_AGAIN: Final = frozenset({1205, 1213})  # lock wait timeout, deadlock
-MYSQL_AWAY: Final = frozenset({1040, 1053, 2002, 2003, 2006, 2013, 2055, 4031})
-NO_WAY_THERE: Final = frozenset(
+MYSQL_LOCK_CONFLICTS: Final = frozenset({1205, 1213})  # lock wait timeout, deadlock
+MYSQL_CONNECTION_ERRORS: Final = frozenset({1040, 1053, 2002, 2003, 2006, 2013, 2055, 4031})
+UNREACHABLE_ERRNOS: Final = frozenset(
     {
         errno.EADDRNOTAVAIL,
         errno.ECONNREFUSED,
@@ -44,7 +44,7 @@ LIMITS_IN_STREAMS: Final = (
     "server_overloaded",
 )
 FAULTS_IN_STREAMS: Final = ("api_error", "server_error", "timeout_error", "internal_error")
-WRONG_KEYS: Final = (  # Google's comes with a status of 400
+BAD_CREDENTIAL_CODES: Final = (  # Google's comes with a status of 400
     *("ExpiredToken*", "UnrecognizedClient*", "InvalidClientTokenId", "InvalidAccessKeyId"),
     "API_KEY_INVALID",
 )

@@ -20,7 +20,7 @@ BAD_CREDENTIALS: Final = NamedAs(
     | {"botocore.NoCredentialsError", "google.DefaultCredentialsError"}
 )
 
-OWN_STORES: Final = NamedAs(
+DATABASE_AND_REDIS_ERRORS: Final = NamedAs(
     _in_each(
         "redis valkey",
         "BusyLoadingError",
@@ -39,7 +39,7 @@ OWN_STORES: Final = NamedAs(
 LIBPQ: Final = NamedAs(_in_each("psycopg psycopg2", "OperationalError"), itself=True)
 """Without a SQLSTATE, which subclasses have: the connection could not be made, or is gone."""
 
-OWN_STORES_WRAPPED: Final = NamedAs(
+DATABASE_WRAPPERS: Final = NamedAs(
     _in_each("pymysql MySQLdb mysql mariadb oracledb pyodbc kombu", "OperationalError")
 )
 
@@ -55,7 +55,7 @@ CONNECT_PHASE: Final = NamedAs(
 )
 """No connection, so nothing was executed."""
 
-BROKEN_OFF: Final = NamedAs(
+INCOMPLETE_RESPONSES: Final = NamedAs(
     _in_each(
         _HTTPX,
         "ReadTimeout",
@@ -81,7 +81,7 @@ BROKEN_OFF: Final = NamedAs(
 )
 """The request was sent, at least in part, and no whole answer came."""
 
-BROKEN_OFF_WRAPPED: Final = NamedAs(
+NETWORK_WRAPPERS: Final = NamedAs(
     _in_each("openai anthropic stripe", "APIConnectionError")
     | _in_each(_HTTPX, "TransportError", "TimeoutException", "NetworkError")
     | _in_each("requests", "ConnectionError", "Timeout", "RetryError")
