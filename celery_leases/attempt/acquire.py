@@ -20,11 +20,11 @@ from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.message_copies import callbacks_mark
 from celery_leases.protocol.ports import (
     Acquired,
+    BlockedByGate,
     Claimed,
     Cooling,
     Held,
     Holder,
-    Shut,
 )
 from celery_leases.protocol.records import (
     ClaimRequest,
@@ -107,7 +107,7 @@ class Entry:
         match answer:
             case Held(holder):
                 return self._held(call, holder, waited)
-            case Shut():
+            case BlockedByGate():
                 return self._shut(call, answer, waited)
             case Acquired():
                 return self._acquired(call, claim_request, sent, answer, waited)
@@ -144,9 +144,9 @@ class Entry:
             self.give_back(held_lease)
         return entered
 
-    def _shut(self, call: Call, shut: Shut, waited: float) -> Verdict:
+    def _shut(self, call: Call, shut: BlockedByGate, waited: float) -> Verdict:
         """A closed gate stops bodies only: finished work is replayed."""
-        record = shut.record if shut.looked else self.context.records.read(call.key.stored)
+        record = shut.record if shut.record_read else self.context.records.read(call.key.stored)
         return self.decide(call, record, waited, shut.gate)
 
     def _held(self, call: Call, holder: Holder, waited: float) -> Verdict:
@@ -166,7 +166,9 @@ class Entry:
         self._report_held(call, holder)
         return verdict
 
-    def _acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut | Claimed:
+    def _acquire(
+        self, claim_request: ClaimRequest
+    ) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
         if self.context.leases.in_records:
             return Acquired()  # the claim acquires the lease
         try:
@@ -181,7 +183,7 @@ class Entry:
         claim = self._claim_until_known(held_lease, sent)
         if isinstance(claim, Won):
             return self._claimed(call, held_lease, claim.record)
-        if isinstance(claim, Shut):
+        if isinstance(claim, BlockedByGate):
             return self._shut(call, claim, waited)
         if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
             return waiting.store_came_up_empty(call, claim.record, claim.age, self.context.rand())
@@ -196,7 +198,9 @@ class Entry:
             )
         return verdict
 
-    def _claim_until_known(self, held_lease: HeldLease, sent: float) -> Won | Refused | Shut:
+    def _claim_until_known(
+        self, held_lease: HeldLease, sent: float
+    ) -> Won | Refused | BlockedByGate:
         """Claim, and repeat while the outcome is unknown: repeating a claim does no harm, but an
         open claim does.
         """
@@ -225,7 +229,7 @@ class Entry:
             token = held_lease.claim_request.token
             raise Away(replace(self.away(error, 0), prior=token)) from error
 
-    def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | Shut:
+    def _claim_once(self, held_lease: HeldLease, sent: float) -> Won | Refused | BlockedByGate:
         claim_request = held_lease.claim_request
         if not self.context.leases.in_records:
             return self.context.records.claim(
@@ -234,7 +238,7 @@ class Entry:
                 age=lambda: self._age(claim_request.stored_key, sent),
             )
         answer = self.context.leases.acquire(claim_request)
-        if isinstance(answer, Shut):
+        if isinstance(answer, BlockedByGate):
             return answer
         if not isinstance(answer, Claimed):
             raise TypeError(

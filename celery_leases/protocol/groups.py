@@ -37,7 +37,7 @@ class Gate:
         return self.closed_for <= 0
 
     @property
-    def shut_for(self) -> float:
+    def blocked_for(self) -> float:
         """For how long no body can start: the time until the gate is half-open, or the rest of its
         probe's slot.
         """

@@ -62,15 +62,15 @@ class Cooling:
 
 
 @dataclass(frozen=True, slots=True)
-class Shut:
+class BlockedByGate:
     """The gate of the claim request's group lets no body start now; nothing was taken.
 
-    ``looked``: the store has also read the record of the key, which is ``record``.
+    ``record_read``: the store has also read the record of the key, which is ``record``.
     """
 
     gate: Gate
     record: Record | None = None
-    looked: bool = False
+    record_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,9 @@ class LeaseStore(Protocol):
     #: Whether the claimed row is the lease, so that acquiring claims and settling releases.
     in_records: bool
 
-    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut | Claimed:
+    def acquire(
+        self, claim_request: ClaimRequest
+    ) -> Acquired | Held | Cooling | BlockedByGate | Claimed:
         """Take the lease in one round trip; a lease with the request's own token counts as taken.
 
         The same round trip reads the gate of ``claim_request.group`` once the lease is known to be

@@ -495,7 +495,7 @@ def _waits(
     if not waiting:
         return 0.0, None
     own = record.waits if record is not None else 0.0
-    shut = gate.shut_for if gate is not None else 0.0
+    shut = gate.blocked_for if gate is not None else 0.0
     if gate is not None and shut >= own:
         return shut, "group"
     of_group = (

@@ -55,7 +55,7 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
         record = None
     waits = max(
         record.waits if record is not None else 0.0,
-        facts.gate.shut_for if facts.gate is not None else 0.0,
+        facts.gate.blocked_for if facts.gate is not None else 0.0,
     )
     refusal = _cooling_down(call, record, facts, waits)
     probed = facts.gate is not None and facts.gate.half_open and waits <= facts.gate.probe_for
@@ -89,7 +89,7 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
 
 def _cooling_down(call: Call, record: Record | None, facts: Facts, waits: float) -> CoolingDown:
     gate, failure = facts.gate, record.failure if record is not None else None
-    by_gate = gate is not None and (record is None or gate.shut_for >= record.waits)
+    by_gate = gate is not None and (record is None or gate.blocked_for >= record.waits)
     name = (
         f"cooldown group {gate.group}" if by_gate and gate is not None else printable(call.key.key)
     )

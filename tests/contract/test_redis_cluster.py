@@ -11,7 +11,7 @@ import redis
 from redis.crc import key_slot
 
 from celery_leases.errors import LeaseConfigurationError, StoreUnavailable
-from celery_leases.protocol.ports import Acquired, Held, Renewal, RenewalResult, Shut
+from celery_leases.protocol.ports import Acquired, BlockedByGate, Held, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import group_scripts, lease_scripts
 from celery_leases.stores.redis.cluster import Cluster
@@ -166,7 +166,7 @@ def test_a_request_that_a_gate_refuses_leaves_no_lease(
     closed(store, group, 60.0)
     for _ in range(2):
         assert isinstance(
-            store.acquire(make_claim_request(claim_request.stored_key, group=group)), Shut
+            store.acquire(make_claim_request(claim_request.stored_key, group=group)), BlockedByGate
         )
         assert store.holder(claim_request.stored_key) is None
         store.open_gate(group)

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
-from celery_leases.protocol.ports import Acquired, Cooling, Held, Renewal, Shut
+from celery_leases.protocol.ports import Acquired, BlockedByGate, Cooling, Held, Renewal
 from celery_leases.stores.redis.leases import RedisLeaseStore
 from celery_leases.testing.contracts import GateHistoryContract, GateStoreContract
 from celery_leases.testing.contracts.claim_requests import fresh_key, make_claim_request
@@ -44,7 +44,7 @@ def test_a_client_that_decodes_its_replies_can_be_used(open_store: OpenStore) ->
     half_open(store, GROUP)
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.acquire(claim_request) == Acquired(probe=True)
-    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
+    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.close_gate(GROUP, closing(60.0), claim_request.token).trips == 2
     assert found(store, GROUP).message == "slow"
@@ -63,7 +63,7 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     assert store.age(claim_request.stored_key) < 0.5
     assert store.give_back_probe(GROUP, claim_request.token)
     closed(store, GROUP, 60.0)
-    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
+    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
 
 
 def test_a_held_or_cooling_key_is_reported_at_any_gate(store: RedisLeaseStore) -> None:
@@ -240,7 +240,7 @@ def test_a_foreign_value_is_a_gate_too(store: RedisLeaseStore, value: bytes) -> 
     gate = found(store, GROUP)
     assert gate.trips == (7 if value.startswith(b"7") else 1)
     assert (gate.probe, gate.half_open) == ("stranger", True)
-    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), Shut)
+    assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
     assert closed(store, GROUP, 60.0).trips == gate.trips
     assert [gate.group for gate in store.gates()] == [GROUP]
     assert store.open_gate(GROUP)

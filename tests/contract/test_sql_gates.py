@@ -13,7 +13,7 @@ from celery_leases.client import LeaseClient
 from celery_leases.errors import StoreUnavailable
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.ports import Claimed, Renewal, RenewalResult, Shut
+from celery_leases.protocol.ports import BlockedByGate, Claimed, Renewal, RenewalResult
 from celery_leases.protocol.records import Ended, Record, Refusal, Refused, State, Won
 from celery_leases.stores.sql.leases import DatabaseLeaseStore
 from celery_leases.stores.sql.records import SqlRecordStore
@@ -166,8 +166,8 @@ def test_a_refusal_by_the_gate_contains_the_record(
     )
     shutting(store, GROUP)
     answer = store.acquire(make_claim_request(key, group=GROUP))
-    assert isinstance(answer, Shut)
-    assert answer.looked
+    assert isinstance(answer, BlockedByGate)
+    assert answer.record_read
     assert answer.record is not None
     assert answer.record.result == '"a"'
     assert row(store.records, key) == done
@@ -182,7 +182,7 @@ def test_the_holder_is_shown_at_a_closed_gate_too(
     assert isinstance(store.acquire(claim_request), Claimed)
     shutting(store, GROUP)
     answer = store.acquire(make_claim_request(claim_request.stored_key, group=GROUP))
-    assert isinstance(answer, Shut)
+    assert isinstance(answer, BlockedByGate)
     assert answer.record is not None
     assert (answer.record.state, answer.record.owner) == (State.RUNNING, claim_request.token)
     again = store.acquire(claim_request)
@@ -317,7 +317,7 @@ def test_a_slot_at_a_gate_that_was_closed_meanwhile_is_given_back(
     assert store.take_probe(GROUP, claim_request.token, 15.0)
     closed(store, GROUP, 60.0)
     answer = store.acquire(claim_request)
-    assert isinstance(answer, Shut)
+    assert isinstance(answer, BlockedByGate)
     assert found(store, GROUP).probe is None
     assert not store.take_probe(GROUP, claim_request.token, 15.0)
 

@@ -12,13 +12,13 @@ from celery_leases.errors import LeaseStoreMismatch
 from celery_leases.protocol.groups import Closing, Gate, admits, closed, remembered_for
 from celery_leases.protocol.ports import (
     Acquired,
+    BlockedByGate,
     Cooling,
     Held,
     Holder,
     LeaseStoreSettings,
     Renewal,
     RenewalResult,
-    Shut,
 )
 from celery_leases.protocol.records import ClaimRequest
 
@@ -92,7 +92,7 @@ class ToyLeaseStore:
                 return Held(holder)
             if found is None and not admits(gate, token):
                 assert gate is not None
-                return Shut(gate)
+                return BlockedByGate(gate)
             if gate is not None and (gate.probe == token or found is None):
                 probe_for = max(gate.probe_for, claim_request.ttl)
                 self._note(replace(gate, probe=token, probe_for=probe_for))

@@ -166,10 +166,10 @@ class TestWhatItSays:
         ],
     )
     def test_for_how_long_nothing_can_start(
-        self, gate: Gate, half_open: bool, shut_for: float
+        self, gate: Gate, half_open: bool, blocked_for: float
     ) -> None:
         """The time it is closed, or that of its probe's slot."""
-        assert (gate.half_open, gate.shut_for) == (half_open, shut_for)
+        assert (gate.half_open, gate.blocked_for) == (half_open, blocked_for)
 
     def test_a_closed_gate_counts_for_its_time_with_any_probe(self) -> None:
         """If the gate is closed while a probe runs, its slot blocks no other call."""

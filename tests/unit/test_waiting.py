@@ -210,7 +210,7 @@ class TestItsOwnCooldown:
         """
         verdict = reschedule(decide(a_call(repeat=True), record, gate=gate, rand=0.0))
         assert verdict.started
-        assert verdict.delay <= gate.shut_for + 0.1
+        assert verdict.delay <= gate.blocked_for + 0.1
 
     def test_a_row_past_its_retention_is_ignored(self) -> None:
         gone = replace(ITS_OWN, expires_at=NOW)

@@ -16,12 +16,12 @@ from celery_leases.errors import LeaseConfigurationError, LeaseStoreMismatch, St
 from celery_leases.protocol.deadlines import LONGEST_WAIT
 from celery_leases.protocol.ports import (
     Acquired,
+    BlockedByGate,
     Cooling,
     Held,
     Holder,
     Renewal,
     RenewalResult,
-    Shut,
 )
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.stores.redis import group_scripts, lease_scripts
@@ -165,7 +165,7 @@ class RedisLeaseStore(RedisGates):
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | Shut:
+    def acquire(self, claim_request: ClaimRequest) -> Acquired | Held | Cooling | BlockedByGate:
         """Take the lease in one round trip; see :class:`~celery_leases.protocol.ports.LeaseStore`.
 
         The first of these that exists decides: the request's own lease, another lease, a cooldown,
@@ -204,7 +204,7 @@ class RedisLeaseStore(RedisGates):
             case "cooling":
                 return Cooling(self._ours(claim_request, keys[0], holder_of(*details)).remaining)
             case _:
-                return Shut(gate_of(claim_request.group or "", details))
+                return BlockedByGate(gate_of(claim_request.group or "", details))
 
     def _ours(self, claim_request: ClaimRequest, key: str, holder: Holder) -> Holder:
         """*holder*, after checking that celery_leases wrote its value, and that its worker has its

@@ -23,7 +23,7 @@ from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol.decisions import holder_in
 from celery_leases.protocol.groups import admits
 from celery_leases.protocol.options import DATABASE
-from celery_leases.protocol.ports import Claimed, Holder, Renewal, RenewalResult, Shut
+from celery_leases.protocol.ports import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
 from celery_leases.protocol.records import ClaimRequest, Ended, Refused, State, Won
 from celery_leases.stores.sql.dialects import mysql
 from celery_leases.stores.sql.groups import SqlGates, later_of
@@ -64,7 +64,7 @@ class DatabaseLeaseStore(SqlGates):
             and gate is not None
             and not admits(gate, claim_request.token)
         ):
-            return Shut(gate, answer.record, looked=True)
+            return BlockedByGate(gate, answer.record, record_read=True)
         probes = gate is not None and gate.probe == claim_request.token
         return Claimed(answer, probe=probes and isinstance(answer, Won))
 

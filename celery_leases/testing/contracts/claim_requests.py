@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from celery_leases.protocol.ports import Acquired, Claimed, Cooling, Held, Holder, Shut
+from celery_leases.protocol.ports import Acquired, BlockedByGate, Claimed, Cooling, Held, Holder
 from celery_leases.protocol.records import ClaimRequest, State, Won
 
-Answer = Acquired | Held | Cooling | Shut | Claimed
+Answer = Acquired | Held | Cooling | BlockedByGate | Claimed
 
 
 def fresh_key() -> str:

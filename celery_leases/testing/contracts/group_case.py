@@ -9,7 +9,7 @@ import pytest
 
 from celery_leases.failures.cooldown_policies import CooldownPolicy
 from celery_leases.protocol.groups import Closing, Gate
-from celery_leases.protocol.ports import Acquired, Claimed, GateStore, LeaseStore, Shut
+from celery_leases.protocol.ports import Acquired, BlockedByGate, Claimed, GateStore, LeaseStore
 from celery_leases.protocol.records import ClaimRequest
 from celery_leases.testing.contracts.claim_requests import (
     Answer,
@@ -89,8 +89,8 @@ def found(store: GateStore, group: str) -> Gate:
 def shut(store: LeaseStore, claim_request: ClaimRequest) -> Gate:
     """The gate that refuses *claim_request*, which it must."""
     answer = store.acquire(claim_request)
-    assert isinstance(answer, Shut), answer
-    assert answer.looked is store.in_records
+    assert isinstance(answer, BlockedByGate), answer
+    assert answer.record_read is store.in_records
     assert answer.record is None
     return answer.gate
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_leases.protocol.ports import Renewal, RenewalResult, Shut
+from celery_leases.protocol.ports import BlockedByGate, Renewal, RenewalResult
 from celery_leases.testing.contracts.claim_requests import Answer, acquired, held
 from celery_leases.testing.contracts.group_case import (
     PATIENCE,
@@ -61,12 +61,12 @@ class GateProbeContract(GateCase):
         assert [acquired(answer) for answer in answers].count(True) == 1
         for answer in answers:
             if not acquired(answer):
-                assert isinstance(answer, Shut)
+                assert isinstance(answer, BlockedByGate)
                 assert answer.gate.half_open
         gate = shut(store, self.claim_request(group))
         assert gate.probe == probes[0] == found(store, group).probe
         assert gate.half_open
-        assert 0 < gate.shut_for == gate.probe_for <= self.ttl
+        assert 0 < gate.blocked_for == gate.probe_for <= self.ttl
 
     def test_a_probe_that_asks_again_is_still_the_probe(
         self, store: GatedLeaseStore, group: str
