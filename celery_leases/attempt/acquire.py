@@ -138,7 +138,7 @@ class Entry:
             # The lease protects a row that may be open; the probe's slot protects nothing.
             with suppress(StoreUnavailable):
                 if claim_request.group is not None:
-                    self.context.gates.give_back_probe(claim_request.group, claim_request.token)
+                    self.context.gates.release_probe(claim_request.group, claim_request.token)
             raise
         if not isinstance(entered, ClaimedAttempt):
             self.give_back(held_lease)
@@ -344,7 +344,7 @@ class Entry:
     def _give_back(self, claim_request: ClaimRequest, probe: str | None) -> None:
         if probe is not None:
             with suppress(StoreUnavailable):  # it expires by itself
-                self.context.gates.give_back_probe(probe, claim_request.token)
+                self.context.gates.release_probe(probe, claim_request.token)
         if (
             not self.context.leases.in_records
         ):  # where the claimed row is the lease, closing it was the release

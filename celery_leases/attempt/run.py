@@ -296,7 +296,7 @@ class Execution:
                 )
             ):
                 if held_lease.probe is not None:
-                    context.gates.give_back_probe(held_lease.probe, claim_request.token)
+                    context.gates.release_probe(held_lease.probe, claim_request.token)
                 return
         entry.give_back(held_lease)
 

@@ -227,7 +227,7 @@ class GateStore(Protocol):
         """
         ...
 
-    def give_back_probe(self, group: str, token: str) -> bool:
+    def release_probe(self, group: str, token: str) -> bool:
         """Free the probe's slot if *token* holds it; the gate stays half-open."""
         ...
 

@@ -70,7 +70,7 @@ class ProbeSlots(Protocol):
         """
         ...
 
-    def give_back_probe(self, group: str, token: str) -> bool:
+    def release_probe(self, group: str, token: str) -> bool:
         """Free the slot if *token* holds it."""
         ...
 
@@ -177,7 +177,7 @@ class Claiming(ABC):
             if (won := self._write(claim, found)) is not None:
                 return Won(won), gate
         if slots is not None and gate is not None and gate.probe == claim_request.token:
-            slots.give_back_probe(gate.group, claim_request.token)
+            slots.release_probe(gate.group, claim_request.token)
         return Refused(row, why if isinstance(why, Refusal) else Refusal.CHANGED, claim.age), gate
 
     def _begin_claim(

@@ -36,7 +36,7 @@ class GateClosing(ABC):
             after = closed(group, before, closing, token)
             if before is not None and after.closed_for == before.closed_for:  # closed long enough
                 if before.probe == token:
-                    self.give_back_probe(group, token)
+                    self.release_probe(group, token)
                 return after
             now = time.time()
             if self._swap_gate(before, after, remembered_for(after, closing.policy), token):

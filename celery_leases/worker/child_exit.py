@@ -252,7 +252,7 @@ def _close(dead_child: DeadChild, call: Call) -> None:
     if not context.leases.in_records:
         context.leases.release(call.key.stored, dead_child.token)
     if call.group is not None:
-        context.gates.give_back_probe(call.group, dead_child.token)
+        context.gates.release_probe(call.group, dead_child.token)
     if settled is not None:
         raise settled
 

@@ -192,7 +192,7 @@ def test_a_gate_that_does_not_answer_refuses_every_request(
         )
     assert store.release(claim_request.stored_key, claim_request.token)
     gate.resume()
-    store.give_back_probe(group, claim_request.token)
+    store.release_probe(group, claim_request.token)
     assert found(store, group).probe is None
     lease = cluster.node_of(store._keys.lease(claim_request.stored_key))
     lease.pause()

@@ -61,7 +61,7 @@ def test_a_new_server_is_noticed_at_a_gate_too(store: RedisLeaseStore) -> None:
     claim_request = make_claim_request(fresh_key(), group=GROUP)
     assert store.acquire(claim_request) == Acquired(probe=True)
     assert store.age(claim_request.stored_key) < 0.5
-    assert store.give_back_probe(GROUP, claim_request.token)
+    assert store.release_probe(GROUP, claim_request.token)
     closed(store, GROUP, 60.0)
     assert isinstance(store.acquire(make_claim_request(fresh_key(), group=GROUP)), BlockedByGate)
 
@@ -103,7 +103,7 @@ def test_every_step_is_one_round_trip_and_closing_two(
         make_claim_request(fresh_key()),
     )
     store.acquire(claim_request)
-    store.give_back_probe(GROUP, "x")
+    store.release_probe(GROUP, "x")
     store.cool("x", "x", 1.0)
     store.end_cooldown("x")
     store.renew([Renewal(claim_request.stored_key, claim_request.token, 15.0, GROUP)])
@@ -133,7 +133,7 @@ def test_every_step_is_one_round_trip_and_closing_two(
         (1, lambda: store.close_gate(GROUP, closing(30.0), "another")),
         (1, lambda: store.open_gate(GROUP, claim_request.token)),
         (3, lambda: store.open_gate(GROUP)),
-        (1, lambda: store.give_back_probe(GROUP, claim_request.token)),
+        (1, lambda: store.release_probe(GROUP, claim_request.token)),
         (1, lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0)),
         (1, lambda: store.end_cooldown(claim_request.stored_key)),
     ):
@@ -154,7 +154,7 @@ def test_lost_scripts_are_sent_again(store: RedisLeaseStore) -> None:
     for step in (
         lambda: found(store, GROUP).probe == claim_request.token,
         lambda: [gate.group for gate in store.gates()] == [GROUP],
-        lambda: store.give_back_probe(GROUP, claim_request.token),
+        lambda: store.release_probe(GROUP, claim_request.token),
         lambda: closed(store, GROUP, 60.0).trips == 1,
         lambda: store.cool(claim_request.stored_key, claim_request.token, 60.0),
         lambda: store.end_cooldown(claim_request.stored_key),

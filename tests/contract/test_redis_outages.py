@@ -65,7 +65,7 @@ def steps(store: RedisLeaseStore, key: str = "") -> dict[str, Callable[[], Any]]
         "gates": lambda: list(store.gates()),
         "past_closings": lambda: store.past_closings(["g"]),
         "all past_closings": store.past_closings,
-        "give_back_probe": lambda: store.give_back_probe("g", claim_request.token),
+        "release_probe": lambda: store.release_probe("g", claim_request.token),
         "open_gate as probe": lambda: store.open_gate("g", claim_request.token),
         "open_gate": lambda: store.open_gate("g"),
     }

@@ -229,7 +229,7 @@ class ToyLeaseStore:
             del self._memory.gates[group]
             return True
 
-    def give_back_probe(self, group: str, token: str) -> bool:
+    def release_probe(self, group: str, token: str) -> bool:
         """Free the probe's slot if *token* has it."""
         with self._memory.lock:
             gate = self._gate(group)

@@ -98,7 +98,7 @@ class Bench:
         else:
             store = ToyLeaseStore(self.memory, "toy")
             names.append("acquire")
-        noted(store, self.journal, **{name: name for name in (*names, "give_back_probe")})
+        noted(store, self.journal, **{name: name for name in (*names, "release_probe")})
         return store
 
     def call(self, **changes: Any) -> Call:

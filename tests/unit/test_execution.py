@@ -360,7 +360,7 @@ class TestALostLease:
             held_lease.lost = "taken by another owner"
 
         bench.run(bench.call(), ending, during=lose)
-        assert bench.steps("cool", "release", "give_back_probe", "open_gate") == []
+        assert bench.steps("cool", "release", "release_probe", "open_gate") == []
 
     def test_an_outcome_that_is_refused_releases_but_does_not_cool(self, bench: Bench) -> None:
         """An operator has reset the row; the retry must not wait for this cooldown."""

@@ -93,7 +93,7 @@ class TestWhatItsEndMeans:
         assert bench.run(bench.call()) == Return(1)
         assert bench.gate is None
         assert [event.group for event in bench.seen.of(GateOpened)] == [GROUP]  # type: ignore[attr-defined]
-        assert bench.steps("open_gate", "give_back_probe") == ["open_gate"]
+        assert bench.steps("open_gate", "release_probe") == ["open_gate"]
         assert bench.run(bench.call(key=OTHER_KEY)) == Return(1)
         assert len(bench.seen.of(GateOpened)) == 1
         bench.run(bench.call(key=replace(OTHER_KEY, stored="t:billing.send|third")), OF_THE_GROUP)
@@ -327,7 +327,7 @@ class TestItsSlotComesBack:
 
     def test_during_an_outage_of_the_gate_store_its_slot_expires(self, bench: Bench) -> None:
         """Nothing of that reaches the caller."""
-        bench.journal.away("give_back_probe", "open_gate")
+        bench.journal.away("release_probe", "open_gate")
         assert bench.run(bench.call()) == Return(1)
         assert not bench.held
         bench.clock.sleep(15.0)

@@ -78,7 +78,7 @@ class GateProbeContract(GateCase):
         assert acquired(answer)
         assert probing(answer)
         assert found(store, group).probe_for > self.ttl
-        assert store.give_back_probe(group, claim_request.token)
+        assert store.release_probe(group, claim_request.token)
         answer = store.acquire(claim_request)
         assert acquired(answer)
         assert not probing(answer)
@@ -150,11 +150,11 @@ class GateProbeContract(GateCase):
             claim_request.token[1:],
             claim_request.token + "0",
         ):
-            assert not store.give_back_probe(group, token)
-        assert not store.give_back_probe(f"{group}-other", claim_request.token)
+            assert not store.release_probe(group, token)
+        assert not store.release_probe(f"{group}-other", claim_request.token)
         shut(store, self.claim_request(group))
-        assert store.give_back_probe(group, claim_request.token)
-        assert not store.give_back_probe(group, claim_request.token)
+        assert store.release_probe(group, claim_request.token)
+        assert not store.release_probe(group, claim_request.token)
         gate = found(store, group)
         assert (gate.trips, gate.half_open, gate.probe) == (1, True, None)
         probe(store, self.claim_request(group))
@@ -205,7 +205,7 @@ class GateProbeContract(GateCase):
             lambda: probing(store.acquire(claim_request)), self.short + PATIENCE, "the slot to end"
         )
         assert not store.open_gate(group, lost.token)
-        assert not store.give_back_probe(group, lost.token)
+        assert not store.release_probe(group, lost.token)
         assert store.close_gate(group, closing(0.0), lost.token).trips == 1
         assert found(store, group).probe == claim_request.token
         assert store.open_gate(group, claim_request.token)
@@ -265,9 +265,9 @@ class GateProbeContract(GateCase):
                     failures += 1
                     store.close_gate(group, closing(0.005), claim_request.token)
                 else:
-                    assert store.give_back_probe(group, claim_request.token)
+                    assert store.release_probe(group, claim_request.token)
                 assert not store.open_gate(group, rand.choice(former))
-                assert not store.give_back_probe(group, rand.choice(former))
+                assert not store.release_probe(group, rand.choice(former))
                 former.append(claim_request.token)
             return failures
 
