@@ -189,7 +189,10 @@ class Entry:
             return waiting.store_came_up_empty(call, claim.record, claim.age, self.context.rand())
         if claim.why is Refusal.LAPSED:
             return waiting.holder_may_return(waited, self.context.rand())
-        if claim.record is not None and (holder := decisions.holder_in(claim.record)) is not None:
+        if (
+            claim.record is not None
+            and (holder := decisions.holder_of_row(claim.record)) is not None
+        ):
             self._report_held(call, holder)
         verdict = self.decide(call, claim.record, waited)
         if isinstance(verdict, Run):

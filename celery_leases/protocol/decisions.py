@@ -121,7 +121,7 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     if why is not None and record is not None and why not in (Refusal.HELD, Refusal.NOT_DUE):
         return _answered(call, record, why, facts)
     holder = facts.holder or (
-        holder_in(record) if record is not None and why is Refusal.HELD else None
+        holder_of_row(record) if record is not None and why is Refusal.HELD else None
     )
     if holder is not None:
         return _held(call, holder, facts)
@@ -130,13 +130,13 @@ def before_run(call: Call, facts: Facts) -> Verdict:
     return Run()
 
 
-def refused_for_good(record: Record) -> PermanentFailure:
+def permanent_failure(record: Record) -> PermanentFailure:
     """The error for the callers of a key that has failed for good, or waits for an operator."""
     failure = record.failure or Failure("", f"{record.key} has failed for good")
     return PermanentFailure(printable(failure.text, None), failure.rule, failure.type or None)
 
 
-def holder_in(record: Record) -> Holder | None:
+def holder_of_row(record: Record) -> Holder | None:
     """The holder a row names, while the lease in it lasts."""
     if record.state is not State.RUNNING or record.lease_remaining <= 0:
         return None
@@ -150,12 +150,12 @@ def _answered(call: Call, record: Record, why: Refusal, facts: Facts) -> Verdict
     match why:
         case Refusal.FAILED:
             return Raise(
-                refused_for_good(record), own=call.repeat and record.call_id == call.call_id
+                permanent_failure(record), own=call.repeat and record.call_id == call.call_id
             )
         case Refusal.FINISHED:
             return _own_answer(call, record, facts)
         case Refusal.REPORTED:
-            return Raise(refused_for_good(record), own=True)
+            return Raise(permanent_failure(record), own=True)
         case Refusal.SUPERSEDED:
             return Drop("a retry of this call has replaced it")
         case Refusal.REUSED:

@@ -25,7 +25,7 @@ from celery_leases.errors import (
     RecordUnreadable,
     StoreUnavailable,
 )
-from celery_leases.protocol.decisions import refused_for_good
+from celery_leases.protocol.decisions import permanent_failure
 from celery_leases.protocol.keys import CallKey, call_key, differing
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.results import decode_stored, unreadable
@@ -597,7 +597,7 @@ def _check_content(record: Record, key: CallKey) -> None:
     arguments.
     """
     if record.state in (State.FAILED, State.UNCERTAIN):
-        raise refused_for_good(record)
+        raise permanent_failure(record)
     if not (record.ended is Ended.FAILED and not record.resumes):
         _check_same(record.fingerprint, record.digests, key)
 

@@ -63,7 +63,7 @@ class Combination:
     def live(self) -> bool:
         record = self.facts.record
         return self.facts.holder is not None or (
-            record is not None and decisions.holder_in(record) is not None
+            record is not None and decisions.holder_of_row(record) is not None
         )
 
     @property

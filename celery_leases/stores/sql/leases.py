@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 
 from celery_leases.errors import StoreUnavailable
-from celery_leases.protocol.decisions import holder_in
+from celery_leases.protocol.decisions import holder_of_row
 from celery_leases.protocol.groups import admits
 from celery_leases.protocol.options import DATABASE
 from celery_leases.protocol.ports import BlockedByGate, Claimed, Holder, Renewal, RenewalResult
@@ -129,7 +129,7 @@ class DatabaseLeaseStore(SqlGates):
     def holder(self, stored_key: str) -> Holder | None:
         """The holder of the key; ``None`` if no attempt holds it."""
         record = self.records.read(stored_key, lenient=True)
-        return holder_in(record) if record is not None else None
+        return holder_of_row(record) if record is not None else None
 
     def held(self, stored_keys: Sequence[str]) -> set[str]:
         """The keys that are held, by one statement that locks no row."""
@@ -232,7 +232,7 @@ class DatabaseLeaseStore(SqlGates):
             return RenewalResult.LOCKED
         return (
             RenewalResult.MISSING
-            if record is None or holder_in(record) is None
+            if record is None or holder_of_row(record) is None
             else RenewalResult.OTHER
         )
 
