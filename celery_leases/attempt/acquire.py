@@ -272,13 +272,13 @@ class Entry:
             )
         verdict = after_claim(call, record)
         if isinstance(verdict, Raise):
-            self._close(call, record, settlement.gave_up(call, record))
+            self._close(call, record, settlement.stopped_by_crash_loop(call, record))
             return verdict
         if isinstance(verdict, Reschedule):
-            self._close(call, record, settlement.stood_back(call, record, verdict.delay))
+            self._close(call, record, settlement.unrun(call, record, verdict.delay))
             return verdict
         if not held_lease.held:
-            self._close(call, record, settlement.stood_back(call, record, 0.0))
+            self._close(call, record, settlement.unrun(call, record, 0.0))
             return Reschedule(
                 SHORT_PAUSE + self.context.rand(),
                 "the claim took longer than the lease lasts",

@@ -187,7 +187,7 @@ class Execution:
         """Give back an attempt whose lease cannot be renewed."""
         with suppress(StoreUnavailable):  # then the next attempt has its token
             self.context.records.settle(
-                claimed_attempt.record, settlement.stood_back(call, claimed_attempt.record, 0.0)
+                claimed_attempt.record, settlement.unrun(call, claimed_attempt.record, 0.0)
             )
         self.entry.give_back(claimed_attempt.held_lease)
         return self._unexpected(call, error, away)

@@ -42,7 +42,7 @@ REMEMBERED_CALLS = 16
 REMEMBERED_RESULT_MAX = 4096
 
 
-class Death(Enum):
+class ExitCause(Enum):
     """Why a pool child is gone; the value is the reason in logs and records."""
 
     KILLED = "its process died"
@@ -51,11 +51,11 @@ class Death(Enum):
     STOPPED = "cold shutdown"
 
 
-ENDS_CALL: Final = (Death.TIME_LIMIT.value, Death.REVOKED.value)
+ENDS_CALL: Final = (ExitCause.TIME_LIMIT.value, ExitCause.REVOKED.value)
 """The reasons of ended processes whose call Celery has ended too."""
 
 
-def has_ended(record: Record) -> bool:
+def call_has_ended(record: Record) -> bool:
     """Whether Celery has been told the end of the record's last call, which does not run again by
     itself, though its key may.
     """
@@ -140,30 +140,30 @@ def _closed(call: Call, record: Record, ending: Ending, verdict: AfterFailure | 
             assert_never(never)
 
 
-def died(call: Call, record: Record, death: Death) -> Outcome:
+def child_exited(call: Call, record: Record, cause: ExitCause) -> Outcome:
     """How the attempt of a process that died without reporting an outcome is closed, by another
     process.
 
     After the hard time limit Celery has already failed the call, and a revoked call has ended:
     neither runs again by itself. After a cold shutdown the message comes back.
     """
-    kept = replace(_kept(call, record), reason=death.value)
-    if death is Death.STOPPED:
+    kept = replace(_kept(call, record), reason=cause.value)
+    if cause is ExitCause.STOPPED:
         stopped = replace(kept, ended=Ended.INTERRUPTED, attempt=record.attempt - 1)
         return _lasting(call, replace(stopped, resumes=call.reschedulable))
-    if death is Death.REVOKED:
+    if cause is ExitCause.REVOKED:
         return _lasting(call, replace(kept, ended=Ended.TERMINATED, attempt=record.attempt - 1))
     other = call.options.rerun and record.crashed_call not in (None, call.call_id)
     crashes = (0 if other else record.crashes) + 1
-    ended = Ended.CRASHED if death is Death.KILLED else Ended.TERMINATED
-    resumes = death is Death.KILLED
+    ended = Ended.CRASHED if cause is ExitCause.KILLED else Ended.TERMINATED
+    resumes = cause is ExitCause.KILLED
     crashed = replace(
         kept, ended=ended, crashes=crashes, crashed_call=call.call_id, resumes=resumes
     )
     return _lasting(call, _crashed(call, crashed))
 
 
-def gave_up(call: Call, record: Record) -> Outcome:
+def stopped_by_crash_loop(call: Call, record: Record) -> Outcome:
     """How a claimed attempt that must not run any more is closed."""
     unrun = replace(
         _kept(call, record), ended=Ended.CRASHED, attempt=record.attempt - 1, unrun=True
@@ -171,7 +171,7 @@ def gave_up(call: Call, record: Record) -> Outcome:
     return replace(_crashed(call, unrun), finished=_finished(call, record, NO_RESULT))
 
 
-def stood_back(call: Call, record: Record, delay: float) -> Outcome:
+def unrun(call: Call, record: Record, delay: float) -> Outcome:
     """How a claimed attempt is given back unrun; how the one before it ended is kept."""
     before = record.previous or Attempt(Ended.WAITING)
     unrun = replace(_kept(call, record), ended=before.ended, attempt=record.attempt - 1, unrun=True)

@@ -19,7 +19,7 @@ from celery_leases.protocol.groups import Gate
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Attempt, Ended, Failure, PastAttempt, Record, State
 from celery_leases.protocol.results import decode, result_of
-from celery_leases.protocol.settlement import Death
+from celery_leases.protocol.settlement import ExitCause
 
 ABSENT: Final = "absent"
 ABANDONED: Final = "abandoned"
@@ -219,7 +219,7 @@ class LeaseStatus:
         """The code of a key that does not run: absent, pending or cooling."""
         revoked = (self.reason, self.detail, self.resumes) == (
             Ended.TERMINATED,
-            Death.REVOKED.value,
+            ExitCause.REVOKED.value,
             False,
         )
         if revoked and self.state != ABSENT:

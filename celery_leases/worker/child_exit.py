@@ -21,7 +21,7 @@ from celery_leases.concurrency import greenlets, os_threads
 from celery_leases.errors import StoreUnavailable
 from celery_leases.protocol import events
 from celery_leases.protocol.records import State
-from celery_leases.protocol.settlement import Death, died
+from celery_leases.protocol.settlement import ExitCause, child_exited
 from celery_leases.protocol.verdicts import Call
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
@@ -56,7 +56,7 @@ class DeadChild:
     kwargs: Any
     retries: int
     pid: int
-    death: Death
+    cause: ExitCause
 
     def call(self) -> Call:
         """The call; raises the errors of the task's own ``lease_key``."""
@@ -74,7 +74,7 @@ class DeadChild:
 
 
 class ChildExit:
-    """One death, handled in a thread of its own: a task's ``lease_key`` that hangs does not delay
+    """One cause, handled in a thread of its own: a task's ``lease_key`` that hangs does not delay
     others.
     """
 
@@ -120,7 +120,7 @@ def close_dead(dead_child: DeadChild) -> None:
     Nor is a child waited for while the stores have not answered for an earlier one: the main
     process has other work.
     """
-    killed = dead_child.death is Death.KILLED
+    killed = dead_child.cause is ExitCause.KILLED
     if dead_child.pid == os.getpid() or (killed and _is_there(dead_child.pid)):
         return  # a pool of threads, or another child to which billiard has given the delivery: it is alive
     child_exit = ChildExit(dead_child)
@@ -245,7 +245,7 @@ def _close(dead_child: DeadChild, call: Call) -> None:
     settled: Exception | None = None
     try:
         _settle(context, call, dead_child)
-        if dead_child.death is Death.REVOKED:  # a child that a signal ended cannot tell why
+        if dead_child.cause is ExitCause.REVOKED:  # a child that a signal ended cannot tell why
             _written_off(parts, call)
     except StoreUnavailable as error:
         settled = error
@@ -261,7 +261,7 @@ def _settle(context: Context, call: Call, dead_child: DeadChild) -> None:
     record = _patiently(context, lambda: context.records.read(call.key.stored))
     if record is None or not record.is_attempt(State.RUNNING, dead_child.token):
         return
-    outcome = died(call, record, dead_child.death)
+    outcome = child_exited(call, record, dead_child.cause)
     if not _patiently(context, lambda: context.records.settle(record, outcome)):
         return
     if outcome.crashes > record.crashes:

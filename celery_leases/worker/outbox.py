@@ -29,7 +29,7 @@ from celery_leases.protocol.decisions import permanent_failure
 from celery_leases.protocol.keys import CallKey, call_key, differing
 from celery_leases.protocol.records import Ended, Record, State
 from celery_leases.protocol.results import decode_stored, unreadable
-from celery_leases.protocol.settlement import has_ended
+from celery_leases.protocol.settlement import call_has_ended
 from celery_leases.signals import logger
 from celery_leases.worker import app_components
 from celery_leases.worker.headers import HEADER, celery_id_of
@@ -510,7 +510,9 @@ def _can_be_published(record: Record) -> bool:
 
 def _is_over(record: Record) -> bool:
     """Whether the call that the kept message is of has ended."""
-    return record.publish_at is None and has_ended(record) and not _has_message_of_another(record)
+    return (
+        record.publish_at is None and call_has_ended(record) and not _has_message_of_another(record)
+    )
 
 
 def _has_message_of_another(record: Record) -> bool:
@@ -545,7 +547,7 @@ def _is_with_nobody(record: Record) -> bool:
     expired = _has_expired(record)
     if record.publish_at is not None and not expired:
         return False
-    told = has_ended(record) and (expired or not _has_message_of_another(record))
+    told = call_has_ended(record) and (expired or not _has_message_of_another(record))
     forgotten = not record.call_id and record.message is None
     return told or (
         record.state is State.PENDING and (record.ended is Ended.RELEASED or forgotten or expired)

@@ -18,7 +18,7 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_leases.concurrency import os_threads
 from celery_leases.errors import LeaseConfigurationError
-from celery_leases.protocol.settlement import Death
+from celery_leases.protocol.settlement import ExitCause
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, child_exit
 from celery_leases.worker.child_exit import DeadChild
@@ -51,9 +51,9 @@ all by now.
 """
 
 _DEATHS = (
-    (WorkerLostError, Death.KILLED),
-    (TimeLimitExceeded, Death.TIME_LIMIT),
-    (ByRevoke, Death.REVOKED),
+    (WorkerLostError, ExitCause.KILLED),
+    (TimeLimitExceeded, ExitCause.TIME_LIMIT),
+    (ByRevoke, ExitCause.REVOKED),
 )
 
 
@@ -158,7 +158,7 @@ class LeaseRequest(Request):
             held_calls.ended(self)
         queued = self.task.lease_options.queues_once and not self._over
         if revoked and not before and (queued or HEADER in self._request_dict):
-            child_exit.call_off(self._dead_child(Death.REVOKED, 0))
+            child_exit.call_off(self._dead_child(ExitCause.REVOKED, 0))
         return revoked
 
     def terminate(self, pool: Any, signal: Any = None) -> Any:
@@ -184,12 +184,12 @@ class LeaseRequest(Request):
         """Free the key of a dead child before its message is returned to the broker."""
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
-        death = next((death for kind, death in _DEATHS if isinstance(error, kind)), None)
-        if death is Death.REVOKED and not self._killed_by_revoke:
-            death = Death.STOPPED
-        if death is not None:
+        cause = next((cause for kind, cause in _DEATHS if isinstance(error, kind)), None)
+        if cause is ExitCause.REVOKED and not self._killed_by_revoke:
+            cause = ExitCause.STOPPED
+        if cause is not None:
             for pid in self._children:
-                child_exit.close_dead(self._dead_child(death, pid))
+                child_exit.close_dead(self._dead_child(cause, pid))
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
@@ -206,7 +206,7 @@ class LeaseRequest(Request):
             if not soft:
                 held_calls.ended(self)
 
-    def _dead_child(self, death: Death, pid: int) -> DeadChild:
+    def _dead_child(self, cause: ExitCause, pid: int) -> DeadChild:
         fields = self._request_dict
         call_id = call_id_of(self.id, fields.get("replaced_task_nesting"))
         header, owner = arrived(fields, self.task.name, call_id), owner_of(fields[TOKEN], pid)
@@ -219,7 +219,7 @@ class LeaseRequest(Request):
             self._kwargs,
             fields["retries"],
             pid,
-            death,
+            cause,
         )
 
 

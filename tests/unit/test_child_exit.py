@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_leases.protocol.settlement import Death
+from celery_leases.protocol.settlement import ExitCause
 from celery_leases.testing.waits import wait_until
 from celery_leases.worker import child_exit
 from celery_leases.worker.child_exit import DeadChild
@@ -53,7 +53,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
 
 
 def dead_child(
-    pid: int, token: str, call: Any = lambda: None, death: Death = Death.KILLED
+    pid: int, token: str, call: Any = lambda: None, cause: ExitCause = ExitCause.KILLED
 ) -> DeadChild:
     """One delivery of a dead child; *call* makes its key."""
 
@@ -61,7 +61,7 @@ def dead_child(
         def call(self) -> Any:
             return call()
 
-    return Known(SimpleNamespace(name="work"), "id", token, None, (), {}, 0, pid, death)
+    return Known(SimpleNamespace(name="work"), "id", token, None, (), {}, 0, pid, cause)
 
 
 def took(pid: int, token: str, **given: Any) -> float:
@@ -134,7 +134,7 @@ def test_only_the_handling_of_the_exit_waits_for_a_child_that_celery_kills(store
     """The hard limit is reported before the process has ended."""
     stores.answer.set()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert took(child.pid, "limited", death=Death.TIME_LIMIT) < PATIENCE
+    assert took(child.pid, "limited", cause=ExitCause.TIME_LIMIT) < PATIENCE
     assert stores.closed == []
     child.communicate(b"\n", timeout=10)
     wait_until(lambda: stores.closed == ["limited"], 10, "the attempt to be closed")

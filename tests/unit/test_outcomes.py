@@ -31,15 +31,15 @@ from celery_leases.protocol.records import Attempt, Ended, Outcome, Record, Stat
 from celery_leases.protocol.results import NOT_JSON
 from celery_leases.protocol.settlement import (
     CRASH_LOOP,
-    Death,
+    ExitCause,
     after_run,
+    child_exited,
     crash_pause,
-    died,
-    gave_up,
     settle_pause,
     settle_until,
-    stood_back,
+    stopped_by_crash_loop,
     store_pause,
+    unrun,
 )
 from celery_leases.protocol.verdicts import Raise
 from tests.unit.decision_inputs import (
@@ -198,7 +198,7 @@ class TestADeadChild:
         assert (outcome.failures, outcome.quick_retries, outcome.resumes) == (2, 3, True)
 
     def test_one_killed_by_the_hard_limit_is_a_crash_whose_call_is_over(self) -> None:
-        outcome = died(a_call(), replace(RUNNING, crashes=1), Death.TIME_LIMIT)
+        outcome = child_exited(a_call(), replace(RUNNING, crashes=1), ExitCause.TIME_LIMIT)
         assert (outcome.state, outcome.ended, outcome.resumes) == (
             State.PENDING,
             Ended.TERMINATED,
@@ -207,7 +207,7 @@ class TestADeadChild:
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (4, 2, 5.0)
 
     def test_a_revoked_one_is_given_back_and_counts_as_nothing(self) -> None:
-        outcome = died(a_call(), RUNNING, Death.REVOKED)
+        outcome = child_exited(a_call(), RUNNING, ExitCause.REVOKED)
         assert (outcome.state, outcome.ended, outcome.resumes) == (
             State.PENDING,
             Ended.TERMINATED,
@@ -225,12 +225,12 @@ class TestADeadChild:
         assert (outcome.attempt, outcome.crashes, outcome.retry_after) == (3, 1, None)
 
     def test_the_last_of_a_crash_loop_fails_for_good(self) -> None:
-        outcome = died(a_call(), replace(RUNNING, crashes=2), Death.KILLED)
+        outcome = child_exited(a_call(), replace(RUNNING, crashes=2), ExitCause.KILLED)
         assert (outcome.state, outcome.crashes, outcome.reason) == (State.FAILED, 3, CRASH_LOOP)
 
     def test_under_rerun_another_calls_crashes_are_not_added(self) -> None:
         record = replace(RUNNING, crashes=2, crashed_call="another")
-        outcome = died(a_call(on_done="rerun"), record, Death.KILLED)
+        outcome = child_exited(a_call(on_done="rerun"), record, ExitCause.KILLED)
         assert (outcome.crashes, outcome.crashed_call) == (1, OURS)
 
     @pytest.mark.parametrize("ending", ["returned", "terminated"])
@@ -374,7 +374,7 @@ class TestRetention:
 
 class TestUnrunAttempts:
     def test_giving_up_fails_for_good_and_gives_the_attempt_back(self) -> None:
-        outcome = gave_up(a_call(), replace(RUNNING, crashes=3))
+        outcome = stopped_by_crash_loop(a_call(), replace(RUNNING, crashes=3))
         assert (outcome.state, outcome.ended, outcome.reason) == (
             State.FAILED,
             Ended.CRASHED,
@@ -385,7 +385,7 @@ class TestUnrunAttempts:
     def test_the_caller_and_the_record_agree_on_why(self) -> None:
         record = replace(RUNNING, crashes=3, crashed_at=NOW, started_at=NOW)
         verdict = after_claim(a_call(), record)
-        outcome = gave_up(a_call(), record)
+        outcome = stopped_by_crash_loop(a_call(), record)
         assert isinstance(verdict, Raise)
         assert isinstance(verdict.error, PermanentFailure)
         failed = a_record(State.FAILED, OURS, failure=outcome.failure)
@@ -395,7 +395,7 @@ class TestUnrunAttempts:
 
     def test_a_pause_after_a_crash_waits_and_retains_how_the_previous_attempt_ended(self) -> None:
         before = Attempt(Ended.CRASHED, FAILURE, "host-b/9")
-        outcome = stood_back(a_call(), replace(RUNNING, crashes=2, previous=before), 5.0)
+        outcome = unrun(a_call(), replace(RUNNING, crashes=2, previous=before), 5.0)
         assert (outcome.state, outcome.ended, outcome.failure) == (
             State.PENDING,
             Ended.CRASHED,
@@ -413,7 +413,7 @@ class TestUnrunAttempts:
             cooldowns=2,
             previous=Attempt(Ended.FAILED, FAILURE, "host-b/9"),
         )
-        outcome = stood_back(a_call(), record, 0.0)
+        outcome = unrun(a_call(), record, 0.0)
         assert (outcome.failures, outcome.quick_retries, outcome.cooldowns, outcome.failed) == (
             2,
             3,
@@ -423,7 +423,7 @@ class TestUnrunAttempts:
         assert outcome.resumes
 
     def test_standing_back_without_a_pause_leaves_the_key_free(self) -> None:
-        assert stood_back(a_call(), RUNNING, 0.0).retry_after is None
+        assert unrun(a_call(), RUNNING, 0.0).retry_after is None
 
     @pytest.mark.parametrize(
         ("crashes", "pause"), [(0, 0.0), (1, 0.0), (2, 5.0), (3, 30.0), (99, 30.0)]

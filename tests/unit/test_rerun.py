@@ -19,7 +19,7 @@ from celery_leases.protocol.settlement import (
     REMEMBERED_CALLS,
     REMEMBERED_RESULT_MAX,
     after_run,
-    gave_up,
+    stopped_by_crash_loop,
 )
 from celery_leases.protocol.verdicts import Drop, Raise, Reschedule, Return, Run
 from tests.unit.decision_inputs import (
@@ -132,7 +132,7 @@ class TestCrashesUnderRerun:
 
     def test_a_call_given_up_is_not_run_again(self) -> None:
         call = a_call(on_done="rerun")
-        finished = gave_up(call, a_record(State.RUNNING, OURS, crashes=3)).finished
+        finished = stopped_by_crash_loop(call, a_record(State.RUNNING, OURS, crashes=3)).finished
         assert finished is not None
         later = a_record(State.DONE, finished_calls=tuple(finished), finished_results=finished)
         assert isinstance(decide(call, later), Drop)

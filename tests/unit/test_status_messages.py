@@ -16,7 +16,7 @@ from celery_leases.failures.actions import Reason
 from celery_leases.protocol.ports import Holder
 from celery_leases.protocol.records import Ended, Failure, Record, State
 from celery_leases.protocol.results import failure_of
-from celery_leases.protocol.settlement import Death
+from celery_leases.protocol.settlement import ExitCause
 from celery_leases.protocol.status import LeaseStatus, MessageCode, status_of
 
 SECRET_TEXT = "Server error '500' for url 'http://127.0.0.1:18099/a'\nFor more information check http://127.0.0.1"
@@ -62,7 +62,7 @@ def situations() -> Iterator[tuple[Record | None, Holder | None]]:
             ROW, state=state, retry_at=wait, resumes=resumes, failure=failure, ended=ended
         )
         yield row, holder
-    revoked = replace(ROW, ended=Ended.TERMINATED, reason=Death.REVOKED.value)
+    revoked = replace(ROW, ended=Ended.TERMINATED, reason=ExitCause.REVOKED.value)
     yield from ((revoked, None), (replace(revoked, retry_at=300_000_001), None))
     yield replace(ROW, unreadable="progress"), None
     yield replace(ROW, state=State.PENDING, call_id="call-1", ended=None), None

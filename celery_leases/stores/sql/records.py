@@ -33,7 +33,7 @@ from celery_leases.protocol import repairs
 from celery_leases.protocol.claims import ALWAYS
 from celery_leases.protocol.filters import Order, Position, RecordFilter
 from celery_leases.protocol.records import Ended, Failure, Outcome, Record, State
-from celery_leases.protocol.settlement import Death
+from celery_leases.protocol.settlement import ExitCause
 from celery_leases.stores.sql import record_queries, rows
 from celery_leases.stores.sql.claims import KEY_UNUSABLE_ERRORS, SqlClaims
 from celery_leases.stores.sql.compiled_statements import Row
