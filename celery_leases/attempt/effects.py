@@ -26,21 +26,21 @@ from celery_leases.failures.actions import Classification
 from celery_leases.failures.classifier import Rules
 from celery_leases.protocol.effects import (
     NAME_MAX,
+    AskOperator,
     Begun,
-    CallAgain,
-    ComeBack,
     Effect,
     Found,
-    Park,
+    RepeatCall,
     Scope,
     UseSaved,
     Verify,
+    VerifyLater,
     idempotency_key,
-    in_doubt,
+    is_valid_name,
     on_found,
+    outcome_unknown,
     reference_of,
-    unkept,
-    usable_name,
+    reply_not_stored,
     was_executed,
 )
 from celery_leases.protocol.ports import Clock, EffectStore
@@ -80,7 +80,7 @@ class Effects:
         return self._call(begun.effect, calls)
 
     def _check_name(self, name: str) -> None:
-        if not usable_name(name):
+        if not is_valid_name(name):
             raise EffectMisused(
                 f"effect({name!r}): give a name of 1 to {NAME_MAX} characters",
                 self.record.key,
@@ -142,17 +142,17 @@ class Effects:
         match what:
             case UseSaved():
                 return self._saved(effect, calls)
-            case ComeBack(delay):
+            case VerifyLater(delay):
                 raise Snooze(
                     delay,
                     f"the outcome of effect {effect.name!r} is unknown, and verify_after has not passed yet",
                 )
             case Verify():
                 return self._verify(effect, calls)
-            case CallAgain():
+            case RepeatCall():
                 return self._call(self._take_over(effect), calls, doubted=True)
-            case Park():
-                raise in_doubt(self.record.key, effect, "no verify was given")
+            case AskOperator():
+                raise outcome_unknown(self.record.key, effect, "no verify was given")
             case _ as never:
                 assert_never(never)
 
@@ -169,25 +169,25 @@ class Effects:
         written.
         """
         if calls.verify is None:
-            raise unkept(self.record.key, effect, "no verify was given to look it up")
+            raise reply_not_stored(self.record.key, effect, "no verify was given to look it up")
         try:
             found = self._looked_up(effect, calls)
         except Uncertain as error:
-            raise unkept(self.record.key, effect, str(error)) from error
+            raise reply_not_stored(self.record.key, effect, str(error)) from error
         if found is None:
-            raise unkept(self.record.key, effect, "verify did not find it")
+            raise reply_not_stored(self.record.key, effect, "verify did not find it")
         self.held_lease.check()
         text, missing = encode(found, self.result_max)
         reference = reference_of(calls.reference, found) if calls.reference is not None else None
         if missing is not None and reference is None:
-            raise unkept(self.record.key, effect, missing)
+            raise reply_not_stored(self.record.key, effect, missing)
         return EffectReply(decode(text), reference, effect.idempotency_key, saved=True)
 
     def _verify(self, effect: Effect, calls: Calls) -> EffectReply:
         try:
             found = self._looked_up(effect, calls)
         except Uncertain as error:
-            raise in_doubt(self.record.key, effect, str(error)) from error
+            raise outcome_unknown(self.record.key, effect, str(error)) from error
         ours = self._take_over(effect)
         if found is None:
             return self._call(ours, calls)
@@ -283,7 +283,7 @@ class Effects:
         if trouble is not None:
             raise trouble
         if missing is not None and reference is None:
-            raise unkept(self.record.key, effect, missing)
+            raise reply_not_stored(self.record.key, effect, missing)
         self.held_lease.check()
         return EffectReply(decode(text), reference, effect.idempotency_key)
 

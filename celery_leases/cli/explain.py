@@ -19,9 +19,9 @@ from celery_leases.failures.facts import ErrorFacts, facts_of
 from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.failure_decisions import (
     AfterFailure,
+    AwaitOperator,
     EnterCooldown,
     Fail,
-    Parked,
     RetryAfter,
     after_failure,
 )
@@ -145,7 +145,7 @@ def _consecutive(judgement: Classification, options: LeaseOptions, group: str | 
 
 
 def _in_words(shortest: AfterFailure, longest: AfterFailure, trips: int) -> str:
-    if isinstance(shortest, Fail | Parked) or isinstance(longest, Fail | Parked):
+    if isinstance(shortest, Fail | AwaitOperator) or isinstance(longest, Fail | AwaitOperator):
         return f"failed for good ({longest.failure.reason})"
     waits = [shortest.delay, longest.delay]
     if (

@@ -134,32 +134,32 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
-class ComeBack:
+class VerifyLater:
     """Too early to call ``verify``: reschedule by ``delay`` seconds, which spends no attempt."""
 
     delay: float
 
 
 @dataclass(frozen=True, slots=True)
-class CallAgain:
+class RepeatCall:
     """Make the call again with the same idempotency key: the other system deduplicates by it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Park:
+class AskOperator:
     """The outcome cannot be found out: an operator must look."""
 
 
 def on_found(
     effect: Effect, *, verifies: bool, verify_after: float, uncertain: OnUncertain
-) -> UseSaved | Verify | ComeBack | CallAgain | Park:
+) -> UseSaved | Verify | VerifyLater | RepeatCall | AskOperator:
     """What to do about an effect that an earlier attempt has begun."""
     if effect.state is EffectState.DONE:
         return UseSaved()
     if verifies:
         early = verify_after - effect.age()
-        return ComeBack(early) if early > 0 else Verify()
-    return CallAgain() if uncertain == "rerun" else Park()
+        return VerifyLater(early) if early > 0 else Verify()
+    return RepeatCall() if uncertain == "rerun" else AskOperator()
 
 
 def was_executed(known: Classification, said: Classification) -> bool | None:
@@ -193,7 +193,7 @@ def idempotency_key(prefix: str, stored_key: str, name: str, scope: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:48]
 
 
-def in_doubt(key: str, effect: Effect, why: str) -> Uncertain:
+def outcome_unknown(key: str, effect: Effect, why: str) -> Uncertain:
     """The error for an effect of *key* whose outcome is unknown."""
     message = (
         f"{key}: it is not known whether effect {effect.name!r} was executed ({why}); look for idempotency key "
@@ -202,7 +202,7 @@ def in_doubt(key: str, effect: Effect, why: str) -> Uncertain:
     return Uncertain(message, key, effect.name, effect.idempotency_key)
 
 
-def unkept(key: str, effect: Effect, why: str) -> Uncertain:
+def reply_not_stored(key: str, effect: Effect, why: str) -> Uncertain:
     """The error for an effect of *key* that is done, but whose reply is not stored."""
     message = (
         f"{key}: effect {effect.name!r} HAS happened, but its reply is not stored ({why}); let the callable return "
@@ -222,7 +222,7 @@ def unreadable(stored_key: str, name: str, column: str, value: object, error: Ex
     )
 
 
-def usable_name(name: object) -> bool:
+def is_valid_name(name: object) -> bool:
     """Whether *name* is valid for an effect: a text of at most ``NAME_MAX`` characters that every
     database accepts.
     """

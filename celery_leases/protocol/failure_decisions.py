@@ -75,14 +75,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class AwaitOperator:
     """The outcome or the reply of an effect is unknown: an operator must look."""
 
     failure: Failure
     counts: Counts
 
 
-AfterFailure = EnterCooldown | RetryAfter | Fail | Parked
+AfterFailure = EnterCooldown | RetryAfter | Fail | AwaitOperator
 
 
 def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> AfterFailure:
@@ -92,7 +92,9 @@ def after_failure(call: Call, record: Record, raised: Raised, rand: float) -> Af
     classification, counts = raised.classification, _counted(call, record, raised.classification)
     if isinstance(raised.error, Uncertain):
         known = {"rule": Reason.UNCERTAIN.value, "reason": Reason.UNCERTAIN.value}
-        return Parked(replace(raised.failure, **known, ambiguous=True, operator=True), counts)
+        return AwaitOperator(
+            replace(raised.failure, **known, ambiguous=True, operator=True), counts
+        )
     ruling, reason = _in_force(call, classification, counts)
     in_group = ruling.scope == "group" and call.group is not None
     failure = replace(

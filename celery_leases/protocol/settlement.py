@@ -24,9 +24,9 @@ from celery_leases.protocol.body_endings import (
 )
 from celery_leases.protocol.failure_decisions import (
     AfterFailure,
+    AwaitOperator,
     EnterCooldown,
     Fail,
-    Parked,
     RetryAfter,
 )
 from celery_leases.protocol.records import Attempt, Ended, Failure, Outcome, Record, State
@@ -227,7 +227,7 @@ def _failed(call: Call, record: Record, closed: Outcome, verdict: AfterFailure) 
             return replace(failed, state=State.FAILED, finished=_finished(call, record, NO_RESULT))
         case RetryAfter(delay):
             return replace(failed, retry_after=delay, resumes=call.reschedulable)
-        case Parked():
+        case AwaitOperator():
             return replace(failed, state=State.UNCERTAIN, retention=None)
         case EnterCooldown(delay, resume=resume):
             return replace(failed, state=State.COOLING, retry_after=delay, resumes=resume)

@@ -35,17 +35,17 @@ from celery_leases.lease import Lease
 from celery_leases.protocol.body_endings import Lost, Returned
 from celery_leases.protocol.effects import (
     NAME_MAX,
-    CallAgain,
-    ComeBack,
+    AskOperator,
     Effect,
     EffectState,
-    Park,
+    RepeatCall,
     UseSaved,
     Verify,
+    VerifyLater,
     idempotency_key,
+    is_valid_name,
     on_found,
     reference_of,
-    usable_name,
     was_executed,
 )
 from tests.unit.effect_attempts import CHARGE, KEY, Attempt, EffectBench
@@ -107,12 +107,12 @@ class TestOnFound:
     @pytest.mark.parametrize(
         ("age", "after", "expected"),
         [
-            (0.0, 60.0, ComeBack(60.0)),
-            (59.5, 60.0, ComeBack(0.5)),
+            (0.0, 60.0, VerifyLater(60.0)),
+            (59.5, 60.0, VerifyLater(0.5)),
             (60.0, 60.0, Verify()),
             (1e6, 60.0, Verify()),
             (0.0, 0.0, Verify()),
-            (-5.0, 60.0, ComeBack(60.0)),
+            (-5.0, 60.0, VerifyLater(60.0)),
         ],
     )
     def test_it_is_looked_up_once_the_first_request_cannot_be_on_its_way(
@@ -130,8 +130,8 @@ class TestOnFound:
     def test_without_a_way_to_look_it_is_called_again_or_parked(self, age: float) -> None:
         """As the user says; there is nothing to wait for."""
         given: dict[str, Any] = {"verifies": False, "verify_after": 60.0}
-        assert on_found(found(age=age), uncertain="rerun", **given) == CallAgain()
-        assert on_found(found(age=age), uncertain="stop", **given) == Park()
+        assert on_found(found(age=age), uncertain="rerun", **given) == RepeatCall()
+        assert on_found(found(age=age), uncertain="stop", **given) == AskOperator()
 
 
 class TestIdempotencyKeys:
@@ -183,7 +183,7 @@ class TestNamesAndReferences:
     @pytest.mark.parametrize("name", ["charge", "a" * NAME_MAX, "naïve ✓", "two words"])
     def test_a_text_is_a_name(self, name: str) -> None:
         """Of any alphabet."""
-        assert usable_name(name)
+        assert is_valid_name(name)
 
     @pytest.mark.parametrize(
         "name", ["", "  ", "\n", "a" * (NAME_MAX + 1), "a\x00b", "half \ud800", None, 7, b"charge"]
@@ -192,7 +192,7 @@ class TestNamesAndReferences:
         self, desk: EffectBench, name: Any
     ) -> None:
         """With the name in the message."""
-        assert not usable_name(name)
+        assert not is_valid_name(name)
         with pytest.raises(EffectMisused, match=r"effect\(.*1 to 255 characters"):
             desk.attempt().effect(name=name)
         assert (desk.called, desk.steps()) == ([], [])

@@ -27,10 +27,10 @@ from celery_leases.protocol.body_endings import Raised
 from celery_leases.protocol.failure_decisions import (
     LONGEST_SPREAD,
     SHORTEST_SERVER_DELAY,
+    AwaitOperator,
     Counts,
     EnterCooldown,
     Fail,
-    Parked,
     RetryAfter,
     leaves_gate_half_open,
 )
@@ -238,7 +238,7 @@ class TestAnEffectInDoubt:
         doubt = Raised(Uncertain("in doubt", "k", "charge", "i"), FAILURE, classified(ruling))
         record = replace(FRESH, failures=9, quick_retries=1, cooldowns=2)
         verdict = after(doubt, record, group=GROUP)
-        assert isinstance(verdict, Parked)
+        assert isinstance(verdict, AwaitOperator)
         assert verdict.counts == Counts(9, 1, 2)
         assert (verdict.failure.reason, verdict.failure.group) == ("uncertain", None)
         assert (verdict.failure.ambiguous, verdict.failure.operator) == (True, True)
