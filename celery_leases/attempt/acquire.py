@@ -186,9 +186,11 @@ class Entry:
         if isinstance(claim, BlockedByGate):
             return self._shut(call, claim, waited)
         if claim.why is Refusal.EMPTIED and claim.record is not None and claim.age is not None:
-            return waiting.store_came_up_empty(call, claim.record, claim.age, self.context.rand())
+            return waiting.after_store_was_emptied(
+                call, claim.record, claim.age, self.context.rand()
+            )
         if claim.why is Refusal.LAPSED:
-            return waiting.holder_may_return(waited, self.context.rand())
+            return waiting.after_lapsed_lease(waited, self.context.rand())
         if (
             claim.record is not None
             and (holder := decisions.holder_of_row(claim.record)) is not None

@@ -26,7 +26,7 @@ from celery_leases.protocol.records import (
     Refusal,
     State,
 )
-from celery_leases.protocol.waiting import still_waits
+from celery_leases.protocol.waiting import is_waiting
 
 MICROSECONDS: Final = 1_000_000
 ALWAYS: Final = 2**62
@@ -130,7 +130,7 @@ def refusal(row: Record | None, call: Claimant) -> Refusal | None:
         return Refusal.DONE
     if row.state is State.RUNNING and row.lease_remaining > 0 and row.owner not in call.prior:
         return Refusal.HELD
-    return Refusal.NOT_DUE if still_waits(call.call_id, row) else None
+    return Refusal.NOT_DUE if is_waiting(call.call_id, row) else None
 
 
 def finished_by(call_id: str, row: Record) -> bool:

@@ -15,8 +15,8 @@ from celery_leases.protocol.verdicts import Call, Drop, Facts, Raise, Reschedule
 
 RETRY_GRACE: Final = 1.0
 SHORTEST_DELAY: Final = 0.05
-HELD_FIRST: Final = 5.0
-HELD_LONGEST: Final = 60.0
+FIRST_PUBLISH_RETRY_TIME: Final = 5.0
+LONGEST_PUBLISH_RETRY_TIME: Final = 60.0
 
 FIRST_COUNTDOWN_UNTIL_FREE: Final = 60.0
 """Seconds of the first wait where the worker begins the call as soon as its key is free."""
@@ -27,14 +27,14 @@ be about to return.
 """
 
 
-def still_waits(call_id: str, record: Record) -> bool:
+def is_waiting(call_id: str, record: Record) -> bool:
     """Whether the time of the key itself has not come for that call."""
-    return record.state in (State.PENDING, State.COOLING) and record.waits > grace_of(
+    return record.state in (State.PENDING, State.COOLING) and record.waits > early_grace(
         record, call_id
     )
 
 
-def grace_of(record: Record, call_id: str) -> float:
+def early_grace(record: Record, call_id: str) -> float:
     """Seconds by which a call may be early: Celery sends its retry before the row is closed, from
     which the wait counts.
 
@@ -51,7 +51,7 @@ def not_due_yet(call: Call, record: Record | None, facts: Facts) -> Verdict:
     started = record is not None and record.call_id == call.call_id
     retrying = record is not None and started and record.resumes and record.ended is Ended.FAILED
     met = record.fence if record is not None and started and record.failure_delivered else None
-    if record is not None and not still_waits(call.call_id, record):
+    if record is not None and not is_waiting(call.call_id, record):
         record = None
     waits = max(
         record.waits if record is not None else 0.0,
@@ -109,7 +109,7 @@ def _cooling_down(call: Call, record: Record | None, facts: Facts, waits: float)
     return CoolingDown(message, call.key.key, facts.wall_time + waits, waits, reason, rule, scope)
 
 
-def store_came_up_empty(call: Call, record: Record, age: float, rand: float) -> Reschedule:
+def after_store_was_emptied(call: Call, record: Record, age: float, rand: float) -> Reschedule:
     """The verdict on a row that is running under a lease store that lost its leases *age* seconds
     ago.
 
@@ -121,7 +121,7 @@ def store_came_up_empty(call: Call, record: Record, age: float, rand: float) -> 
     )
 
 
-def holder_may_return(waited: float, rand: float) -> Reschedule | Wait:
+def after_lapsed_lease(waited: float, rand: float) -> Reschedule | Wait:
     """The verdict on a running row whose lease has expired, but which the claim may not take over.
 
     The records were unavailable, or that is unknown: the holder gets time to write its outcome or
@@ -151,26 +151,28 @@ def countdown_until_free(call: Call, facts: Facts) -> float:
     )
 
 
-def held_for(given_back: int, limit: int | None, longest: float) -> float:
+def publish_retry_time(returns: int, limit: int | None, longest: float) -> float:
     """Seconds to retry the publishing of a copy that the broker does not accept, before its
     delivery is returned.
 
-    Each return (*given_back* so far) uses one of the deliveries that the queue allows, if it has
+    Each return (*returns* so far) uses one of the deliveries that the queue allows, if it has
     such a *limit*; the last two are held for *longest*.
     """
-    if limit is not None and given_back >= limit - 1:
+    if limit is not None and returns >= limit - 1:
         return longest
-    return min(HELD_FIRST * 2.0 ** min(given_back, 10), HELD_LONGEST, longest)
+    return min(
+        FIRST_PUBLISH_RETRY_TIME * 2.0 ** min(returns, 10), LONGEST_PUBLISH_RETRY_TIME, longest
+    )
 
 
-def may_be_given_back(given_back: int, limit: int | None) -> bool:
+def may_be_returned(returns: int, limit: int | None) -> bool:
     """Whether the broker delivers a message again that was returned so often; otherwise it discards
     the message.
     """
-    return limit is None or given_back < limit
+    return limit is None or returns < limit
 
 
-def unconfirmed_pause(tries: int) -> float:
+def publish_retry_pause(tries: int) -> float:
     """How long to wait before a copy is published again."""
     return float(min(15.0, 2.0 ** min(tries, 10)))
 

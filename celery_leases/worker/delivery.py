@@ -50,10 +50,10 @@ from celery_leases.protocol.verdicts import (
     TaskEvent,
 )
 from celery_leases.protocol.waiting import (
-    HELD_LONGEST,
-    held_for,
-    may_be_given_back,
-    unconfirmed_pause,
+    LONGEST_PUBLISH_RETRY_TIME,
+    may_be_returned,
+    publish_retry_pause,
+    publish_retry_time,
 )
 from celery_leases.signals import logger
 from celery_leases.worker import app_components, requeue
@@ -170,11 +170,11 @@ class Delivery:
                 why = f"{type(error).__name__}: {error}"
             if not tries:
                 spent = requeue.spent(self.request, self.call_id, Routes(self.task.app))
-                until = time.monotonic() + held_for(*spent, HELD_LONGEST)
+                until = time.monotonic() + publish_retry_time(*spent, LONGEST_PUBLISH_RETRY_TIME)
                 logger.error(
                     "%s[%s] did not begin, retrying: %s", self.task.name, self.call_id, why
                 )
-            pause = unconfirmed_pause(tries)
+            pause = publish_retry_pause(tries)
             tries += 1
             if self.interrupt_guard.stopping or time.monotonic() + pause > until:
                 self._not_taken(why, *spent)
@@ -182,7 +182,7 @@ class Delivery:
 
     def _not_taken(self, why: str, before: int, limit: int | None) -> NoReturn:
         """End a delivery that this process cannot handle."""
-        if may_be_given_back(before, limit):
+        if may_be_returned(before, limit):
             requeue.give_back(self.task.name, self.call_id, "did not begin", why)
         key = key_of(
             self.task, self.arrived, self.call_id, self.args, self.kwargs, self.request.retries
@@ -418,9 +418,9 @@ class Delivery:
             else:
                 requeue.taken(call.call_id)
                 return published
-            pause = unconfirmed_pause(tries)
+            pause = publish_retry_pause(tries)
             if self.interrupt_guard.stopping or parts.clock.now() + pause > until:
-                if may_be_given_back(before, limit):
+                if may_be_returned(before, limit):
                     self._sleep(pause)
                     self._give_back(call, again, why)
                 self._fail(
@@ -445,7 +445,9 @@ class Delivery:
         """When the delivery is returned at the latest if the broker does not accept a copy
         of it.
         """
-        until = self.parts.clock.now() + held_for(*self._spent(call), call.longest_countdown)
+        until = self.parts.clock.now() + publish_retry_time(
+            *self._spent(call), call.longest_countdown
+        )
         return (
             min(until, self.taken + call.time_limit - TIME_TO_GIVE_BACK)
             if call.time_limit
@@ -476,7 +478,7 @@ class Delivery:
         try:
             self._close_record(call, again, failure_of(error))
         except StoreUnavailable as unavailable:
-            if may_be_given_back(*self._spent(call)):
+            if may_be_returned(*self._spent(call)):
                 self._sleep(self._held_until(call) - self.parts.clock.now())
                 self._give_back(call, again, f"{why}; {unavailable}")
             logger.error(
@@ -523,7 +525,7 @@ class Delivery:
             ):
                 break
             self._sleep(LOOK_AGAIN)
-        if may_be_given_back(*self._spent(call)):
+        if may_be_returned(*self._spent(call)):
             self._give_back(call, again, "a copy of it is running, and no other can be published")
         if self._celery_knows():
             self._drop(call, OUTCOME_KNOWN)

@@ -25,7 +25,7 @@ if "DELIVERY_LIMIT" in os.environ:
 
     @worker_init.connect(weak=False)
     def _hold_shortly(**_):
-        vars(waiting)["HELD_FIRST"] = 0.5
+        vars(waiting)["FIRST_PUBLISH_RETRY_TIME"] = 0.5
 
 
 app.conf.accept_content = ["json", "pickle", "read-only"]

@@ -6,7 +6,7 @@ import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_leases.protocol.waiting import held_for, may_be_given_back
+from celery_leases.protocol.waiting import may_be_returned, publish_retry_time
 from celery_leases.settings import read_settings
 from celery_leases.worker.app_settings import settings_of
 from celery_leases.worker.consumer_timeout import over_consumer_timeout
@@ -70,10 +70,19 @@ def test_a_delivery_is_held_longer_the_more_often_it_was_given_back() -> None:
     """The last two deliveries that the queue allows are held longest, then nothing is given
     back.
     """
-    assert [held_for(before, None, 600.0) for before in (0, 1, 4, 99)] == [5.0, 10.0, 60.0, 60.0]
-    assert [held_for(before, 20, 600.0) for before in (18, 19, 20)] == [60.0, 600.0, 600.0]
-    assert [may_be_given_back(before, 20) for before in (19, 20)] == [True, False]
-    assert may_be_given_back(10**6, None)
+    assert [publish_retry_time(before, None, 600.0) for before in (0, 1, 4, 99)] == [
+        5.0,
+        10.0,
+        60.0,
+        60.0,
+    ]
+    assert [publish_retry_time(before, 20, 600.0) for before in (18, 19, 20)] == [
+        60.0,
+        600.0,
+        600.0,
+    ]
+    assert [may_be_returned(before, 20) for before in (19, 20)] == [True, False]
+    assert may_be_returned(10**6, None)
 
 
 def test_headers_of_the_broker_are_not_sent_back_to_it() -> None:

@@ -52,6 +52,6 @@ class TestHops:
 class TestAStoreThatCameUpEmpty:
     def test_a_running_key_is_left_alone_until_its_holder_has_had_its_ttl(self) -> None:
         running = a_record(State.RUNNING, lease_ttl=15.0)
-        verdict = store_came_up_empty(a_call(), running, 4.0, 0.0)
+        verdict = after_store_was_emptied(a_call(), running, 4.0, 0.0)
         assert isinstance(verdict, Reschedule)
         assert verdict.delay == pytest.approx(11.0)

@@ -91,7 +91,7 @@ def runs(bench: Bench, call: Call, what: str) -> None:
 def may_start(row: Record, call: Call) -> bool:
     """Whether the previous row allowed the call to run."""
     if row.state in (State.PENDING, State.COOLING):
-        return row.waits <= grace_of(row, call.call_id)
+        return row.waits <= early_grace(row, call.call_id)
     if row.state is State.RUNNING:
         return row.lease_remaining == 0
     return call.options.rerun and row.call_id != call.call_id
